@@ -1,0 +1,116 @@
+"""The errors that streamload raises; all rooms stand on this one.
+
+Every class is also the builtin that callers would catch, and can be made from one string: an error that
+crosses from a DataLoader worker is rebuilt as ``type(message)``.
+
+    StreamloadError
+    ├── OptionError (ValueError)            an argument or variable that can't be used
+    │   └── UrlError                        a URL, brace pattern or scheme that can't be read
+    ├── OriginError (OSError)               far away: could not be read, after retries
+    │   ├── OriginNotFound (FileNotFoundError)
+    │   ├── OriginDenied (PermissionError)
+    │   ├── OriginTimeout (TimeoutError)    stalled, or did not answer within its deadline
+    │   └── OriginCut                       ended before its stated length, or its command failed
+    ├── ShardError (ValueError)             the bytes arrived, but are not a shard that can be trusted
+    │   ├── ShardFormatError                not a tar: a page, a compressed file, garbage
+    │   ├── ShardCut                        a tar without its end
+    │   └── DatasetChanged                  another version than the one this run began with
+    ├── SampleError (ValueError)            one sample that can't be used
+    │   └── DecodeError
+    ├── CacheError (OSError)                the tier can't be used
+    │   ├── CacheFull                       no room, and nothing may be evicted
+    │   └── CacheCorrupt                    bytes that fail their checksum
+    ├── DataError (ValueError)              the data as a whole
+    │   ├── NoValidSamples                  nothing usable among the first shards or samples
+    │   └── TooManyBadSamples               more than the allowed share had to be replaced
+    ├── LoaderBusy (RuntimeError)           a second iterator while one is alive
+    └── WorkerDied (RuntimeError)           a worker process ended without a word
+"""
+
+
+class StreamloadError(Exception):
+    """Root of everything that streamload raises on purpose."""
+
+
+class OptionError(StreamloadError, ValueError):
+    """An argument or variable that can't be used; says the value and what is allowed."""
+
+
+class UrlError(OptionError):
+    """A URL, brace pattern or scheme that can't be read."""
+
+
+class OriginError(StreamloadError, OSError):
+    """A shard could not be read from where it lives, after all retries."""
+
+
+class OriginNotFound(OriginError, FileNotFoundError):
+    """The origin says that there is no such shard."""
+
+
+class OriginDenied(OriginError, PermissionError):
+    """The origin refuses to give the shard: credentials are missing, wrong or expired."""
+
+
+class OriginTimeout(OriginError, TimeoutError):
+    """The origin did not answer, or stopped sending, within the deadline."""
+
+
+class OriginCut(OriginError):
+    """The origin ended before its stated length, or its command failed on the way."""
+
+
+class ShardError(StreamloadError, ValueError):
+    """The bytes of a shard arrived, but can't be trusted."""
+
+
+class ShardFormatError(ShardError):
+    """The bytes are not a tar."""
+
+
+class ShardCut(ShardError):
+    """The tar has no end: it was cut before its end marker."""
+
+
+class DatasetChanged(ShardError):
+    """A shard is another version than the one which this run has begun to read."""
+
+
+class SampleError(StreamloadError, ValueError):
+    """One sample can't be used."""
+
+
+class DecodeError(SampleError):
+    """A member of a sample can't be decoded."""
+
+
+class CacheError(StreamloadError, OSError):
+    """The cache directory can't be used."""
+
+
+class CacheFull(CacheError):
+    """There is no room in the tier and nothing that may be evicted."""
+
+
+class CacheCorrupt(CacheError):
+    """Bytes in the tier fail their checksum."""
+
+
+class DataError(StreamloadError, ValueError):
+    """The data set as a whole can't be trained on."""
+
+
+class NoValidSamples(DataError):
+    """Nothing usable among the first shards or samples."""
+
+
+class TooManyBadSamples(DataError):
+    """More samples than the allowed share could not be used."""
+
+
+class LoaderBusy(StreamloadError, RuntimeError):
+    """A second iterator was asked of a loader while one is alive."""
+
+
+class WorkerDied(StreamloadError, RuntimeError):
+    """A worker process ended without reporting an error."""
