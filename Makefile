@@ -1,0 +1,55 @@
+# Everything runs in .venv, which is made from pyproject.toml under the pins of constraints.txt. `make demo` and
+# `make test` do all set-up by themselves on a machine that has Python 3.10 or newer and make.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint pytest bench pins clean
+
+# The first Python on the path that is new enough.
+PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$python; break; }; done)
+BIN := .venv/bin
+READY := .venv/.ready
+
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
+
+demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
+	$(BIN)/streamload demo
+
+test: lint pytest  ## All checks: style, types, import contract, tests
+
+lint: $(READY)  ## Style, types, import contract
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+pytest: $(READY)
+	$(BIN)/python -m pytest
+
+bench: $(READY)  ## Measure beside the peers; writes benchmarks/results/*.json
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+
+# The stamp is written last: an interrupted set-up is taken up where it was, a finished one isn't done again.
+$(READY): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.10 or newer is needed: install it, or say PYTHON=/path/to/python" >&2; exit 1; }
+	@bash .ci/need curl
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || bash .ci/need python3-venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+pins:  ## Resolve all dependencies anew into constraints.txt
+	rm -rf .venv-pins
+	$(PYTHON) -m venv .venv-pins
+	.venv-pins/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" '.[dev]'
+	.venv-pins/bin/python .ci/pins.py > constraints.new
+	mv constraints.new constraints.txt
+	rm -rf .venv-pins
+
+clean:  ## Remove the environments and everything that tools left
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

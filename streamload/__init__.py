@@ -1,0 +1,90 @@
+"""Train image-text models on WebDataset tar shards while they are still arriving.
+
+The public names. Those that need more than the standard library are loaded when they are first used, so that
+`import streamload` is quick and doesn't import torch. `make_loader` is where to begin.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from streamload.errors import (
+    CacheCorrupt,
+    CacheError,
+    CacheFull,
+    DataError,
+    DatasetChanged,
+    DecodeError,
+    LoaderBusy,
+    NoValidSamples,
+    OptionError,
+    OriginCut,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+    SampleError,
+    ShardCut,
+    ShardError,
+    ShardFormatError,
+    StreamloadError,
+    TooManyBadSamples,
+    UrlError,
+    WorkerDied,
+)
+
+if TYPE_CHECKING:
+    from streamload.loader import Loader, make_loader
+    from streamload.metrics import Snapshot
+    from streamload.shards.samples import Entry
+
+__all__ = [
+    "CacheCorrupt",
+    "CacheError",
+    "CacheFull",
+    "DataError",
+    "DatasetChanged",
+    "DecodeError",
+    "Entry",
+    "Loader",
+    "LoaderBusy",
+    "NoValidSamples",
+    "OptionError",
+    "OriginCut",
+    "OriginDenied",
+    "OriginError",
+    "OriginNotFound",
+    "OriginTimeout",
+    "SampleError",
+    "ShardCut",
+    "ShardError",
+    "ShardFormatError",
+    "Snapshot",
+    "StreamloadError",
+    "TooManyBadSamples",
+    "UrlError",
+    "WorkerDied",
+    "make_loader",
+]
+
+_LATER = {
+    "Entry": "streamload.shards.samples",
+    "Loader": "streamload.loader",
+    "Snapshot": "streamload.metrics",
+    "make_loader": "streamload.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("streamload")
+    if name not in _LATER:
+        raise AttributeError(f"module 'streamload' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

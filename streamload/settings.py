@@ -1,0 +1,259 @@
+"""What the user may set from outside: STREAMLOAD_* variables and arguments, as one frozen value.
+
+The only reader of those variables. Arguments win over variables, variables over defaults, and each value
+knows where it came from (`streamload doctor` prints it). Nothing is created and no space is measured here:
+a share of the disk stays a share until the tier asks for its bytes.
+"""
+
+import difflib
+import functools
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamload.errors import OptionError
+
+VARIABLES = {
+    "cache_dir": "STREAMLOAD_CACHE_DIR",
+    "cache_size": "STREAMLOAD_CACHE_SIZE",
+    "ahead": "STREAMLOAD_AHEAD",
+}
+
+DEFAULT_CACHE_SIZE = "80%"
+
+# Kinds of file systems whose bytes are somewhere else: a copy there is not near. Every FUSE kind counts as
+# elsewhere too, except the one that is a local disk in another format.
+_ELSEWHERE = frozenset(
+    {
+        "9p",
+        "acfs",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "davfs",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+    }
+    | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs"}
+)
+_LOCAL_FUSE = frozenset({"fuseblk"})
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for suffix, base in (("", 1000), ("B", 1000), ("I", 1024), ("IB", 1024))
+}
+_SIZE = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The most that a tier may hold: a number of bytes, or a share of the disk.
+
+    Exactly one of the two fields is set. A share is taken of what is free plus what the tier already holds,
+    so that it means the same on an empty tier and on a full one.
+    """
+
+    size_bytes: int | None = None
+    share: float | None = None
+
+    def limit_bytes(self, free_bytes: int, held_bytes: int) -> int:
+        """The limit in bytes on a disk with `free_bytes` free, when the tier holds `held_bytes`."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        return int((free_bytes + held_bytes) * (self.share or 0.0))
+
+    def __str__(self) -> str:
+        return f"{self.size_bytes} bytes" if self.size_bytes is not None else f"{100 * (self.share or 0):g}%"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """Where a path lives: the mount point, and the kind that the kernel gives it ("ext4", "nfs4", …)."""
+
+    mount_point: str
+    kind: str
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether reading from it goes over a network."""
+        return self.kind in _ELSEWHERE or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether what it holds takes up memory."""
+        return self.kind in _MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every value with which streamload can be set from outside, resolved.
+
+    Attributes:
+        cache_dir: the directory of the tier on disk.
+        cache_size: the most that it may hold.
+        ahead_bytes: how far in front of the cursor shards are filled; None = as far as the tier has room.
+        sources: of each of "cache_dir", "cache_size", "ahead": "argument", its variable's name, or "default".
+    """
+
+    cache_dir: Path
+    cache_size: CacheSize
+    ahead_bytes: int | None
+    sources: Mapping[str, str]
+
+
+def read_settings(
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_size: str | int | None = None,
+    ahead: str | int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Resolve the settings from arguments, then the environment, then defaults.
+
+    Args:
+        cache_dir: directory of the tier; `~` is expanded and a relative path made absolute.
+        cache_size: bytes, or text such as "500GB", "1.5TiB" or "80%".
+        ahead: bytes, or text with a unit.
+        environ: where to look for STREAMLOAD_* variables; the process's own by default.
+
+    Raises:
+        OptionError: a value that can't be read; the message names the argument or variable.
+    """
+    environ = os.environ if environ is None else environ
+    _warn_of_unknown(environ)
+    sources: dict[str, str] = {}
+
+    def given(name: str, argument: object) -> object:
+        """The argument, else the variable when it isn't empty, else None; records which."""
+        variable = VARIABLES[name]
+        from_variable = environ.get(variable, "").strip()
+        if argument is not None:
+            sources[name] = "argument"
+            return argument
+        sources[name] = variable if from_variable else "default"
+        return from_variable or None
+
+    def label(name: str) -> str:
+        return name if sources[name] == "argument" else sources[name]
+
+    directory = given("cache_dir", cache_dir)
+    size = given("cache_size", cache_size)
+    far = given("ahead", ahead)
+    return Settings(
+        cache_dir=default_cache_dir(environ)
+        if directory is None
+        else _directory(directory, label("cache_dir")),
+        cache_size=parse_cache_size(DEFAULT_CACHE_SIZE if size is None else size, label("cache_size")),
+        ahead_bytes=None if far is None else parse_size(far, label("ahead")),
+        sources=sources,
+    )
+
+
+def parse_size(value: object, name: str = "size") -> int:
+    """Bytes of an int or of text such as "500GB" (1000s), "1.5 TiB" (1024s) or "4_000_000".
+
+    Raises:
+        OptionError: not a positive size; `name` says in the message whose value it was.
+    """
+    allowed = 'expected bytes such as 4000000, "500GB" (thousands) or "1.5TiB" (1024s), more than 0'
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].upper() in _UNITS:
+        number = math.floor(float(re.sub("[_,]", "", match[1])) * _UNITS[match[2].upper()])
+    else:
+        raise OptionError(f"{name}={value!r} is not a size; {allowed}")
+    if number <= 0:
+        raise OptionError(f"{name}={value!r} is not a size; {allowed}")
+    return number
+
+
+def parse_cache_size(value: object, name: str = "cache_size") -> CacheSize:
+    """The limit of a tier from bytes, text with a unit, or a percentage of the disk ("80%").
+
+    Raises:
+        OptionError: neither a positive size nor a percentage in (0, 100].
+    """
+    if isinstance(value, str) and (match := _SHARE.fullmatch(value)):
+        percent = float(match[1])
+        if not 0 < percent <= 100:
+            raise OptionError(
+                f"{name}={value!r} is not a share of the disk; expected more than 0% and up to 100%"
+            )
+        return CacheSize(share=percent / 100)
+    if isinstance(value, str) and "%" in value:
+        raise OptionError(f'{name}={value!r} is not a share of the disk; expected a percentage such as "80%"')
+    return CacheSize(size_bytes=parse_size(value, name))
+
+
+def default_cache_dir(environ: Mapping[str, str], mounts: str | None = None) -> Path:
+    """A place for the tier on a disk of this machine.
+
+    That is `$XDG_CACHE_HOME/streamload` or `~/.cache/streamload`; but where those are on a network or in
+    memory, it is `/var/tmp/streamload-<uid>`, which is on disk and survives a reboot.
+    """
+    cache_home = environ.get("XDG_CACHE_HOME", "")
+    home = Path(cache_home) if cache_home.startswith("/") else Path("~/.cache").expanduser()
+    place = file_system(home, mounts)
+    if home.is_absolute() and not place.is_elsewhere and not place.is_memory:
+        return home / "streamload"
+    return Path(f"/var/tmp/streamload-{os.getuid()}")
+
+
+def file_system(path: Path, mounts: str | None = None) -> FileSystem:
+    """The file system on which `path` is, or would be created.
+
+    Args:
+        path: need not exist yet; links on the way are followed.
+        mounts: the text of a mountinfo file (proc(5)); this process's own by default. Where the system has
+            none, the answer is kind "unknown", which counts as local.
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        except OSError:
+            return FileSystem("/", "unknown")
+    real = Path(os.path.realpath(path))
+    found = FileSystem("/", "unknown")
+    for line in mounts.splitlines():
+        # A line ends with " - kind source options"; a mount over another comes later and hides it.
+        fields, _, rest = line.partition(" - ")
+        mount_point = _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])
+        if real.is_relative_to(mount_point) and len(mount_point) >= len(found.mount_point):
+            found = FileSystem(mount_point, rest.split(" ", 1)[0])
+    return found
+
+
+def _directory(value: object, name: str) -> Path:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise OptionError(f"{name}={value!r} is not a directory; expected a path on a local disk")
+    text = os.fspath(value)
+    if isinstance(text, bytes) or "://" in text or "\0" in text:
+        raise OptionError(f"{name}={value!r} is not a directory; expected a path on a local disk")
+    return Path.cwd() / Path(text).expanduser()
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    for name in environ:
+        if name.startswith("STREAMLOAD_") and name not in VARIABLES.values():
+            _warn_once(name)
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    close = difflib.get_close_matches(name, VARIABLES.values(), n=1, cutoff=0.75)
+    advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(VARIABLES.values()))}"
+    warnings.warn(
+        f"the variable {name} is not one that streamload reads; {advice}", UserWarning, stacklevel=4
+    )

@@ -1,0 +1,214 @@
+"""Where this process stands among the others: node, rank, and how many there are.
+
+Read once by the rank, handed to the workers. torch is asked only when somebody has imported it and set up
+its process group; it is never imported here. Nothing is communicated: what the launcher told each process
+is all there is.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from streamload.errors import OptionError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The place of a rank in a run.
+
+    Attributes:
+        rank, world_size: this rank among all of the run.
+        local_rank, local_world_size: this rank among those of its node.
+        node, nodes: its node among all.
+        source: who said so: "argument", "torch.distributed", "torchrun", "Slurm", "Open MPI", "PMI", or
+            "alone" when nobody did.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    source: str = "alone"
+
+    def __post_init__(self) -> None:
+        for index, count in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node", "nodes")):
+            number, total = getattr(self, index), getattr(self, count)
+            if not 0 <= number < total:
+                raise OptionError(
+                    f"{index}={number} with {count}={total} ({self.source}); expected 0 ≤ {index} < {count}"
+                )
+        for part in ("local_world_size", "nodes"):
+            if getattr(self, part) > self.world_size:
+                raise OptionError(
+                    f"{part}={getattr(self, part)} with world_size={self.world_size} ({self.source}); "
+                    f"expected at most one for each rank"
+                )
+
+
+class _Launcher(NamedTuple):
+    """The variables by which a launcher tells a process its place; "" where it has none for that."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    node: str = ""
+    nodes: str = ""
+
+
+# The first whose `world_size` is set is believed; torchrun's come first because it may run under the others.
+# Slurm counts only inside of `srun`: a batch script has SLURM_NTASKS too, but is one process.
+_LAUNCHERS = (
+    _Launcher(
+        "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
+    ),
+    _Launcher(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+    ),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def detect(
+    rank: int | None = None, world_size: int | None = None, environ: Mapping[str, str] | None = None
+) -> Topology:
+    """Find this process's place.
+
+    Arguments win over torch.distributed (when it is initialised), which wins over the launcher's variables.
+    The node's part comes from the launcher where it speaks of the same rank; where nobody tells how many
+    ranks a node has, they are taken to be on one node: then nothing is wrong, but each further node would
+    read all of the data.
+
+    Args:
+        rank: with `world_size`, what the caller says; both or neither.
+        world_size: number of ranks that share the data.
+        environ: the variables to look at; the process's own by default.
+
+    Raises:
+        OptionError: values that contradict each other, or are not whole numbers.
+    """
+    environ = os.environ if environ is None else environ
+    if (rank is None) != (world_size is None):
+        raise OptionError(f"rank={rank} with world_size={world_size}; expected both, or neither")
+    launched = _from_launcher(environ)
+    if rank is not None and world_size is not None:
+        return _placed(_whole("rank", rank), _whole("world_size", world_size), launched, "argument")
+    initialised = _from_torch()
+    if initialised is not None:
+        return _placed(*initialised, launched, "torch.distributed")
+    return launched or Topology()
+
+
+def _placed(rank: int, world_size: int, launched: Topology | None, source: str) -> Topology:
+    if launched is not None and (launched.rank, launched.world_size) == (rank, world_size):
+        node = (launched.local_rank, launched.local_world_size, launched.node, launched.nodes)
+        return Topology(rank, world_size, *node, source=source)
+    return Topology(rank, world_size, rank, world_size, source=source)
+
+
+def _from_torch() -> tuple[int, int] | None:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _from_launcher(environ: Mapping[str, str]) -> Topology | None:
+    for launcher in _LAUNCHERS:
+        if environ.get(launcher.world_size, "").strip():
+            return _read(launcher, environ)
+    if environ.get("RANK", "").strip():
+        raise OptionError(
+            f"RANK={environ['RANK']!r} without WORLD_SIZE; set both (torchrun does), or neither"
+        )
+    return None
+
+
+def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Topology:
+    def number(variable: str) -> int | None:
+        text = environ.get(variable, "").strip() if variable else ""
+        return _whole(variable, text) if text else None
+
+    world_size, rank = number(launcher.world_size), number(launcher.rank)
+    if world_size is None or rank is None:
+        raise OptionError(f"{launcher.world_size} is set and {launcher.rank} is not; set both, or neither")
+    node, nodes = number(launcher.node), number(launcher.nodes)
+    local_rank = number(launcher.local_rank)
+    if launcher.name == "Slurm":
+        local_world_size = _slurm_tasks(environ.get(launcher.local_world_size, ""), node or 0)
+    else:
+        local_world_size = number(launcher.local_world_size)
+    if local_world_size is None:
+        if local_rank not in (None, rank):
+            _log.warning(
+                f"{launcher.rank}={rank} with {launcher.local_rank}={local_rank} means several nodes, but "
+                f"{launcher.local_world_size} is not set: all {world_size} ranks are taken to be on one. "
+                "Set it, or each node reads all of the data."
+            )
+        return Topology(rank, world_size, rank, world_size, source=launcher.name)
+    if node is None or nodes is None:
+        nodes = -(-world_size // max(1, local_world_size))
+        node, guess = _node(rank, local_rank, max(1, local_world_size), nodes)
+        local_rank = guess if local_rank is None else local_rank
+    elif local_rank is None:
+        raise OptionError(
+            f"{launcher.local_world_size} is set and {launcher.local_rank} is not; set both, or neither"
+        )
+    return Topology(rank, world_size, local_rank, local_world_size, node, nodes, launcher.name)
+
+
+def _node(rank: int, local_rank: int | None, local_world_size: int, nodes: int) -> tuple[int, int]:
+    """Node and local rank, for ranks dealt to the nodes in blocks or, when only that fits, in turn."""
+    node, local = divmod(rank, local_world_size)
+    if local_rank in (None, local):
+        return node, local
+    in_turn, node = divmod(rank, nodes)
+    if local_rank == in_turn:
+        return node, in_turn
+    raise OptionError(
+        f"rank {rank} can't be local rank {local_rank} on {nodes} nodes of {local_world_size}; "
+        "expected ranks in blocks by node, or in turn"
+    )
+
+
+def _slurm_tasks(text: str, node: int) -> int | None:
+    """Tasks of the node from Slurm's list by node: "4(x2),3" says 4, 4 and 3."""
+    counts: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise OptionError(
+                f'SLURM_STEP_TASKS_PER_NODE={text!r} can\'t be read; expected a list such as "4(x2),3"'
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else None
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise OptionError(f"{name}={value!r} is not a whole number") from None

@@ -1,0 +1,84 @@
+"""What every test shares: how a hang shows itself, a place for files, a check that nothing is left over."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # `kill -USR1` on a run that seems to hang, or on a process which it forked, prints all stacks;
+    # crashes and time limits (pytest-timeout) print them by themselves.
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test starts without the variables that would change what streamload does."""
+    for name in list(os.environ):
+        if name.startswith(("STREAMLOAD_", "WDS_", "SLURM_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for what is made once and read by many tests, such as shards."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+Held = dict[str, set[str]]
+
+
+def _held() -> Held:
+    """What this process holds now, by kind, in words that tell where it came from."""
+    me = psutil.Process()
+    descriptors = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            descriptors.add(f"{descriptor.name} → {descriptor.readlink()}")
+    children = set()
+    for child in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "resource_tracker" not in (command := " ".join(child.cmdline())):
+                children.add(f"{child.pid} {command or child.name()} ({child.status()})")
+    return {
+        "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
+        "child processes": children,
+        "descriptors": {d for d in descriptors if "/proc/" not in d and "anon_inode:[eventpoll]" not in d},
+        "shared memory": {str(path) for path in Path("/dev/shm").iterdir()},
+    }
+
+
+@contextlib.contextmanager
+def leaks_nothing(patience_seconds: float = 5.0) -> Iterator[None]:
+    """Fail if the block leaves a thread, child process, open descriptor or file in /dev/shm behind.
+
+    What is on its way out when the block ends gets `patience_seconds` to go. A block that runs for the first
+    time in a process may open what stays open for good (a random source, a library): warm it up before.
+    """
+    before = _held()
+    yield
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        left = {kind: sorted(now - before[kind]) for kind, now in _held().items() if now - before[kind]}
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {left}", pytrace=False)
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def no_leaks() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """`with no_leaks(): …` fails when the block leaves something behind; see `leaks_nothing`."""
+    return leaks_nothing

@@ -1,0 +1,185 @@
+"""Settings: which value wins, how sizes read, and where the tier goes when nobody says."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamload import settings
+from streamload.errors import OptionError
+from streamload.settings import (
+    CacheSize,
+    default_cache_dir,
+    file_system,
+    parse_cache_size,
+    parse_size,
+    read_settings,
+)
+
+MOUNTS = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+22 27 0:21 / /proc rw - proc proc rw
+40 27 0:40 / /home rw,relatime shared:5 - nfs4 server:/home rw,vers=4.2
+41 40 8:1 / /home/local\\040disk rw - xfs /dev/sdb1 rw
+42 27 0:42 / /var rw - ext4 /dev/vdb rw
+43 42 0:43 / /var/bucket rw master:1 propagate_from:2 - fuse.s3fs s3fs rw
+44 27 0:44 / /run/user rw - tmpfs tmpfs rw
+45 27 0:45 / /data rw - lustre mds@tcp:/data rw
+46 27 0:46 / /data rw - ext4 /dev/vdc rw
+47 27 0:47 / /windows rw - fuseblk /dev/sdc1 rw
+"""
+
+
+def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
+    environ = {"STREAMLOAD_CACHE_DIR": "/var/cache/sl", "STREAMLOAD_CACHE_SIZE": "500GB"}
+    found = read_settings(cache_dir=tmp_path, environ=environ)
+    assert found.cache_dir == tmp_path
+    assert found.cache_size == CacheSize(size_bytes=500 * 10**9)
+    assert found.ahead_bytes is None
+    assert found.sources == {
+        "cache_dir": "argument",
+        "cache_size": "STREAMLOAD_CACHE_SIZE",
+        "ahead": "default",
+    }
+
+
+def test_with_nothing_set_everything_has_a_default():
+    found = read_settings(environ={})
+    assert found.cache_dir.is_absolute()
+    assert found.cache_size == CacheSize(share=0.8)
+    assert set(found.sources.values()) == {"default"}
+
+
+def test_an_empty_variable_counts_as_unset():
+    assert read_settings(environ={"STREAMLOAD_CACHE_SIZE": " "}).sources["cache_size"] == "default"
+
+
+def test_the_process_environment_is_read_when_none_is_given(monkeypatch):
+    monkeypatch.setenv("STREAMLOAD_AHEAD", "2GiB")
+    found = read_settings()
+    assert (found.ahead_bytes, found.sources["ahead"]) == (2 * 1024**3, "STREAMLOAD_AHEAD")
+
+
+def test_a_bad_value_fails_naming_its_variable_or_argument():
+    with pytest.raises(OptionError, match="STREAMLOAD_CACHE_SIZE='lots'"):
+        read_settings(environ={"STREAMLOAD_CACHE_SIZE": "lots"})
+    with pytest.raises(OptionError, match="cache_size='lots'"):
+        read_settings(cache_size="lots", environ={})
+    with pytest.raises(OptionError, match="STREAMLOAD_AHEAD='-1'"):
+        read_settings(environ={"STREAMLOAD_AHEAD": "-1"})
+
+
+@pytest.mark.parametrize("value", ["s3://bucket/cache", "", b"/tmp", 7, "a\0b"])
+def test_a_cache_dir_that_is_no_local_path_fails(value):
+    with pytest.raises(OptionError, match="cache_dir="):
+        read_settings(cache_dir=value, environ={})
+
+
+def test_a_cache_dir_is_made_absolute_and_its_tilde_expanded(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert read_settings(cache_dir="tier", environ={}).cache_dir == tmp_path / "tier"
+    assert read_settings(cache_dir="~/tier", environ={}).cache_dir == Path("/home/somebody/tier")
+
+
+def test_an_unknown_variable_is_warned_of_once_with_the_close_name():
+    settings._warn_once.cache_clear()
+    environ = {"STREAMLOAD_CACHEDIR": "/tmp/x"}
+    with pytest.warns(UserWarning, match="STREAMLOAD_CACHEDIR.*did you mean STREAMLOAD_CACHE_DIR"):
+        read_settings(environ=environ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_settings(environ=environ)
+
+
+def test_an_unknown_variable_without_a_close_name_is_warned_of_with_the_list():
+    settings._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="there are STREAMLOAD_AHEAD, STREAMLOAD_CACHE_DIR"):
+        read_settings(environ={"STREAMLOAD_XYZZY": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4_000_000", 4_000_000),
+        ("500GB", 500 * 10**9),
+        ("500gb", 500 * 10**9),
+        ("500G", 500 * 10**9),
+        ("1.5 TiB", int(1.5 * 1024**4)),
+        (" 2KiB ", 2048),
+        ("7B", 7),
+        (".5k", 500),
+        ("1PB", 10**15),
+    ],
+)
+def test_sizes_read_as_people_write_them(text, expected):
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "5 XB", "-5GB", "0", 0, -1, "0.2", True, None, 1.5, "1e9", "5GB5", "80%", "∞"]
+)
+def test_text_that_is_no_size_fails(text):
+    with pytest.raises(OptionError, match=r"is not a size; expected bytes"):
+        parse_size(text)
+
+
+@given(st.integers(1, 10**15))
+def test_every_positive_int_is_its_own_size_as_number_and_as_text(number):
+    assert parse_size(number) == parse_size(str(number)) == number
+
+
+def test_a_share_is_of_what_is_free_plus_what_the_tier_holds():
+    assert parse_cache_size("80%").limit_bytes(free_bytes=600, held_bytes=400) == 800
+    assert parse_cache_size("80%").limit_bytes(free_bytes=1000, held_bytes=0) == 800
+    assert parse_cache_size("1KB").limit_bytes(free_bytes=10, held_bytes=0) == 1000
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "%", "-3%", "eighty%"])
+def test_a_share_outside_of_the_disk_fails(text):
+    with pytest.raises(OptionError, match="share of the disk"):
+        parse_cache_size(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "elsewhere"),
+    [
+        ("/opt/x", "ext4", False),
+        ("/home/ada/.cache", "nfs4", True),
+        ("/home/local disk/x", "xfs", False),
+        ("/home/local diskette", "nfs4", True),
+        ("/var/tmp", "ext4", False),
+        ("/var/bucket/a/b", "fuse.s3fs", True),
+        ("/data/set", "ext4", False),
+        ("/windows/x", "fuseblk", False),
+    ],
+)
+def test_a_path_is_on_the_file_system_that_hides_the_others(path, kind, elsewhere):
+    found = file_system(Path(path), MOUNTS)
+    assert (found.kind, found.is_elsewhere) == (kind, elsewhere)
+
+
+def test_the_kernels_own_table_reads_and_names_the_memory_file_system():
+    assert file_system(Path("/dev/shm")).is_memory
+    assert file_system(Path("/proc")).kind == "proc"
+
+
+def test_the_default_is_in_the_home_when_that_is_on_a_local_disk(monkeypatch):
+    monkeypatch.setenv("HOME", "/opt/ada")
+    assert default_cache_dir({}, MOUNTS) == Path("/opt/ada/.cache/streamload")
+    assert default_cache_dir({"XDG_CACHE_HOME": "/opt/c"}, MOUNTS) == Path("/opt/c/streamload")
+
+
+@pytest.mark.parametrize("cache_home", ["/home/ada", "/run/user/0", "/var/bucket"])
+def test_the_default_is_in_var_tmp_when_the_home_is_on_a_network_or_in_memory(cache_home):
+    expected = Path(f"/var/tmp/streamload-{os.getuid()}")
+    assert default_cache_dir({"XDG_CACHE_HOME": cache_home}, MOUNTS) == expected
+
+
+def test_a_system_without_a_mount_table_counts_as_local():
+    assert not file_system(Path("/anywhere"), "").is_elsewhere
