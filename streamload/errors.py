@@ -16,7 +16,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   ├── ShardCut                        a tar without its end
     │   └── DatasetChanged                  another version than the one this run began with
     ├── SampleError (ValueError)            one sample that can't be used
-    │   └── DecodeError
+    │   ├── DecodeError                     its image
+    │   └── CaptionError                    its caption
     ├── CacheError (OSError)                the tier can't be used
     │   ├── CacheFull                       no room, and nothing may be evicted
     │   └── CacheCorrupt                    bytes that fail their checksum
@@ -82,6 +83,10 @@ class SampleError(StreamloadError, ValueError):
 
 class DecodeError(SampleError):
     """A member of a sample can't be decoded."""
+
+
+class CaptionError(SampleError):
+    """The caption of a sample can't be read."""
 
 
 class CacheError(StreamloadError, OSError):

@@ -1,0 +1,350 @@
+"""A directory with a byte budget that all processes of a node share: claim, reserve, publish, evict (step F).
+
+    tier.json                 format of the directory, its limit
+    lock                      held while something is decided, never while bytes move
+    parts/<digest>.<nonce>/   a shard on its way: data, index, names, reserved
+    shards/<digest>/          a published shard: the same directory, renamed
+    gone/<digest>/            a shard that was given up: the verdict, and the samples it gave before
+    runs/                     who reads what (cache/runs.py)
+    trash/                    being deleted
+
+A filler holds a lock on its part's `index`: without it the part is an orphan that another may take up. A
+reader holds a shared lock on `names` of what it has open: such a shard isn't evicted. What isn't named as
+above was not made here and is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from streamload.cache import ledger, runs
+from streamload.cache.ledger import HeldShard
+from streamload.cache.locks import FileLock, exclusive
+from streamload.errors import CacheError, CacheFull
+
+FORMAT = 1
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{8}")
+_BLOCK = 4096
+_EVICTION_ROUNDS = 4
+_LAST_BLOCKS_BYTES = 4 * _BLOCK
+"""What a part takes beyond its bytes: its files end within blocks, and one notes what is reserved."""
+
+
+class Part:
+    """A shard that this process is filling: a directory, alive while its index is locked."""
+
+    def __init__(self, tier: Tier, digest: str, path: Path, alive: FileLock, orphan: Orphan | None):
+        self.tier = tier
+        self.digest = digest
+        self.path = path
+        self.orphan = orphan
+        self.reserved_bytes = 0
+        self._alive = alive
+
+    def reserve(self, size_bytes: int, wait: float) -> bool:
+        """Make room for `size_bytes` in all; see `Tier.reserve`."""
+        if self.tier.reserve(self, size_bytes, wait):
+            return True
+        if self.orphan is None:
+            return False
+        self.forget_orphan()  # no room for both: begin anew
+        return self.tier.reserve(self, size_bytes, wait)
+
+    def publish(self) -> None:
+        """Hand the finished part over to the readers, by one rename."""
+        self._move("shards")
+
+    def give_up(self) -> FileLock | None:
+        """Leave a verdict in place of the shard; it stands while the lock that is returned is held."""
+        verdict = FileLock.acquire(self.path / "names", shared=True, create=True)
+        self._move("gone")
+        return verdict
+
+    def leave(self) -> None:
+        """Stop here; what was filled stays for whoever takes it up."""
+        self.forget_orphan()
+        self._alive.close()
+
+    def discard(self) -> None:
+        """Stop here and remove what was filled."""
+        self.tier.trash(self.path)
+        self.leave()
+
+    def forget_orphan(self) -> None:
+        """Remove the dead filler's part; what was of use in it has been copied."""
+        if self.orphan is not None:
+            self.tier.trash(self.orphan.path)
+            self.orphan.lock.close()
+            self.orphan = None
+
+    def _move(self, room: str) -> None:
+        target = self.tier.root / room / self.digest
+        (self.path / "reserved").unlink(missing_ok=True)
+        try:
+            self.path.rename(target)
+        except OSError as exc:
+            if not target.exists():
+                raise CacheError(f"could not publish a shard as {target}: {exc}") from exc
+            self.tier.trash(self.path)  # somebody was first: theirs is as good
+        self.leave()
+
+
+class Orphan(NamedTuple):
+    """A part whose filler is dead, locked by whoever looks at it."""
+
+    path: Path
+    lock: FileLock
+
+
+class Tier:
+    """A bounded directory of shards.
+
+    Thread-safe and process-safe: every decision is made under one lock, from what is in the directory.
+
+    Args:
+        root: the directory; made with mode 0700 if it is missing.
+        limit_bytes: the budget of all files together. None: the limit it was last opened with.
+
+    Raises:
+        CacheError: the directory can't be used, or isn't ours.
+    """
+
+    def __init__(self, root: Path | str, limit_bytes: int | None = None):
+        self.root = Path(root).expanduser().absolute()
+        self._published_bytes: dict[Path, int] = {}
+        try:
+            self._prepare()
+            self.limit_bytes = self._settle_limit(limit_bytes)
+        except CacheError:
+            raise
+        except OSError as exc:
+            raise CacheError(
+                f"the cache directory {self.root} can't be used: {exc.strerror or exc}; "
+                f"choose another with cache_dir= or STREAMLOAD_CACHE_DIR"
+            ) from exc
+
+    @classmethod
+    def open(cls, root: Path | str) -> Tier:
+        """An existing tier, with the limit that it has.
+
+        Raises:
+            CacheError: there is no tier at `root`.
+        """
+        if not (Path(root).expanduser() / "tier.json").is_file():
+            raise CacheError(f"there is no streamload cache at {root}")
+        return cls(root)
+
+    def published(self, digest: str) -> Path:
+        """Where a shard is when it is whole."""
+        return self.root / "shards" / digest
+
+    def verdict(self, digest: str) -> Path:
+        """Where the record of a shard is that was given up."""
+        return self.root / "gone" / digest
+
+    def parts(self, digest: str) -> list[Path]:
+        """The parts of a shard, live or orphaned."""
+        return sorted((self.root / "parts").glob(f"{digest}.*"))
+
+    def shards(self) -> Iterator[HeldShard]:
+        """All that takes room: published shards, parts and verdicts."""
+        for kind in ("shards", "parts", "gone"):
+            for entry in os.scandir(self.root / kind):
+                if (_PART if kind == "parts" else _DIGEST).fullmatch(entry.name):
+                    path = Path(entry.path)
+                    with contextlib.suppress(FileNotFoundError):
+                        used_at = path.stat().st_mtime
+                        yield HeldShard(entry.name[:32], path, self._size(path, kind), kind, used_at)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tier takes now: published shards, verdicts, reservations, and what is being deleted."""
+        return sum(shard.size_bytes for shard in self.shards()) + sum(map(_bytes_below, self._in_trash()))
+
+    def claim(self, digest: str) -> Part | None:
+        """A new part to fill; None if the shard is here, was given up, or has a filler that is alive."""
+        with exclusive(self.root / "lock"):
+            if self.published(digest).exists() or self._stands(self.verdict(digest)):
+                return None
+            orphan: Orphan | None = None
+            for path in self.parts(digest):
+                lock = FileLock.acquire(path / "index")
+                if lock is None:
+                    return None
+                if orphan is not None:
+                    self.trash(orphan.path)
+                    orphan.lock.close()
+                orphan = Orphan(path, lock)
+            path = self.root / "parts" / f"{digest}.{secrets.token_hex(4)}"
+            path.mkdir(mode=0o700)
+            alive = FileLock.acquire(path / "index", create=True, wait=True)
+            if alive is None:
+                raise CacheError(f"{path} was taken by another process while it was made")
+            return Part(self, digest, path, alive, orphan)
+
+    def reserve(self, part: Part, size_bytes: int, wait: float) -> bool:
+        """Make room for a part, evicting what the live runs need latest.
+
+        Args:
+            part: whose room it is; its reservation becomes `size_bytes`.
+            size_bytes: all that will be written into the part.
+            wait: how many shard visits away its use is: only shards that are needed later go for it.
+
+        Returns:
+            False if not enough may go now: try again later.
+
+        Raises:
+            CacheFull: it doesn't fit even into the empty tier.
+        """
+        taken_bytes = _blocks(size_bytes) + _LAST_BLOCKS_BYTES
+        if taken_bytes > self.limit_bytes:
+            raise CacheFull(
+                f"a shard takes {taken_bytes:,} bytes in the cache, whose limit is {self.limit_bytes:,}: "
+                f"raise cache_size (STREAMLOAD_CACHE_SIZE)"
+            )
+        for _ in range(_EVICTION_ROUNDS):
+            leaving = self._decide(part, taken_bytes, wait)
+            if leaving is None:
+                return False
+            if not leaving:
+                part.reserved_bytes = size_bytes
+                return True
+            for path in leaving:
+                shutil.rmtree(path, ignore_errors=True)
+        return False
+
+    def trash(self, path: Path) -> None:
+        """Take a directory of the tier away: first out of sight, by one rename, then its files."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._out_of_sight(path), ignore_errors=True)
+
+    def condemn(self, digest: str) -> None:
+        """Take away a published shard whose bytes can't be trusted."""
+        self.trash(self.published(digest))
+
+    def _decide(self, part: Part, size_bytes: int, wait: float) -> list[Path] | None:
+        """Under the lock: note the reservation ([]), or say what has to be deleted first (None: nothing may)."""
+        with exclusive(self.root / "lock"):
+            held = [shard for shard in self.shards() if shard.path != part.path]
+            leaving = self._in_trash()
+            leaving_bytes = sum(map(_bytes_below, leaving))
+            excess = sum(shard.size_bytes for shard in held) + leaving_bytes + size_bytes - self.limit_bytes
+            if excess <= 0:
+                write_whole(part.path / "reserved", str(size_bytes))
+                return []
+            victims = ledger.victims(
+                held,
+                runs.waits(self.root / "runs", sorted({shard.digest for shard in held})),
+                newcomer_wait=wait,
+                excess_bytes=excess - leaving_bytes,
+                may_go=_is_closed,
+            )
+            if victims is None:
+                return None
+            return leaving + [self._out_of_sight(victim.path) for victim in victims]
+
+    def _out_of_sight(self, path: Path) -> Path:
+        target = self.root / "trash" / f"{path.name[:32]}.{secrets.token_hex(4)}"
+        path.rename(target)
+        return target
+
+    def _in_trash(self) -> list[Path]:
+        return [Path(entry.path) for entry in os.scandir(self.root / "trash")]
+
+    def _stands(self, verdict: Path) -> bool:
+        """Whether a verdict still holds: somebody who has acted on it is alive. If not, it is removed."""
+        if not verdict.exists():
+            return False
+        lock = FileLock.acquire(verdict / "names")
+        if lock is None:
+            return True
+        self.trash(verdict)
+        lock.close()
+        return False
+
+    def _size(self, path: Path, kind: str) -> int:
+        if kind == "parts":
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                return max(int((path / "reserved").read_text()), _bytes_below(path))
+            return _bytes_below(path)
+        if path not in self._published_bytes:  # a published shard doesn't change any more
+            self._published_bytes[path] = _bytes_below(path)
+        return self._published_bytes[path]
+
+    def _prepare(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.root.stat()
+        if status.st_uid != os.geteuid():
+            raise CacheError(f"the cache directory {self.root} belongs to another user (uid {status.st_uid})")
+        if stat.S_IMODE(status.st_mode) & 0o022:
+            raise CacheError(
+                f"others may write into the cache directory {self.root} "
+                f"(mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it, or choose another"
+            )
+        for room in ("parts", "shards", "gone", "runs", "trash"):
+            (self.root / room).mkdir(mode=0o700, exist_ok=True)
+            if (self.root / room).is_symlink():
+                raise CacheError(f"{self.root / room} is a symbolic link: a cache keeps to its own directory")
+
+    def _settle_limit(self, limit_bytes: int | None) -> int:
+        record = self.root / "tier.json"
+        with exclusive(self.root / "lock"):
+            try:
+                known = json.loads(record.read_text())
+                if known["format"] != FORMAT:
+                    raise CacheError(
+                        f"{self.root} is a cache of format {known['format']}, this streamload writes "
+                        f"{FORMAT}: choose another directory, or clear it"
+                    )
+                known_limit = int(known["limit_bytes"])
+            except FileNotFoundError:
+                known_limit = None
+            except (ValueError, KeyError, TypeError) as exc:
+                raise CacheError(f"{record} is not a record of a streamload cache: {exc}") from exc
+            if limit_bytes is None and known_limit is None:
+                raise CacheError(f"{self.root} is a new cache: give it a limit")
+            limit = known_limit if limit_bytes is None else limit_bytes
+            assert limit is not None
+            if limit != known_limit:
+                write_whole(record, json.dumps({"format": FORMAT, "limit_bytes": limit}))
+            return limit
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a small file at once: readers see the old or the new text, never a half."""
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    fresh.write_text(text)
+    fresh.rename(path)
+
+
+def _is_closed(shard: HeldShard) -> bool:
+    """Whether nobody reads it (fills it, if it is a part), so that it may go."""
+    lock = FileLock.acquire(shard.path / ("index" if shard.kind == "parts" else "names"))
+    if lock is None:
+        return False
+    lock.close()
+    return True
+
+
+def _bytes_below(path: Path) -> int:
+    """What a directory of files takes on disk, at least a block for each."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(path):
+            with contextlib.suppress(FileNotFoundError):
+                total += max(_BLOCK, _blocks(entry.stat(follow_symlinks=False).st_size))
+    return total
+
+
+def _blocks(size_bytes: int) -> int:
+    return -(-size_bytes // _BLOCK) * _BLOCK

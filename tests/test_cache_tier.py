@@ -1,0 +1,216 @@
+"""Claims, reservations, publishing and eviction in a real directory, among real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from streamload.cache.locks import FileLock
+from streamload.cache.runs import Run, waits
+from streamload.cache.tier import Part, Tier
+from streamload.errors import CacheError, CacheFull
+
+A, B, C = (letter * 32 for letter in "abc")
+KIB = 1024
+
+
+def tier_of(path: Path, limit: int = 1 << 20) -> Tier:
+    return Tier(path / "tier", limit)
+
+
+def fill(tier: Tier, digest: str, size: int, wait: float = 0) -> Part:
+    part = tier.claim(digest)
+    assert part is not None
+    assert part.reserve(size, wait)
+    (part.path / "names").write_bytes(b"")
+    (part.path / "data").write_bytes(os.urandom(size))
+    return part
+
+
+def publish(tier: Tier, digest: str, size: int) -> Path:
+    fill(tier, digest, size).publish()
+    return tier.published(digest)
+
+
+def test_a_published_shard_is_there_and_cannot_be_claimed_again(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    path = publish(tier, A, 100)
+    assert (path / "data").stat().st_size == 100
+    assert tier.claim(A) is None
+    assert not tier.parts(A)
+    assert [(s.digest, s.kind) for s in tier.shards()] == [(A, "shards")]
+
+
+def test_a_shard_with_a_living_filler_cannot_be_claimed(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    part = fill(tier, A, 100)
+    assert Tier(tier.root).claim(A) is None
+    part.leave()
+    taken = tier.claim(A)
+    assert taken is not None
+    assert taken.orphan is not None
+    assert taken.orphan.path == part.path
+
+
+def claim_and_die(root: Path, ready: multiprocessing.synchronize.Event) -> None:
+    fill(Tier(root), A, 100)
+    ready.set()
+    signal.pause()
+
+
+def test_what_a_killed_filler_held_is_free_at_once(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=claim_and_die, args=(tier.root, ready))
+    process.start()
+    assert ready.wait(60)
+    assert tier.claim(A) is None
+    process.kill()
+    process.join()
+    part = tier.claim(A)
+    assert part is not None
+    assert part.orphan is not None
+    (part.path / "names").write_bytes(b"")
+    part.publish()
+    assert not tier.parts(A)
+
+
+def test_reservations_of_all_parts_count_before_a_byte_is_written(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 150 * KIB)
+    one, two = tier.claim(A), tier.claim(B)
+    assert one is not None
+    assert two is not None
+    assert one.reserve(60 * KIB, 0)
+    assert not two.reserve(60 * KIB, 0)
+    one.discard()
+    assert two.reserve(60 * KIB, 0)
+
+
+def test_a_shard_beyond_the_limit_says_how_much_it_needs(tmp_path: Path) -> None:
+    part = tier_of(tmp_path, 100 * KIB).claim(A)
+    assert part is not None
+    with pytest.raises(CacheFull, match=r"221,184 bytes.*102,400.*cache_size"):
+        part.reserve(200 * KIB, 0)
+
+
+def test_room_is_made_by_evicting_what_nobody_reads(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 140 * KIB)
+    kept = publish(tier, A, 40 * KIB)
+    gone = publish(tier, B, 40 * KIB)
+    reader = FileLock.acquire(kept / "names", shared=True)
+    assert reader is not None
+    part = fill(tier, C, 50 * KIB)
+    assert kept.exists()
+    assert not gone.exists()
+    assert tier.used_bytes <= tier.limit_bytes
+    assert not part.reserve(100 * KIB, 0)
+    reader.close()
+    assert part.reserve(100 * KIB, 0)
+
+
+def test_eviction_follows_what_the_live_runs_will_visit(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 140 * KIB)
+    for digest in (A, B):
+        publish(tier, digest, 40 * KIB)
+    run = Run(tier.root / "runs")
+    run.announce([A, C, B])
+    fill(tier, C, 40 * KIB, wait=1)
+    assert tier.published(A).exists()
+    assert not tier.published(B).exists()
+    run.close()
+
+
+def test_a_fill_ahead_waits_unless_it_is_needed_sooner_than_its_victims(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 140 * KIB)
+    for digest in (A, B):
+        publish(tier, digest, 40 * KIB)
+    run = Run(tier.root / "runs")
+    run.announce([A, B, C])
+    part = tier.claim(C)
+    assert part is not None
+    assert not part.reserve(40 * KIB, 2)
+    run.advance(1)
+    assert waits(tier.root / "runs", [A, B, C]) == {B: 0.0, C: 1.0}
+    assert part.reserve(40 * KIB, 1)
+    assert not tier.published(A).exists()
+    run.close()
+
+
+def test_the_word_of_a_run_ends_with_its_process(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    child = os.fork()
+    if not child:
+        Run(runs).announce([A])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list(runs.iterdir())) == 1
+    assert waits(runs, [A]) == {}
+    assert not list(runs.iterdir())
+
+
+def test_the_second_publisher_drops_its_own(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    late = fill(tier, A, 100)
+    early = tier.published(A)
+    early.mkdir()
+    (early / "data").write_bytes(b"first")
+    late.publish()
+    assert (early / "data").read_bytes() == b"first"
+    assert not tier.parts(A)
+    assert not list((tier.root / "trash").iterdir())
+
+
+def test_a_verdict_stands_while_somebody_lives_who_has_acted_on_it(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    verdict = fill(tier, A, 10).give_up()
+    assert verdict is not None
+    assert tier.claim(A) is None
+    verdict.close()
+    assert tier.claim(A) is not None
+    assert not tier.verdict(A).exists()
+
+
+def test_what_the_tier_did_not_make_stays(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 140 * KIB)
+    foreign = tier.root / "shards" / "thesis.tex"
+    foreign.write_text("years of work")
+    publish(tier, A, 80 * KIB)
+    publish(tier, B, 80 * KIB)
+    assert foreign.read_text() == "years of work"
+    assert [s.digest for s in tier.shards()] == [B]
+
+
+def test_a_limit_is_kept_with_the_tier(tmp_path: Path) -> None:
+    root = tier_of(tmp_path, 12345).root
+    assert Tier(root).limit_bytes == 12345
+    assert Tier.open(root).limit_bytes == 12345
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda root: root.chmod(0o777), "others may write"),
+        (lambda root: (root / "tier.json").write_text('{"format": 99, "limit_bytes": 1}'), "format 99"),
+        (lambda root: (root / "tier.json").write_text("[]"), "not a record"),
+        (lambda root: ((root / "gone").rmdir(), (root / "gone").symlink_to("/tmp")), "symbolic link"),
+    ],
+)
+def test_a_directory_that_cannot_be_trusted_is_refused(tmp_path: Path, spoil: object, says: str) -> None:
+    root = tier_of(tmp_path).root
+    spoil(root)  # type: ignore[operator]
+    with pytest.raises(CacheError, match=says):
+        Tier(root)
+
+
+def test_a_place_that_cannot_be_made_says_which_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match=r"file/tier can't be used.*STREAMLOAD_CACHE_DIR"):
+        Tier(tmp_path / "file" / "tier", 1)
+    with pytest.raises(CacheError, match="no streamload cache"):
+        Tier.open(tmp_path)
