@@ -1,0 +1,91 @@
+"""Where a group is in its order, as a small value for a checkpoint (B to E).
+
+A cursor names a position and the state of the lanes at least a window before it; following the lanes from
+there and dropping `skip` references continues exactly. It doesn't know the options: who saves it saves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from streamload.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """The lanes of a group between two of their turns.
+
+    Attributes:
+        given: references that the lanes have given in this pass.
+        round: the round that is under way: in each, every open lane gives a sample (or, slow, passes).
+        slot: the lane whose turn is next.
+        next: place in the pass of the next shard that a lane takes.
+        lanes: for each lane the place in the pass of the shard that it reads (-1: none), how many of its
+            samples it has given, and how slow it is (0: it gives one in every round).
+    """
+
+    given: int
+    round: int
+    slot: int
+    next: int
+    lanes: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A position in a group's sequence, and how to get there.
+
+    Attributes:
+        position: references before it since the epoch began.
+        pass_: the pass in which `lanes` stand.
+        skip: how many references after that state lie before the position, those of later passes included.
+        lanes: a state at least a window before the position; None for the beginning of the pass.
+    """
+
+    position: int
+    pass_: int
+    skip: int
+    lanes: LaneState | None = None
+
+    @classmethod
+    def at(cls, position: int) -> Cursor:
+        """A cursor of nothing but a position.
+
+        Going on from it costs O(shards) and needs the indexes of all shards that were begun before it.
+        """
+        return cls(position, 0, position)
+
+    def to_json(self) -> dict[str, Any]:
+        """The cursor as JSON-able values."""
+        value: dict[str, Any] = {"position": self.position, "pass": self.pass_, "skip": self.skip}
+        if self.lanes is not None:
+            state = self.lanes
+            lanes = [list(lane) for lane in state.lanes]
+            value["lanes"] = [state.given, state.round, state.slot, state.next, lanes]
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Cursor:
+        """The cursor that `to_json` wrote.
+
+        Raises:
+            OptionError: the value is not a cursor.
+        """
+        try:
+            position, pass_, skip = (_whole(value[name]) for name in ("position", "pass", "skip"))
+            state = None
+            if value.get("lanes") is not None:
+                *head, lanes = value["lanes"]
+                given, round_, slot, next_ = (_whole(number) for number in head)
+                triples = tuple((_whole(o, -1), _whole(t), _whole(s)) for o, t, s in lanes)
+                state = LaneState(given, round_, slot, next_, triples)
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise OptionError(f"Not a cursor: {value!r:.200}; pass what Cursor.to_json() returned.") from exc
+        return cls(position, pass_, skip, state)
+
+
+def _whole(number: Any, least: int = 0) -> int:
+    if type(number) is not int or number < least:
+        raise ValueError(f"{number!r} is not a whole number from {least}")
+    return number

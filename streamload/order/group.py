@@ -1,0 +1,225 @@
+"""B to D joined: the sample sequence of one group, as far as what has arrived determines it.
+
+Every worker that needs a group follows it with a `GroupOrder` of its own and gets the same sequence, whatever
+arrives when. It reads nothing but the numbers of usable entries, and deals nothing out (E is deal.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.errors import OptionError
+from streamload.order.cursor import Cursor, LaneState
+from streamload.order.keys import DUE, key
+from streamload.order.lanes import SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
+from streamload.order.plan import OrderOptions, pass_order, pieces
+from streamload.order.window import Window
+
+_FIRST_PORTION = 256
+_PORTION = 4096
+_HISTORY = 65_536
+
+
+class References(NamedTuple):
+    """Samples in the order of training: three int64 arrays of one length."""
+
+    passes: NDArray[np.int64]
+    shards: NDArray[np.int64]
+    samples: NDArray[np.int64]
+
+
+class _Mark(NamedTuple):
+    """A state of the lanes, and how many references of the sequence come from before it."""
+
+    before: int
+    pass_: int
+    lanes: LaneState
+
+
+class GroupOrder:
+    """The follower of one group: endless passes, or a number of them.
+
+    Costs about 0.3 µs a sample where everything has arrived, and one look at one shard where nothing new has.
+    Deterministic; not thread-safe; to be made in the process that uses it.
+
+    Args:
+        options: the same in every process.
+        shard_count: of the whole data set.
+        group: which of the `options.groups`.
+        epoch: which epoch; another one is another order of the same pieces.
+        start: where to go on; None begins the epoch.
+        passes: after how many passes it is finished; None goes on for ever.
+        history: for how many references back `mark_at` works.
+
+    Attributes:
+        position: how many references of the epoch have been given out, those before `start` included.
+        finished: whether all passes have been given out. A pass without any sample is the last one.
+    """
+
+    def __init__(
+        self,
+        options: OrderOptions,
+        shard_count: int,
+        group: int,
+        epoch: int,
+        start: Cursor | None = None,
+        passes: int | None = None,
+        history: int = _HISTORY,
+    ) -> None:
+        if passes is not None and passes < 1:
+            raise OptionError(f"passes must be at least 1, or None for endless ones, not {passes}.")
+        start = Cursor.at(0) if start is None else start
+        self._options, self._group, self._epoch = options, group, epoch
+        self._passes, self._history = passes, history
+        self._pieces = pieces(options, shard_count, group)
+        self._most = max(_PORTION, options.window // 8)
+        # Mutable state, besides the pass under way (see `_begin`).
+        self.position = start.position
+        self.finished = False
+        self._skip = start.skip
+        self._portion = _FIRST_PORTION
+        self._marks: deque[_Mark] = deque()
+        self._begin(start.pass_, start.lanes)
+        self._before_pass = start.position - start.skip - self._lanes.given
+        self._mark()
+
+    def _begin(self, pass_: int, state: LaneState | None = None) -> None:
+        """Set up the lanes and the window of a pass; what the window held before has been given out."""
+        options, shards = self._options, self._pieces.shards
+        order = pass_order(options, shards, self._group, self._epoch, pass_)
+        due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
+        ramp = self._epoch == 0 and pass_ == 0
+        self._pass = pass_
+        self._lanes = Lanes(order, self._pieces.parts, options.lanes, state)
+        self._window = Window(due_key, options.window, ramp, order.size)
+        self._following: NDArray[np.int64] | None = None
+
+    def advance(self, arrivals: Arrivals) -> References:
+        """Give out the next references that are certain; none when something has to arrive first.
+
+        One call gives out some thousands at most, a few hundred at the start: call again for more.
+        """
+        parts = [_unpack(0, self._lanes.order, np.empty(0, np.int64))]
+        room = self._portion
+        while room > 0 and not self.finished and self._pass_over(arrivals):
+            first = self._lanes.given
+            references = self._lanes.take(arrivals, room)
+            self._window.push(first, references)
+            over = self._lanes.finished
+            ready = self._window.pop_all() if over else self._window.pop(self._lanes.given)
+            skipped = min(self._skip, ready.size)
+            self._skip -= skipped
+            self.position += ready.size - skipped
+            parts.append(_unpack(self._pass, self._lanes.order, ready[skipped:]))
+            self._mark()
+            room -= references.size
+            if over:
+                self._next_pass()
+            elif room > 0:
+                break
+        if room <= 0:
+            self._portion = min(2 * self._portion, self._most)
+        return References(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    def mark_at(self, position: int) -> Cursor:
+        """The cursor of a position that has been given out, as far back as `history` references.
+
+        Raises:
+            ValueError: the position has not been given out yet, or lies too far back.
+        """
+        if position <= self.position:
+            for mark in reversed(self._marks):
+                if self._precedes(mark, position):
+                    return Cursor(position, mark.pass_, position - mark.before, mark.lanes)
+        raise ValueError(
+            f"No cursor for position {position}: given out are those up to {self.position}, and cursors are "
+            f"kept for the last {self._history} of them. Take it when the batch is handed out."
+        )
+
+    def open_shards(self) -> list[int]:
+        """The shards that must stay readable: references waiting in the window, then those in lanes.
+
+        A consumer adds the shards of the references that it was given and has not read yet.
+        """
+        if self.finished:
+            return []
+        reading = self._lanes.reading()
+        first = int(reading.min()) if reading.size else self._lanes.begun
+        waiting = self._window.waiting(first, self._lanes.begun)
+        places = list(dict.fromkeys([*waiting.tolist(), *reading.tolist()]))
+        return [int(shard) for shard in self._lanes.order[places]]
+
+    def coming_shards(self, count: int) -> list[int]:
+        """The next shards that lanes will begin, up to `count`: of this pass, then of the following one.
+
+        Across the end of the last pass of an epoch see `shard_order`.
+        """
+        if self.finished:
+            return []
+        coming = self._lanes.order[self._lanes.begun :][:count].tolist()
+        if len(coming) < count and self._pass + 1 != self._passes:
+            if self._following is None:
+                self._following = self._order_of(self._pass + 1)
+            coming += self._following[: count - len(coming)].tolist()
+        return [int(shard) for shard in coming]
+
+    def blocked(self, arrivals: Arrivals | None = None) -> list[int]:
+        """The shards of which lanes lack the next samples, one a lane, most urgent first.
+
+        Args:
+            arrivals: looked at anew for every lane; without it the urgency is that of the last `advance`,
+                which looked only where a lane ran dry.
+        """
+        if self.finished:
+            return []
+        if arrivals is not None:
+            self._lanes.refresh(arrivals)
+        return [int(shard) for shard in self._lanes.order[self._lanes.lacking()]]
+
+    def _order_of(self, pass_: int) -> NDArray[np.int64]:
+        return pass_order(self._options, self._pieces.shards, self._group, self._epoch, pass_)
+
+    def _next_pass(self) -> None:
+        if self._lanes.given == 0 or self._pass + 1 == self._passes:
+            self.finished = True
+            return
+        self._before_pass += self._lanes.given
+        self._begin(self._pass + 1)
+        self._mark()
+
+    def _pass_over(self, arrivals: Arrivals) -> bool:
+        """Run the lanes to about a window before the cursor's position; whether they are there.
+
+        All that is passed over is due before that position, and nothing is in the window yet.
+        """
+        window, lanes = self._options.window, self._options.lanes
+        while self._skip - window >= lanes and not self.finished:
+            self._skip -= self._lanes.pass_over(arrivals, self._skip - window)
+            self._mark()
+            if self._lanes.finished:
+                self._next_pass()
+            elif self._skip - window >= lanes:
+                return False
+        return not self.finished
+
+    def _mark(self) -> None:
+        """Keep the state of the lanes now and then, and forget what is too old to be asked for."""
+        before = self._before_pass + self._lanes.given
+        if not self._marks or before - self._marks[-1].before >= max(
+            _FIRST_PORTION, self._options.window // 8
+        ):
+            self._marks.append(_Mark(before, self._pass, self._lanes.state()))
+        while len(self._marks) > 1 and self._precedes(self._marks[1], self.position - self._history):
+            self._marks.popleft()
+
+    def _precedes(self, mark: _Mark, position: int) -> bool:
+        """Whether everything from before the mark is given out before the position."""
+        return mark.before + (self._options.window if mark.lanes.given else 0) <= position
+
+
+def _unpack(pass_: int, order: NDArray[np.int64], packed: NDArray[np.int64]) -> References:
+    return References(np.full(packed.size, pass_), order[packed >> SAMPLE_BITS], packed & SAMPLE_MASK)

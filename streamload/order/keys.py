@@ -1,0 +1,86 @@
+"""Keyed hashes and permutations: the only randomness that order and augmentation have (B to E, I).
+
+Everything is splitmix64 over integers, so it is the same on every machine and in every numpy version, and
+nothing is drawn: value *i* of a stream is computed without the ones before it. No state, no I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# What a key is for. Two purposes never share a stream.
+PIECES: Final = 1
+PASS_ORDER: Final = 3
+DUE: Final = 4
+SAMPLE: Final = 5
+REPLACEMENT: Final = 6
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def mix(value: int) -> int:
+    """Hash one integer (taken modulo 2**64) to 64 bits: the next output of splitmix64 from that state."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def key(*parts: int) -> int:
+    """Chain integers to one 64-bit key; the order of the parts matters."""
+    value = 0
+    for part in parts:
+        value = mix(value ^ (part & _MASK))
+    return value
+
+
+def stream(key_: int, indexes: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The values at `indexes` of the endless stream of a key, uint64, in the shape of `indexes`.
+
+    Value *i* is ``mix(key + i * gamma)``. As a function of *i* that is a bijection: no two values are equal.
+    """
+    value = indexes.astype(np.uint64)
+    value *= np.uint64(_GAMMA)
+    value += np.uint64((key_ + _GAMMA) & _MASK)
+    value ^= value >> np.uint64(30)
+    value *= np.uint64(_FIRST)
+    value ^= value >> np.uint64(27)
+    value *= np.uint64(_SECOND)
+    value ^= value >> np.uint64(31)
+    return value
+
+
+def hash32(key_: int, indexes: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The high 32 bits of the stream of a key at `indexes`, as uint64."""
+    high: NDArray[np.uint64] = stream(key_, indexes) >> np.uint64(32)
+    return high
+
+
+def permutation(key_: int, count: int) -> NDArray[np.int64]:
+    """The numbers 0 to `count` - 1 in the order of their values in the key's stream, int64[count]."""
+    # The values are distinct, so every kind of sort gives the same order.
+    return np.argsort(stream(key_, np.arange(count)))
+
+
+def sample_seed(seed: int, epoch: int, pass_: int, shard: int, sample: int) -> int:
+    """The 64-bit seed of one visit to one sample: its augmentation, on whatever layout it is computed."""
+    return key(seed, SAMPLE, epoch, pass_, shard, sample)
+
+
+def pick(sample_seed_: int, attempt: int, count: int) -> int:
+    """Pick one of `count` things, from 0: the earlier sample that stands in for one that can't be used.
+
+    Args:
+        sample_seed_: of the visit to the sample that can't be used.
+        attempt: 0 for the first pick, 1 where that one can't be used either, and so on.
+        count: how many there are to pick from, at least 1.
+    """
+    if count < 1:
+        raise ValueError(f"Cannot pick one of {count}; there must be at least one.")
+    return (key(sample_seed_, REPLACEMENT, attempt) >> 32) * count >> 32

@@ -1,0 +1,226 @@
+"""C: shards side by side → references, one sample from each lane in turn.
+
+A lane reads one shard of the pass; when it is read to its end the lane takes the next. Everything here
+follows from how many samples each shard turns out to have, so the lanes wait where that is not yet known, and
+never longer: a reference is given as soon as no arrival can change it. Due times are window.py's (D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.errors import OptionError
+from streamload.order.cursor import LaneState
+from streamload.order.plan import Part
+
+EVEN_ROUNDS = 128
+SAMPLE_BITS = 32
+SAMPLE_MASK = (1 << SAMPLE_BITS) - 1
+
+_NEVER = np.iinfo(np.int64).max
+_NOTHING = np.empty(0, np.int64)
+
+
+class Arrivals(Protocol):
+    """What is known of the shards by now. One reader, one thread; asked for a shard again while it grows."""
+
+    def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
+        """The raw numbers of the usable entries so far, ascending, and whether no more will come."""
+        ...
+
+
+class Turn(NamedTuple):
+    """Lanes `first` to `last` - 1 give in `rounds` rounds from the one under way."""
+
+    rounds: int
+    first: int
+    last: int
+
+
+def served(rounds: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) -> NDArray[np.int64]:
+    """How many samples a lane gives in the first `rounds` rounds of a pass.
+
+    The shards that lanes begin with are read at different speeds after an even start; otherwise shards of
+    equal size would all end, and the next begin, at once.
+    """
+    late = EVEN_ROUNDS + (rounds - EVEN_ROUNDS) * lanes // (lanes + slow)
+    return np.where(rounds <= EVEN_ROUNDS, rounds, late)
+
+
+def rounds_for(samples: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) -> NDArray[np.int64]:
+    """The most rounds in which a lane gives no more than `samples`: the inverse of `served`."""
+    late = EVEN_ROUNDS + ((samples - EVEN_ROUNDS + 1) * (lanes + slow) - 1) // lanes
+    return np.where(samples < EVEN_ROUNDS, samples, late)
+
+
+class Lanes:
+    """The lanes of one group in one pass.
+
+    References are packed in one int64: the place of the shard in the pass, then 32 bits of raw entry number.
+
+    Args:
+        order: int64[shards], the shards of the pass in the order in which lanes take them.
+        parts: what the group owns of the shards that it shares.
+        count: how many lanes there are.
+        state: where to go on; None begins the pass.
+    """
+
+    def __init__(
+        self, order: NDArray[np.int64], parts: Mapping[int, Part], count: int, state: LaneState | None = None
+    ) -> None:
+        if state is None:
+            state = LaneState(0, 0, 0, 0, ((-1, 0, 0),) * count)
+        if len(state.lanes) != count or state.next > order.size:
+            raise OptionError(
+                f"The cursor is of {len(state.lanes)} lanes and at least {state.next} shards, this order of "
+                f"{count} lanes and {order.size} shards; lanes and URLs must stay the same within a run."
+            )
+        self.order = order
+        self.given = state.given
+        self._parts = parts
+        self._count = count
+        # Mutable state: given, the turn (round, slot, next), and for each lane: the place of its shard, what
+        # `served` was when it began it, how slow it is, the samples known, whether they are all, and `dry`:
+        # the round in which it is to give a sample that it doesn't have.
+        self._round, self._slot, self._next = state.round, state.slot, state.next
+        lanes = np.array(state.lanes, np.int64)
+        self._place, taken, self._slow = lanes[:, 0].copy(), lanes[:, 1], lanes[:, 2].copy()
+        self._base = np.where(self._place < 0, 0, served(self._rounds_done(), self._slow, count) - taken)
+        self._samples = [_NOTHING] * count
+        self._ended = self._place < 0
+        self._dry = self._rounds_done()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the pass is over: no lane has a shard, and there is none to take."""
+        return self._next == self.order.size and bool((self._dry == _NEVER).all())
+
+    @property
+    def begun(self) -> int:
+        """How many shards of the pass lanes have taken."""
+        return self._next
+
+    def state(self) -> LaneState:
+        """The lanes now, to go on from."""
+        open_ = self._place >= 0
+        taken = np.where(open_, served(self._rounds_done(), self._slow, self._count) - self._base, 0)
+        lanes = zip(self._place.tolist(), taken.tolist(), self._slow.tolist(), strict=True)
+        return LaneState(self.given, self._round, self._slot, self._next, tuple(lanes))
+
+    def reading(self) -> NDArray[np.int64]:
+        """The places in the pass of the shards that lanes are reading."""
+        places: NDArray[np.int64] = self._place[self._place >= 0]
+        return places
+
+    def lacking(self) -> list[int]:
+        """Places in the pass of the shards whose samples are lacking first, one a lane, most urgent first.
+
+        For a lane whose shard is known to its end that is the next shard that no lane has taken.
+        """
+        coming = iter(range(self._next, self.order.size))
+        places = []
+        for lane in np.argsort(np.maximum(self._dry, self._rounds_done()), kind="stable").tolist():
+            if not self._ended[lane]:
+                places.append(int(self._place[lane]))
+            elif (place := next(coming, None)) is not None:
+                places.append(place)
+        return places
+
+    def refresh(self, arrivals: Arrivals) -> None:
+        """Look at what has arrived for every lane; `take` looks only where it has run dry."""
+        for lane in np.flatnonzero(~self._ended).tolist():
+            self._look(lane, arrivals)
+
+    def take(self, arrivals: Arrivals, limit: int) -> NDArray[np.int64]:
+        """The next references, packed: `limit` or some of a round more, or all that are certain."""
+        blocks = [self._references(turn) for turn in self._turns(arrivals, limit, exact=False)]
+        return np.concatenate(blocks) if blocks else _NOTHING
+
+    def pass_over(self, arrivals: Arrivals, limit: int) -> int:
+        """Give `limit` references or some of a round fewer, or all that are certain, to nobody; how many."""
+        before = self.given
+        for _ in self._turns(arrivals, limit, exact=True):
+            pass
+        return self.given - before
+
+    def _turns(self, arrivals: Arrivals, limit: int, exact: bool) -> Iterator[Turn]:
+        """Decide turn after turn; each is done when the iteration goes on."""
+        stop_at = self.given + limit - (self._count - 1 if exact else 0)
+        while self.given < stop_at:
+            ready = self._serve_dry(arrivals)
+            if ready == self._slot or self.finished:
+                return
+            rounds = 1
+            if ready == self._count and self._slot == 0:
+                wanted = -(-(stop_at - self.given) // int(np.count_nonzero(self._place >= 0)))
+                rounds = min(wanted, int(self._dry.min()) - self._round)
+            turn = Turn(rounds, self._slot, ready)
+            yield turn
+            self._done(turn)
+            if ready < self._count:
+                return
+
+    def _serve_dry(self, arrivals: Arrivals) -> int:
+        """Find samples for the lanes that lack one in this round; the first lane that has to wait for one."""
+        for lane in (np.flatnonzero(self._dry[self._slot :] <= self._round) + self._slot).tolist():
+            while self._dry[lane] <= self._round:
+                if not self._ended[lane]:
+                    self._look(lane, arrivals)
+                    if self._dry[lane] <= self._round and not self._ended[lane]:
+                        return int(lane)
+                elif self._next < self.order.size:
+                    self._begin(lane)
+                else:
+                    self._place[lane], self._dry[lane] = -1, _NEVER
+        return self._count
+
+    def _begin(self, lane: int) -> None:
+        """Let a lane take the next shard of the pass."""
+        self._place[lane] = self._next
+        self._slow[lane] = lane if self._round == 0 else 0
+        self._base[lane] = self._round
+        self._samples[lane] = _NOTHING
+        self._ended[lane] = False
+        self._next += 1
+
+    def _look(self, lane: int, arrivals: Arrivals) -> None:
+        """Take note of what has arrived of a lane's shard."""
+        shard = int(self.order[self._place[lane]])
+        entries, ended = arrivals.arrived(shard)
+        part = self._parts.get(shard)
+        self._samples[lane] = entries if part is None else part.owned(entries)
+        self._ended[lane] = ended
+        known = self._base[lane] + self._samples[lane].size
+        self._dry[lane] = rounds_for(known, self._slow[lane], self._count)
+
+    def _references(self, turn: Turn) -> NDArray[np.int64]:
+        """The references of a turn, packed, in the order in which lanes give them."""
+        lanes = np.flatnonzero(self._place[turn.first : turn.last] >= 0) + turn.first
+        slow = self._slow[lanes]
+        rounds = self._round + np.arange(turn.rounds + 1)[:, None]
+        after = served(rounds, slow, self._count) if slow.any() else rounds + np.zeros_like(slow)
+        starts, stops = after[0] - self._base[lanes], after[-1] - self._base[lanes]
+        references = np.empty((turn.rounds, lanes.size), np.int64)
+        gives = after[1:] > after[:-1]
+        for column, lane in enumerate(lanes.tolist()):
+            samples = self._samples[lane][starts[column] : stops[column]]
+            references[gives[:, column], column] = samples + (int(self._place[lane]) << SAMPLE_BITS)
+        return references[gives]
+
+    def _done(self, turn: Turn) -> None:
+        lanes = slice(turn.first, turn.last)
+        slow = self._slow[lanes][self._place[lanes] >= 0]
+        now = np.int64(self._round)
+        gave = served(now + turn.rounds, slow, self._count) - served(now, slow, self._count)
+        self.given += int(gave.sum())
+        whole = turn.last == self._count
+        self._round += turn.rounds if whole else 0
+        self._slot = 0 if whole else turn.last
+
+    def _rounds_done(self) -> NDArray[np.int64]:
+        """For each lane the number of rounds in which it has had its turn."""
+        return self._round + (np.arange(self._count) < self._slot)
