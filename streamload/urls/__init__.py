@@ -1,0 +1,21 @@
+"""URLs of shards: lists of them from one pattern, their identity, and what of them may be shown.
+
+Step A of the journey. Everything here is a function of its arguments and of the environment variables that it
+names; nothing is opened and no file system is imported.
+"""
+
+from streamload.urls.identity import basename, digest, identity, is_local, local_path, scheme
+from streamload.urls.patterns import expand_urls
+from streamload.urls.redaction import redact, redact_text
+
+__all__ = [
+    "basename",
+    "digest",
+    "expand_urls",
+    "identity",
+    "is_local",
+    "local_path",
+    "redact",
+    "redact_text",
+    "scheme",
+]

@@ -1,0 +1,84 @@
+"""Refuses URLs that nobody can open, before anything is opened (step A)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from urllib.parse import urlsplit
+
+from streamload.errors import UrlError
+from streamload.urls.identity import DEFAULT_PORTS, local_path, scheme
+from streamload.urls.redaction import redact
+
+_HALF_SCHEME = re.compile(r"(https?|s3|gs|gcs|hf|az|abfs):", re.IGNORECASE)
+_CHAINED = {"simplecache", "filecache", "blockcache", "zip", "tar"}
+_USUAL = "http, https, s3, gs, az, abfs, hf, file and pipe"
+
+
+def check(url: str, known: set[str]) -> None:
+    """Raise UrlError for a URL that can't be opened; ``known`` collects the schemes that were found good."""
+    if not url.strip():
+        raise UrlError("an empty URL in the list: look for a doubled or trailing '::'")
+    if url.startswith("-"):
+        raise UrlError(f"{url!r} looks like an option, not like a URL: write ./{url} if it is a file")
+    name = scheme(url)
+    if name == "pipe":
+        _check_command(url)
+        return
+    if re.search(r"[\x00-\x1f\x7f]", url):
+        raise UrlError(f"a control character in {redact(url)!r}")
+    if name == "file":
+        _check_path(url)
+        return
+    if name not in known:
+        _check_scheme(name, url)
+        known.add(name)
+    _check_place(name, url)
+
+
+def _check_command(url: str) -> None:
+    if not url.removeprefix("pipe:").strip():
+        raise UrlError("'pipe:' without a command: write pipe:curl -fsSL https://host/shard.tar")
+    if "\0" in url:
+        raise UrlError(f"a NUL character in {redact(url)!r}")
+
+
+def _check_path(url: str) -> None:
+    if _HALF_SCHEME.match(url):
+        raise UrlError(f"{redact(url)!r} has a scheme without '//': write https://host/path, s3://bucket/key")
+    if url in _CHAINED:
+        raise UrlError(f"'{url}::' would chain file systems in fsspec; here '::' separates sources")
+    local_path(url)
+
+
+def _check_scheme(name: str, url: str) -> None:
+    """A scheme is ours or fsspec's, and the package that fsspec needs for it is there."""
+    if name in DEFAULT_PORTS:
+        return
+    from fsspec.registry import known_implementations, registry
+
+    if name in registry:
+        return
+    entry = known_implementations.get(name)
+    if entry is None:
+        raise UrlError(
+            f"unknown scheme {name!r} in {redact(url)!r}: use {_USUAL}, or another one of fsspec's"
+        )
+    module = entry["class"].partition(".")[0]
+    if importlib.util.find_spec(module) is None:
+        hint = entry.get("err") or f"install {module}"
+        raise UrlError(f"{name}:// needs a package that is not installed ({redact(url)!r}): {hint}")
+
+
+def _check_place(name: str, url: str) -> None:
+    if name not in DEFAULT_PORTS:
+        if not url.partition("://")[2].strip("/"):
+            raise UrlError(f"{redact(url)!r} names no object: write {name}://bucket/path/shard.tar")
+        return
+    try:
+        parts = urlsplit(url)
+        host, _port = parts.hostname, parts.port  # a port that is no number raises here
+    except ValueError as exc:
+        raise UrlError(f"{redact(url)!r} is not a URL: {exc}") from exc
+    if not host or " " in parts.netloc:
+        raise UrlError(f"{redact(url)!r} has no host: write {name}://host/path/shard.tar")

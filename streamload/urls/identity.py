@@ -1,0 +1,148 @@
+"""What a URL is: its scheme, its file, and the identity under which a tier knows the shard (step A)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from streamload.errors import UrlError
+from streamload.urls.redaction import redact_text
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file"}
+_TAR_NAME = re.compile(r"([^/\s'\"=]+\.tar(?:\.\w+)?)(?=[\s'\"?#;|&<>)]|$)")
+
+_AMAZON = re.compile(r"https?://s3([.-][a-z0-9-]+)?\.amazonaws\.com")
+_ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "account_url", "account_host", "account_name", "host")
+_ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "hf": ("HF_ENDPOINT",),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME",),
+    "abfs": ("AZURE_STORAGE_ACCOUNT_NAME",),
+}
+
+# Parameters that sign a URL, by the one that shows that it is signed in this way: dropped only together,
+# because a plain `?st=3` may well name another shard.
+_SIGNATURES = {
+    "x-amz-signature": re.compile(r"x-amz-.*"),
+    "x-goog-signature": re.compile(r"x-goog-.*"),
+    "signature": re.compile(r"signature|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid|x-amz-.*"),
+    "sig": re.compile(r"sig|se|sp|sv|sr|st|spr|sip|skoid|sktid|skt|ske|sks|skv|saoid|suoid|scid|ses"),
+    "hdnts": re.compile("hdnts"),
+    "hdnea": re.compile("hdnea"),
+}
+
+
+def scheme(url: str) -> str:
+    """Return what opens a URL: ``"pipe"``, ``"file"`` (plain paths, too), ``"http"``, ``"s3"``, …"""
+    if url.startswith("pipe:"):
+        return "pipe"
+    match = _SCHEME.match(url)
+    name = match.group(1).lower() if match else "file"
+    return _ALIASES.get(name, name)
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is a file of this machine: a path or ``file:``."""
+    return scheme(url) == "file"
+
+
+def local_path(url: str) -> Path:
+    """Return the path of a local URL (``~`` is the home directory).
+
+    Raises:
+        UrlError: the URL isn't local, or names another host.
+    """
+    if not is_local(url):
+        raise UrlError(f"not a local file: {redact_text(url)!r}; a local file is a path or file:///path")
+    match = _SCHEME.match(url)
+    path = url[match.end() :] if match else url.removeprefix("file:")
+    if match and not path.startswith("/"):
+        host, _, rest = path.partition("/")
+        if host != "localhost":
+            raise UrlError(f"{url!r} names the host {host!r}: a local file is a path or file:///path")
+        path = "/" + rest
+    return Path(path).expanduser()
+
+
+def basename(url: str) -> str:
+    """Return the last part of a shard's path, as in ``sizes.json``; of a pipe, its command's first tar."""
+    kind = scheme(url)
+    if kind == "pipe":
+        name = _TAR_NAME.search(url)
+        return name.group(1) if name else "pipe"
+    if kind == "file":
+        return local_path(url).name
+    path = urlsplit(url).path if kind in DEFAULT_PORTS else url.partition("?")[0]
+    return path.rsplit("/", 1)[-1]
+
+
+def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return what makes two URLs the same shard: endpoint, scheme, host, path, and query without signatures.
+
+    A signed URL keeps its identity when it is signed anew. User and password are never part of it; a pipe's
+    identity is its whole command, so this is for comparing and hashing: ``redact`` is for showing.
+    """
+    name = scheme(url)
+    if name == "pipe":
+        return url
+    if name == "file":
+        return f"file://{os.path.abspath(local_path(url))}"  # noqa: PTH100  (resolve() would follow links)
+    if name in DEFAULT_PORTS:
+        parts = urlsplit(url)
+        place, query = f"{name}://{_host(parts)}{parts.path or '/'}", parts.query
+    else:
+        location, _, query = url.partition("://")[2].partition("?")
+        place = f"{_endpoint(name, storage_options)}{name}://{_without_password(location)}"
+    query = _without_signature(query)
+    return f"{place}?{query}" if query else place
+
+
+def digest(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return 32 hex characters that name a shard in a tier: a hash of its ``identity``."""
+    name = identity(url, storage_options).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(name, digest_size=16).hexdigest()
+
+
+def _endpoint(name: str, storage_options: Mapping[str, Any] | None) -> str:
+    """The service that a bucket belongs to, followed by a blank; empty for the scheme's usual one."""
+    options = storage_options or {}
+    inner = options.get("client_kwargs") or {}
+    candidates = [options.get(key) for key in _ENDPOINT_OPTIONS] + [inner.get("endpoint_url")]
+    account = re.search(r"AccountName=([^;]+)", str(options.get("connection_string", "")))
+    candidates.append(account and account.group(1))
+    candidates += [os.environ.get(variable) for variable in _ENDPOINT_VARIABLES.get(name, ())]
+    endpoint = str(next((value for value in candidates if value), "")).rstrip("/")
+    parts = urlsplit(endpoint)
+    if parts.netloc:
+        endpoint = f"{parts.scheme.lower()}://{_host(parts)}{parts.path}"
+    if not endpoint or (name == "s3" and _AMAZON.fullmatch(endpoint)):
+        return ""
+    return endpoint + " "
+
+
+def _host(parts: SplitResult) -> str:
+    """Host and port of a URL without its user, lower-case, without the scheme's own port."""
+    host = parts.netloc.rpartition("@")[2].lower()
+    return host.removesuffix(f":{DEFAULT_PORTS.get(parts.scheme.lower())}").removesuffix(":")
+
+
+def _without_password(location: str) -> str:
+    """``user:password@host/path`` as ``host/path``; ``container@account/path`` as it is."""
+    host, slash, path = location.partition("/")
+    user, _, bare = host.rpartition("@")
+    return bare + slash + path if ":" in user else location
+
+
+def _without_signature(query: str) -> str:
+    parts = [(part.partition("=")[0].lower(), part) for part in query.split("&") if part]
+    signed_by = [pattern for mark, pattern in _SIGNATURES.items() if any(key == mark for key, _ in parts)]
+    return "&".join(part for key, part in parts if not any(p.fullmatch(key) for p in signed_by))

@@ -1,0 +1,176 @@
+"""One pattern, or a list of them, to the URLs of all shards (step A).
+
+Reads the environment variables ``WDS_*``; opens nothing. The rules are webdataset's (and so those of the
+braceexpand library), with more care for what stands in a shell command.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import string
+from collections.abc import Iterable, Iterator, Sequence
+
+from streamload.errors import UrlError
+from streamload.urls.checks import check
+from streamload.urls.redaction import redact
+
+MAX_URLS = 4_000_000
+
+_SOURCES = re.compile(r"::(?![0-9A-Fa-f:.]*\])")  # not the '::' of http://[::1]/
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
+_LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.-?(\d+))?")
+_MEANT_AS_RANGE = re.compile(r"[\w-]*\s*\.{2,}[\w.-]*|\d+\s*[-:…]\s*\d+")
+_ALPHABET = string.ascii_uppercase + string.ascii_lowercase
+
+
+def expand_urls(urls: str | Sequence[str]) -> list[str]:
+    """Return the shards that a pattern, or a list of patterns, stands for, in order.
+
+    ``{000..123}`` and ``{a,b}`` expand as in a shell (numbers keep their zeros), ``::`` separates sources and
+    ``${X}`` is the environment variable ``WDS_X``. In a ``pipe:`` command, ``${X}`` without a WDS_X is left
+    to the shell, and so are braces that hold neither a range nor a list of words.
+
+    Raises:
+        UrlError: no URL at all, a brace or variable that can't be resolved, or a URL that nobody can open.
+    """
+    patterns = [urls] if isinstance(urls, str) else list(urls)
+    expanded = itertools.chain.from_iterable(_expand_pattern(pattern) for pattern in patterns)
+    result = list(itertools.islice(expanded, MAX_URLS + 1))
+    if len(result) > MAX_URLS:
+        raise UrlError(f"more than {MAX_URLS:,} URLs in {redact(patterns[-1])!r}: is a range too long?")
+    if not result:
+        raise UrlError("the list of URLs is empty: give at least one shard")
+    known: set[str] = set()
+    for url in result:
+        check(url, known)
+    return result
+
+
+def _expand_pattern(pattern: str) -> Iterator[str]:
+    if not isinstance(pattern, str):
+        raise UrlError(f"a URL is a string, not {type(pattern).__name__}: {pattern!r}")
+    for source in _SOURCES.split(pattern):
+        yield from _Braces(_with_variables(source)).expand()
+
+
+def _with_variables(source: str) -> str:
+    """Put in ``WDS_X`` for ``${X}``, also where a value holds another one (ten deep, as webdataset does)."""
+
+    def value(match: re.Match[str]) -> str:
+        name = f"WDS_{match.group(1)}"
+        if name in os.environ:
+            return os.environ[name]
+        if source.startswith("pipe:"):
+            return match.group(0)
+        raise UrlError(f"{match.group(0)} in {redact(source)!r}: the environment variable {name} is not set")
+
+    for _ in range(10):
+        before, source = source, _VARIABLE.sub(value, source)
+        if source == before:
+            break
+    return source
+
+
+class _Braces:
+    """One pattern and its expansion; knows whether it is a shell command."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.shell = pattern.startswith("pipe:")
+
+    def expand(self) -> Iterator[str]:
+        return self._expand(self.pattern)
+
+    def _expand(self, text: str) -> Iterator[str]:
+        parts: list[Iterable[str]] = []
+        literal, position = "", 0
+        while position < len(text):
+            char = text[position]
+            if char == "\\" and position + 1 < len(text):
+                literal += text[position : position + 2] if self.shell else text[position + 1]
+                position += 2
+            elif char == "{":
+                stop = self._closing(text, position)
+                inner = text[position + 1 : stop]
+                if self.shell and literal.endswith("$"):  # ${VAR:-{a,b}} is the shell's
+                    literal, position = literal + text[position : stop + 1], stop + 1
+                    continue
+                choices = self._choices(inner)
+                if choices is None:  # braces that mean themselves, around text that may hold others
+                    parts += [[literal + "{"], self._expand(inner), ["}"]]
+                else:
+                    parts += [[literal], choices]
+                literal, position = "", stop + 1
+            elif char == "}":
+                raise self._unbalanced()
+            else:
+                literal += char
+                position += 1
+        parts.append([literal])
+        return ("".join(chosen) for chosen in itertools.product(*parts))
+
+    def _closing(self, text: str, start: int) -> int:
+        depth, position = 0, start
+        while position < len(text):
+            if text[position] == "\\":
+                position += 1
+            elif text[position] in "{}":
+                depth += 1 if text[position] == "{" else -1
+                if depth == 0:
+                    return position
+            position += 1
+        raise self._unbalanced()
+
+    def _choices(self, inner: str) -> Iterable[str] | None:
+        """What ``{inner}`` may be, or None where the braces mean themselves."""
+        if numbers := _NUMBERS.fullmatch(inner):
+            return self._numbers(*numbers.groups())
+        if letters := _LETTERS.fullmatch(inner):
+            return _letters(*letters.groups())
+        if self.shell and re.search(r"\s", inner):
+            return None  # awk '{print $1, $2}', { a; b; }
+        choices = _split_list(inner)
+        if len(choices) > 1:
+            return itertools.chain.from_iterable(self._expand(choice) for choice in choices)
+        if _MEANT_AS_RANGE.fullmatch(inner):
+            raise UrlError(f"{{{inner}}} in {redact(self.pattern)!r} is no range: write {{0000..0123}}")
+        return None
+
+    def _numbers(self, first: str, last: str, step: str | None) -> Iterable[str]:
+        start, stop, by = int(first), int(last), int(step or 1) or 1
+        if abs(stop - start) // by >= MAX_URLS:
+            raise UrlError(f"{{{first}..{last}}} in {redact(self.pattern)!r}: more than {MAX_URLS:,} URLs")
+        padded = any(re.match(r"-?0\d", number) for number in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        count = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
+        return (f"{number:0{width}d}" for number in count)
+
+    def _unbalanced(self) -> UrlError:
+        return UrlError(
+            f"a brace without its partner in {redact(self.pattern)!r}: a plain one is \\{{ or \\}}"
+        )
+
+
+def _letters(first: str, last: str, step: str | None) -> Iterable[str]:
+    start, stop, by = _ALPHABET.index(first), _ALPHABET.index(last), int(step or 1) or 1
+    order = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
+    return (_ALPHABET[place] for place in order)
+
+
+def _split_list(inner: str) -> list[str]:
+    """Split at the commas that stand in no inner brace."""
+    choices, depth, begin, position = [], 0, 0, 0
+    while position < len(inner):
+        char = inner[position]
+        if char == "\\":
+            position += 1
+        elif char in "{}":
+            depth += 1 if char == "{" else -1
+        elif char == "," and depth == 0:
+            choices.append(inner[begin:position])
+            begin = position + 1
+        position += 1
+    return [*choices, inner[begin:]]

@@ -1,0 +1,51 @@
+"""What of a URL, a command or its output may be shown in a log, an error or a file name."""
+
+from __future__ import annotations
+
+import re
+
+HIDDEN = "***"
+
+_WORD = r"(?:'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"|;&<>\\])+"
+_URL = re.compile(r"(https?|[A-Za-z][A-Za-z0-9+.-]{0,20})://([^\s'\"|;<>`]*)", re.IGNORECASE)
+_OPTION = re.compile(
+    rf"(?<!\S)(-[A-Za-z#]*[HUub]\s+|-[HUub]|--(?:(?:proxy-)?header|(?:proxy-)?user|cookie|oauth2-bearer"
+    rf"|(?:http-|proxy-|ftp-)?password|pass|(?:sas-)?token|secret|auth)(?:\s+|=))({_WORD})"
+)
+_VALUE = re.compile(
+    rf"(\b[\w-]{{0,80}}(?:secret|token|password|passwd|credential|api_?key|access_?key|auth|sas)[\w-]{{0,80}}=)({_WORD})",
+    re.IGNORECASE,
+)
+_HEADER = re.compile(
+    r"(\b[\w-]{0,80}(?:authorization|cookie|token|api-?key|secret|credential)[\w-]{0,80}\s*:\s*)([^\r\n'\"]+)",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
+
+
+def redact(url: str) -> str:
+    """Return a URL as it may be shown: no user, password, query or fragment; a pipe without header values."""
+    if url.startswith("pipe:"):
+        return redact_text(url)
+    match = _URL.match(url)
+    if match is None or match.group(1).lower() == "file":
+        return url
+    return _bare(match.group(1), url[match.end(1) + 3 :])
+
+
+def redact_text(text: str) -> str:
+    """Return free text, as a command or what it wrote to stderr, without what could be a secret."""
+    text = _URL.sub(lambda match: _bare(match.group(1), match.group(2)), text)
+    text = _OPTION.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
+    text = _VALUE.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
+    text = _HEADER.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
+    return _BEARER.sub(rf"\1\2{HIDDEN}", text)
+
+
+def _bare(scheme: str, rest: str) -> str:
+    """A URL without user, query and fragment; only in http does ``#`` or an ``@`` alone mean that."""
+    web = scheme.lower() in {"http", "https", "ftp", "ssh", "sftp"}
+    location = re.split(r"[?#]" if web else r"\?", rest, maxsplit=1)[0]
+    host, slash, path = location.partition("/")
+    user, _, bare = host.rpartition("@")
+    return f"{scheme}://{bare if web or ':' in user else host}{slash}{path}"
