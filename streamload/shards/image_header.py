@@ -1,0 +1,71 @@
+"""Width and height of an image from its first bytes (step F); decodes nothing and allocates nothing.
+
+Knows JPEG, PNG, WebP and GIF, by content rather than by name. Sizes are as stored: EXIF rotation is ignored.
+"""
+
+from __future__ import annotations
+
+from struct import unpack_from
+
+HEADER_BYTES = 64 << 10
+"""How much of an image is looked at; what hides its size behind more than this is of unknown size."""
+
+_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))  # TEM, RST0-7, SOI
+_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # all start-of-frame markers
+
+
+def image_size(header: bytes | memoryview) -> tuple[int, int] | None:
+    """Width and height of the image that begins with `header`.
+
+    Returns:
+        (width, height) in pixels as stored, or None: not in these bytes, or not such an image.
+    """
+    start = bytes(header[:30])
+    if start[:2] == b"\xff\xd8":
+        size = _jpeg_size(header)
+    elif start[:8] == b"\x89PNG\r\n\x1a\n" and start[12:16] == b"IHDR" and len(start) >= 24:
+        size = unpack_from(">II", start, 16)
+    elif start[:4] == b"RIFF" and start[8:12] == b"WEBP":
+        size = _webp_size(start)
+    elif start[:6] in (b"GIF87a", b"GIF89a") and len(start) >= 10:
+        size = unpack_from("<HH", start, 6)
+    else:
+        size = None
+    return size if size is not None and size[0] > 0 and size[1] > 0 else None
+
+
+def _jpeg_size(header: bytes | memoryview) -> tuple[int, int] | None:
+    """Hop over the segments (EXIF, ICC profiles, …) to the start of the frame."""
+    at, stop = 2, min(len(header), HEADER_BYTES)
+    while at + 9 <= stop:
+        if header[at] != 0xFF:
+            return None
+        marker = header[at + 1]
+        if marker == 0xFF:  # fill byte
+            at += 1
+        elif marker in _WITHOUT_LENGTH:
+            at += 2
+        elif marker in _FRAME:
+            height, width = unpack_from(">HH", header, at + 5)
+            return width, height
+        elif marker in (0xD9, 0xDA):  # the end, or the scan without a frame
+            return None
+        else:
+            at += 2 + max(2, header[at + 2] << 8 | header[at + 3])
+    return None
+
+
+def _webp_size(start: bytes) -> tuple[int, int] | None:
+    """From the first chunk: lossy, lossless or extended."""
+    chunk = start[12:16]
+    if chunk == b"VP8L" and len(start) >= 25 and start[20] == 0x2F:
+        bits = unpack_from("<I", start, 21)[0]
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if len(start) < 30:
+        return None
+    if chunk == b"VP8 " and start[23:26] == b"\x9d\x01\x2a":
+        width, height = unpack_from("<HH", start, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    if chunk == b"VP8X":
+        return int.from_bytes(start[24:27], "little") + 1, int.from_bytes(start[27:30], "little") + 1
+    return None

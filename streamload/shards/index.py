@@ -1,0 +1,454 @@
+"""The index of a shard (steps F, G): fixed-width records and their names, appended by one, followed by many.
+
+Two files in the shard's directory. `index` is a header and records of 64 bytes, each with its own check;
+`names` holds what is of variable size. A record is written after its names and after its sample's data, so
+whatever the index says is there. The last record is the end: complete, or why the shard was given up after so
+many samples. It knows nothing of locks, and nothing of where the data is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from struct import Struct
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from streamload.errors import CacheCorrupt
+from streamload.shards.samples import Entry
+
+RECORD = np.dtype(
+    [
+        ("number", "<u4"),
+        ("layout", "<u2"),
+        ("flags", "<u2"),
+        ("start", "<u8"),
+        ("stop", "<u8"),
+        ("checksum", "<u8"),
+        ("names_start", "<u8"),
+        ("names_length", "<u4"),
+        ("width", "<u4"),
+        ("height", "<u4"),
+        ("caption_bytes", "<u4"),
+        ("check", "<u8"),
+    ]
+)
+"""One record. `start` and `stop` are the sample's range in the tar, `checksum` is over its payloads."""
+
+NO_CHECKSUM = 1
+"""Flag: the payloads were not read, `checksum` means nothing."""
+END = 2
+"""Flag: the end. `number` entries before it, whose records have the `checksum`; `stop` is the tar's size."""
+OWN_LAYOUT = 0xFFFF
+"""The layout of samples whose extensions are in no table, because there are too many kinds of them."""
+COMPLETE = "complete"
+"""The status of a shard that is all there; any other says why it was given up."""
+
+_FORMAT = 1
+_MAGIC = b"SLINDEX1"
+_PREAMBLE = Struct("<8sIIQ")  # magic, bytes of the header, bytes of its JSON, check of these and the JSON
+_BODY = Struct("<IHHQQQQIIII")
+_CHECK = Struct("<Q")
+_HEADER_LIMIT_BYTES = 1 << 20
+_LAYOUTS_LIMIT = 4096
+_LAYOUT_LIMIT_CHARACTERS = 1024
+_MAX_U4 = 0xFFFF_FFFF
+_POLL_BYTES = 1 << 12
+_READ_BYTES = 1 << 20
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: names that aren't UTF-8 survive as \udcXX
+_from_json = json.JSONDecoder().decode
+
+
+class IndexWriter:
+    """Appends the index of one shard; the only writer of its two files.
+
+    An `append` or `finish` that fails (a full disk) may be called again with the same arguments: what it
+    wrote in part isn't valid to any reader and is written over. Not thread-safe.
+
+    Args:
+        directory: an existing one; `index` may be there already if it is empty (as a lock, say).
+        meta: JSON values that say which version of which shard this is.
+
+    Raises:
+        FileExistsError: there is an index already.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], meta: Mapping[str, object]):
+        self.count = 0
+        """Entries appended so far."""
+        self._layouts: dict[tuple[str, ...], int] = {}
+        self._records = xxh3_64()
+        self._names_bytes = 0
+        self._is_finished = False
+        self._names = self._index = -1
+        try:
+            self._names = _create(Path(directory) / "names")
+            self._index = _create(Path(directory) / "index")
+            header = _header({**meta, "format": _FORMAT})
+            _write_at(self._index, header, 0)
+        except BaseException:
+            self.close()
+            raise
+        self._index_bytes = len(header)
+
+    def __enter__(self) -> IndexWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes written to both files."""
+        return self._index_bytes + self._names_bytes
+
+    def fileno(self) -> int:
+        """The descriptor of the file `index`, for a lock on it."""
+        return self._index
+
+    def append(self, entries: Iterable[Entry]) -> None:
+        """Add entries, whose numbers go on from `count` and whose data is written. About 8 µs an entry."""
+        names, records = bytearray(), bytearray()
+        number = self.count
+        for entry in entries:
+            if entry.number != number or self._is_finished:
+                raise ValueError(
+                    f"entry {entry.number} can't follow {number} entries (end: {self._is_finished})"
+                )
+            number += 1
+            frame = _frame([entry.key, entry.members])
+            body = _BODY.pack(
+                entry.number,
+                self._layout(entry),
+                0 if entry.checksum is not None else NO_CHECKSUM,
+                entry.start,
+                entry.stop,
+                entry.checksum or 0,
+                self._names_bytes + len(names),
+                len(frame),
+                min(entry.width, _MAX_U4),
+                min(entry.height, _MAX_U4),
+                min(entry.caption_bytes, _MAX_U4),
+            )
+            names += frame
+            records += body
+            records += _CHECK.pack(xxh3_64_intdigest(body))
+        self._write(names, records)
+        self.count = number
+
+    def finish(
+        self, status: str = COMPLETE, size: int = 0, cause: str = "", warnings: Iterable[str] = ()
+    ) -> None:
+        """Write the end: "complete", or another status for a shard that is given up after `count` entries.
+
+        Args:
+            status: "complete", or a word for what went wrong.
+            size: bytes of the whole tar.
+            cause: what went wrong, in a sentence.
+            warnings: what a reader of a complete shard should be told.
+        """
+        if self._is_finished:
+            raise ValueError("the index has its end already")
+        frame = _frame({"status": status, "cause": cause, "warnings": list(warnings)})
+        total = self._records.intdigest()
+        body = _BODY.pack(self.count, 0, END, 0, size, total, self._names_bytes, len(frame), 0, 0, 0)
+        self._write(frame, body + _CHECK.pack(xxh3_64_intdigest(body)))
+        self._is_finished = True
+
+    def close(self) -> None:
+        """Close the files; without a `finish` before it, the index stays one of a shard on its way."""
+        for descriptor in (self._names, self._index):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._names = self._index = -1
+
+    def _layout(self, entry: Entry) -> int:
+        extensions = tuple([member[0] for member in entry.members])
+        layout = self._layouts.get(extensions)
+        if layout is not None:
+            return layout
+        if len(self._layouts) >= _LAYOUTS_LIMIT or sum(map(len, extensions)) > _LAYOUT_LIMIT_CHARACTERS:
+            return OWN_LAYOUT
+        return self._layouts.setdefault(extensions, len(self._layouts))
+
+    def _write(self, names: bytes | bytearray, records: bytes | bytearray) -> None:
+        """Names first: a record that can be read has its names."""
+        _write_at(self._names, names, self._names_bytes)
+        _write_at(self._index, records, self._index_bytes)
+        self._records.update(records)
+        self._names_bytes += len(names)
+        self._index_bytes += len(records)
+
+
+class IndexReader:
+    """Reads an index, finished or still growing; `refresh` looks for what is new.
+
+    Keeps its descriptors, so the directory may be renamed or removed meanwhile. Every record and every frame
+    of names is verified: reading stops in front of the first record that fails. Not thread-safe, not
+    picklable; a forked child makes its own.
+
+    Raises:
+        FileNotFoundError: no index there.
+        CacheCorrupt: no (whole) header yet, damage, or another version's format.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.ended = False
+        """Whether the end was read; nothing changes any more."""
+        self.status = ""
+        """After the end: "complete", or a word for why the shard was given up."""
+        self.cause = ""
+        self.warnings: list[str] = []
+        self.size: int | None = None
+        """After the end: bytes of the whole tar."""
+        self.damaged = False
+        """Whether a record behind the last entry is there but fails: flipped, or just being written."""
+        self.count = 0
+        """Entries so far."""
+        self._buffer = np.empty(0, dtype=RECORD)
+        self._verified = xxh3_64()
+        self._layouts: dict[int, tuple[str, ...]] = {}
+        self._layouts_seen = 0
+        self._path = Path(directory)
+        self._index = self._names = -1
+        try:
+            self._index = _open(self._path / "index")
+            self._names = _open(self._path / "names")
+            self.meta, self._header_bytes = self._read_header()
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        state = self.status or ("damaged" if self.damaged else "growing")
+        return f"<IndexReader {self._path.name}: {self.count} entries, {state}>"
+
+    def __enter__(self) -> IndexReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole shard is recorded, and all of its records verified."""
+        return self.ended and self.status == COMPLETE
+
+    @property
+    def records(self) -> npt.NDArray[np.void]:
+        """All entries as `RECORD`s, read-only; what a later `refresh` finds isn't in it."""
+        view = self._buffer[: self.count]
+        view.flags.writeable = False
+        return view
+
+    def refresh(self) -> bool:
+        """Look for new records; True if there are entries or an end that weren't there before.
+
+        One `pread` when nothing is new.
+        """
+        if self.ended:
+            return False
+        before, wanted = self.count, _POLL_BYTES
+        while not self.ended:
+            offset = self._header_bytes + self.count * RECORD.itemsize
+            data = os.pread(self._index, wanted, offset)
+            if len(data) == wanted == _POLL_BYTES:
+                wanted = _READ_BYTES
+            elif self._take(data) * RECORD.itemsize < _READ_BYTES:
+                break
+        return self.count > before or self.ended
+
+    def entry(self, number: int) -> Entry:
+        """Entry `number`; about 5 µs.
+
+        Raises:
+            IndexError: there is no such entry (yet).
+            CacheCorrupt: its names fail their checksum.
+        """
+        if not 0 <= number < self.count:
+            raise IndexError(f"entry {number} of {self.count}")
+        record = self._buffer[number].item()
+        _, _, flags, _, _, checksum, names_start, names_length, width, height, caption_bytes, _ = record
+        key, members = self._frame_at(names_start, names_length)
+        return Entry(
+            number,
+            key,
+            tuple([(extension, at, size) for extension, at, size in members]),
+            width,
+            height,
+            caption_bytes,
+            None if flags & NO_CHECKSUM else checksum,
+        )
+
+    def layouts(self) -> dict[int, tuple[str, ...]]:
+        """The extensions of each layout that the entries have so far, `OWN_LAYOUT` excepted."""
+        if self._layouts_seen < self.count:
+            found, first = np.unique(self.records["layout"][self._layouts_seen :], return_index=True)
+            for layout, at in zip(found.tolist(), first.tolist(), strict=True):
+                if layout != OWN_LAYOUT and layout not in self._layouts:
+                    members = self.entry(self._layouts_seen + at).members
+                    self._layouts[layout] = tuple(extension for extension, _, _ in members)
+            self._layouts_seen = self.count
+        return self._layouts
+
+    def close(self) -> None:
+        """Close the files; what was read so far can still be asked for, but no names."""
+        for descriptor in (self._index, self._names):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._index = self._names = -1
+
+    def _read_header(self) -> tuple[dict[str, object], int]:
+        start = os.pread(self._index, _PREAMBLE.size, 0)
+        if len(start) < _PREAMBLE.size:
+            raise self._corrupt("it has no header yet, or was cut within it")
+        magic, header_bytes, meta_bytes, check = _PREAMBLE.unpack(start)
+        if magic[:7] == _MAGIC[:7] and magic != _MAGIC:
+            raise self._corrupt(f"another version of streamload wrote it ({magic!r}, not {_MAGIC!r})")
+        is_sane = magic == _MAGIC and _PREAMBLE.size + meta_bytes <= header_bytes <= _HEADER_LIMIT_BYTES
+        if not is_sane or header_bytes % RECORD.itemsize:
+            raise self._corrupt(f"it begins with {start[:16]!r}, not with {_MAGIC!r} and sane lengths")
+        meta = os.pread(self._index, meta_bytes, _PREAMBLE.size)
+        if xxh3_64_intdigest(start[:16] + meta) != check:
+            raise self._corrupt("its header fails its checksum, or is not whole yet")
+        values: dict[str, object] = _from_json(meta.decode())
+        if values.get("format") != _FORMAT:
+            raise self._corrupt(f"it has format {values.get('format')!r}; this version reads {_FORMAT}")
+        return values, header_bytes
+
+    def _take(self, data: bytes) -> int:
+        """Take in records; returns how many were valid and are kept."""
+        found = len(data) // RECORD.itemsize
+        if not found:
+            self.damaged = False  # at most a record that is being written
+            return 0
+        records = np.frombuffer(data, dtype=RECORD, count=found)
+        good = self._finished(records) or self._count_valid(data, records)
+        self.damaged = good < found
+        entries = good
+        if good and records["flags"][good - 1] & END:
+            entries -= 1
+            if not self._end(records[entries], data[: entries * RECORD.itemsize]):
+                self.damaged, good = True, entries
+        if entries:
+            self._verified.update(data[: entries * RECORD.itemsize])
+            self._keep(records[:entries])
+        return good
+
+    def _finished(self, records: npt.NDArray[np.void]) -> int:
+        """The short way for a finished index that is read at once: its end vouches for all of its records."""
+        last = records[-1]
+        if not last["flags"] & END or not _holds(last) or len(records) - 1 + self.count != last["number"]:
+            return 0
+        total = self._verified.copy()
+        total.update(records[:-1].tobytes())
+        return len(records) if total.intdigest() == last["checksum"] else 0
+
+    def _count_valid(self, data: bytes, records: npt.NDArray[np.void]) -> int:
+        """How many of the records hold, from the first on and up to an end."""
+        view = memoryview(data)
+        checks = records["check"].tolist()
+        numbers = records["number"].tolist()
+        flags = records["flags"].tolist()
+        for at, check in enumerate(checks):
+            start = at * RECORD.itemsize
+            if xxh3_64_intdigest(view[start : start + _BODY.size]) != check or numbers[at] != self.count + at:
+                return at
+            if flags[at] & END:
+                return at + 1
+        return len(checks)
+
+    def _end(self, record: np.void, before: bytes) -> bool:
+        """Take in the end record if it fits to all records before it."""
+        total = self._verified.copy()
+        total.update(before)
+        if total.intdigest() != record["checksum"]:
+            return False
+        try:
+            verdict = self._frame_at(int(record["names_start"]), int(record["names_length"]))
+        except CacheCorrupt:
+            return False
+        self.status, self.cause = verdict["status"], verdict["cause"]
+        self.warnings = verdict["warnings"]
+        self.size = int(record["stop"])
+        self.ended, self.damaged = True, False
+        return True
+
+    def _keep(self, records: npt.NDArray[np.void]) -> None:
+        count = self.count + len(records)
+        if count > len(self._buffer):
+            grown = np.empty(max(count, 2 * len(self._buffer)), dtype=RECORD)
+            grown[: self.count] = self._buffer[: self.count]
+            self._buffer = grown
+        self._buffer[self.count : count] = records
+        self.count = count
+
+    # The shape of a frame's JSON is the writer's, and its checksum says that it is as written.
+    def _frame_at(self, start: int, length: int):  # type: ignore[no-untyped-def]
+        frame = os.pread(self._names, length, start)
+        text = frame[8:]
+        if len(frame) != length or _CHECK.pack(xxh3_64_intdigest(text)) != frame[:8]:
+            raise self._corrupt(f"names at byte {start} fail their checksum")
+        return _from_json(text.decode("ascii"))
+
+    def _corrupt(self, what: str) -> CacheCorrupt:
+        return CacheCorrupt(f"the index in {self._path} can't be used: {what}; fetch the shard again")
+
+
+def _holds(record: np.void) -> bool:
+    data = record.tobytes()
+    return xxh3_64_intdigest(data[: _BODY.size]) == int(record["check"])
+
+
+def _header(meta: Mapping[str, object]) -> bytes:
+    """Magic, lengths, check and JSON, filled up to whole records."""
+    text = _to_json(meta).encode()
+    used = _PREAMBLE.size + len(text)
+    header_bytes = used + -used % RECORD.itemsize
+    if header_bytes > _HEADER_LIMIT_BYTES:
+        raise ValueError(f"meta of {len(text)} bytes; at most {_HEADER_LIMIT_BYTES} fit")
+    sizes = _PREAMBLE.pack(_MAGIC, header_bytes, len(text), 0)[:16]
+    return (sizes + _CHECK.pack(xxh3_64_intdigest(sizes + text)) + text).ljust(header_bytes, b"\0")
+
+
+def _frame(value: object) -> bytes:
+    text = _to_json(value).encode("ascii")
+    return _CHECK.pack(xxh3_64_intdigest(text)) + text
+
+
+def _create(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size:
+        os.close(descriptor)
+        raise FileExistsError(f"{path} is there already; an index is never written twice")
+    return descriptor
+
+
+def _open(path: Path) -> int:
+    """Open for reading; a symbolic link isn't followed, and a FIFO doesn't block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CacheCorrupt(f"{path} is not a regular file; remove it")
+    return descriptor
+
+
+def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view = view[written:]
+        offset += written

@@ -1,0 +1,90 @@
+"""Which samples a run can use (steps C and G): key specifications such as `jpg;png` and `txt;json:caption`.
+
+Decided by the extensions in the index, without a look at payloads: whether a JSON member has the field that
+is asked for turns out when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.errors import OptionError
+from streamload.shards.index import OWN_LAYOUT, IndexReader
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec:
+    """Extensions in order of preference, and for JSON members the field that is meant."""
+
+    choices: tuple[tuple[str, str | None], ...]
+    """(extension, field): the field is None where the whole member is meant."""
+
+    @classmethod
+    def parse(cls, text: str) -> KeySpec:
+        """Read `ext;ext;…`, each `ext` or `ext:field`.
+
+        Raises:
+            OptionError: an empty choice, or a field of something else than JSON.
+        """
+        choices = []
+        for choice in text.split(";"):
+            extension, colon, field = choice.strip().partition(":")
+            extension = extension.strip().lower().removeprefix(".")
+            field = field.strip()
+            is_json = extension.rpartition(".")[2] in ("json", "jsn")
+            if not extension or (colon and not (field and is_json)):
+                raise OptionError(
+                    f"{text!r} is not a key: {choice!r} should be an extension, or json:<field>; "
+                    'for example "jpg;png;webp" or "txt;json:caption"'
+                )
+            choices.append((extension, field or None))
+        return cls(tuple(choices))
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """The extensions in order of preference."""
+        return tuple(extension for extension, _ in self.choices)
+
+    def choose(self, extensions: Collection[str]) -> tuple[str, str | None] | None:
+        """The first (extension, field) that a sample with these extensions has; None: it has none."""
+        for choice in self.choices:
+            if choice[0] in extensions:
+                return choice
+        return None
+
+
+def usable(
+    reader: IndexReader, image: KeySpec | None, text: KeySpec | None, start: int = 0
+) -> npt.NDArray[np.bool_]:
+    """Which entries have what a run needs, from number `start` on.
+
+    Args:
+        reader: an index, finished or not.
+        image: the sample needs one of these; None: no image is needed.
+        text: the same for its text.
+        start: number of the first entry that is asked about.
+
+    Returns:
+        bool[count - start].
+    """
+    specs = [spec for spec in (image, text) if spec is not None]
+    layouts = reader.records["layout"][start:]
+    if not specs:
+        return np.ones(len(layouts), dtype=np.bool_)
+
+    def serves(extensions: Collection[str]) -> bool:
+        return all(spec.choose(extensions) is not None for spec in specs)
+
+    shared = reader.layouts()
+    table = np.zeros(max(shared, default=-1) + 2, dtype=np.bool_)
+    for layout, extensions in shared.items():
+        table[layout] = serves(extensions)
+    own = layouts == OWN_LAYOUT
+    mask: npt.NDArray[np.bool_] = table[np.where(own, len(table) - 1, layouts)]
+    for at in np.flatnonzero(own):
+        mask[at] = serves(reader.entry(start + int(at)).sizes)
+    return mask

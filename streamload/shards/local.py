@@ -1,0 +1,88 @@
+"""Entries of a tar on this machine (step F): headers are read, payloads are gone over, nothing is copied."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from streamload.errors import DatasetChanged, OriginDenied, OriginError, OriginNotFound, ShardError
+from streamload.shards.samples import Entry, ShardScanner
+
+_READ_BYTES = 8 << 10  # a header and the start of an image; more would read payloads for nothing
+_ENTRIES_AT_ONCE = 64
+
+
+class LocalVersion(NamedTuple):
+    """What tells one state of a local file from another."""
+
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> LocalVersion:
+        """The file's version now."""
+        status = os.stat(path)  # noqa: PTH116 - also for paths in bytes
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+def index_local(path: str | os.PathLike[str], warnings: list[str] | None = None) -> Iterator[list[Entry]]:
+    """Scan a local tar.
+
+    Its payloads are not read but for the start of each image, so the entries have no checksum.
+
+    Args:
+        path: an uncompressed tar, a regular file.
+        warnings: receives what is to be said about the tar once the scan is through.
+
+    Yields:
+        Entries, some at a time.
+
+    Raises:
+        OriginNotFound, OriginDenied, OriginError: it can't be opened or read.
+        ShardFormatError, ShardCut: what is wrong with it.
+        DatasetChanged: it was written to meanwhile.
+    """
+    name = os.fspath(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as exc:
+        raise OriginNotFound(f"{name}: no such file") from exc
+    except PermissionError as exc:
+        raise OriginDenied(f"{name}: permission denied") from exc
+    except OSError as exc:
+        raise OriginError(f"{name} can't be opened: {exc.strerror}") from exc
+    try:
+        yield from _scan(descriptor, name, warnings)
+    except ShardError as exc:
+        raise type(exc)(f"{name}: {exc}") from exc
+    finally:
+        os.close(descriptor)
+
+
+def _scan(descriptor: int, name: str, warnings: list[str] | None) -> Iterator[list[Entry]]:
+    before = os.fstat(descriptor)
+    if not stat.S_ISREG(before.st_mode):
+        raise OriginError(f"{name} is not a regular file; a stream is read by `pipe:cat …`")
+    scanner = ShardScanner(checksums=False)
+    entries: list[Entry] = []
+    while scanner.position < before.st_size and not scanner.ended:
+        scanner.skip(min(scanner.skippable(), before.st_size - scanner.position))
+        try:
+            block = os.pread(descriptor, _READ_BYTES, scanner.position)
+        except OSError as exc:
+            raise OriginError(f"{name} can't be read at byte {scanner.position}: {exc.strerror}") from exc
+        entries += scanner.feed(block)
+        if not block:
+            break
+        if len(entries) >= _ENTRIES_AT_ONCE:
+            yield entries
+            entries = []
+    last, found = scanner.finish()
+    after = os.fstat(descriptor)
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise DatasetChanged("it was written to while it was indexed; start again when it is whole")
+    yield entries + last
+    if warnings is not None:
+        warnings += found
