@@ -99,15 +99,15 @@ class GroupOrder:
         self._following: NDArray[np.int64] | None = None
 
     def advance(self, arrivals: Arrivals) -> References:
-        """Give out the next references that are certain; none when something has to arrive first.
+        """Give out the next references that are certain; none only when something has to arrive first.
 
         One call gives out some thousands at most, a few hundred at the start: call again for more.
         """
         parts = [_unpack(0, self._lanes.order, np.empty(0, np.int64))]
-        room = self._portion
-        while room > 0 and not self.finished and self._pass_over(arrivals):
-            first = self._lanes.given
-            references = self._lanes.take(arrivals, room)
+        before, room = self.position, self._portion
+        while (room > 0 or self.position == before) and not self.finished and self._pass_over(arrivals):
+            first, wanted = self._lanes.given, max(room, _FIRST_PORTION)
+            references = self._lanes.take(arrivals, wanted)
             self._window.push(first, references)
             over = self._lanes.finished
             ready = self._window.pop_all() if over else self._window.pop(self._lanes.given)
@@ -119,7 +119,7 @@ class GroupOrder:
             room -= references.size
             if over:
                 self._next_pass()
-            elif room > 0:
+            elif references.size < wanted:
                 break
         if room <= 0:
             self._portion = min(2 * self._portion, self._most)

@@ -200,16 +200,23 @@ class Lanes:
     def _references(self, turn: Turn) -> NDArray[np.int64]:
         """The references of a turn, packed, in the order in which lanes give them."""
         lanes = np.flatnonzero(self._place[turn.first : turn.last] >= 0) + turn.first
-        slow = self._slow[lanes]
-        rounds = self._round + np.arange(turn.rounds + 1)[:, None]
-        after = served(rounds, slow, self._count) if slow.any() else rounds + np.zeros_like(slow)
-        starts, stops = after[0] - self._base[lanes], after[-1] - self._base[lanes]
-        references = np.empty((turn.rounds, lanes.size), np.int64)
-        gives = after[1:] > after[:-1]
-        for column, lane in enumerate(lanes.tolist()):
-            samples = self._samples[lane][starts[column] : stops[column]]
-            references[gives[:, column], column] = samples + (int(self._place[lane]) << SAMPLE_BITS)
-        return references[gives]
+        slow = self._slow[lanes][:, None]
+        rounds = np.arange(self._round, self._round + turn.rounds + 1)
+        spans = served(rounds[[0, -1]], slow, self._count) - self._base[lanes][:, None]
+        given = [_NOTHING]
+        for lane, (start, stop) in zip(lanes.tolist(), spans.tolist(), strict=True):
+            given.append(self._samples[lane][start:stop])
+        references: NDArray[np.int64] = np.concatenate(given)
+        references += np.repeat(self._place[lanes] << SAMPLE_BITS, spans[:, 1] - spans[:, 0])
+        # They lie lane by lane, and are wanted round by round.
+        if references.size == lanes.size * turn.rounds:
+            return references.reshape(lanes.size, turn.rounds).T.ravel()
+        after = served(rounds, slow, self._count)
+        gives = after[:, 1:] > after[:, :-1]
+        table = np.empty(gives.shape, np.int64)
+        table[gives] = references
+        references = table.T[gives.T]
+        return references
 
     def _done(self, turn: Turn) -> None:
         lanes = slice(turn.first, turn.last)

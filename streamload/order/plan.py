@@ -108,9 +108,13 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
     """
     if not 0 <= group < options.groups:
         raise OptionError(f"group must be from 0 to {options.groups - 1}, not {group}.")
-    if options.groups == 1:
-        return Pieces(np.arange(shard_count), {})
+    if options.hints is not None and options.hints.size != shard_count:
+        raise OptionError(
+            f"hints must be one for each of {shard_count} shards; there are {options.hints.size}."
+        )
     shards = np.arange(shard_count)
+    if options.groups == 1:
+        return Pieces(shards, {})
     if options.shuffle_shards:
         shards = permutation(key(options.seed, PIECES), shard_count)
     sizes = _sizes(options, shard_count)[shards]
@@ -155,10 +159,6 @@ def shard_order(
 def _sizes(options: OrderOptions, shard_count: int) -> NDArray[np.int64]:
     if options.hints is None:
         return np.full(shard_count, options.groups, np.int64)
-    if options.hints.size != shard_count:
-        raise OptionError(
-            f"There are {options.hints.size} hints for {shard_count} shards; they must be as many."
-        )
     hints = options.hints.astype(np.int64)
     # Bytes of huge shards in larger units: entry number times size must stay below 2**63.
     excess = int(hints.max(initial=0)).bit_length() - _WIDEST_HINT_BITS

@@ -1,0 +1,139 @@
+"""Going on from a cursor: exact at every position, and small enough for a checkpoint."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from order_oracle import Case, Given, drain, sequence
+
+from streamload.errors import OptionError
+from streamload.order.cursor import Cursor
+from streamload.order.group import GroupOrder
+from streamload.order.plan import OrderOptions
+
+
+def drawn(number: int) -> Case:
+    """A case whose passes are some hundred references long, so that lanes' states differ."""
+    case, rng = Case.drawn(number), random.Random(number)
+    counts = [rng.choice([0, 1, 7, 80, 150, 300]) for _ in range(rng.randint(3, 9))]
+    case.entries = [list(range(count)) for count in [*counts, 40]]
+    case.groups = rng.choice([1, 1, 2])
+    case.hints = rng.choice([None, [1 + len(own) for own in case.entries]])
+    return case
+
+
+def through_json(cursor: Cursor) -> Cursor:
+    return Cursor.from_json(json.loads(json.dumps(cursor.to_json())))
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_every_position_can_be_resumed_exactly(number):
+    """Marks are made while samples arrive, so that lanes stand in the middle of a round, too."""
+    case, rng = drawn(number), random.Random(number)
+    arrivals, order, found = Given(case.everything), case.order(0, passes=2), []
+    for known in case.arriving(rng):
+        found += drain(order, Given(known))
+    found += drain(order, arrivals)
+    assert found == sequence(case, 0, 2)[0]
+    for position in range(len(found) + 1):
+        resumed = case.order(0, through_json(order.mark_at(position)), passes=2)
+        assert resumed.position == position
+        assert drain(resumed, arrivals, most=20)[:20] == found[position : position + 20]
+        if position % 97 == 0:
+            resumed = case.order(0, order.mark_at(position), passes=2)
+            assert drain(resumed, arrivals) == found[position:]
+            assert resumed.finished
+            assert resumed.position == len(found)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_resumed_order_is_resumed_exactly_while_samples_arrive(number):
+    case, rng = drawn(100 + number), random.Random(number)
+    expected = sequence(case, 0, 3)[0]
+    cursor, at = None, 0
+    while at < len(expected):
+        order, found = case.order(0, cursor, passes=3), []
+        for known in case.arriving(rng):
+            found += drain(order, Given(known))
+        found += drain(order, Given(case.everything))
+        assert found == expected[at:]
+        at += rng.randint(1, 400)
+        cursor = through_json(order.mark_at(at)) if at <= len(expected) else None
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_position_alone_can_be_resumed_where_everything_has_arrived(number):
+    case = drawn(200 + number)
+    expected, arrivals = sequence(case, 0, 3)[0], Given(case.everything)
+    for position in range(0, len(expected) + 1, 7):
+        resumed = case.order(0, through_json(Cursor.at(position)), passes=3)
+        assert drain(resumed, arrivals, most=30)[:30] == expected[position : position + 30]
+
+
+def test_a_position_alone_waits_for_the_shards_before_it():
+    case = Case(seed=1, entries=[list(range(100))] * 8, groups=1, lanes=2, window=10)
+    expected = sequence(case, 0, 1)[0]
+    resumed = case.order(0, Cursor.at(500), passes=1)
+    found = []
+    for known in case.arriving(random.Random(1)):
+        found += drain(resumed, Given(known))
+    found += drain(resumed, Given(case.everything))
+    assert found == expected[500:]
+
+
+def test_a_mark_costs_a_window_and_little_more():
+    class Equal:
+        def arrived(self, shard):
+            return np.arange(1000), True
+
+    options = OrderOptions(seed=4, groups=1, lanes=8, window=10_000)
+    order = GroupOrder(options, 10_000, 0, 0)
+    while order.position < 300_000:
+        order.advance(Equal())
+    for back in (0, 1, 5_000, 65_536):
+        cursor = order.mark_at(order.position - back)
+        assert 10_000 <= cursor.skip < 10_000 + 2 * 4096 + 8
+        assert len(json.dumps(cursor.to_json())) < 250
+    with pytest.raises(ValueError, match="are kept for the last 65536"):
+        order.mark_at(order.position - 200_000)
+
+
+def test_a_position_that_was_not_given_out_has_no_mark_fails():
+    case = Case(seed=1, entries=[[0, 1, 2]], groups=1, lanes=2, window=10)
+    order = case.order(0, passes=1)
+    order.mark_at(0)
+    with pytest.raises(ValueError, match="No cursor for position 1"):
+        order.mark_at(1)
+    drain(order, Given(case.everything))
+    with pytest.raises(ValueError, match="No cursor for position 4"):
+        order.mark_at(4)
+
+
+def test_a_cursor_of_other_lanes_fails():
+    case = Case(seed=1, entries=[list(range(900))] * 4, groups=1, lanes=2, window=10)
+    order = case.order(0)
+    drain(order, Given(case.everything), most=1000)
+    cursor = order.mark_at(1000)
+    case.lanes = 3
+    with pytest.raises(OptionError, match="of 2 lanes"):
+        case.order(0, cursor)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        None,
+        {"position": 1, "pass": 0},
+        {"position": -1, "pass": 0, "skip": 0},
+        {"position": 1, "pass": 0, "skip": 1.5},
+        {"position": 1, "pass": 0, "skip": 0, "lanes": [1, 2, 3]},
+        {"position": 1, "pass": 0, "skip": 0, "lanes": [1, 2, 3, 4, [[0, 0]]]},
+        {"position": 1, "pass": 0, "skip": 0, "lanes": [1, 2, 3, 4, [[0, -1, 0]]]},
+    ],
+)
+def test_what_is_not_a_cursor_fails(value):
+    with pytest.raises(OptionError, match="Not a cursor"):
+        Cursor.from_json(value)

@@ -1,0 +1,109 @@
+"""Positions dealt to ranks and workers, and shares of an evaluation."""
+
+import random
+
+import numpy as np
+import pytest
+from order_oracle import Case, Given, drain
+
+from streamload.errors import OptionError
+from streamload.order.deal import (
+    Deal,
+    default_lanes,
+    default_window,
+    evaluation_options,
+    share,
+    steps,
+)
+from streamload.order.group import GroupOrder
+
+
+def positions(slices):
+    return [(group, position) for group, start, stop in slices for position in range(start, stop)]
+
+
+@pytest.mark.parametrize(("batch", "groups"), [(1, 1), (8, 4), (7, 3), (3, 8), (24, 5), (256, 8)])
+def test_a_step_takes_the_next_positions_ordered_by_group(batch, groups):
+    deal = Deal(batch, groups, ranks=1)
+    for step in range(20):
+        dealt = [(p % groups, p // groups) for p in range(step * batch, (step + 1) * batch)]
+        assert positions(deal.slices(step, 0)) == sorted(dealt)
+        for group in range(groups):
+            assert deal.start(step, group) == len([p for p in range(step * batch) if p % groups == group])
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_the_global_batch_is_the_same_for_every_number_of_ranks_and_workers(number):
+    rng = random.Random(number)
+    batch, groups = rng.randint(1, 64), rng.randint(1, 8)
+    whole = [positions(Deal(batch, groups, 1).slices(step, 0)) for step in range(6)]
+    for ranks in {1, 2, 3, groups, 2 * groups, 4 * groups, batch}:
+        deal = Deal(batch, groups, ranks)
+        for workers in (1, 3):
+            made = {}
+            for rank in range(ranks):
+                for worker in range(workers):
+                    for step in range(6):
+                        if deal.worker(step, workers) == worker:
+                            made[step, rank] = positions(deal.slices(step, rank))
+            for step in range(6):
+                assert [place for rank in range(ranks) for place in made[step, rank]] == whole[step]
+            if batch % ranks == 0:
+                assert {len(part) for part in made.values()} == {batch // ranks}
+
+
+def test_a_rank_needs_one_group_where_the_groups_divide_the_ranks():
+    deal = Deal(batch=64, groups=4, ranks=8)
+    assert [deal.slices(5, rank) for rank in (0, 1, 7)] == [[(0, 80, 88)], [(0, 88, 96)], [(3, 88, 96)]]
+
+
+@pytest.mark.parametrize(("batch", "groups", "ranks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_dealing_nothing_or_to_nobody_fails(batch, groups, ranks):
+    with pytest.raises(OptionError, match="must be at least 1, not 0"):
+        Deal(batch, groups, ranks)
+
+
+def test_an_incomplete_batch_is_dropped_or_filled_up():
+    assert [steps(n, 4, drop_last=True) for n in (0, 3, 4, 9)] == [0, 0, 1, 2]
+    assert [steps(n, 4, drop_last=False) for n in (0, 3, 4, 9)] == [0, 1, 1, 3]
+
+
+def test_lanes_and_window_grow_with_the_slice_of_a_batch():
+    assert [default_lanes(n) for n in (1, 256, 512, 2048, 10**6)] == [8, 8, 16, 64, 64]
+    assert [default_window(n) for n in (1, 256, 1024, 10**6)] == [10_000, 10_240, 40_960, 100_000]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("known", [True, False])
+def test_an_evaluation_reads_each_sample_once_over_the_ranks(ranks, known):
+    case = Case.drawn(ranks)
+    case.entries += [list(range(30))]
+    counts = np.array([1 + max(own, default=-1) for own in case.entries])
+    options = evaluation_options(ranks, counts if known else None)
+    found = []
+    for rank in range(ranks):
+        part = drain(GroupOrder(options, len(case.entries), rank, 0, passes=1), Given(case.everything))
+        assert part == sorted(part)
+        found += [reference[1:] for reference in part]
+    assert sorted(found) == [(shard, i) for shard, own in enumerate(case.entries) for i in own]
+
+
+def test_an_evaluation_of_one_rank_is_as_listed():
+    case = Case.drawn(5)
+    order = GroupOrder(evaluation_options(1), len(case.entries), 0, 0, passes=1)
+    listed = [(0, shard, i) for shard, own in enumerate(case.entries) for i in own]
+    assert drain(order, Given(case.everything)) == listed
+
+
+@pytest.mark.parametrize("ranks", range(1, 65, 7))
+def test_shares_are_consecutive_and_differ_by_one_sample(ranks):
+    counts = np.array([random.Random(ranks + i).choice([0, 1, 17, 100]) for i in range(9)])
+    shares = [share(counts, ranks, rank) for rank in range(ranks)]
+    joined = [(s, i) for part in shares for s, start, stop in part for i in range(start, stop)]
+    assert joined == [(s, i) for s, count in enumerate(counts.tolist()) for i in range(count)]
+    sizes = [sum(stop - start for _, start, stop in part) for part in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_shares_of_nothing_are_empty():
+    assert share(np.array([], np.int64), 3, 1) == []
