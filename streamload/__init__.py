@@ -11,6 +11,7 @@ from streamload.errors import (
     CacheCorrupt,
     CacheError,
     CacheFull,
+    CaptionError,
     DataError,
     DatasetChanged,
     DecodeError,
@@ -35,12 +36,13 @@ from streamload.errors import (
 if TYPE_CHECKING:
     from streamload.loader import Loader, make_loader
     from streamload.metrics import Snapshot
-    from streamload.shards.samples import Entry
+    from streamload.shards.index import Entry
 
 __all__ = [
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
+    "CaptionError",
     "DataError",
     "DatasetChanged",
     "DecodeError",
@@ -67,7 +69,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "Entry": "streamload.shards.samples",
+    "Entry": "streamload.shards.index",
     "Loader": "streamload.loader",
     "Snapshot": "streamload.metrics",
     "make_loader": "streamload.loader",

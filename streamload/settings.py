@@ -24,6 +24,7 @@ VARIABLES = {
 }
 
 DEFAULT_CACHE_SIZE = "80%"
+DEFAULT_AHEAD = "1GiB"
 
 # Kinds of file systems whose bytes are somewhere else: a copy there is not near. Every FUSE kind counts as
 # elsewhere too, except the one that is a local disk in another format.
@@ -104,13 +105,13 @@ class Settings:
     Attributes:
         cache_dir: the directory of the tier on disk.
         cache_size: the most that it may hold.
-        ahead_bytes: how far in front of the cursor shards are filled; None = as far as the tier has room.
+        ahead_bytes: how far in front of the cursor shards are filled.
         sources: of each of "cache_dir", "cache_size", "ahead": "argument", its variable's name, or "default".
     """
 
     cache_dir: Path
     cache_size: CacheSize
-    ahead_bytes: int | None
+    ahead_bytes: int
     sources: Mapping[str, str]
 
 
@@ -156,7 +157,7 @@ def read_settings(
         if directory is None
         else _directory(directory, label("cache_dir")),
         cache_size=parse_cache_size(DEFAULT_CACHE_SIZE if size is None else size, label("cache_size")),
-        ahead_bytes=None if far is None else parse_size(far, label("ahead")),
+        ahead_bytes=parse_size(DEFAULT_AHEAD if far is None else far, label("ahead")),
         sources=sources,
     )
 

@@ -91,7 +91,7 @@ _LAUNCHERS = (
 )
 
 
-def detect(
+def read_topology(
     rank: int | None = None, world_size: int | None = None, environ: Mapping[str, str] | None = None
 ) -> Topology:
     """Find this process's place.

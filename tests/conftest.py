@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import importlib.util
 import os
 import signal
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+# These run open_clip's own code, in an environment of their own (make pytest-openclip).
+collect_ignore_glob = [] if importlib.util.find_spec("open_clip") else ["*openclip*"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

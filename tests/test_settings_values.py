@@ -38,7 +38,7 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
     found = read_settings(cache_dir=tmp_path, environ=environ)
     assert found.cache_dir == tmp_path
     assert found.cache_size == CacheSize(size_bytes=500 * 10**9)
-    assert found.ahead_bytes is None
+    assert found.ahead_bytes == 1024**3
     assert found.sources == {
         "cache_dir": "argument",
         "cache_size": "STREAMLOAD_CACHE_SIZE",

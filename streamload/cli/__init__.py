@@ -1,1 +1,36 @@
-"""."""
+"""The `streamload` command: one command a file, each importing what it needs when it runs.
+
+`streamload --help` imports typer and nothing else; only `demo` imports torch. An error that streamload raises
+on purpose, or the system's refusal of a file, is one line on stderr and exit code 2.
+"""
+
+import sys
+
+import typer
+
+from streamload.cli.cache import cache
+from streamload.cli.demo import demo
+from streamload.cli.doctor import doctor
+from streamload.cli.pack import pack
+from streamload.cli.version import version
+from streamload.cli.warm import warm
+from streamload.errors import StreamloadError
+
+app = typer.Typer(
+    help="Train image-text models on WebDataset tar shards while they are still arriving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo, doctor, pack, version, warm):
+    app.command()(command)
+app.add_typer(cache, name="cache")
+
+
+def main() -> None:
+    """Run the command that the process was called with."""
+    try:
+        app()
+    except (StreamloadError, OSError) as exc:
+        print(f"streamload: {' '.join(str(exc).split())}", file=sys.stderr)
+        sys.exit(2)

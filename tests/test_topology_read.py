@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.errors import OptionError
-from streamload.topology import Topology, detect
+from streamload.topology import Topology, read_topology
 
 
 def torchrun(rank, world, local_rank, local_world):
@@ -24,7 +24,7 @@ def texts(variables):
 
 
 def test_a_process_that_nobody_launched_is_alone():
-    assert detect(environ={}) == Topology(0, 1, 0, 1, 0, 1, "alone")
+    assert read_topology(environ={}) == Topology(0, 1, 0, 1, 0, 1, "alone")
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.data())
@@ -32,7 +32,7 @@ def test_torchrun_tells_everything(nodes, local_world, data):
     rank = data.draw(st.integers(0, nodes * local_world - 1))
     environ = texts(torchrun(rank, nodes * local_world, rank % local_world, local_world))
     expected = (rank, nodes * local_world, rank % local_world, local_world, rank // local_world, nodes)
-    assert detect(environ=environ) == Topology(*expected, "torchrun")
+    assert read_topology(environ=environ) == Topology(*expected, "torchrun")
 
 
 def test_slurm_is_believed_inside_of_srun_also_with_uneven_nodes():
@@ -40,16 +40,18 @@ def test_slurm_is_believed_inside_of_srun_also_with_uneven_nodes():
         {"SLURM_PROCID": 10, "SLURM_STEP_NUM_TASKS": 11, "SLURM_LOCALID": 2, "SLURM_NODEID": 2}
         | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_STEP_NUM_NODES": 3}
     )
-    assert detect(environ=environ) == Topology(10, 11, 2, 3, 2, 3, "Slurm")
+    assert read_topology(environ=environ) == Topology(10, 11, 2, 3, 2, 3, "Slurm")
 
 
 def test_a_slurm_batch_script_outside_of_srun_is_one_process():
-    assert detect(environ={"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == Topology()
+    assert (
+        read_topology(environ={"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == Topology()
+    )
 
 
 def test_torchrun_under_slurm_is_torchrun():
     environ = texts(torchrun(5, 8, 1, 4)) | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    assert detect(environ=environ).source == "torchrun"
+    assert read_topology(environ=environ).source == "torchrun"
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "node"), [(5, 1, 1), (5, 2, 1), (4, 2, 0)])
@@ -58,31 +60,31 @@ def test_mpi_ranks_may_be_dealt_to_nodes_in_blocks_or_in_turn(rank, local_rank, 
         {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 8}
         | {"OMPI_COMM_WORLD_LOCAL_RANK": local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE": 4}
     )
-    assert detect(environ=environ) == Topology(rank, 8, local_rank, 4, node, 2, "Open MPI")
+    assert read_topology(environ=environ) == Topology(rank, 8, local_rank, 4, node, 2, "Open MPI")
 
 
 def test_an_mpi_rank_that_fits_no_layout_fails():
     environ = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
     with pytest.raises(OptionError, match="rank 5 can't be local rank 3"):
-        detect(environ=environ)
+        read_topology(environ=environ)
 
 
 def test_pmi_without_local_variables_is_taken_to_be_one_node():
-    assert detect(environ={"PMI_RANK": "1", "PMI_SIZE": "2"}) == Topology(1, 2, 1, 2, 0, 1, "PMI")
+    assert read_topology(environ={"PMI_RANK": "1", "PMI_SIZE": "2"}) == Topology(1, 2, 1, 2, 0, 1, "PMI")
 
 
 def test_an_unknown_node_size_is_taken_as_one_node_and_warned_of_when_that_can_not_be(caplog):
     plain = {"RANK": "5", "WORLD_SIZE": "8"}
-    assert detect(environ=plain) == Topology(5, 8, 5, 8, 0, 1, "torchrun")
+    assert read_topology(environ=plain) == Topology(5, 8, 5, 8, 0, 1, "torchrun")
     assert not caplog.records
-    assert detect(environ=plain | {"LOCAL_RANK": "1"}) == Topology(5, 8, 5, 8, 0, 1, "torchrun")
+    assert read_topology(environ=plain | {"LOCAL_RANK": "1"}) == Topology(5, 8, 5, 8, 0, 1, "torchrun")
     assert "LOCAL_WORLD_SIZE is not set" in caplog.text
 
 
 def test_arguments_win_and_keep_the_node_when_the_launcher_means_the_same_rank():
     environ = texts(torchrun(5, 8, 1, 4))
-    assert detect(5, 8, environ) == Topology(5, 8, 1, 4, 1, 2, "argument")
-    assert detect(2, 4, environ) == Topology(2, 4, 2, 4, 0, 1, "argument")
+    assert read_topology(5, 8, environ) == Topology(5, 8, 1, 4, 1, 2, "argument")
+    assert read_topology(2, 4, environ) == Topology(2, 4, 2, 4, 0, 1, "argument")
 
 
 @pytest.mark.parametrize(
@@ -112,23 +114,23 @@ def test_arguments_win_and_keep_the_node_when_the_launcher_means_the_same_rank()
 )
 def test_what_contradicts_itself_fails(arguments, environ, message):
     with pytest.raises(OptionError, match=message):
-        detect(*arguments, environ=environ)
+        read_topology(*arguments, environ=environ)
 
 
 def test_an_unreadable_slurm_task_list_fails():
     environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "two"}
     with pytest.raises(OptionError, match="SLURM_STEP_TASKS_PER_NODE='two'"):
-        detect(environ=environ)
+        read_topology(environ=environ)
 
 
 def test_an_initialised_torch_wins_over_the_variables():
     script = """
         import tempfile, torch
-        from streamload.topology import detect
-        before = detect(environ={"RANK": "1", "WORLD_SIZE": "2"}).source
+        from streamload.topology import read_topology
+        before = read_topology(environ={"RANK": "1", "WORLD_SIZE": "2"}).source
         with tempfile.TemporaryDirectory() as folder:
             torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
-            after = detect(environ={"RANK": "1", "WORLD_SIZE": "2"})
+            after = read_topology(environ={"RANK": "1", "WORLD_SIZE": "2"})
             torch.distributed.destroy_process_group()
         print(before, after.source, after.rank, after.world_size)
     """
@@ -142,8 +144,10 @@ def test_an_initialised_torch_wins_over_the_variables():
     assert done.stdout.split() == ["torchrun", "torch.distributed", "0", "1"]
 
 
-def test_detecting_does_not_import_torch():
-    script = "import sys, streamload.topology as t; t.detect(environ={}); print('torch' in sys.modules)"
+def test_reading_does_not_import_torch():
+    script = (
+        "import sys, streamload.topology as t; t.read_topology(environ={}); print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,0 +1,104 @@
+"""`streamload cache`: look at what a tier holds. It changes nothing."""
+
+import json
+from contextlib import closing
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from streamload.cache.ledger import HeldShard
+    from streamload.cache.tier import Tier
+
+cache = typer.Typer(help="Look at what the cache holds.", no_args_is_help=True)
+
+_STATES = {"shards": "complete", "parts": "arriving", "gone": "given up"}
+
+
+@cache.callback()
+def _group() -> None:
+    """Look at what the cache holds."""
+
+
+@cache.command("ls")
+def list_shards(
+    cache_dir: Annotated[str | None, typer.Option(help="The cache; as for make_loader by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the shards that the cache holds, how much of each has arrived, and when it was last used."""
+    from streamload.cache.tier import Tier
+    from streamload.settings import read_settings
+
+    tier = Tier.open(read_settings(cache_dir=cache_dir).cache_dir)
+    rows = sorted((_describe(shard) for shard in tier.shards()), key=lambda row: (row["url"], row["digest"]))
+    if as_json:
+        report = {"cache_dir": str(tier.root), "used_bytes": tier.used_bytes, "limit_bytes": tier.limit_bytes}
+        print(json.dumps(report | {"shards": rows}, indent=2))
+    else:
+        _print_table(tier, rows)
+
+
+def _describe(shard: "HeldShard") -> dict[str, Any]:
+    """What is known of a shard, from its index where that can be read."""
+    from streamload.errors import StreamloadError
+    from streamload.shards.index import IndexReader
+
+    known: dict[str, Any] = {"url": "", "samples": 0, "size_bytes": None, "arrived_bytes": 0}
+    try:
+        with closing(IndexReader(shard.path)) as index:
+            index.refresh()
+            known = {
+                "url": index.meta["url"],
+                "samples": index.count,
+                "size_bytes": index.meta.get("size") or index.size,
+                "arrived_bytes": int(index.records["stop"].max()) if index.count else 0,
+            }
+    except (OSError, StreamloadError, KeyError) as exc:
+        known["url"] = f"({type(exc).__name__}: {exc})"
+    state = _STATES[shard.kind]
+    if state == "complete":
+        known["arrived_bytes"] = known["size_bytes"]
+    return {
+        "digest": shard.digest,
+        "state": state,
+        **known,
+        "disk_bytes": shard.size_bytes,
+        "last_used": datetime.fromtimestamp(shard.used_at, timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _print_table(tier: "Tier", rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.metrics import format_bytes
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("shard", overflow="fold")
+    table.add_column("state")
+    table.add_column("samples", justify="right")
+    table.add_column("disk", justify="right")
+    table.add_column("last used")
+    for row in rows:
+        table.add_row(
+            escape(row["url"]),
+            _state(row),
+            f"{row['samples']:,}",
+            format_bytes(row["disk_bytes"]),
+            row["last_used"],
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{len(rows)} shards in {tier.root}: "
+        f"{format_bytes(tier.used_bytes)} of at most {format_bytes(tier.limit_bytes)}",
+        highlight=False,
+    )
+
+
+def _state(row: dict[str, Any]) -> str:
+    if row["state"] == "arriving" and row["size_bytes"]:
+        return f"arriving, {row['arrived_bytes'] / row['size_bytes']:.0%}"
+    return str(row["state"])

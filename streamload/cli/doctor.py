@@ -1,0 +1,188 @@
+"""`streamload doctor`: every setting with where it came from, what is installed, and what would not work."""
+
+import contextlib
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+_LIBRARIES = (
+    "streamload",
+    "torch",
+    "numpy",
+    "pillow",
+    "simplejpeg",
+    "fsspec",
+    "s3fs",
+    "urllib3",
+    "webdataset",
+    "xxhash",
+)
+_OPTIONAL = ("transformers", "open_clip_torch")
+_LITTLE_ROOM_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        advice: what to do about it; "" when there is nothing to do.
+        unusable: whether a run would fail because of it.
+    """
+
+    subject: str
+    value: str
+    source: str = ""
+    advice: str = ""
+    unusable: bool = False
+
+
+def doctor() -> None:
+    """Show each setting and where it comes from, and check what a run would need.
+
+    The exit code is 1 if something can't be used; the line then says what to do.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "", "value", "from"):
+        table.add_column(title, overflow="fold")
+    findings = examine()
+    for finding in findings:
+        mark = "[red]✗[/]" if finding.unusable else "[yellow]![/]" if finding.advice else "[green]✓[/]"
+        table.add_row(mark, finding.subject, escape(finding.value), finding.source)
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if finding.advice:
+            console.print(f"\n[bold]{finding.subject}[/]: {escape(finding.advice)}")
+    if any(finding.unusable for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine() -> list[Finding]:
+    """Everything that the doctor looks at, in the order of the report."""
+    return [*_settings(), *_libraries(), *_machine(), *_commands()]
+
+
+def _settings() -> list[Finding]:
+    from streamload.errors import OptionError
+    from streamload.metrics import format_bytes
+    from streamload.settings import VARIABLES, read_settings
+
+    try:
+        found = read_settings()
+    except OptionError as exc:
+        return [Finding("settings", "can't be read", "", str(exc), unusable=True)]
+    sources = {
+        name: source if source != "default" else f"default ({VARIABLES[name]} is not set)"
+        for name, source in found.sources.items()
+    }
+    size = found.cache_size.size_bytes
+    limit = str(found.cache_size) if size is None else format_bytes(size)
+    return [
+        Finding("cache directory", str(found.cache_dir), sources["cache_dir"]),
+        Finding("cache size", limit, sources["cache_size"]),
+        Finding("ahead", format_bytes(found.ahead_bytes), sources["ahead"]),
+        *_cache_dir(found.cache_dir, size),
+    ]
+
+
+def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
+    from streamload.metrics import format_bytes
+    from streamload.settings import file_system
+
+    place = file_system(directory)
+    where = Finding("file system", f"{place.kind} at {place.mount_point}")
+    if place.is_elsewhere:
+        where = Finding(
+            "file system",
+            f"{place.kind} at {place.mount_point}",
+            advice="The cache is on a network: it may be no faster than the origin, and locks may not hold "
+            "between nodes. Set STREAMLOAD_CACHE_DIR to a directory on a local disk.",
+        )
+    refused = _why_not_writable(directory)
+    if refused:
+        advice = f"{refused}. Set STREAMLOAD_CACHE_DIR to a directory that you may write to."
+        return [where, Finding("writable", "no", advice=advice, unusable=True)]
+    free_bytes = shutil.disk_usage(_nearest(directory)).free
+    room = Finding("free", format_bytes(free_bytes))
+    if min(free_bytes, size_bytes or free_bytes) < _LITTLE_ROOM_BYTES:
+        room = Finding(
+            "free",
+            format_bytes(free_bytes),
+            advice="This is little: shards that don't fit are read from their origin in every epoch. Make "
+            "room, or set STREAMLOAD_CACHE_DIR and STREAMLOAD_CACHE_SIZE.",
+        )
+    return [where, Finding("writable", "yes"), room]
+
+
+def _why_not_writable(directory: Path) -> str:
+    """Why nothing can be stored there, or "". Tries it, and takes away all that it made."""
+    nearest = _nearest(directory)
+    if not nearest.is_dir():
+        return f"{nearest} is not a directory"
+    if directory.is_dir() and directory.stat().st_uid != os.getuid():
+        return f"{directory} belongs to another user"
+    probe = nearest / f".streamload-doctor-{os.getpid()}"
+    try:
+        probe.mkdir(mode=0o700)
+        (probe / "file").write_bytes(bytes(4096))
+    except OSError as exc:
+        return f"{nearest} can't be written: {exc.strerror}"
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(probe)
+    return ""
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or the nearest one above it that exists."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
+def _libraries() -> list[Finding]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = [Finding("python", sys.version.split()[0])]
+    for name in (*_LIBRARIES, *_OPTIONAL):
+        try:
+            found.append(Finding(name, version(name)))
+        except PackageNotFoundError:
+            if name in _OPTIONAL:
+                found.append(Finding(name, "not installed (optional)"))
+            else:
+                advice = f"Install it: python -m pip install {name}"
+                found.append(Finding(name, "not installed", advice=advice, unusable=True))
+    return found
+
+
+def _machine() -> list[Finding]:
+    import multiprocessing
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = [
+        Finding("cores", str(cores)),
+        Finding("processes by", multiprocessing.get_start_method(allow_none=True) or _default_start_method()),
+    ]
+    if not sys.platform.startswith("linux"):
+        advice = "streamload is built and tested on Linux; elsewhere it may work."
+        found.append(Finding("system", sys.platform, advice=advice))
+    return found
+
+
+def _default_start_method() -> str:
+    import multiprocessing
+
+    return multiprocessing.get_all_start_methods()[0]
+
+
+def _commands() -> list[Finding]:
+    missing = "not installed (only pipe: URLs need it)"
+    return [Finding(command, shutil.which(command) or missing) for command in ("bash", "curl", "aws")]

@@ -1,0 +1,165 @@
+"""`streamload pack`: images and captions into WebDataset shards, by webdataset's own writer.
+
+Images go in as they are, byte by byte: nothing is decoded, resized or encoded again.
+"""
+
+import csv
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from streamload.errors import OptionError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+_TABLES = {".csv": ",", ".tsv": "\t"}
+
+
+@dataclass
+class Packed:
+    """What was packed, and what was left out.
+
+    Attributes:
+        sizes: samples of each shard, by its file name.
+        left_out: how many, by reason.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def leave_out(self, why: str) -> None:
+        """Count one that isn't packed."""
+        self.left_out[why] = self.left_out.get(why, 0) + 1
+
+
+def pack(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A folder of images with a .txt beside each, or a .csv, .tsv or .jsonl file."),
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder for the shards and sizes.json.")],
+    samples_per_shard: Annotated[int, typer.Option(min=1, help="The most samples in a shard.")] = 10_000,
+    image_column: Annotated[str, typer.Option(help="Where a table names the image file.")] = "image",
+    caption_column: Annotated[str, typer.Option(help="Where a table has the caption.")] = "caption",
+    prefix: Annotated[str, typer.Option(help="What the shards' names begin with.")] = "",
+) -> None:
+    """Pack images and captions into shards of samples, with a sizes.json that counts them.
+
+    Paths in a table are taken from the table's folder. A sample's key is the image's path without its suffix.
+    The shards appear all at once, when the last one is done.
+    """
+    packed = Packed()
+    pairs = _pairs(source, image_column, caption_column, packed)
+    write_shards(pairs, target, samples_per_shard, prefix, packed)
+    total = sum(packed.sizes.values())
+    print(f"{total:,} samples in {len(packed.sizes):,} shards: {target / next(iter(packed.sizes))} …")
+    for why, count in packed.left_out.items():
+        print(f"left out: {count:,} {why}")
+
+
+def write_shards(
+    pairs: Iterator[tuple[str, Path, str]], target: Path, samples_per_shard: int, prefix: str, packed: Packed
+) -> None:
+    """Write (key, image, caption) into shards in `target`, and count them in `packed` and sizes.json.
+
+    Raises:
+        OptionError: nothing to pack, or `target` has shards already.
+    """
+    from webdataset.writer import ShardWriter
+
+    target.mkdir(parents=True, exist_ok=True)
+    present = sorted(target.glob(f"{prefix}*.tar"))
+    if present or (target / "sizes.json").exists():
+        raise OptionError(
+            f"{target} has {present[0].name if present else 'sizes.json'} already: give an empty folder"
+        )
+    with tempfile.TemporaryDirectory(prefix=".packing-", dir=target) as folder:
+        writer = ShardWriter(
+            f"{folder}/{prefix}%05d.tar", maxcount=samples_per_shard, maxsize=2**62, verbose=0
+        )
+        with writer:
+            for number, (key, image, caption) in enumerate(pairs):
+                extension = image.suffix[1:].lower()
+                writer.write({"__key__": key, extension: image.read_bytes(), "txt": caption.encode()})
+                name = f"{prefix}{number // samples_per_shard:05d}.tar"
+                packed.sizes[name] = packed.sizes.get(name, 0) + 1
+        if not packed.sizes:
+            why = (
+                ", ".join(f"{count:,} {why}" for why, count in packed.left_out.items()) or "there is no image"
+            )
+            raise OptionError(f"nothing to pack: {why}")
+        for name in packed.sizes:
+            (Path(folder) / name).rename(target / name)
+        (target / "sizes.json").write_text(json.dumps(packed.sizes, indent=1))
+
+
+def _pairs(
+    source: Path, image_column: str, caption_column: str, packed: Packed
+) -> Iterator[tuple[str, Path, str]]:
+    """(key, image, caption) in a fixed order; what can't be packed is counted."""
+    if source.is_dir():
+        found = _folder(source, packed)
+    elif source.suffix in (*_TABLES, ".jsonl"):
+        found = _table(source, image_column, caption_column)
+    else:
+        raise OptionError(f"{source} is neither a folder of images nor a .csv, .tsv or .jsonl file")
+    folder = source if source.is_dir() else source.parent
+    taken: dict[str, int] = {}
+    for image, caption in found:
+        if image.suffix.lower() not in IMAGE_SUFFIXES:
+            packed.leave_out(f"whose image is not one of {', '.join(IMAGE_SUFFIXES)}")
+        elif not image.is_file():
+            packed.leave_out("whose image is not there")
+        elif not caption.strip():
+            packed.leave_out("without a caption")
+        else:
+            yield _key(image, folder, taken), image, caption.strip()
+
+
+def _folder(folder: Path, packed: Packed) -> Iterator[tuple[Path, str]]:
+    for image in sorted(folder.rglob("*")):
+        if image.suffix.lower() in IMAGE_SUFFIXES:
+            text = image.with_suffix(".txt")
+            try:
+                yield image, text.read_bytes().decode() if text.is_file() else ""
+            except UnicodeDecodeError:
+                packed.leave_out("whose caption is not UTF-8 text")
+
+
+def _table(table: Path, image_column: str, caption_column: str) -> Iterator[tuple[Path, str]]:
+    with table.open(encoding="utf-8-sig", newline="") as lines:
+        rows: Iterator[Mapping[str, Any]]
+        if table.suffix == ".jsonl":
+            rows = (_json_row(table, line) for line in lines if line.strip())
+        else:
+            rows = csv.DictReader(lines, delimiter=_TABLES[table.suffix])
+        for number, row in enumerate(rows, start=1):
+            for column in (image_column, caption_column):
+                if column not in row:
+                    raise OptionError(
+                        f"{table} has no {column!r} in row {number}, only {', '.join(map(repr, row))}; "
+                        f"name the columns with --image-column and --caption-column"
+                    )
+            yield table.parent / str(row[image_column]), str(row[caption_column] or "")
+
+
+def _json_row(table: Path, line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as exc:
+        raise OptionError(f"{table} has a line that is not JSON: {line[:60]!r} ({exc})") from exc
+    if not isinstance(row, dict):
+        raise OptionError(f"{table} has a line that is not a JSON object: {line[:60]!r}")
+    return row
+
+
+def _key(image: Path, folder: Path, taken: dict[str, int]) -> str:
+    """The image's path without suffix; no dots, which would end the key, and no key twice."""
+    path = image.relative_to(folder) if image.is_relative_to(folder) else Path(*image.parts[1:])
+    key = path.with_suffix("").as_posix().replace(".", "_")
+    taken[key] = taken.get(key, 0) + 1
+    return key if taken[key] == 1 else f"{key}~{taken[key]}"

@@ -1,0 +1,74 @@
+"""`streamload warm`: fill the cache once, before training or beside it."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.errors import OptionError
+
+if TYPE_CHECKING:
+    from streamload.prefetch.ahead import WarmProgress
+
+
+def warm(
+    urls: Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")],
+    cache_dir: Annotated[str | None, typer.Option(help="Where to keep the shards.")] = None,
+    cache_size: Annotated[str | None, typer.Option(help='The most to keep: "500GB", "80%".')] = None,
+    storage_options: Annotated[
+        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Shards to fill at the same time.")] = 8,
+) -> None:
+    """Fill the cache with shards once.
+
+    Stop it at any time: a second call takes up where the first one was. The exit code is 1 if a shard could
+    not be had.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from streamload.metrics import format_bytes
+    from streamload.prefetch.ahead import warm as fill
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards, {task.description}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("connecting", total=None)
+
+        def show(now: "WarmProgress") -> None:
+            description = f"{format_bytes(now.bytes_arrived)} arrived"
+            bar.update(task, total=now.shards, completed=now.shards_complete, description=description)
+
+        report = fill(
+            urls,
+            cache_dir=cache_dir,
+            cache_size=cache_size,
+            storage_options=_options(storage_options),
+            concurrency=concurrency,
+            on_progress=show,
+        )
+    print(
+        f"{report.shards_complete} of {report.shards} shards are in {report.cache_dir} "
+        f"({report.shards_found_complete} were before), {format_bytes(report.bytes_arrived)} arrived"
+    )
+    for url, why in report.failures.items():
+        print(f"{url}: {why}")
+    if report.shards_complete < report.shards:
+        raise typer.Exit(1)
+
+
+def _options(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except ValueError as exc:
+        raise OptionError(f"--storage-options={text!r} is not JSON: {exc}") from exc
+    if not isinstance(options, dict):
+        raise OptionError(f"--storage-options={text!r} is not a JSON object such as " + '{"anon": true}')
+    return options

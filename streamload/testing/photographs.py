@@ -1,0 +1,182 @@
+"""Shards of real photographs with captions, for the demo, the benchmarks and tests; nothing is downloaded.
+
+The photographs are the ones inside of the scikit-image and scikit-learn wheels. Each sample is another crop,
+size, mirror and JPEG quality of one of them, so that no two are the same bytes; sizes are like ImageNet's
+(around 520×390, 110 KB in the mean). Captions say in a few words what a small CLIP can learn to see.
+"""
+
+import functools
+import io
+import json
+import math
+import os
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.errors import OptionError
+
+Pixels = npt.NDArray[np.uint8]
+
+
+class Photograph(NamedTuple):
+    """A photograph in a wheel, and the words for it."""
+
+    words: str
+    wheel: str
+    path: str
+
+
+PHOTOGRAPHS = (
+    Photograph("an astronaut", "scikit-image", "skimage/data/astronaut.png"),
+    Photograph("a cup of coffee", "scikit-image", "skimage/data/coffee.png"),
+    Photograph("a cat", "scikit-image", "skimage/data/chelsea.png"),
+    Photograph("a rocket", "scikit-image", "skimage/data/rocket.jpg"),
+    Photograph("a motorcycle", "scikit-image", "skimage/data/motorcycle_left.png"),
+    Photograph("stained tissue", "scikit-image", "skimage/data/ihc.png"),
+    Photograph("far galaxies", "scikit-image", "skimage/data/hubble_deep_field.jpg"),
+    Photograph("a man with a camera", "scikit-image", "skimage/data/camera.png"),
+    Photograph("old coins", "scikit-image", "skimage/data/coins.png"),
+    Photograph("a brick wall", "scikit-image", "skimage/data/brick.png"),
+    Photograph("short grass", "scikit-image", "skimage/data/grass.png"),
+    Photograph("gravel", "scikit-image", "skimage/data/gravel.png"),
+    Photograph("a temple in china", "scikit-learn", "sklearn/datasets/images/china.jpg"),
+    Photograph("a flower", "scikit-learn", "sklearn/datasets/images/flower.jpg"),
+)
+
+_MEAN_SIZE = (520, 390)
+_UPRIGHT_SHARE = 0.2
+_QUALITIES = (96, 100)  # both ends included; with these the bytes are ImageNet's
+_ZOOMS = (1.0, 1.25, 1.6)  # how much larger than a crop the whole photograph is, on its tighter side
+_CLOSE_UP = 1.5
+_ROWS = ("top", "middle", "bottom")
+_COLUMNS = ("left", "centre", "right")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One sample: an encoded photograph and its caption."""
+
+    key: str
+    jpeg: bytes
+    caption: str
+
+
+def picture(number: int, seed: int = 0) -> Picture:
+    """Sample `number` of the endless sequence that `seed` names, always the same; about 3 ms.
+
+    Raises:
+        OptionError: the wheels with the photographs are not installed.
+    """
+    import simplejpeg
+
+    rng = np.random.default_rng((seed, number))
+    photograph = PHOTOGRAPHS[int(rng.integers(len(PHOTOGRAPHS)))]
+    zoom = float(rng.choice(_ZOOMS))
+    upright, mirrored = bool(rng.random() < _UPRIGHT_SHARE), bool(rng.random() < 0.5)
+    pixels, place = _crop(rng, _scaled(photograph, zoom, upright), upright)
+    jpeg = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(pixels[:, :: -1 if mirrored else 1]),
+        quality=int(rng.integers(_QUALITIES[0], _QUALITIES[1] + 1)),
+        colorsubsampling="420",
+    )
+    shape, view = "tall" if upright else "wide", "close up" if zoom > _CLOSE_UP else "photo"
+    caption = f"a {shape} {view} of {photograph.words}, {place}" + (", mirrored" if mirrored else "")
+    return Picture(f"{number:08d}", _with_comment(jpeg, f"{seed}/{number}"), caption)
+
+
+def write_photograph_shards(
+    directory: Path | str,
+    samples: int,
+    samples_per_shard: int,
+    seed: int = 0,
+    threads: int | None = None,
+) -> list[Path]:
+    """Write `samples` pictures into shards `00000.tar`, `00001.tar`, … and a sizes.json that counts them.
+
+    Args:
+        directory: made if it is missing; files of the same name are replaced.
+        samples: in all; the last shard has what is left.
+        samples_per_shard: of every other shard; 360 make about 40 MB.
+        seed: another seed gives other pictures.
+        threads: how many shards are written at once, the machine's cores by default. The bytes don't depend
+            on it: encoding and scaling release the GIL.
+
+    Returns:
+        The shards, in order.
+    """
+    if samples < 1 or samples_per_shard < 1:
+        raise OptionError(
+            f"samples={samples}, samples_per_shard={samples_per_shard}; expected at least 1 of each"
+        )
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    starts = range(0, samples, samples_per_shard)
+    paths = [directory / f"{number:05d}.tar" for number in range(len(starts))]
+    stops = [min(start + samples_per_shard, samples) for start in starts]
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        for _ in pool.map(_write_shard, paths, starts, stops, [seed] * len(paths)):
+            pass
+    sizes = {path.name: stop - start for path, start, stop in zip(paths, starts, stops, strict=True)}
+    (directory / "sizes.json").write_text(json.dumps(sizes, indent=1))
+    return paths
+
+
+def _write_shard(path: Path, start: int, stop: int, seed: int) -> None:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(start, stop):
+            made = picture(number, seed)
+            for extension, payload in (("jpg", made.jpeg), ("txt", made.caption.encode())):
+                member = tarfile.TarInfo(f"{made.key}.{extension}")
+                member.size = len(payload)
+                tar.addfile(member, io.BytesIO(payload))
+
+
+def _crop(rng: np.random.Generator, pixels: Pixels, upright: bool) -> tuple[Pixels, str]:
+    """A crop of varied size and place, and words for the place."""
+    width, height = (int(side * rng.uniform(0.8, 1.0)) for side in _largest(upright))
+    across, down = rng.random(2)
+    left, top = int(across * (pixels.shape[1] - width + 1)), int(down * (pixels.shape[0] - height + 1))
+    return pixels[
+        top : top + height, left : left + width
+    ], f"{_ROWS[int(down * 3)]} {_COLUMNS[int(across * 3)]}"
+
+
+def _largest(upright: bool) -> tuple[int, int]:
+    """Width and height of the largest crop; the mean is _MEAN_SIZE."""
+    width, height = (round(side / 0.9) for side in _MEAN_SIZE)
+    return (height, width) if upright else (width, height)
+
+
+@functools.cache
+def _scaled(photograph: Photograph, zoom: float, upright: bool) -> Pixels:
+    """The whole photograph, uint8[H, W, 3], such that a crop shows 1/zoom of it or less on each side.
+
+    Scaling is most of the work, so it is done once for all crops.
+    """
+    from PIL import Image
+
+    try:
+        path = str(distribution(photograph.wheel).locate_file(photograph.path))
+    except PackageNotFoundError as exc:
+        raise OptionError(
+            f"{photograph.wheel} is not installed, and its wheel has the photographs; "
+            f"python -m pip install 'streamload[demo]'"
+        ) from exc
+    with Image.open(path) as image:
+        width, height = _largest(upright)
+        scale = zoom * max(width / image.width, height / image.height)
+        size = math.ceil(image.width * scale), math.ceil(image.height * scale)
+        return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
+
+
+def _with_comment(jpeg: bytes, text: str) -> bytes:
+    """The JPEG with a comment (a COM segment after the start marker), so that no two have the same bytes."""
+    comment = text.encode()
+    return jpeg[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + jpeg[2:]
