@@ -1,0 +1,159 @@
+"""What every origin promises, and what all transfers of a loader share (step F).
+
+An origin gives a shard's bytes in order, from any byte to the end, and never mixes two versions of it.
+Nothing here moves bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from streamload.errors import DatasetChanged, OriginError
+
+
+class OriginUnavailable(OriginError, ConnectionError):  # noqa: N818
+    """The origin can't be reached, or asks to come back later (429, 5xx); worth another attempt.
+
+    Attributes:
+        retry_after_seconds: how long the origin asks to be left alone.
+    """
+
+    retry_after_seconds: float | None = None
+
+
+class OriginStopped(OriginError):  # noqa: N818
+    """The transfer was told to stop from our side; nothing is wrong with the origin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What tells two versions of a shard apart, as far as its origin says: a weak ETag counts as none."""
+
+    size: int | None = None
+    etag: str | None = None
+    last_modified: str | None = None
+
+    def difference(self, other: Version) -> str | None:
+        """Say in words why `other` is another version; None where nothing speaks against the same one."""
+        facts = ["size", "etag"] if self.etag and other.etag else ["size", "last_modified"]
+        for fact in facts:
+            mine, theirs = getattr(self, fact), getattr(other, fact)
+            if mine is not None and theirs is not None and mine != theirs:
+                return f"its {fact.replace('_', ' ')} was {mine} and is {theirs}"
+        return None
+
+    def completed(self, other: Version) -> Version:
+        """Return this version with the facts that only `other` knows."""
+        size = other.size if self.size is None else self.size
+        return Version(size, self.etag or other.etag, self.last_modified or other.last_modified)
+
+
+class Stream(Protocol):
+    """A shard's bytes from one byte to its end. For one thread; close() is idempotent and ends every wait."""
+
+    version: Version
+
+    def chunks(self) -> Iterator[bytes]:
+        """Give the bytes in order, once. It ends only when the origin vouches that the shard ends here."""
+        ...
+
+    def close(self) -> None:
+        """Give back connection, process and descriptors."""
+        ...
+
+
+class Origin(Protocol):
+    """Where one shard lives. Not thread-safe, not picklable; made in the process that uses it.
+
+    Attributes:
+        url: as it may be shown, without secrets.
+    """
+
+    url: str
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Return the bytes from `start` to the end.
+
+        Raises:
+            OriginError: by its subclass: not found, denied, too slow, cut.
+            DatasetChanged: the shard isn't the version `expected`.
+        """
+        ...
+
+
+class Counts(Protocol):
+    """Where transfers are counted."""
+
+    def add(self, name: str, n: int = 1, /) -> None:
+        """Add n to the counter `name`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OriginOptions:
+    """How patient transfers are.
+
+    Args:
+        connect_seconds: for a connection to be made, and for a TLS handshake.
+        stall_seconds: without a byte, after which the transfer begins anew at the byte where it is.
+        slow_seconds: waiting time over which at least `slow_bytes` have to arrive.
+        slow_bytes: fewer than these in `slow_seconds` count as a stall.
+        attempts: that may fail one after the other, with fewer than `slow_bytes` of progress between them.
+        backoff_seconds: the first wait is between 0 and this, and doubles with each failure …
+        backoff_limit_seconds: … up to this.
+        retry_after_limit_seconds: the longest that a Retry-After is obeyed.
+        chunk_bytes: the most bytes of one chunk from a connection or pipe.
+        first_part_bytes: the first range that is asked of an object store; each next is twice as large …
+        part_limit_bytes: … up to this, as long as they arrive quickly.
+        parts: that are asked for at once.
+    """
+
+    connect_seconds: float = 10.0
+    stall_seconds: float = 15.0
+    slow_seconds: float = 30.0
+    slow_bytes: int = 30_000
+    attempts: int = 10
+    backoff_seconds: float = 0.1
+    backoff_limit_seconds: float = 15.0
+    retry_after_limit_seconds: float = 60.0
+    chunk_bytes: int = 512 * 1024
+    first_part_bytes: int = 256 * 1024
+    part_limit_bytes: int = 8 * 1024 * 1024
+    parts: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a loader gives to its origins: options, counters and the event that ends their waits."""
+
+    options: OriginOptions = field(default_factory=OriginOptions)
+    counts: Counts | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a counter, if there are any."""
+        if self.counts is not None:
+            self.counts.add(name, n)
+
+    def check(self, url: str) -> None:
+        """Raise OriginStopped once the loader wants to stop."""
+        if self.stop.is_set():
+            raise OriginStopped(f"{url}: reading was stopped from this side")
+
+
+def same_version(url: str, expected: Version | None, found: Version) -> None:
+    """Raise DatasetChanged where `found` can't be the version `expected`."""
+    difference = expected.difference(found) if expected is not None else None
+    if difference is not None:
+        raise DatasetChanged(
+            f"{url} was replaced while it was in use: {difference}; "
+            "read it anew from its first byte, or keep data sets under names that never change"
+        )
+
+
+def strong(etag: str | None) -> str | None:
+    """Return an ETag that stands for exact bytes, or None."""
+    return None if not etag or etag.startswith("W/") else etag

@@ -1,0 +1,123 @@
+"""Another attempt at the byte where the last one failed: wraps any origin (step F).
+
+Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress. Errors
+that another attempt can't mend pass at once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+from streamload.errors import OriginCut, OriginError, OriginTimeout
+from streamload.origins.protocol import Origin, OriginUnavailable, Session, Stream, Version
+
+_MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
+
+
+class RetryingOrigin:
+    """An origin whose streams go on where they broke off."""
+
+    def __init__(self, origin: Origin, session: Session, rng: random.Random | None = None) -> None:
+        self.url = origin.url
+        self._origin = origin
+        self._session = session
+        self._rng = rng or random.Random()
+
+    def __repr__(self) -> str:
+        return f"RetryingOrigin({self._origin!r})"
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Open the origin, as often as it takes."""
+        patience = _Patience(self._session, self._rng, self.url)
+        stream = patience.open(self._origin, start, expected)
+        version = stream.version if expected is None else expected.completed(stream.version)
+        return _RetryingStream(self._origin, patience, stream, start, version)
+
+
+class _RetryingStream:
+    def __init__(
+        self, origin: Origin, patience: _Patience, stream: Stream, start: int, version: Version
+    ) -> None:
+        self.version = version
+        self._origin, self._patience = origin, patience
+        self._stream, self._position = stream, start
+
+    def chunks(self) -> Iterator[bytes]:
+        while True:
+            try:
+                for chunk in self._patience.watch(self._stream.chunks()):
+                    self._position += len(chunk)
+                    yield chunk
+            except OriginError as error:
+                self._stream.close()
+                self._patience.wait(error)
+            else:
+                return
+            self._stream = self._patience.open(self._origin, self._position, self.version)
+            self.version = self.version.completed(self._stream.version)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _Patience:
+    """How much of it is left for one stream: failures in a row, reset by progress."""
+
+    def __init__(self, session: Session, rng: random.Random, url: str) -> None:
+        self._session, self._options = session, session.options
+        self._rng, self._url = rng, url
+        self._failures = 0
+        self._progress_bytes = 0
+
+    def open(self, origin: Origin, start: int, expected: Version | None) -> Stream:
+        while True:
+            self._session.check(self._url)
+            try:
+                return origin.open(start, expected)
+            except OriginError as error:
+                self.wait(error)
+
+    def watch(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """Pass chunks on; raise OriginTimeout when too few come in the time spent waiting for them."""
+        waited, got = 0.0, 0
+        while True:
+            self._session.check(self._url)
+            began = time.monotonic()
+            chunk = next(chunks, None)
+            if chunk is None:
+                return
+            waited += time.monotonic() - began
+            got += len(chunk)
+            self._note(len(chunk))
+            yield chunk
+            if waited >= self._options.slow_seconds:
+                if got < self._options.slow_bytes:
+                    raise OriginTimeout(f"{self._url}: only {got} bytes in {waited:.0f} s")
+                waited, got = 0.0, 0
+
+    def wait(self, error: OriginError) -> None:
+        """Sleep before the next attempt, or raise: the error can't be mended, or patience is at its end."""
+        if not isinstance(error, _MENDABLE):
+            raise error
+        self._failures += 1
+        if self._failures >= self._options.attempts:
+            raise type(error)(f"{error} (given up after {self._failures} attempts)") from error
+        self._progress_bytes = 0
+        self._session.count("origin_retries")
+        limit = min(
+            self._options.backoff_limit_seconds, self._options.backoff_seconds * 2 ** (self._failures - 1)
+        )
+        seconds = self._rng.uniform(0, limit)
+        asked = getattr(error, "retry_after_seconds", None)
+        if asked is not None:
+            seconds = max(seconds, min(asked, self._options.retry_after_limit_seconds))
+        self._session.stop.wait(seconds)
+        self._session.check(self._url)
+
+    def _note(self, n: int) -> None:
+        if self._failures:
+            self._progress_bytes += n
+            if self._progress_bytes >= self._options.slow_bytes:
+                self._failures = 0

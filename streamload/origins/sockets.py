@@ -1,0 +1,157 @@
+"""HTTP connections whose waits end within a tenth of a second when the loader stops (step F).
+
+The sockets wake up ten times a second, look at the stop event and count towards the stall deadline; a read
+that gets bytes costs nothing more. Also refuses link-local addresses: metadata services of clouds are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+
+from streamload.errors import OriginDenied, OriginTimeout
+from streamload.origins.protocol import OriginStopped, OriginUnavailable, Session
+
+WAKE_SECONDS = 0.1
+_METADATA_ADDRESSES = {ipaddress.ip_address("fd00:ec2::254")}
+
+
+class _Patient:
+    """A socket's reads: wait up to `stall_seconds` for the first byte, but not after `stop`."""
+
+    stop: threading.Event
+    stall_seconds: float
+
+    def recv_into(self, *args: Any) -> int:
+        deadline = None
+        while True:
+            try:
+                return super().recv_into(*args)  # type: ignore[misc,no-any-return]
+            except TimeoutError:
+                now = time.monotonic()
+                deadline = deadline or now - WAKE_SECONDS + self.stall_seconds
+                if self.stop.is_set() or now >= deadline:
+                    raise
+
+
+class _PatientSocket(_Patient, socket.socket):
+    pass
+
+
+class _PatientTLSSocket(_Patient, ssl.SSLSocket):
+    pass
+
+
+def open_pools(session: Session, url: str) -> urllib3.PoolManager:
+    """Return connection pools for one transfer, through the proxy that the environment names for the URL."""
+    plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
+    secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
+    proxy = _proxy_for(url)
+    facts: dict[str, Any] = {"ssl_context": _tls_context(), "maxsize": 1}
+    pools = urllib3.ProxyManager(proxy, **facts) if proxy else urllib3.PoolManager(**facts)
+    pools.pool_classes_by_scheme = {
+        "http": type("_PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
+        "https": type("_SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
+    }
+    return pools
+
+
+class _Connecting:
+    """How both kinds of connections of urllib3 connect."""
+
+    session: Session
+    sock: Any
+    port: int
+    _dns_host: str
+
+    def _new_conn(self) -> socket.socket:
+        return _connect(self._dns_host, self.port, self.session)
+
+    def connect(self) -> None:
+        super().connect()  # type: ignore[misc]
+        self.sock.stop = self.session.stop  # a TLS socket is made by its context, which knows no session
+        self.sock.stall_seconds = self.session.options.stall_seconds
+
+
+def _connect(host: str, port: int, session: Session) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
+        raise OriginUnavailable(f"no address for the host {host!r}: {exc}") from exc
+    failure: Exception | None = None
+    for family, kind, protocol, _, address in found:
+        _refuse_metadata(host, str(address[0]))
+        sock = _PatientSocket(family, kind, protocol)
+        try:
+            _finish_connecting(sock, address, session)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(session.options.connect_seconds)  # for a TLS handshake
+        except OSError as exc:
+            sock.close()
+            if session.stop.is_set():
+                raise
+            failure = exc
+        else:
+            sock.stop, sock.stall_seconds = session.stop, session.options.stall_seconds
+            return sock
+    if isinstance(failure, TimeoutError):
+        raise OriginTimeout(f"no connection to {host}:{port} in {session.options.connect_seconds:g} s")
+    raise OriginUnavailable(f"no connection to {host}:{port}: {failure}") from failure
+
+
+def _finish_connecting(sock: socket.socket, address: Any, session: Session) -> None:
+    sock.setblocking(False)
+    deadline = time.monotonic() + session.options.connect_seconds
+    try:
+        sock.connect(address)
+    except BlockingIOError:
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT)
+        while not poll.poll(WAKE_SECONDS * 1000):
+            if session.stop.is_set():
+                raise OriginStopped("stopped while connecting") from None
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, f"{address[0]}: {os.strerror(error)}") from None
+
+
+def _refuse_metadata(host: str, address: str) -> None:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.is_link_local or ip in _METADATA_ADDRESSES:
+        raise OriginDenied(
+            f"{host} is the link-local address {ip}: no shards there, but a cloud's credentials"
+        )
+
+
+def _proxy_for(url: str) -> str | None:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if urllib.request.proxy_bypass(f"{host}:{parts.port}" if parts.port else host):
+        return None
+    proxy = urllib.request.getproxies().get(parts.scheme.lower())
+    if proxy and "://" not in proxy:
+        proxy = f"http://{proxy}"
+    return proxy
+
+
+@functools.lru_cache(maxsize=1)
+def _tls_context() -> ssl.SSLContext:
+    """One for the process: reading the certificates of the system takes 10–20 ms."""
+    context = ssl.create_default_context()
+    context.sslsocket_class = _PatientTLSSocket
+    return context

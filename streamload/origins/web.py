@@ -1,0 +1,306 @@
+"""Shards on web servers: one streaming GET from a byte to the end, every answer checked (step F).
+
+Only requests what it needs: no HEAD (a signed URL refuses it), a Range only to resume. Retries nothing.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
+
+import urllib3
+from urllib3.exceptions import (
+    HTTPError,
+    ProtocolError,
+    ProxyError,
+    SSLError,
+)
+from urllib3.exceptions import (
+    TimeoutError as Urllib3Timeout,
+)
+
+from streamload.errors import (
+    DatasetChanged,
+    OriginCut,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+    ShardFormatError,
+)
+from streamload.origins.protocol import OriginUnavailable, Session, Version, same_version, strong
+from streamload.origins.sockets import WAKE_SECONDS, open_pools
+from streamload.urls import redact, redact_text
+
+_REDIRECTS = 10
+_REDIRECTING = {301, 302, 303, 307, 308}
+_CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)", re.IGNORECASE)
+
+
+class HttpOrigin:
+    """A shard at an http:// or https:// URL.
+
+    Args:
+        url: with user and password in it, if there are any.
+        headers: sent to the URL's own host; a redirect to another host doesn't get them.
+    """
+
+    def __init__(self, url: str, session: Session, headers: Mapping[str, str] | None = None) -> None:
+        self.url = redact(url)
+        self._session = session
+        self._target, self._headers = _without_user(url, headers or {})
+
+    def __repr__(self) -> str:
+        return f"HttpOrigin({self.url!r})"
+
+    def open(self, start: int = 0, expected: Version | None = None) -> _HttpStream:
+        """Send the request and check the answer's head; the body is read by the stream's chunks()."""
+        pools = open_pools(self._session, self._target)
+        response = None
+        try:
+            response = self._request(pools, self._asked(start, expected))
+            if response.status == 416:
+                return self._nothing_left(pools, response, start, expected)
+            self._refuse(response)
+            found, first, stop = self._place(response, start)
+            same_version(self.url, expected, found)
+            return _HttpStream(self, self._session, pools, response, found, (first, start, stop))
+        except BaseException as exc:
+            if response is not None:
+                response.close()
+            pools.clear()
+            if isinstance(exc, HTTPError):
+                raise self._translated(exc, "no answer") from exc
+            raise
+
+    def _asked(self, start: int, expected: Version | None) -> dict[str, str]:
+        headers = {"Accept-Encoding": "identity", "User-Agent": "streamload", **self._headers}
+        if start > 0:
+            headers["Range"] = f"bytes={start}-"
+            if expected is not None and expected.etag:
+                headers["If-Range"] = expected.etag
+        return headers
+
+    def _request(self, pools: urllib3.PoolManager, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        """Follow redirects, within http(s) only; headers of the user's stay with their host."""
+        target = self._target
+        timeout = urllib3.Timeout(connect=self._session.options.connect_seconds, read=WAKE_SECONDS)
+        for _ in range(_REDIRECTS + 1):
+            self._session.check(self.url)
+            self._session.count("origin_requests")
+            response = pools.request(
+                "GET",
+                target,
+                headers=headers,
+                timeout=timeout,
+                preload_content=False,
+                redirect=False,
+                retries=False,
+            )
+            place = response.headers.get("Location")
+            if response.status not in _REDIRECTING or not place:
+                return response
+            response.close()
+            before, target = target, urljoin(target, place)
+            if urlsplit(target).scheme not in {"http", "https"}:
+                raise OriginDenied(
+                    f"{self.url} redirects to {redact(target)}: only http and https are followed"
+                )
+            if urlsplit(before).netloc != urlsplit(target).netloc:
+                headers = {name: value for name, value in headers.items() if name not in self._headers}
+        raise OriginError(f"{self.url} redirects more than {_REDIRECTS} times, last to {redact(target)}")
+
+    def _refuse(self, response: urllib3.BaseHTTPResponse) -> None:
+        if response.status not in {200, 206}:
+            detail = _said(response)
+            raise refusal(f"{self.url}: {detail}", response.status, response.headers.get("Retry-After"))
+        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in {"", "identity"}:
+            raise ShardFormatError(
+                f"{self.url} comes with Content-Encoding {encoding!r} although identity was asked for: "
+                "its bytes and ranges would not be the tar's; store it without an encoding"
+            )
+
+    def _place(self, response: urllib3.BaseHTTPResponse, start: int) -> tuple[Version, int, int | None]:
+        """The version that answers, its body's first byte and the byte after its last, if that is stated."""
+        etag, modified = strong(response.headers.get("ETag")), response.headers.get("Last-Modified")
+        stated = response.headers.get("Content-Length", "")
+        length = int(stated) if stated.isdigit() else None
+        if response.status == 200:
+            if length is not None and length < start:
+                raise DatasetChanged(f"{self.url} has {length} bytes now, of which {start} had been read")
+            return Version(length, etag, modified), 0, length
+        given = response.headers.get("Content-Range", "")
+        match = _CONTENT_RANGE.fullmatch(given.strip())
+        if match is None or match[1] is None or int(match[1]) != start or int(match[2]) < start:
+            raise OriginError(f"{self.url} was asked for bytes from {start} and answers {given!r}")
+        stop = int(match[2]) + 1
+        size = None if match[3] == "*" else int(match[3])
+        if (size is not None and stop > size) or (length is not None and length != stop - start):
+            raise OriginError(f"{self.url} contradicts itself: {given!r} with a Content-Length of {length}")
+        return Version(size, etag, modified), start, stop
+
+    def _nothing_left(
+        self,
+        pools: urllib3.PoolManager,
+        response: urllib3.BaseHTTPResponse,
+        start: int,
+        expected: Version | None,
+    ) -> _HttpStream:
+        """416: right where the shard ends at `start`, and else another version."""
+        match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+        total = int(match[3]) if match is not None and match[3] != "*" else None
+        if total is None and expected is not None:
+            total = expected.size
+        if total != start:
+            size = "an unknown number of" if total is None else total
+            raise DatasetChanged(f"{self.url} has no byte {start} (416): it has {size} bytes now")
+        found = Version(start, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
+        same_version(self.url, expected, found)
+        response.close()
+        return _HttpStream(self, self._session, pools, None, found, (start, start, start))
+
+    def _translated(self, exc: HTTPError, what: str) -> OriginError:
+        """An error of urllib3 as ours. What is our own already (from connecting) comes back with the URL."""
+        self._session.check(self.url)
+        for inner in (exc, *exc.args, exc.__cause__):
+            if isinstance(inner, OriginError):
+                return type(inner)(f"{self.url}: {inner}")
+        if isinstance(exc, Urllib3Timeout):
+            return OriginTimeout(f"{self.url}: {what} for {self._session.options.stall_seconds:g} s")
+        reason = redact_text(str(exc.args[-1] if exc.args else exc))
+        if isinstance(exc, SSLError) and "CERTIFICATE" in reason:
+            return OriginError(f"{self.url}: its certificate is refused: {reason}")
+        if isinstance(exc, ProtocolError | ProxyError | SSLError):
+            return OriginUnavailable(f"{self.url}: {what}: {reason}")
+        return OriginError(f"{self.url}: {reason}")
+
+
+class _HttpStream:
+    """The body of one answer; what stands before the byte asked for is read and dropped."""
+
+    def __init__(
+        self,
+        origin: HttpOrigin,
+        session: Session,
+        pools: urllib3.PoolManager,
+        response: urllib3.BaseHTTPResponse | None,
+        version: Version,
+        place: tuple[int, int, int | None],
+    ) -> None:
+        self.version = version
+        self._origin, self._session = origin, session
+        self._pools, self._response = pools, response
+        self._position, self._start, self._stop = place
+
+    def chunks(self) -> Iterator[bytes]:
+        """Give the bytes as they come off the socket, up to `chunk_bytes` at once."""
+        if self._response is None:
+            return
+        read1, size = self._response.read1, self._session.options.chunk_bytes
+        while True:
+            try:
+                chunk = read1(size, decode_content=False)
+            except HTTPError as exc:
+                raise self._broken(exc) from exc
+            if not chunk:
+                break
+            before, self._position = self._position, self._position + len(chunk)
+            self._session.count("origin_bytes", len(chunk))
+            if before >= self._start:
+                yield chunk
+            elif self._position > self._start:
+                yield chunk[self._start - before :]
+        self._check_end(self._response)
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        if self._response is not None:
+            self._response.close()
+        self._pools.clear()
+
+    def _broken(self, exc: HTTPError) -> OriginError:
+        error = self._origin._translated(exc, "no byte")
+        if isinstance(error, OriginUnavailable):
+            return OriginCut(
+                f"{self._origin.url}: the connection broke at byte {self._position} of {self._of}"
+            )
+        return error
+
+    def _check_end(self, response: urllib3.BaseHTTPResponse) -> None:
+        """The body is over; is the shard? A body that ends with its connection proves nothing."""
+        size, stop = self.version.size, self._stop
+        if (stop is not None and self._position < stop) or (size is not None and self._position < size):
+            raise OriginCut(f"{self._origin.url}: ended at byte {self._position} of {self._of}")
+        chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
+        if stop is None and not chunked:
+            self._ask_for_more()
+
+    def _ask_for_more(self) -> None:
+        self.close()
+        more = self._origin.open(self._position, self.version)
+        more.close()
+        if more._position == self._position and more._stop != self._position:
+            raise OriginCut(
+                f"{self._origin.url}: ended at byte {self._position}, but has more bytes than that"
+            )
+        if more.version.size is not None and more.version.size != self._position:
+            raise OriginCut(f"{self._origin.url}: ended at byte {self._position} of {more.version.size}")
+
+    @property
+    def _of(self) -> str:
+        return "unknown" if self.version.size is None else str(self.version.size)
+
+
+def refusal(message: str, status: int, retry_after: str | None = None) -> OriginError | DatasetChanged:
+    """Return the error that an HTTP status stands for."""
+    if status in {404, 410}:
+        return OriginNotFound(message)
+    if status in {401, 402, 403, 407}:
+        return OriginDenied(message)
+    if status == 408:
+        return OriginTimeout(message)
+    if status == 412:
+        return DatasetChanged(message)
+    if status in {425, 429} or (status >= 500 and status not in {501, 505}):
+        error = OriginUnavailable(message)
+        error.retry_after_seconds = _seconds(retry_after)
+        return error
+    return OriginError(message)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Retry-After is a number of seconds or a date."""
+    if not retry_after:
+        return None
+    if retry_after.strip().isdigit():
+        return float(retry_after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _said(response: urllib3.BaseHTTPResponse) -> str:
+    """The status, and the error code that object stores put into the body."""
+    said = f"the server answers {response.status} {response.reason or ''}".rstrip()
+    try:
+        body = response.read1(2048, decode_content=False) or b""
+    except HTTPError:
+        body = b""
+    code = re.search(rb"<Code>(\w{1,60})</Code>", body)
+    return f"{said} ({code[1].decode()})" if code else said
+
+
+def _without_user(url: str, headers: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Move a URL's user and password into a header."""
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    sent = {str(name): str(value) for name, value in headers.items()}
+    if user:
+        sent.update(urllib3.make_headers(basic_auth=unquote(user)))
+    return urlunsplit(parts._replace(netloc=host, fragment="")), sent
