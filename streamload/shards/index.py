@@ -8,61 +8,43 @@ many samples. It knows nothing of locks, and nothing of where the data is.
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from struct import Struct
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from streamload.errors import CacheCorrupt
+from streamload.shards.record import (
+    END,
+    HEADER_START,
+    NO_CHECKSUM,
+    OWN_LAYOUT,
+    RECORD,
+    count_valid,
+    create_file,
+    header_lengths,
+    open_file,
+    pack_frame,
+    pack_header,
+    pack_record,
+    unpack_frame,
+    unpack_meta,
+    write_at,
+)
 from streamload.shards.samples import Entry
 
-RECORD = np.dtype(
-    [
-        ("number", "<u4"),
-        ("layout", "<u2"),
-        ("flags", "<u2"),
-        ("start", "<u8"),
-        ("stop", "<u8"),
-        ("checksum", "<u8"),
-        ("names_start", "<u8"),
-        ("names_length", "<u4"),
-        ("width", "<u4"),
-        ("height", "<u4"),
-        ("caption_bytes", "<u4"),
-        ("check", "<u8"),
-    ]
-)
-"""One record. `start` and `stop` are the sample's range in the tar, `checksum` is over its payloads."""
-
-NO_CHECKSUM = 1
-"""Flag: the payloads were not read, `checksum` means nothing."""
-END = 2
-"""Flag: the end. `number` entries before it, whose records have the `checksum`; `stop` is the tar's size."""
-OWN_LAYOUT = 0xFFFF
-"""The layout of samples whose extensions are in no table, because there are too many kinds of them."""
 COMPLETE = "complete"
 """The status of a shard that is all there; any other says why it was given up."""
 
-_FORMAT = 1
-_MAGIC = b"SLINDEX1"
-_PREAMBLE = Struct("<8sIIQ")  # magic, bytes of the header, bytes of its JSON, check of these and the JSON
-_BODY = Struct("<IHHQQQQIIII")
-_CHECK = Struct("<Q")
-_HEADER_LIMIT_BYTES = 1 << 20
 _LAYOUTS_LIMIT = 4096
 _LAYOUT_LIMIT_CHARACTERS = 1024
 _MAX_U4 = 0xFFFF_FFFF
 _POLL_BYTES = 1 << 12
 _READ_BYTES = 1 << 20
-_to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: names that aren't UTF-8 survive as \udcXX
-_from_json = json.JSONDecoder().decode
 
 
 class IndexWriter:
@@ -88,10 +70,10 @@ class IndexWriter:
         self._is_finished = False
         self._names = self._index = -1
         try:
-            self._names = _create(Path(directory) / "names")
-            self._index = _create(Path(directory) / "index")
-            header = _header({**meta, "format": _FORMAT})
-            _write_at(self._index, header, 0)
+            self._names = create_file(Path(directory) / "names")
+            self._index = create_file(Path(directory) / "index")
+            header = pack_header(meta)
+            write_at(self._index, header, 0)
         except BaseException:
             self.close()
             raise
@@ -124,8 +106,8 @@ class IndexWriter:
                     f"entry {entry.number} can't follow {number} entries (end: {self._is_finished})"
                 )
             number += 1
-            frame = _frame([entry.key, entry.members])
-            body = _BODY.pack(
+            frame = pack_frame([entry.key, entry.members])
+            records += pack_record(
                 entry.number,
                 self._layout(entry),
                 0 if entry.checksum is not None else NO_CHECKSUM,
@@ -139,8 +121,6 @@ class IndexWriter:
                 min(entry.caption_bytes, _MAX_U4),
             )
             names += frame
-            records += body
-            records += _CHECK.pack(xxh3_64_intdigest(body))
         self._write(names, records)
         self.count = number
 
@@ -157,10 +137,10 @@ class IndexWriter:
         """
         if self._is_finished:
             raise ValueError("the index has its end already")
-        frame = _frame({"status": status, "cause": cause, "warnings": list(warnings)})
+        frame = pack_frame({"status": status, "cause": cause, "warnings": list(warnings)})
         total = self._records.intdigest()
-        body = _BODY.pack(self.count, 0, END, 0, size, total, self._names_bytes, len(frame), 0, 0, 0)
-        self._write(frame, body + _CHECK.pack(xxh3_64_intdigest(body)))
+        record = pack_record(self.count, 0, END, 0, size, total, self._names_bytes, len(frame), 0, 0, 0)
+        self._write(frame, record)
         self._is_finished = True
 
     def close(self) -> None:
@@ -181,8 +161,8 @@ class IndexWriter:
 
     def _write(self, names: bytes | bytearray, records: bytes | bytearray) -> None:
         """Names first: a record that can be read has its names."""
-        _write_at(self._names, names, self._names_bytes)
-        _write_at(self._index, records, self._index_bytes)
+        write_at(self._names, names, self._names_bytes)
+        write_at(self._index, records, self._index_bytes)
         self._records.update(records)
         self._names_bytes += len(names)
         self._index_bytes += len(records)
@@ -220,8 +200,8 @@ class IndexReader:
         self._path = Path(directory)
         self._index = self._names = -1
         try:
-            self._index = _open(self._path / "index")
-            self._names = _open(self._path / "names")
+            self._index = open_file(self._path / "index")
+            self._names = open_file(self._path / "names")
             self.meta, self._header_bytes = self._read_header()
             self.refresh()
         except BaseException:
@@ -310,31 +290,21 @@ class IndexReader:
         self._index = self._names = -1
 
     def _read_header(self) -> tuple[dict[str, object], int]:
-        start = os.pread(self._index, _PREAMBLE.size, 0)
-        if len(start) < _PREAMBLE.size:
-            raise self._corrupt("it has no header yet, or was cut within it")
-        magic, header_bytes, meta_bytes, check = _PREAMBLE.unpack(start)
-        if magic[:7] == _MAGIC[:7] and magic != _MAGIC:
-            raise self._corrupt(f"another version of streamload wrote it ({magic!r}, not {_MAGIC!r})")
-        is_sane = magic == _MAGIC and _PREAMBLE.size + meta_bytes <= header_bytes <= _HEADER_LIMIT_BYTES
-        if not is_sane or header_bytes % RECORD.itemsize:
-            raise self._corrupt(f"it begins with {start[:16]!r}, not with {_MAGIC!r} and sane lengths")
-        meta = os.pread(self._index, meta_bytes, _PREAMBLE.size)
-        if xxh3_64_intdigest(start[:16] + meta) != check:
-            raise self._corrupt("its header fails its checksum, or is not whole yet")
-        values: dict[str, object] = _from_json(meta.decode())
-        if values.get("format") != _FORMAT:
-            raise self._corrupt(f"it has format {values.get('format')!r}; this version reads {_FORMAT}")
-        return values, header_bytes
+        start = os.pread(self._index, HEADER_START.size, 0)
+        try:
+            header_bytes, meta_bytes = header_lengths(start)
+            return unpack_meta(start, os.pread(self._index, meta_bytes, HEADER_START.size)), header_bytes
+        except CacheCorrupt as exc:
+            raise self._corrupt(str(exc)) from None
 
     def _take(self, data: bytes) -> int:
         """Take in records; returns how many were valid and are kept."""
         found = len(data) // RECORD.itemsize
         if not found:
-            self.damaged = False  # at most a record that is being written
+            self.damaged = False
             return 0
         records = np.frombuffer(data, dtype=RECORD, count=found)
-        good = self._finished(records) or self._count_valid(data, records)
+        good = found if self._is_finished(data, records) else count_valid(data, self.count)
         self.damaged = good < found
         entries = good
         if good and records["flags"][good - 1] & END:
@@ -346,44 +316,32 @@ class IndexReader:
             self._keep(records[:entries])
         return good
 
-    def _finished(self, records: npt.NDArray[np.void]) -> int:
+    def _is_finished(self, data: bytes, records: npt.NDArray[np.void]) -> bool:
         """The short way for a finished index that is read at once: its end vouches for all of its records."""
-        last = records[-1]
-        if not last["flags"] & END or not _holds(last) or len(records) - 1 + self.count != last["number"]:
-            return 0
-        total = self._verified.copy()
-        total.update(records[:-1].tobytes())
-        return len(records) if total.intdigest() == last["checksum"] else 0
-
-    def _count_valid(self, data: bytes, records: npt.NDArray[np.void]) -> int:
-        """How many of the records hold, from the first on and up to an end."""
-        view = memoryview(data)
-        checks = records["check"].tolist()
-        numbers = records["number"].tolist()
-        flags = records["flags"].tolist()
-        for at, check in enumerate(checks):
-            start = at * RECORD.itemsize
-            if xxh3_64_intdigest(view[start : start + _BODY.size]) != check or numbers[at] != self.count + at:
-                return at
-            if flags[at] & END:
-                return at + 1
-        return len(checks)
+        if not records[-1]["flags"] & END:
+            return False
+        before = len(data) // RECORD.itemsize * RECORD.itemsize - RECORD.itemsize
+        last = self.count + len(records) - 1
+        return count_valid(data[before:], last) == 1 and self._total(data[:before]) == records[-1]["checksum"]
 
     def _end(self, record: np.void, before: bytes) -> bool:
-        """Take in the end record if it fits to all records before it."""
-        total = self._verified.copy()
-        total.update(before)
-        if total.intdigest() != record["checksum"]:
+        """Take in the end if it fits to the records before it."""
+        if self._total(before) != record["checksum"]:
             return False
         try:
             verdict = self._frame_at(int(record["names_start"]), int(record["names_length"]))
         except CacheCorrupt:
             return False
-        self.status, self.cause = verdict["status"], verdict["cause"]
-        self.warnings = verdict["warnings"]
+        self.status, self.cause, self.warnings = verdict["status"], verdict["cause"], verdict["warnings"]
         self.size = int(record["stop"])
         self.ended, self.damaged = True, False
         return True
+
+    def _total(self, more: bytes) -> int:
+        """The checksum over all records so far and `more`."""
+        total = self._verified.copy()
+        total.update(more)
+        return int(total.intdigest())
 
     def _keep(self, records: npt.NDArray[np.void]) -> None:
         count = self.count + len(records)
@@ -394,61 +352,12 @@ class IndexReader:
         self._buffer[self.count : count] = records
         self.count = count
 
-    # The shape of a frame's JSON is the writer's, and its checksum says that it is as written.
     def _frame_at(self, start: int, length: int):  # type: ignore[no-untyped-def]
         frame = os.pread(self._names, length, start)
-        text = frame[8:]
-        if len(frame) != length or _CHECK.pack(xxh3_64_intdigest(text)) != frame[:8]:
+        value = unpack_frame(frame) if len(frame) == length else None
+        if value is None:
             raise self._corrupt(f"names at byte {start} fail their checksum")
-        return _from_json(text.decode("ascii"))
+        return value
 
     def _corrupt(self, what: str) -> CacheCorrupt:
         return CacheCorrupt(f"the index in {self._path} can't be used: {what}; fetch the shard again")
-
-
-def _holds(record: np.void) -> bool:
-    data = record.tobytes()
-    return xxh3_64_intdigest(data[: _BODY.size]) == int(record["check"])
-
-
-def _header(meta: Mapping[str, object]) -> bytes:
-    """Magic, lengths, check and JSON, filled up to whole records."""
-    text = _to_json(meta).encode()
-    used = _PREAMBLE.size + len(text)
-    header_bytes = used + -used % RECORD.itemsize
-    if header_bytes > _HEADER_LIMIT_BYTES:
-        raise ValueError(f"meta of {len(text)} bytes; at most {_HEADER_LIMIT_BYTES} fit")
-    sizes = _PREAMBLE.pack(_MAGIC, header_bytes, len(text), 0)[:16]
-    return (sizes + _CHECK.pack(xxh3_64_intdigest(sizes + text)) + text).ljust(header_bytes, b"\0")
-
-
-def _frame(value: object) -> bytes:
-    text = _to_json(value).encode("ascii")
-    return _CHECK.pack(xxh3_64_intdigest(text)) + text
-
-
-def _create(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o600)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_size:
-        os.close(descriptor)
-        raise FileExistsError(f"{path} is there already; an index is never written twice")
-    return descriptor
-
-
-def _open(path: Path) -> int:
-    """Open for reading; a symbolic link isn't followed, and a FIFO doesn't block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CacheCorrupt(f"{path} is not a regular file; remove it")
-    return descriptor
-
-
-def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view = view[written:]
-        offset += written

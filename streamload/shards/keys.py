@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.errors import OptionError
-from streamload.shards.index import OWN_LAYOUT, IndexReader
+from streamload.shards.index import IndexReader
+from streamload.shards.record import OWN_LAYOUT
 
 
 @dataclass(frozen=True, slots=True)

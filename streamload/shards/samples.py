@@ -14,7 +14,7 @@ import xxhash
 
 from streamload.errors import ShardFormatError
 from streamload.shards.image_header import HEADER_BYTES, image_size
-from streamload.shards.tar import BLOCK_BYTES, Member, Piece, TarParser
+from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
 CAPTION_EXTENSION = "txt"
@@ -155,13 +155,13 @@ class ShardScanner:
             ShardFormatError: not a tar, damaged, or against a limit; says where.
         """
         entries: list[Entry] = []
-        for piece in self._parser.feed(chunk):
-            if piece.member is not self._member:
-                self._begin(piece.member, entries)
+        for member, payload in self._parser.feed(chunk):
+            if member is not self._member:
+                self._begin(member, entries)
             if self._is_ours:
                 if self._is_hashed:
-                    self._update(piece.payload)
-                if self._image is not None and self._image.look(piece):
+                    self._update(payload)
+                if self._image is not None and self._image.look(payload):
                     self._size = self._image.size
                     self._image = None
         if self._parser.ended:
@@ -257,12 +257,12 @@ class _ImageLook:
         self._next_look = _FIRST_LOOK_BYTES
         self._start = bytearray()
 
-    def look(self, piece: Piece) -> bool:
+    def look(self, payload: memoryview) -> bool:
         """Take the next bytes; True when the size is known, or will never be."""
-        if not self._start and (size := image_size(piece.payload[:HEADER_BYTES])) is not None:
+        if not self._start and (size := image_size(payload[:HEADER_BYTES])) is not None:
             self.size = size
             return True
-        self._start += piece.payload[: self._wanted - len(self._start)]
+        self._start += payload[: self._wanted - len(self._start)]
         at_end = len(self._start) == self._wanted
         if at_end or len(self._start) >= self._next_look:
             # Twice as many bytes for each further look: the work stays linear for chunks of any size.

@@ -55,11 +55,8 @@ class Member(NamedTuple):
     size: int
 
 
-class Piece(NamedTuple):
-    """Some of a member's payload; the first piece of a member announces it, even when it is empty."""
-
-    member: Member
-    payload: memoryview
+Piece = tuple[Member, memoryview]
+"""Some of a member's payload; the first piece of a member announces it, even when it is empty."""
 
 
 class TarParser:
@@ -123,7 +120,7 @@ class TarParser:
             if self._payload:
                 take = min(self._payload, stop - at)
                 if self._member is not None:
-                    pieces.append(Piece(self._member, view[at : at + take]))
+                    pieces.append((self._member, view[at : at + take]))
                 self._payload -= take
                 at += take
             elif self._padding:
@@ -136,6 +133,10 @@ class TarParser:
                 self._header(bytes(view[at - BLOCK_BYTES : at]), pieces)
             else:
                 at += self._collect(view[at:], base + at, pieces)
+        if self._member is not None and 0 < self._payload == self._member.size:
+            pieces.append(
+                (self._member, memoryview(b""))
+            )  # announced here: all of its payload may be skipped
         if self.ended and at < stop:
             self.trailing = self.trailing or bytes(view[at:]).count(0) != stop - at
         self.position = base + stop
@@ -209,7 +210,7 @@ class TarParser:
         self._payload, self._padding = size, -size % BLOCK_BYTES
         self._member = Member(text, self.position, size) if kind in _REGULAR else None
         if not size and self._member is not None:
-            pieces.append(Piece(self._member, memoryview(b"")))
+            pieces.append((self._member, memoryview(b"")))
 
     def _begin_extended(self, kind: int, size: int) -> None:
         self._extended_headers += 1

@@ -1,0 +1,122 @@
+"""Shards for tests: deterministic tars whose samples say which they are, and an oracle that reads them.
+
+Written and read by `tarfile`, independently of the code under test. The images are small and of noise; for
+photographs see photographs.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from xxhash import xxh3_64_hexdigest
+
+_MEMBER_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_META_NAME = re.compile(r"__[^/]*__($|/)")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """What the written shards are like."""
+
+    image_side: tuple[int, int] = (16, 48)
+    """Smallest and largest width and height, in pixels."""
+    padding_bytes: tuple[int, int] = (0, 2000)
+    """By how much images are made longer (as JPEG comments), so that samples vary in size."""
+    without_text_every: int = 0
+    """Every so many samples have no `txt`; 0: all have one."""
+    folder: str = ""
+    """Put in front of each key, with a slash of its own."""
+    extra: Mapping[str, bytes] = field(default_factory=dict)
+    """More members of each sample, by extension."""
+    format: int = tarfile.GNU_FORMAT
+    """`tarfile.USTAR_FORMAT`, `GNU_FORMAT` or `PAX_FORMAT`."""
+
+
+def write_shards(
+    directory: str | Path, counts: Sequence[int], *, seed: int = 0, options: ShardOptions | None = None
+) -> list[Path]:
+    """Write one shard for each count: `00000.tar`, `00001.tar`, …; equal arguments give equal bytes.
+
+    A sample is a `jpg`, a `json` with {"shard", "index", "digest"} and a `txt` that says the same in words; the
+    digest is xxh3_64 of the JPEG. So each example shows where it came from, and whether it came whole.
+
+    Args:
+        directory: made if it is missing.
+        counts: how many samples each shard gets.
+        seed: of sizes and pixels.
+        options: what else may vary.
+
+    Returns:
+        The paths, in order.
+    """
+    options = options or ShardOptions()
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for shard, count in enumerate(counts):
+        path = directory / f"{shard:05d}.tar"
+        with tarfile.open(path, "w", format=options.format) as tar:
+            for index in range(count):
+                key = f"{options.folder}{shard:05d}{index:06d}"
+                for extension, payload in _sample(shard, index, seed, options).items():
+                    info = tarfile.TarInfo(f"{key}.{extension}")
+                    info.size = len(payload)
+                    tar.addfile(info, io.BytesIO(payload))
+        paths.append(path)
+    return paths
+
+
+def read_oracle(path: str | Path) -> list[tuple[str, dict[str, bytes]]]:
+    """The samples of a shard as `tarfile` and the WebDataset convention (as open_clip groups them) give them.
+
+    Returns:
+        (key, {extension: payload}) in the order of the tar.
+    """
+    samples: list[tuple[str, dict[str, bytes]]] = []
+    with tarfile.open(path, "r|") as tar:
+        for info in tar:
+            match = _MEMBER_NAME.match(info.name)
+            if not info.isreg() or match is None or _META_NAME.match(info.name):
+                continue
+            content = tar.extractfile(info)
+            payload = content.read() if content is not None else b""
+            key, extension = match[1], match[2].lower()
+            if not samples or samples[-1][0] != key or extension in samples[-1][1]:
+                samples.append((key, {}))
+            samples[-1][1][extension] = payload
+    return samples
+
+
+def _sample(shard: int, index: int, seed: int, options: ShardOptions) -> dict[str, bytes]:
+    rng = np.random.default_rng([seed, shard, index])
+    width, height = rng.integers(*options.image_side, size=2, endpoint=True).tolist()
+    jpeg = _jpeg(rng, width, height, int(rng.integers(*options.padding_bytes, endpoint=True)))
+    digest = xxh3_64_hexdigest(jpeg)
+    said = {"shard": shard, "index": index, "digest": digest}
+    members = {"jpg": jpeg, "json": json.dumps(said).encode()}
+    if not options.without_text_every or (index + 1) % options.without_text_every:
+        members["txt"] = f"noise from shard {shard} index {index} digest {digest}".encode()
+    return {**members, **options.extra}
+
+
+def _jpeg(rng: np.random.Generator, width: int, height: int, padding_bytes: int) -> bytes:
+    """A JPEG of coarse noise in one tint, `padding_bytes` longer than it has to be."""
+    tint = rng.integers(0, 200, size=3)
+    pixels = (tint + rng.integers(0, 56, size=(height, width, 3))).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=85)
+    jpeg = buffer.getvalue()
+    comments = b""
+    while padding_bytes > len(comments):
+        text = rng.bytes(min(padding_bytes - len(comments), 65_533))
+        comments += b"\xff\xfe" + (len(text) + 2).to_bytes(2, "big") + text
+    scan = jpeg.index(b"\xff\xda")
+    return jpeg[:scan] + comments + jpeg[scan:]
