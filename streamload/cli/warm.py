@@ -8,7 +8,7 @@ import typer
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.prefetch.ahead import WarmProgress
+    from streamload.prefetch.warm import WarmProgress
 
 
 def warm(
@@ -29,7 +29,7 @@ def warm(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from streamload.metrics import format_bytes
-    from streamload.prefetch.ahead import warm as fill
+    from streamload.prefetch.warm import warm as fill
 
     columns = (
         BarColumn(),
@@ -48,7 +48,7 @@ def warm(
             urls,
             cache_dir=cache_dir,
             cache_size=cache_size,
-            storage_options=_options(storage_options),
+            storage_options=options,
             concurrency=concurrency,
             on_progress=show,
         )

@@ -1,0 +1,274 @@
+"""The command line: it starts without torch, says what is wrong in one line, and packs what it is given."""
+
+import csv
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+import tarfile
+from typing import NamedTuple
+
+import pytest
+from PIL import Image
+
+from streamload.cli import main
+from streamload.cli.doctor import examine
+
+COMMANDS = ("demo", "doctor", "pack", "version", "warm", "cache")
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def streamload(capsys, monkeypatch):
+    """Run the command in this process: `streamload("doctor", STREAMLOAD_AHEAD="1GB")`."""
+
+    def run(*arguments, **variables):
+        monkeypatch.setattr(sys, "argv", ["streamload", *map(str, arguments)])
+        for name, value in {"COLUMNS": "200", **variables}.items():
+            monkeypatch.setenv(name, value)
+        returncode = 0
+        try:
+            main()
+        except SystemExit as exc:
+            returncode = exc.code or 0
+        return Done(returncode, *capsys.readouterr())
+
+    return run
+
+
+def one_line(done):
+    """The one line of an expected failure."""
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("streamload: ")
+    return lines[0]
+
+
+def a_jpeg(colour="red"):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 6), colour).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def members(shard):
+    with tarfile.open(shard) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three images with captions, one without, one of another kind, one with a dot in its name."""
+    images = tmp_path / "images"
+    (images / "deep").mkdir(parents=True)
+    for name, caption in (
+        ("a.jpg", "an a"),
+        ("b.JPG", " a b\n"),
+        ("deep/c.d.png", "a ç"),
+        ("mute.jpg", None),
+    ):
+        (images / name).write_bytes(a_jpeg())
+        if caption is not None:
+            (images / name).with_suffix(".txt").write_text(caption, encoding="utf-8")
+    (images / "film.gif").write_bytes(b"GIF89a")
+    return images
+
+
+def test_help_lists_every_command(streamload):
+    done = streamload("--help")
+    assert done.returncode == 0
+    assert all(f" {command} " in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(streamload, command):
+    done = streamload(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["version"], ["doctor"], ["cache", "ls"]]
+)
+def test_no_command_but_demo_imports_torch(arguments, tmp_path):
+    script = f"""
+import sys
+from streamload.cli import main
+sys.argv = ["streamload", *{arguments!r}]
+try:
+    main()
+except SystemExit:
+    pass
+print("torch" in sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "STREAMLOAD_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_help_needs_nothing_heavy():
+    script = (
+        "import sys, streamload.cli; print(*{'numpy', 'fsspec', 'webdataset', 'rich.table'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_pack_makes_the_shards_that_tarfile_reads(streamload, folder, tmp_path):
+    target = tmp_path / "shards"
+    done = streamload("pack", folder, target, "--samples-per-shard", 2, "--prefix", "train-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((target / "sizes.json").read_text()) == {"train-00000.tar": 2, "train-00001.tar": 1}
+    assert sorted(path.name for path in target.iterdir()) == [
+        "sizes.json",
+        "train-00000.tar",
+        "train-00001.tar",
+    ]
+    assert members(target / "train-00000.tar") == {
+        "a.jpg": a_jpeg(),
+        "a.txt": b"an a",
+        "b.jpg": a_jpeg(),
+        "b.txt": b"a b",
+    }
+    assert members(target / "train-00001.tar") == {"deep/c_d.png": a_jpeg(), "deep/c_d.txt": "a ç".encode()}
+    assert "left out: 1 without a caption" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl"])
+def test_pack_reads_tables(streamload, folder, tmp_path, kind):
+    rows = [
+        ("a.jpg", "one, two"),
+        ("b.JPG", "a b"),
+        ("gone.jpg", "nothing"),
+        ("film.gif", "a film"),
+        ("a.jpg", "again"),
+    ]
+    table = folder / f"table.{kind}"
+    with table.open("w", newline="") as out:
+        if kind == "jsonl":
+            out.writelines(json.dumps({"path": image, "text": text}) + "\n" for image, text in rows)
+        else:
+            writer = csv.writer(out, delimiter="\t" if kind == "tsv" else ",")
+            writer.writerows([("path", "text"), *rows])
+    columns = ("--image-column", "path", "--caption-column", "text")
+    done = streamload("pack", table, tmp_path / "shards", *columns)
+    assert done.returncode == 0, done.stderr
+    found = members(tmp_path / "shards" / "00000.tar")
+    texts = {name: text.decode() for name, text in found.items() if name.endswith(".txt")}
+    assert texts == {"a.txt": "one, two", "b.txt": "a b", "a~2.txt": "again"}
+    assert "1 whose image is not there" in done.stdout
+    assert "1 whose image is not one of" in done.stdout
+
+
+def test_what_pack_makes_webdataset_reads(streamload, folder, tmp_path):
+    done = streamload("pack", folder, tmp_path / "shards")
+    assert done.returncode == 0, done.stderr
+    from webdataset.tariterators import group_by_keys, tar_file_iterator
+
+    with open(tmp_path / "shards" / "00000.tar", "rb") as shard:
+        samples = list(group_by_keys(tar_file_iterator(shard)))
+    assert [(sample["__key__"], sample["txt"].decode()) for sample in samples] == [
+        ("a", "an a"),
+        ("b", "a b"),
+        ("deep/c_d", "a ç"),
+    ]
+
+
+def test_pack_fails_with_one_line_and_leaves_nothing(streamload, folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    target = tmp_path / "target"
+    assert "there is no image" in one_line(streamload("pack", tmp_path / "empty", target))
+    assert list(target.iterdir()) == []
+    assert "neither a folder" in one_line(streamload("pack", tmp_path / "no.parquet", target))
+    assert "No such file" in one_line(streamload("pack", tmp_path / "no.csv", target))
+    (tmp_path / "t.csv").write_text("image,title\na.jpg,x\n")
+    assert "no 'caption' in row 1, only 'image', 'title'" in one_line(
+        streamload("pack", tmp_path / "t.csv", target)
+    )
+    (tmp_path / "t.jsonl").write_text("{image: 1}\n")
+    assert "not JSON" in one_line(streamload("pack", tmp_path / "t.jsonl", target))
+    assert list(target.iterdir()) == []
+
+
+def test_pack_does_not_write_over_shards(streamload, folder, tmp_path):
+    target = tmp_path / "shards"
+    assert streamload("pack", folder, target).returncode == 0
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    assert "has 00000.tar already" in one_line(streamload("pack", folder, target))
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_doctor_shows_each_setting_and_where_it_comes_from(streamload, tmp_path):
+    done = streamload("doctor", STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"), STREAMLOAD_CACHE_SIZE="500GB")
+    assert done.returncode == 0, done.stdout
+    text = " ".join(done.stdout.split())
+    assert f"cache directory {tmp_path / 'tier'} STREAMLOAD_CACHE_DIR" in text
+    assert "cache size 500.0 GB STREAMLOAD_CACHE_SIZE" in text
+    assert "ahead 1.1 GB default (STREAMLOAD_AHEAD is not set)" in text
+    assert not (tmp_path / "tier").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["STREAMLOAD_CACHE_SIZE", "STREAMLOAD_AHEAD"])
+def test_doctor_fails_naming_a_variable_that_can_not_be_read(streamload, variable):
+    done = streamload("doctor", **{variable: "lots"})
+    assert done.returncode == 1
+    assert f"{variable}='lots' is not a size" in " ".join(done.stdout.split())
+
+
+def test_doctor_fails_with_the_next_step_when_the_cache_dir_is_a_file(streamload, tmp_path):
+    (tmp_path / "file").touch()
+    done = streamload("doctor", STREAMLOAD_CACHE_DIR=str(tmp_path / "file"))
+    assert done.returncode == 1
+    assert "Set STREAMLOAD_CACHE_DIR to a directory" in " ".join(done.stdout.split())
+
+
+def test_doctor_fails_when_the_cache_dir_can_not_be_written(tmp_path, monkeypatch):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    if os.getuid() == 0:
+        closed = "/proc/streamload"  # nobody can make a directory there, not even root
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(closed))
+    refused = [finding for finding in examine() if finding.unusable]
+    assert [finding.subject for finding in refused] == ["writable"]
+    assert "can't be written" in refused[0].advice
+
+
+def test_cache_ls_of_no_cache_fails_with_one_line(streamload, tmp_path):
+    assert "there is no streamload cache at" in one_line(
+        streamload("cache", "ls", "--cache-dir", tmp_path / "none")
+    )
+
+
+@pytest.mark.parametrize("options", ["{anon: true}", "[1]"])
+def test_warm_fails_on_storage_options_that_are_no_json_object(streamload, options, tmp_path):
+    done = streamload("warm", "s3://bucket/0.tar", "--cache-dir", tmp_path, "--storage-options", options)
+    assert "--storage-options" in one_line(done)
+
+
+def test_version_prints_the_installed_version(streamload):
+    from importlib.metadata import version
+
+    assert streamload("version").stdout.strip() == version("streamload")
+
+
+def test_an_unknown_command_fails_with_usage(streamload):
+    done = streamload("trian")
+    assert done.returncode == 2
+    assert "trian" in done.stderr
