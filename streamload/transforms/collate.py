@@ -1,0 +1,101 @@
+"""Values of samples → values of a batch (step J), for transforms whose results only the user knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+
+def collate(samples: Sequence[Mapping[str, Any]], allocate: Allocate) -> dict[str, Any]:
+    """Join the values of each key.
+
+    Tensors and arrays of one shape and dtype are stacked; numbers become a tensor with the dtypes of torch's
+    default_collate (bool, int64, float64). All else (strings, dicts, tensors of several shapes) is a list.
+
+    Args:
+        samples: at least one; all with the same keys.
+        allocate: gives the memory for a tensor of a shape and dtype; stacked values are copied into it.
+
+    Raises:
+        ValueError: the keys differ.
+    """
+    keys = samples[0].keys()
+    for sample in samples:
+        if sample.keys() != keys:
+            raise ValueError(
+                f"a sample has the keys {sorted(sample)}, another one {sorted(keys)}; "
+                f"expected the same keys in all samples of a batch"
+            )
+    return {key: _join([sample[key] for sample in samples], allocate) for key in keys}
+
+
+def _join(values: list[Any], allocate: Allocate) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return _stack_tensors(values, allocate)
+    if isinstance(first, (np.ndarray, np.generic)):
+        return _stack_arrays(values, allocate)
+    if isinstance(first, (bool, int, float)):
+        return _numbers(values, allocate)
+    return values
+
+
+def _stack_tensors(values: list[Any], allocate: Allocate) -> Any:
+    first = values[0]
+    same = all(
+        isinstance(value, torch.Tensor)
+        and (value.shape, value.dtype, value.device, value.layout)
+        == (first.shape, first.dtype, first.device, first.layout)
+        for value in values
+    )
+    if not same or first.layout != torch.strided:
+        return values
+    if first.device.type != "cpu":
+        return torch.stack([value.detach() for value in values])
+    batch = allocate((len(values), *first.shape), first.dtype)
+    return torch.stack([value.detach() for value in values], out=batch)
+
+
+def _stack_arrays(values: list[Any], allocate: Allocate) -> Any:
+    first = values[0]
+    same = all(
+        isinstance(value, (np.ndarray, np.generic))
+        and (value.shape, value.dtype) == (first.shape, first.dtype)
+        for value in values
+    )
+    dtype = _torch_dtype(first.dtype)
+    if not same or dtype is None:
+        return values
+    batch = allocate((len(values), *first.shape), dtype)
+    np.stack(values, out=batch.numpy())
+    return batch
+
+
+def _numbers(values: list[Any], allocate: Allocate) -> Any:
+    kinds = {type(value) for value in values}
+    if kinds == {bool}:
+        dtype = torch.bool
+    elif kinds == {int}:
+        dtype = torch.int64
+    elif kinds <= {int, float}:
+        dtype = torch.float64
+    else:
+        return values
+    try:
+        numbers = torch.tensor(values, dtype=dtype)
+    except (OverflowError, RuntimeError):  # an int beyond 64 bits
+        return values
+    batch = allocate(numbers.shape, dtype)
+    return batch.copy_(numbers)
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError:  # strings, objects, the other byte order
+        return None

@@ -1,0 +1,137 @@
+"""Image bytes → RGB pixels (part of I), those of Pillow's `convert("RGB")`; nothing is rotated or scaled.
+
+A sound 8-bit JPEG is decoded by libjpeg-turbo with the GIL released. Everything else, a JPEG that makes the
+decoder warn included, is Pillow's, so that what is accepted and what is refused is Pillow's decision too.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import (
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
+
+from streamload.errors import DecodeError
+
+Pixels = npt.NDArray[np.uint8]
+
+MAX_PIXELS = 89_478_485
+"""Where Pillow begins to warn of a decompression bomb; here it is the limit."""
+
+# What `*.jpg`, `*.png`, `*.jpeg` and `*.webp` hold on the web, names that lie included. The plugins are
+# imported so that Pillow needn't import all of its own to know these.
+_PLUGINS = (
+    JpegImagePlugin.JpegImageFile,
+    PngImagePlugin.PngImageFile,
+    WebPImagePlugin.WebPImageFile,
+    GifImagePlugin.GifImageFile,
+    BmpImagePlugin.BmpImageFile,
+)
+FORMATS = tuple(plugin.format for plugin in _PLUGINS)
+
+_JPEG_START = b"\xff\xd8\xff"
+_FAST_COLOURS = frozenset(("YCbCr", "Gray"))
+_FAST_MODES = frozenset(("RGB", "L"))
+
+
+def decode_jpeg_or_image(data: bytes | memoryview) -> Pixels:
+    """Decode an image.
+
+    Args:
+        data: a whole JPEG, PNG, WebP, GIF or BMP file.
+
+    Returns:
+        uint8[H, W, 3], contiguous and writable. Of an animation, the first frame.
+
+    Raises:
+        DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
+    """
+    if data[:3] == _JPEG_START:
+        pixels = _decode_sound_jpeg(data)
+        if pixels is not None:
+            return pixels
+    return np.array(_load(data))
+
+
+def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
+    """Decode an image for functions that take Pillow's: pixels and `info` of `Image.open(…).convert("RGB")`.
+
+    Args and Raises: as for `decode_jpeg_or_image`.
+    """
+    if data[:3] != _JPEG_START:
+        return _load(data)
+    opened = _open(data)
+    pixels = _decode_sound_jpeg(data) if opened.mode in _FAST_MODES else None
+    if pixels is None:
+        return _load(data)
+    image = Image.fromarray(pixels)
+    image.info = opened.info.copy()
+    return image
+
+
+def _decode_sound_jpeg(data: bytes | memoryview) -> Pixels | None:
+    """The pixels of a JPEG without oddities; None leaves it to Pillow."""
+    try:
+        height, width, colour, _ = simplejpeg.decode_jpeg_header(data)
+        _check_size(width, height)
+        if colour not in _FAST_COLOURS:
+            return None
+        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
+    except DecodeError:
+        raise
+    except ValueError:  # strict, its default: what libjpeg only warns of is raised
+        return None
+    return pixels
+
+
+def _load(data: bytes | memoryview) -> Image.Image:
+    image = _open(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image.load()
+            return image.convert("RGB")
+        except MemoryError:
+            raise
+        except Exception as exc:  # Pillow's plugins raise whatever a corrupt file makes them stumble over
+            raise DecodeError(
+                f"{image.format} image of {len(data)} bytes, {image.width}×{image.height}, "
+                f"could not be decoded: {exc!r}"
+            ) from exc
+
+
+def _open(data: bytes | memoryview) -> Image.Image:
+    """Read the header."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except MemoryError:
+            raise
+        except UnidentifiedImageError as exc:
+            raise DecodeError(
+                f"{len(data)} bytes that begin with {bytes(data[:8])!r} are not an image; "
+                f"expected one of {', '.join(FORMATS)}"
+            ) from exc
+        except Exception as exc:
+            raise DecodeError(f"image of {len(data)} bytes could not be opened: {exc!r}") from exc
+    _check_size(image.width, image.height)
+    return image
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise DecodeError(
+            f"image of {width}×{height} by its header; at most {MAX_PIXELS:,} pixels are decoded"
+        )
