@@ -1,0 +1,246 @@
+"""One connection of a `ShardServer`: its requests, answered as they should be or as a `Fault` says."""
+
+from __future__ import annotations
+
+import email.utils
+import http.server
+import io
+import os
+import re
+import socket
+import ssl
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import unquote, urlsplit
+
+from streamload.testing.faults import Fault
+from streamload.testing.link import Link
+
+if TYPE_CHECKING:
+    from streamload.testing.server import ShardServer
+
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+@dataclass(slots=True)
+class Request:
+    """One request as the server saw it; `sent` and `status` are final once the answer is over.
+
+    Attributes:
+        start, stop: the range asked for, half-open (stop is None for "to the end"; both for no range).
+        status: of the answer; 0 before there is one.
+        sent: bytes of the body that went out.
+        seconds: since the server began, when the request came.
+    """
+
+    method: str
+    path: str
+    start: int | None
+    stop: int | None
+    seconds: float
+    headers: Mapping[str, str]
+    status: int = 0
+    sent: int = 0
+    first: int = 0
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "streamload-testing"
+    sys_version = ""
+    disable_nagle_algorithm = True
+    server: Any
+
+    def setup(self) -> None:
+        """Begin TLS, where the server has it."""
+        self.shards: ShardServer = self.server.shards
+        if self.shards.tls_context is not None:
+            self.request = self.shards.tls_context.wrap_socket(self.request, server_side=True)
+        self.own_link = Link(self.shards.bytes_per_second_per_connection, self.shards.closed)
+        super().setup()
+
+    def handle(self) -> None:
+        """Answer until the client or the server goes away."""
+        try:
+            super().handle()
+        except (ConnectionError, TimeoutError, ssl.SSLError):
+            self.close_connection = True
+
+    def finish(self) -> None:
+        """Close what was opened."""
+        try:
+            super().finish()
+        except (ConnectionError, ssl.SSLError):
+            return
+        finally:
+            if self.shards.tls_context is not None:
+                self.request.close()  # the server knows only the socket below
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Requests are in the server's log."""
+
+    def do_HEAD(self) -> None:
+        """Answer without a body."""
+        self._answer()
+
+    def do_GET(self) -> None:
+        """Answer with a body."""
+        self._answer()
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path).lstrip("/")
+        start, stop = _asked_range(self.headers.get("Range"))
+        request = Request(self.command, path, start, stop, self.shards.seconds(), dict(self.headers.items()))
+        self.shards.log.append(request)
+        fault = self.shards.fault_for(path)
+        self.shards.closed.wait(self.shards.latency_seconds)
+        if fault.silent:
+            self.shards.closed.wait()
+            self.close_connection = True
+        elif fault.status is not None:
+            self._say(request, fault.status, fault, fault.body or b"as you wish\n")
+        else:
+            self._answer_file(request, fault)
+
+    def _answer_file(self, request: Request, fault: Fault) -> None:
+        file = self._open_file(request.path, fault)
+        if file is None:
+            self._say(request, 404, fault, b"no such file\n")
+            return
+        with file:
+            size, etag, modified = _facts(file, fault)
+            wanted = fault.headers.get("ETag", etag)
+            match = self.headers.get("If-Match")
+            if match not in {None, "*", wanted}:
+                self._say(request, 412, fault, b"another version\n")
+                return
+            start, stop = 0, size
+            condition = self.headers.get("If-Range")
+            ranged = request.start is not None and not fault.ignore_range
+            if ranged and condition in {None, wanted, modified}:
+                start, stop = _resolve(request, size)
+                if start >= stop:
+                    self._say(request, 416, fault, b"", {"Content-Range": f"bytes */{size}"})
+                    return
+                request.status = 206
+            else:
+                request.status = 200
+            headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
+            if request.status == 206:
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            request.first = start
+            self._send_head(request.status, fault, stop - start, headers)
+            if request.method == "GET":
+                self._send_body(request, file, start, stop, size, fault)
+
+    def _open_file(self, path: str, fault: Fault) -> BinaryIO | None:
+        if fault.body is not None:
+            return io.BytesIO(fault.body)
+        place = (self.shards.root / path).resolve()
+        if not place.is_relative_to(self.shards.root) or not place.is_file():
+            return None
+        return place.open("rb", buffering=0)
+
+    def _say(
+        self,
+        request: Request,
+        status: int,
+        fault: Fault,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        request.status = status
+        self._send_head(status, fault, len(body), dict(headers or {}))
+        if request.method == "GET":
+            self._send_body(request, io.BytesIO(body), 0, len(body), len(body), fault)
+
+    def _send_head(self, status: int, fault: Fault, length: int, headers: dict[str, str]) -> None:
+        if fault.framing == "length":
+            headers["Content-Length"] = str(length)
+        elif fault.framing == "chunked":
+            headers["Transfer-Encoding"] = "chunked"
+        else:
+            headers["Connection"] = "close"
+            self.close_connection = True
+        self.send_response(status)
+        for name, value in {**headers, **fault.headers}.items():
+            if value:
+                self.send_header(name, value)
+        self.end_headers()
+
+    def _send_body(
+        self, request: Request, file: BinaryIO, start: int, stop: int, size: int, fault: Fault
+    ) -> None:
+        slow = Link(fault.bytes_per_second, self.shards.closed)
+        links = [self.shards.link, self.own_link, slow]
+        cut = stop if fault.cut_after_bytes is None else min(stop, start + fault.cut_after_bytes)
+        stall = None if fault.stall_after_bytes is None else start + fault.stall_after_bytes
+        position = start
+        while position < cut:
+            allowed = self.shards.wait_for_gate(position, size)
+            if stall is not None and position >= stall:
+                self.shards.closed.wait()
+            if self.shards.closed.is_set():
+                break
+            until = min(cut, allowed, stall if stall is not None else cut)
+            n = min(until - position, *(link.piece_bytes for link in links))
+            for link in links:
+                link.take(n)
+            n = self._send_piece(file, position, n, fault.framing == "chunked")
+            position += n
+            request.sent += n
+        if position < stop:
+            self._break_off(fault)
+        elif fault.framing == "chunked":
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _send_piece(self, file: BinaryIO, position: int, n: int, chunked: bool) -> int:
+        if not chunked and not isinstance(file, io.BytesIO) and self.shards.tls_context is None:
+            return os.sendfile(self.connection.fileno(), file.fileno(), position, n)
+        file.seek(position)
+        piece = file.read(min(n, 256 * 1024))
+        if chunked:
+            self.wfile.write(b"%x\r\n" % len(piece) + piece + b"\r\n")
+        else:
+            self.wfile.write(piece)
+        return len(piece)
+
+    def _break_off(self, fault: Fault) -> None:
+        self.close_connection = True
+        if fault.reset:
+            now = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+            self.connection.close()
+        elif fault.framing == "chunked" and fault.cut_after_bytes is not None:
+            return  # ends without the last chunk
+
+
+def _facts(file: BinaryIO, fault: Fault) -> tuple[int, str, str]:
+    """Size, ETag and Last-Modified."""
+    if isinstance(file, io.BytesIO):
+        body = file.getvalue()
+        return len(body), f'"body-{hash(body) & 0xFFFFFFFF:x}"', email.utils.formatdate(0, usegmt=True)
+    status = os.fstat(file.fileno())
+    etag = f'"{status.st_mtime_ns:x}-{status.st_size:x}"'
+    return status.st_size, etag, email.utils.formatdate(status.st_mtime, usegmt=True)
+
+
+def _asked_range(header: str | None) -> tuple[int | None, int | None]:
+    """A Range header as a half-open range; a suffix ("the last n bytes") has a negative start."""
+    match = _RANGE.fullmatch(header.strip()) if header else None
+    if match is None or match.group(0) == "bytes=-":
+        return None, None
+    first, last = match.groups()
+    if not first:
+        return -int(last), None
+    return int(first), int(last) + 1 if last else None
+
+
+def _resolve(request: Request, size: int) -> tuple[int, int]:
+    assert request.start is not None
+    start = request.start if request.start >= 0 else max(0, size + request.start)
+    return start, size if request.stop is None else min(request.stop, size)
