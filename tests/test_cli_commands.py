@@ -179,10 +179,10 @@ def test_pack_reads_tables(streamload, folder, tmp_path, kind):
 def test_what_pack_makes_webdataset_reads(streamload, folder, tmp_path):
     done = streamload("pack", folder, tmp_path / "shards")
     assert done.returncode == 0, done.stderr
-    from webdataset.tariterators import group_by_keys, tar_file_iterator
+    from webdataset.tariterators import group_by_keys, tar_file_expander
 
     with open(tmp_path / "shards" / "00000.tar", "rb") as shard:
-        samples = list(group_by_keys(tar_file_iterator(shard)))
+        samples = list(group_by_keys(tar_file_expander([{"url": shard.name, "stream": shard}])))
     assert [(sample["__key__"], sample["txt"].decode()) for sample in samples] == [
         ("a", "an a"),
         ("b", "a b"),

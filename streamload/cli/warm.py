@@ -31,6 +31,7 @@ def warm(
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
+    options = _options(storage_options)
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

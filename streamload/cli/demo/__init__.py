@@ -29,9 +29,9 @@ def demo(
 
     from streamload.cli.demo.picture import draw, print_table, write_figures
     from streamload.cli.demo.run import train
-    from streamload.cli.demo.serve import serving
     from streamload.settings import parse_size
     from streamload.testing.photographs import write_photograph_shards
+    from streamload.testing.server_process import SpawnedServer
 
     console = Console()
     with ExitStack() as stack:
@@ -40,8 +40,8 @@ def demo(
         if not (shards / "sizes.json").is_file():
             with console.status(f"making shards of {samples:,} photographs in {shards}"):
                 write_photograph_shards(shards, samples, samples_per_shard)
-        root = stack.enter_context(serving(shards, parse_size(link, "--link")))
-        urls = [f"{root}/{path.name}" for path in sorted(shards.glob("*.tar"))]
+        server = stack.enter_context(SpawnedServer(shards, bytes_per_second=parse_size(link, "--link")))
+        urls = [f"{server.url}/{path.name}" for path in sorted(shards.glob("*.tar"))]
         total_bytes = sum(path.stat().st_size for path in shards.glob("*.tar"))
         figures = train(urls, total_bytes, scratch / "cache", batch_size, workers, console)
     print_table(figures, console)
