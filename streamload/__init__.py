@@ -36,7 +36,7 @@ from streamload.errors import (
 if TYPE_CHECKING:
     from streamload.loader import Loader, make_loader
     from streamload.metrics import Snapshot
-    from streamload.shards.index import Entry
+    from streamload.shards.samples import Entry
 
 __all__ = [
     "CacheCorrupt",
@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "Entry": "streamload.shards.index",
+    "Entry": "streamload.shards.samples",
     "Loader": "streamload.loader",
     "Snapshot": "streamload.metrics",
     "make_loader": "streamload.loader",

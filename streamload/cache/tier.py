@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from streamload.cache import ledger, runs
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
 from streamload.errors import CacheError, CacheFull
+from streamload.metrics import Counters, Counts
 
 FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -114,12 +115,14 @@ class Tier:
     Args:
         root: the directory; made with mode 0700 if it is missing.
         limit_bytes: the budget of all files together. None: the limit it was last opened with.
+        counts: where evictions, take-overs and damage are counted.
 
     Raises:
         CacheError: the directory can't be used, or isn't ours.
     """
 
-    def __init__(self, root: Path | str, limit_bytes: int | None = None):
+    def __init__(self, root: Path | str, limit_bytes: int | None = None, counts: Counts | None = None):
+        self.counts = counts if counts is not None else Counters()
         self.root = Path(root).expanduser().absolute()
         self._published_bytes: dict[Path, int] = {}
         try:
@@ -219,6 +222,7 @@ class Tier:
             if not leaving:
                 part.reserved_bytes = size_bytes
                 return True
+            self.counts.add("shards_evicted", len(leaving))
             for path in leaving:
                 shutil.rmtree(path, ignore_errors=True)
         return False
@@ -230,10 +234,11 @@ class Tier:
 
     def condemn(self, digest: str) -> None:
         """Take away a published shard whose bytes can't be trusted."""
+        self.counts.add("checksum_failures", 1)
         self.trash(self.published(digest))
 
     def _decide(self, part: Part, size_bytes: int, wait: float) -> list[Path] | None:
-        """Under the lock: note the reservation ([]), or say what has to be deleted first (None: nothing may)."""
+        """Under the lock: note the reservation ([]), or say what has to be deleted first (None: can't be)."""
         with exclusive(self.root / "lock"):
             held = [shard for shard in self.shards() if shard.path != part.path]
             leaving = self._in_trash()
@@ -318,6 +323,18 @@ class Tier:
             if limit != known_limit:
                 write_whole(record, json.dumps({"format": FORMAT, "limit_bytes": limit}))
             return limit
+
+
+def open_tier(root: Path, limit_bytes: Callable[[int, int], int]) -> Tier:
+    """The tier at `root`, with a limit that may depend on the disk.
+
+    Args:
+        root: its directory.
+        limit_bytes: from the bytes that are free there and those that the tier holds to its limit.
+    """
+    held = Tier(root).used_bytes if (root / "tier.json").is_file() else 0
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    return Tier(root, limit_bytes(shutil.disk_usage(existing).free, held))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,1 +1,1 @@
-"""."""
+"""streamload under trainings that others wrote."""

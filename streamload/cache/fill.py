@@ -1,0 +1,257 @@
+"""Fill one shard (step F): claim → origin → data and index → publish, or leave a verdict.
+
+While bytes arrive they are written and scanned; a sample's entry is appended once the sample is whole, after
+its data. Whatever ends the fill early leaves a part that holds only what is true of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from streamload.cache.follow import Shard, is_whole, version_of
+from streamload.cache.locks import FileLock
+from streamload.cache.tier import Part
+from streamload.errors import CacheCorrupt, CacheFull, DatasetChanged, OriginError, ShardCut, ShardError
+from streamload.origins.origin import Origin, OriginStopped, Stream, Version
+from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
+from streamload.shards.local import LocalVersion, index_local
+from streamload.shards.samples import Entry, ShardScanner
+
+_INDEX_SHARE = 64
+"""One byte of index for so many of data is reserved in advance; more as it grows."""
+_GROWTH = 8
+"""By which part of itself a reservation grows where the size isn't known."""
+_SPARE_BYTES = 64 << 10
+_NO_ROOM_SECONDS = 0.05
+_COPY_BYTES = 8 << 20
+
+
+class Filled(enum.Enum):
+    """How a fill ended."""
+
+    PUBLISHED = "published"
+    GAVE_UP = "gave up"
+    NO_ROOM = "no room"
+    STOPPED = "stopped"
+    OUTDATED = "outdated"
+    """What a dead filler left was of another version; the next fill begins anew."""
+
+
+class Outcome(NamedTuple):
+    """How a fill ended, and the lock that makes its verdict stand."""
+
+    result: Filled
+    verdict: FileLock | None = None
+
+
+def fill(
+    part: Part,
+    shard: Shard,
+    open_origin: Callable[[], Origin],
+    *,
+    wait: Callable[[], float],
+    stop: threading.Event,
+) -> Outcome:
+    """Fill a claimed part from its origin and publish it.
+
+    Args:
+        part: the claim; whatever happens, it is over when this returns or raises.
+        shard: what is filled. Of a local file only the index is made.
+        open_origin: gives its origin (not asked for a local file).
+        wait: how soon the shard is needed, in shard visits (see `Tier.reserve`).
+        stop: ends the fill; what it has so far stays.
+
+    Raises:
+        CacheFull: no room on the disk, or the shard is larger than the tier.
+    """
+    job = _Fill(part, shard, wait, stop)
+    try:
+        if shard.local is not None:
+            job.index_local()
+        else:
+            job.transfer(open_origin)
+    except _NoRoom:
+        job.close()
+        part.discard()
+        return Outcome(Filled.NO_ROOM)
+    except _Outdated:
+        job.close()
+        part.discard()
+        return Outcome(Filled.OUTDATED)
+    except OriginStopped:
+        job.close()
+        part.leave()
+        return Outcome(Filled.STOPPED)
+    except (OriginError, ShardError) as exc:
+        job.record(type(exc).__name__, str(exc))
+        return Outcome(Filled.GAVE_UP, part.give_up())
+    except BaseException as exc:
+        job.close()
+        part.discard()
+        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CacheFull(
+                f"no space left for the cache at {part.tier.root}: free some, or lower cache_size"
+            ) from exc
+        raise
+    part.publish()
+    return Outcome(Filled.PUBLISHED)
+
+
+class _NoRoom(Exception):
+    """The tier has no room for this shard now."""
+
+
+class _Outdated(Exception):
+    """The origin has another version than the prefix that was taken up."""
+
+
+class _Fill:
+    """The files of a part while they are written."""
+
+    def __init__(self, part: Part, shard: Shard, wait: Callable[[], float], stop: threading.Event):
+        self._part = part
+        self._shard = shard
+        self._wait = wait
+        self._stop = stop
+        self._index: IndexWriter | None = None
+        self._data = -1
+        self._written = 0
+        self._index_bytes = 0
+
+    def index_local(self) -> None:
+        """Index a file of this machine: its headers are read, its bytes stay where they are."""
+        assert self._shard.local is not None
+        warnings: list[str] = []
+        entries = index_local(self._shard.local, warnings)
+        first = next(entries)  # it says what is wrong with a file that can't be opened
+        version = LocalVersion.of(self._shard.local)
+        self._begin(version._asdict())
+        for some in itertools.chain([first], entries):
+            self._append(some)
+        self.record(COMPLETE, warnings=warnings, size=version.size)
+
+    def transfer(self, open_origin: Callable[[], Origin]) -> None:
+        """Bring the bytes here, from where an orphan's verified prefix ends."""
+        scanner, expected = self._take_up()
+        with contextlib.closing(self._open(open_origin(), scanner.position, expected)) as stream:
+            size = stream.version.size
+            if expected is None:
+                self._make_room(size or 0, patient=False)
+                self._begin(asdict(stream.version))
+            for chunk in stream.chunks():
+                self._write(chunk)
+                self._append(scanner.feed(chunk))
+                if self._stop.is_set():
+                    raise OriginStopped(f"{self._shard.name}: the fill was stopped")
+        entries, warnings = scanner.finish()
+        self._append(entries)
+        if size is not None and size != self._written:
+            raise ShardCut(f"{self._shard.name} has {self._written:,} bytes instead of {size:,}")
+        self.record(COMPLETE, warnings=warnings, size=self._written)
+
+    def record(self, status: str, cause: str = "", warnings: list[str] | None = None, size: int = 0) -> None:
+        """Write the end of the index: complete, or a verdict with its cause."""
+        if self._index is None:
+            self._begin({})
+        assert self._index is not None
+        self._index.finish(status, size, cause=cause, warnings=warnings or [])
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; what is in them stays."""
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+        if self._data >= 0:
+            os.close(self._data)
+            self._data = -1
+
+    def _begin(self, facts: dict[str, object]) -> None:
+        if self._shard.local is None and self._data < 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            self._data = os.open(self._part.path / "data", flags, 0o600)
+        self._index = IndexWriter(self._part.path, {"url": self._shard.name, **facts})
+
+    def _write(self, chunk: bytes | memoryview) -> None:
+        self._make_room(self._written + len(chunk), patient=True)
+        view = memoryview(chunk)
+        while view:
+            view = view[os.write(self._data, view) :]
+        self._written += len(chunk)
+
+    def _append(self, entries: list[Entry]) -> None:
+        if entries:
+            assert self._index is not None
+            self._index.append(entries)
+            self._index_bytes = self._index.size_bytes
+
+    def _make_room(self, data_bytes: int, *, patient: bool) -> None:
+        """See to it that so much data and the index are within what is reserved.
+
+        Args:
+            data_bytes: the data so far, or all of it where its size is known.
+            patient: wait until there is room (else say at once that there is none).
+        """
+        needed = data_bytes + self._index_bytes
+        if needed <= self._part.reserved_bytes:
+            return
+        growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
+        while not self._part.reserve(needed + growth + _SPARE_BYTES, self._wait()):
+            if not patient:
+                raise _NoRoom
+            if self._stop.wait(_NO_ROOM_SECONDS):
+                raise OriginStopped(f"{self._shard.name}: the fill was stopped while it waited for room")
+
+    def _open(self, origin: Origin, start: int, expected: Version | None) -> Stream:
+        try:
+            return origin.open(start, expected)
+        except DatasetChanged:
+            if expected is None:
+                raise
+            raise _Outdated from None
+
+    def _take_up(self) -> tuple[ShardScanner, Version | None]:
+        """Copy an orphan's verified prefix; gives the scanner behind it, and the version of its bytes."""
+        orphan = self._part.orphan
+        if orphan is None:
+            return ShardScanner(), None
+        entries: list[Entry] = []
+        version = None
+        with contextlib.suppress(FileNotFoundError, CacheCorrupt):
+            version, entries = _verified(orphan.path)
+        scanner = ShardScanner.after(entries[-1] if entries else None)
+        if entries and version is not None:
+            self._make_room(version.size or scanner.position, patient=False)
+            self._begin(asdict(version))
+            with (orphan.path / "data").open("rb") as source:
+                while self._written < scanner.position:
+                    self._write(source.read(min(_COPY_BYTES, scanner.position - self._written)))
+            self._append(entries)
+            self._part.tier.counts.add("shards_taken_over", 1)
+        self._part.forget_orphan()
+        return scanner, version if entries else None
+
+
+def _verified(orphan: Path) -> tuple[Version, list[Entry]]:
+    """The version whose bytes an orphan holds, and its entries as far as they verify."""
+    entries: list[Entry] = []
+    with contextlib.closing(IndexReader(orphan)) as index, (orphan / "data").open("rb") as data:
+        index.refresh()
+        version = version_of(index)
+        for number in range(0 if index.ended else index.count):
+            entry = index.entry(number)
+            data.seek(entry.start)
+            content = data.read(entry.stop - entry.start)
+            if len(content) < entry.stop - entry.start or not is_whole(entry, memoryview(content)):
+                break
+            entries.append(entry)
+    return version, entries

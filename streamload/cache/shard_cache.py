@@ -1,0 +1,211 @@
+"""The shards of one run as its readers use them: what has arrived, samples by reference, verdicts (G, H).
+
+One value for each reading process. It decides which samples are usable (from the index alone), keeps views
+of what is open, and applies the policy for shards that could not be had. It fills nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload import errors
+from streamload.cache.follow import Shard, ShardView
+from streamload.cache.locks import FileLock
+from streamload.cache.selection import Selection
+from streamload.cache.tier import Tier
+from streamload.metrics import Counts
+from streamload.shards.index import IndexReader
+from streamload.shards.samples import Entry
+
+logger = logging.getLogger("streamload")
+
+Numbers = npt.NDArray[np.int64]
+_PATIENCE_SHARDS = 3
+_PATIENCE_SAMPLES = 3_000
+
+
+class ShardCache:
+    """The shards of a run, by their place in its list.
+
+    Not thread-safe; used in the process that made it.
+
+    Args:
+        tier: where they are kept.
+        shards: all of them, as listed.
+        selection: which samples are used.
+        skip: whether a shard that can't be had is passed over (else its error is raised).
+        counts: where hits, misses and verdicts are counted.
+        counted: which shards this process counts, so that the workers of a rank count each of them once.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        shards: Sequence[Shard],
+        selection: Selection,
+        *,
+        skip: bool,
+        counts: Counts,
+        counted: Callable[[int], bool],
+    ):
+        self.tier = tier
+        self.shards = shards
+        self._selection = selection
+        self._skip = skip
+        self._counts = counts
+        self._counted = counted
+        self._views: dict[int, ShardView] = {}
+        self._usable: dict[int, tuple[int, Numbers]] = {}
+        self._complete: set[int] = set()
+        self._verdicts: dict[str, FileLock] = {}
+        self._barren = _Barren()
+
+    def arrived(self, shard: int) -> tuple[Numbers, bool]:
+        """The usable sample numbers of a shard so far, ascending, and whether no more will come.
+
+        Raises:
+            NoValidSamples: nothing usable has been seen in the first shards or samples.
+            OriginError, ShardError: the shard was given up, and isn't to be passed over.
+        """
+        view = self.view(shard)
+        view.refresh()
+        seen, numbers = self._usable.get(shard, (0, np.empty(0, np.int64)))
+        if view.reader is not None and view.count > seen:
+            mask, missing = self._selection.of(view.reader, seen)
+            fresh = seen + np.flatnonzero(mask)
+            numbers = np.concatenate([numbers, fresh])
+            self._count("samples_skipped_missing", shard, missing)
+            self._barren.saw(view, seen, len(fresh))
+            seen = view.count
+            self._usable[shard] = (seen, numbers)
+        if view.gave_up:
+            self._heed(view, shard)
+        if view.ended:
+            self._barren.ended(view)
+            if not view.gave_up and shard not in self._complete:
+                self._complete.add(shard)
+                self._count("shards_complete", shard)
+        return numbers, view.ended
+
+    def view(self, shard: int) -> ShardView:
+        """The open view of a shard; opened now if it isn't."""
+        view = self._views.get(shard)
+        if view is None:
+            view = self._views[shard] = ShardView(self.tier, self.shards[shard])
+            self._count("tier_hits" if view.was_complete else "tier_misses", shard)
+        return view
+
+    def read(self, shard: int, number: int) -> tuple[Entry, memoryview] | None:
+        """The entry and bytes of a sample; None while they aren't in the tier."""
+        return self.view(shard).read(number)
+
+    def keep_open(self, shards: Collection[int]) -> None:
+        """Let go of all other shards: they may be evicted."""
+        for shard in [s for s in self._views if s not in shards]:
+            self._views.pop(shard).close()
+            self._usable.pop(shard, None)
+
+    def mean_bytes(self) -> float:
+        """The mean size of the open shards whose size is known; 0 if none is."""
+        sizes = [v.reader.meta.get("size") for v in self._views.values() if v.reader is not None]
+        known = [size for size in sizes if isinstance(size, int)]
+        return sum(known) / len(known) if known else 0.0
+
+    def complain_if_barren(self) -> None:
+        """Raise if nothing usable has been seen: there is no more to come.
+
+        Raises:
+            NoValidSamples: it says what was seen instead.
+        """
+        self._barren.complain()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.keep_open(())
+        for verdict in self._verdicts.values():
+            verdict.close()
+        self._verdicts.clear()
+
+    def _count(self, name: str, shard: int, n: int = 1) -> None:
+        if n and self._counted(shard):
+            self._counts.add(name, n)
+
+    def _heed(self, view: ShardView, shard: int) -> None:
+        """A shard was given up: raise, or pass over it once and for all."""
+        reader = view.reader
+        assert reader is not None
+        if not self._skip:
+            raise verdict_error(reader.status, reader.cause)
+        if view.shard.digest in self._verdicts:
+            return
+        lock = view.keep_verdict()
+        if lock is not None:
+            self._verdicts[view.shard.digest] = lock
+        self._count("shards_given_up", shard)
+        if self._counted(shard):
+            what = "shard %s is left out after %d samples: %s"
+            logger.warning(what, view.shard.name, reader.count, reader.cause)
+
+
+class _Barren:
+    """Watches for a data set in which nothing is usable, so that nobody searches it for ever."""
+
+    def __init__(self) -> None:
+        self._fertile = False
+        self._samples = 0
+        self._ended: set[str] = set()
+        self._keys: list[str] = []
+        self._causes: list[str] = []
+
+    def saw(self, view: ShardView, start: int, usable: int) -> None:
+        """New entries of a shard, from number `start` on, of which `usable` are used."""
+        self._fertile = self._fertile or usable > 0
+        if self._fertile or view.reader is None:
+            return
+        self._samples += view.count - start
+        for number in range(start, min(view.count, start + 3)):
+            entry = view.reader.entry(number)
+            self._keys.append(f"{entry.key} ({', '.join(ext for ext, _, _ in entry.members)})")
+        if self._samples >= _PATIENCE_SAMPLES:
+            self.complain()
+
+    def ended(self, view: ShardView) -> None:
+        """A shard has ended."""
+        if self._fertile:
+            return
+        self._ended.add(view.shard.name)
+        if view.gave_up and view.reader is not None:
+            self._causes.append(view.reader.cause)
+        if len(self._ended) >= _PATIENCE_SHARDS:
+            self.complain()
+
+    def complain(self) -> None:
+        """Say what was seen instead of a usable sample; nothing if one was seen."""
+        if self._fertile:
+            return
+        seen = "; ".join(self._keys[:5]) or "no samples at all"
+        causes = f"; given up: {'; '.join(dict.fromkeys(self._causes[:3]))}" if self._causes else ""
+        raise errors.NoValidSamples(
+            f"no usable sample in {len(self._ended)} shards and {self._samples} samples "
+            f"(first: {', '.join(sorted(self._ended)[:2]) or 'unfinished'}). Seen: {seen}{causes}. "
+            f"Check image_key, text_key and keep"
+        )
+
+
+def verdict_error(status: str, cause: str) -> errors.StreamloadError:
+    """The error that a verdict was written for."""
+    kind: Callable[[str], errors.StreamloadError] = getattr(errors, status, errors.OriginError)
+    return kind(cause)
+
+
+def verdict_cause(path: Path) -> str:
+    """Why a shard was given up, from the directory of its verdict."""
+    with contextlib.closing(IndexReader(path)) as reader:
+        reader.refresh()
+        return reader.cause

@@ -1,0 +1,101 @@
+"""Memory that a worker writes and its rank reads, without a copy on the way (step J).
+
+Batches are made in anonymous shared files (memfd) whose descriptor the DataLoader passes on: nothing has a
+name, so nothing is left behind by a kill, and the size of a container's /dev/shm is no limit. The board is a
+small shared page that lasts as long as the loader: counters upwards, orders downwards.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamload.metrics import WIDTH
+
+_ORDER_BYTES = 1 << 18
+
+
+def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor in shared memory that travels to another process by its descriptor.
+
+    Args:
+        shape: its shape.
+        dtype: its element type.
+    """
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0 or not hasattr(os, "memfd_create"):
+        return own_empty(shape, dtype)
+    descriptor = os.memfd_create("streamload", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        # What torch itself does on the receiving side of such a tensor; there is no public way to it.
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
+    finally:
+        os.close(descriptor)
+    return torch.empty(0, dtype=dtype).set_(storage).view(*shape)
+
+
+def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor in the memory of this process, where nobody else has to read it."""
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+class Board:
+    """What a loader and its workers tell each other outside of batches; it can be sent to any process.
+
+    Args:
+        writers: how many processes count: the rank and its workers.
+    """
+
+    def __init__(self, writers: int):
+        self._counters = shared_empty((writers, WIDTH), torch.int64)
+        self._order = shared_empty((_ORDER_BYTES,), torch.uint8)
+        self._generation = shared_empty((1,), torch.int64)
+
+    @property
+    def counters(self) -> npt.NDArray[np.int64]:
+        """int64[writers, counters]: each process writes its own row, anyone may read all."""
+        counters: npt.NDArray[np.int64] = self._counters.numpy()
+        return counters
+
+    @property
+    def generation(self) -> int:
+        """The number of the newest order: a worker that follows an older one stops."""
+        return int(self._generation[0])
+
+    def give_order(self, order: dict[str, Any]) -> None:
+        """Tell the workers what to produce from now on. Call it before they are asked for the first batch.
+
+        Args:
+            order: JSON-able; its `generation` is added by `read_order`.
+        """
+        text = json.dumps(order).encode()
+        if len(text) > _ORDER_BYTES - 8:
+            raise ValueError(f"an order of {len(text):,} bytes is too long for the board ({_ORDER_BYTES:,})")
+        self._generation[0] += 1  # odd: being written
+        page = self._order.numpy()
+        page[8 : 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        page[:8] = np.frombuffer(len(text).to_bytes(8, "little"), dtype=np.uint8)
+        self._generation[0] += 1
+
+    def withdraw_order(self) -> None:
+        """Make the workers stop what they are producing."""
+        self._generation[0] += 2
+
+    def read_order(self) -> dict[str, Any]:
+        """What to produce, with its `generation`."""
+        while True:
+            generation = self.generation
+            page = self._order.numpy().tobytes()
+            if generation % 2 == 0 and generation == self.generation:
+                text = page[8 : 8 + int.from_bytes(page[:8], "little")]
+                return {**json.loads(text), "generation": generation}
+            time.sleep(0.0005)

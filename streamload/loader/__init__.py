@@ -1,0 +1,105 @@
+"""From options to batches in the training loop (steps A and K).
+
+A loader is made without touching disk or network. The first `iter()` opens the tier and starts the workers,
+which stay until `close()`: what they fill between two epochs is there for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamload.cache.selection import Keep
+from streamload.loader.loader import Loader
+from streamload.loader.options import LoaderOptions, OnError, Output
+from streamload.transforms.examples import MapSample, Preprocess
+from streamload.urls import expand_urls
+
+__all__ = ["Loader", "LoaderOptions", "make_loader"]
+
+
+def make_loader(
+    urls: str | Sequence[str],
+    tokenizer: Any = None,
+    *,
+    preprocess: Preprocess | None = None,
+    batch_size: int = 64,
+    num_workers: int = 4,
+    num_samples: int | None = None,
+    num_batches: int | None = None,
+    seed: int = 0,
+    shuffle: int | None = None,
+    lanes: int | None = None,
+    train: bool = True,
+    output: Output = "tuple",
+    with_keys: bool = False,
+    image_key: str = "jpg;png;jpeg;webp",
+    text_key: str = "txt",
+    keep: Keep | None = None,
+    map_sample: MapSample | None = None,
+    on_error: OnError = "skip",
+    device: str | torch.device | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    cache_dir: str | Path | None = None,
+    cache_size: str | int | None = None,
+    ahead: str | int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    prefetch_factor: int = 2,
+    multiprocessing_context: str | None = None,
+) -> Loader:
+    """A loader of image-caption batches from tar shards, used from the moment their bytes arrive.
+
+    Args:
+        urls: shards in the WebDataset convention: a string or a list of strings. Brace ranges
+            (`{00000..01242}`), `::` between sources, `${X}` for the environment's WDS_X, `pipe:COMMAND`,
+            `http(s)://`, `s3://` and whatever else fsspec opens, or paths, which are never copied.
+        tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
+            any `list[str] → int64[N, L]`. None leaves captions as strings.
+        preprocess: PIL image to tensor, run as given, its random generators seeded by the sample. None:
+            open_clip's default for 224 pixels (in training a random resized crop, else resize and centre
+            crop), by a faster path with the same pixels within one level of 255.
+        batch_size: samples in a batch of one rank.
+        num_workers: processes that decode; 0 does it in this process.
+        num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of
+            a given length goes on where the last one stopped; without one an epoch is once through the data.
+        num_batches: the same, as batches of each rank; it wins over num_samples.
+        seed: of the order and of the augmentation.
+        shuffle: how many samples a sample may move from its place; 0: shards and samples as listed. None:
+            40 times what a node reads in a step, from 10,000 to 100,000.
+        lanes: shards that are read side by side. None: from 8 to 64, by what a node reads in a step.
+        train: False gives each sample exactly once, as listed, with a partial last batch and no
+            augmentation: the whole set in every process that iterates, unless rank and world_size are given.
+        output: "tuple": (images float32[N, 3, H, W], texts); "dict": {"image", "text"}; "hf":
+            {"pixel_values", "input_ids", "attention_mask"}.
+        with_keys: add the samples' `__key__` and `__url__` lists: a dict as third element, or two entries.
+        image_key: extensions that hold the image, in order of preference.
+        text_key: the same for the caption; `json:caption` is a field of a JSON member.
+        keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves it
+            out.
+        map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,
+            in place of image and caption.
+        on_error: "skip" counts and reports what can't be used and goes on; "raise" stops at the first.
+        device: where batches are put. None: they stay in the memory of this process.
+        rank, world_size: this process among all. None: from torch.distributed, torchrun, Slurm or MPI.
+        cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).
+        cache_size: the most it may hold: bytes, "500GB", or "80%" of what is free plus what it holds
+            (STREAMLOAD_CACHE_SIZE).
+        ahead: how many bytes to fill in front of what is being read (STREAMLOAD_AHEAD).
+        storage_options: for fsspec: credentials, endpoint, anon.
+        prefetch_factor: batches that each worker makes in advance.
+        multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.
+
+    Returns:
+        A Loader; nothing is read and nothing is started before it is iterated.
+
+    Raises:
+        OptionError: an argument or a URL that can't be used.
+    """
+    given = dict(locals())
+    given["urls"] = tuple(expand_urls(urls))
+    given["device"] = None if device is None else torch.device(device)
+    return Loader(LoaderOptions(**given))

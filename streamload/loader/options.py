@@ -1,0 +1,86 @@
+"""What a loader is asked for: checked once, then frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from streamload.cache.selection import Keep
+from streamload.errors import OptionError
+from streamload.transforms.examples import MapSample, Preprocess
+
+Output = Literal["tuple", "dict", "hf"]
+OnError = Literal["skip", "raise"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """What make_loader was asked for; its docstring says what each means."""
+
+    urls: tuple[str, ...]
+    tokenizer: Any
+    preprocess: Preprocess | None
+    batch_size: int
+    num_workers: int
+    num_samples: int | None
+    num_batches: int | None
+    seed: int
+    shuffle: int | None
+    lanes: int | None
+    train: bool
+    output: Output
+    with_keys: bool
+    image_key: str
+    text_key: str
+    keep: Keep | None
+    map_sample: MapSample | None
+    on_error: OnError
+    device: torch.device | None
+    rank: int | None
+    world_size: int | None
+    cache_dir: str | Path | None
+    cache_size: str | int | None
+    ahead: str | int | None
+    storage_options: Mapping[str, Any] | None
+    prefetch_factor: int
+    multiprocessing_context: str | None
+
+    def __post_init__(self) -> None:
+        at_least(1, batch_size=self.batch_size, prefetch_factor=self.prefetch_factor, lanes=self.lanes)
+        at_least(1, num_samples=self.num_samples, num_batches=self.num_batches, world_size=self.world_size)
+        at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
+        _one_of("output", self.output, ("tuple", "dict", "hf"))
+        _one_of("on_error", self.on_error, ("skip", "raise"))
+        if (self.rank is None) != (self.world_size is None):
+            raise OptionError(
+                f"give rank and world_size together, not rank={self.rank} world_size={self.world_size}"
+            )
+        if self.map_sample is not None and (self.preprocess is not None or self.tokenizer is not None):
+            raise OptionError(
+                "map_sample= makes the whole example: preprocess= and tokenizer= have no place beside it"
+            )
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether an epoch of training has a length of its own, whatever the data has."""
+        return self.train and (self.num_batches is not None or self.num_samples is not None)
+
+
+def at_least(least: int, **values: int | None) -> None:
+    """Refuse numbers below `least`; None passes.
+
+    Raises:
+        OptionError: it names the argument.
+    """
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise OptionError(f"{name}={value!r}: it has to be a whole number of at least {least}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r}: it has to be one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,100 @@
+"""From options to what the processes of a rank share: shards, tier, order, what becomes of samples (A)."""
+
+from __future__ import annotations
+
+import logging
+
+from streamload.cache.follow import shard_of
+from streamload.cache.selection import Selection
+from streamload.cache.tier import open_tier
+from streamload.dataset import Recipe
+from streamload.loader.options import LoaderOptions
+from streamload.order.deal import Deal, default_lanes, default_window
+from streamload.order.plan import OrderOptions
+from streamload.origins.origin import OriginOptions
+from streamload.settings import read_settings
+from streamload.shards.keys import KeySpec
+from streamload.topology import Topology
+from streamload.transforms.examples import Examples
+from streamload.transforms.tokenize import adapt_tokenizer
+
+logger = logging.getLogger("streamload")
+
+_AHEAD_BYTES = 1 << 30
+_FEWEST_FILLS = 4
+
+
+def recipe_for(options: LoaderOptions, here: Topology, groups: int) -> Recipe:
+    """What a run reads and what it makes of it; opens its tier.
+
+    Args:
+        options: what was asked for.
+        here: this rank among those that share the data out.
+        groups: how many sequences there are.
+
+    Raises:
+        CacheError: the cache directory can't be used.
+    """
+    storage = dict(options.storage_options) if options.storage_options else None
+    settings = read_settings(options.cache_dir, options.cache_size, options.ahead)
+    tier = open_tier(settings.cache_dir, settings.cache_size.limit_bytes)
+    order = _order(options, here, groups)
+    processes = here.local_world_size * max(1, options.num_workers)
+    logger.info(
+        "cache %s: %d of %d bytes used; %d shards, %d lanes, window %d",
+        *(tier.root, tier.used_bytes, tier.limit_bytes, len(options.urls), order.lanes, order.window),
+    )
+    return Recipe(
+        shards=tuple(shard_of(url, storage) for url in options.urls),
+        storage_options=storage,
+        origin=OriginOptions(),
+        tier_root=tier.root,
+        tier_limit_bytes=tier.limit_bytes,
+        fills=-(-max(order.lanes, _FEWEST_FILLS) // processes),
+        ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
+        order=order,
+        deal=_deal(options, here, groups),
+        rank=here.rank if options.train else 0,
+        first_group=0 if options.train else here.rank,
+        one_pass=not options.is_sized and (groups == 1 or not options.train),
+        train=options.train,
+        skip=options.on_error == "skip",
+        selection=_selection(options),
+        examples=_examples(options),
+    )
+
+
+def _order(options: LoaderOptions, here: Topology, groups: int) -> OrderOptions:
+    listed = options.shuffle == 0 or not options.train
+    if listed:
+        return OrderOptions(options.seed, groups, lanes=1, window=0, shuffle_shards=False)
+    slice_ = max(1, options.batch_size * here.world_size // groups)
+    lanes = options.lanes if options.lanes is not None else default_lanes(slice_)
+    window = options.shuffle if options.shuffle is not None else default_window(slice_)
+    return OrderOptions(options.seed, groups, lanes, window)
+
+
+def _deal(options: LoaderOptions, here: Topology, groups: int) -> Deal:
+    """In evaluation each rank has a group, and steps, of its own."""
+    if not options.train:
+        return Deal(options.batch_size, groups=1, ranks=1)
+    return Deal(options.batch_size * here.world_size, groups, here.world_size)
+
+
+def _selection(options: LoaderOptions) -> Selection:
+    if options.map_sample is not None:
+        return Selection(None, None, options.keep)
+    return Selection(KeySpec.parse(options.image_key), KeySpec.parse(options.text_key), options.keep)
+
+
+def _examples(options: LoaderOptions) -> Examples:
+    on_device = options.device is not None and options.device.type != "cpu"
+    return Examples(
+        image=KeySpec.parse(options.image_key).choose,
+        text=KeySpec.parse(options.text_key).choose,
+        tokenizer=adapt_tokenizer(options.tokenizer),
+        preprocess=options.preprocess,
+        map_sample=options.map_sample,
+        train=options.train,
+        as_bytes=on_device,
+    )

@@ -1,0 +1,104 @@
+"""The references of one group as they become known, and the shards that they will need (steps B to D, for F).
+
+It joins the order of a group with what the filling threads and the other users of a tier have to know of it:
+which shards must stay readable, which come next, and how far this reader is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.cache.follow import Shard
+from streamload.cache.runs import VISITS_KEPT, Run
+from streamload.cache.shard_cache import ShardCache
+from streamload.cache.tier import Tier
+from streamload.order.cursor import Cursor
+from streamload.order.group import GroupOrder, References
+
+NextPass = Callable[[], npt.NDArray[np.int64]]
+
+
+class Itinerary:
+    """One group's sequence as one process follows it.
+
+    Args:
+        order: the sequence.
+        next_pass: the shards that are read after the order has ended, in order.
+        shards: all shards, as listed.
+        tier: where this reader says what it will visit.
+    """
+
+    def __init__(self, order: GroupOrder, next_pass: NextPass, shards: Sequence[Shard], tier: Tier):
+        self._order = order
+        self._next_pass = next_pass
+        self._shards = shards
+        self._base = order.position
+        self._known = References(*(np.empty(0, np.int64) for _ in References._fields))
+        self._run = Run(tier.root / "runs")
+        self._announce()
+
+    @property
+    def blocked(self) -> list[int]:
+        """The shards whose next entries the order waits for, the most urgent first."""
+        return self._order.blocked()
+
+    def reaches(self, position: int) -> bool:
+        """Whether all references before a position are known, or there are no more."""
+        return self._order.position >= position or self._order.finished
+
+    def follow(self, cache: ShardCache) -> bool:
+        """Take up what has arrived; False if it gives no reference."""
+        fresh = self._order.advance(cache)
+        if len(fresh.shards):
+            self._known = References(*map(np.concatenate, zip(self._known, fresh, strict=True)))
+        return len(fresh.shards) > 0
+
+    def take(self, first: int, stop: int) -> References:
+        """The references from position `first` to `stop`, fewer at the end; they are forgotten."""
+        skip, count = first - self._base, stop - self._base
+        taken = References(*(part[skip:count] for part in self._known))
+        self._known = References(*(part[count:] for part in self._known))
+        self._base = stop
+        return taken
+
+    def cursor(self, position: int) -> Cursor:
+        """How to go on from a position that has been taken."""
+        return self._order.mark_at(position)
+
+    def shards_in_use(self) -> list[int]:
+        """The shards that have to stay readable, those needed first in front."""
+        return list(dict.fromkeys([*self._order.open_shards(), *np.unique(self._known.shards).tolist()]))
+
+    def coming(self, count: int) -> list[int]:
+        """The next shards that will be opened, over the end of the pass."""
+        coming = self._order.coming_shards(count)
+        if len(coming) < count:
+            coming = [*coming, *self._next_pass()[: count - len(coming)].tolist()]
+        return coming
+
+    def tell_progress(self, in_use: Collection[int]) -> None:
+        """Tell the other users of the tier which visits are over."""
+        coming = self._order.coming_shards(1)
+        while self._opened < len(self._visits) and self._visits[self._opened] != next(iter(coming), None):
+            self._opened += 1
+        while self._done < self._opened and self._visits[self._done] not in in_use:
+            self._done += 1
+        if self._done > VISITS_KEPT // 2:
+            self._announce()
+        else:
+            self._run.advance(self._done)
+
+    def close(self) -> None:
+        """Say no more; once is enough."""
+        self._run.close()
+
+    def _announce(self) -> None:
+        in_use = self.shards_in_use()
+        this_pass = self._order.coming_shards(VISITS_KEPT)
+        self._visits = [*in_use, *this_pass]
+        self._opened, self._done = len(in_use), 0
+        later = self._next_pass()[: VISITS_KEPT - len(self._visits)].tolist()
+        self._run.announce(self._shards[shard].digest for shard in [*self._visits, *later])

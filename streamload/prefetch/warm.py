@@ -1,0 +1,146 @@
+"""Fill a tier once with a list of shards, as far as its limit goes: for `streamload warm`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamload.cache.fill import Filled
+from streamload.cache.follow import Shard, shard_of
+from streamload.cache.runs import Run
+from streamload.cache.shard_cache import verdict_cause
+from streamload.cache.tier import Tier, open_tier
+from streamload.metrics import Counters
+from streamload.origins.origin import open_origin
+from streamload.prefetch.ahead import Ahead
+from streamload.settings import read_settings
+from streamload.urls import expand_urls
+
+_TICK_SECONDS = 0.1
+_IN_SIGHT = 4
+"""Shards that are looked at in advance, for each thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmProgress:
+    """How far a warm-up is."""
+
+    shards: int
+    shards_complete: int
+    bytes_arrived: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmReport:
+    """What a warm-up did.
+
+    Attributes:
+        shards: how many were asked for.
+        shards_complete: how many of them are in the tier now.
+        shards_found_complete: how many of those were there before.
+        bytes_arrived: received from origins.
+        failures: for each shard that isn't there, by its name: why.
+    """
+
+    cache_dir: Path
+    shards: int
+    shards_complete: int
+    shards_found_complete: int
+    bytes_arrived: int
+    failures: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the filling threads have reported; guarded by its condition."""
+
+    change: threading.Condition = field(default_factory=threading.Condition)
+    settled: dict[str, Filled] = field(default_factory=dict)
+
+    def report(self, shard: Shard, result: Filled) -> None:
+        with self.change:
+            self.settled[shard.digest] = result
+            self.change.notify_all()
+
+
+def warm(
+    urls: str | Sequence[str],
+    *,
+    cache_dir: str | Path | None = None,
+    cache_size: str | int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    concurrency: int = 8,
+    on_progress: Callable[[WarmProgress], None] = lambda progress: None,
+) -> WarmReport:
+    """Fill a tier with shards, each once; what is there stays, what was begun is taken up.
+
+    Args:
+        urls: as for make_loader.
+        cache_dir: the directory of the tier.
+        cache_size: the most that it may hold; shards that don't fit any more are reported as failures.
+        storage_options: for fsspec.
+        concurrency: how many shards are filled at once.
+        on_progress: called some times a second.
+
+    Raises:
+        UrlError: a URL that can't be used.
+        CacheError: the tier can't be used.
+    """
+    storage = dict(storage_options) if storage_options else None
+    settings = read_settings(cache_dir, cache_size)
+    shards = list(
+        {shard.digest: shard for shard in (shard_of(url, storage) for url in expand_urls(urls))}.values()
+    )
+    tier = open_tier(settings.cache_dir, settings.cache_size.limit_bytes)
+    before = sum(tier.published(shard.digest).exists() for shard in shards)
+    tally, counts = _Tally(), Counters()
+    with (
+        closing(Run(tier.root / "runs")) as run,
+        closing(
+            Ahead(
+                tier,
+                lambda shard, stop: open_origin(shard.url, storage, counters=counts, stop=stop),
+                threads=concurrency,
+                counts=counts,
+                report=tally.report,
+            )
+        ) as ahead,
+    ):
+        run.announce(shard.digest for shard in shards)  # so that none of them goes for a later one
+        pending = shards
+        while pending:
+            ahead.want((), pending[: _IN_SIGHT * concurrency])
+            with tally.change:
+                tally.change.wait(_TICK_SECONDS)
+                settled = set(tally.settled)
+            pending = [shard for shard in pending if shard.digest not in settled]
+            ahead.check()
+            on_progress(WarmProgress(len(shards), _complete(tally), counts.snapshot().origin_bytes))
+        failures = {shard.name: _why(tier, shard, tally) for shard in shards}
+    return WarmReport(
+        cache_dir=tier.root,
+        shards=len(shards),
+        shards_complete=_complete(tally),
+        shards_found_complete=before,
+        bytes_arrived=counts.snapshot().origin_bytes,
+        failures={name: why for name, why in failures.items() if why},
+    )
+
+
+def _complete(tally: _Tally) -> int:
+    with tally.change:
+        return sum(result is Filled.PUBLISHED for result in tally.settled.values())
+
+
+def _why(tier: Tier, shard: Shard, tally: _Tally) -> str:
+    """Why a shard isn't in the tier; empty if it is."""
+    result = tally.settled[shard.digest]
+    if result is Filled.PUBLISHED:
+        return ""
+    if result is Filled.NO_ROOM:
+        return f"no room: the cache's limit is {tier.limit_bytes:,} bytes; raise cache_size"
+    return verdict_cause(tier.verdict(shard.digest))

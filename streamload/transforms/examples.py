@@ -1,0 +1,213 @@
+"""Samples → examples → the values of a batch (I, J): decode, augment, tokenize, in the batch's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from streamload.transforms.captions import read_caption
+from streamload.transforms.collate import Allocate, collate
+from streamload.transforms.decode import decode_jpeg_or_image
+from streamload.transforms.default import DefaultTransform
+from streamload.transforms.normalise import normalise_into
+from streamload.transforms.tokenize import BatchTokenizer
+from streamload.transforms.user import SeededGenerators, UserTransform
+
+Preprocess = Callable[[Any], Any]
+MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
+Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
+IMAGE_SIZE = 224
+
+
+class Sample(NamedTuple):
+    """The bytes of a sample's members by their extension, as they lie in the shard."""
+
+    key: str
+    url: str
+    members: dict[str, memoryview]
+
+
+class BatchInProgress(Protocol):
+    """A batch to which samples are added one after the other."""
+
+    def add(self, sample: Sample, seed: int) -> None:
+        """Make the sample the next example, with its random choices drawn from `seed`.
+
+        Raises:
+            SampleError: it can't be used; the batch is as before.
+        """
+        ...
+
+    def finish(self) -> dict[str, Any]:
+        """The values, of as many examples as were added, with the lists `__key__` and `__url__`."""
+        ...
+
+    def close(self) -> None:
+        """Put back what the batch has borrowed; once is enough."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """What is made of samples.
+
+    Attributes:
+        image: tells from a sample's extensions which one holds the image.
+        text: which one holds the caption, and in which field of a JSON member.
+        tokenizer: captions to ids; None leaves them as strings.
+        preprocess: PIL image to value; None is the default transform, to IMAGE_SIZE.
+        map_sample: in place of all of the above: the raw sample to a dict of values.
+        train: whether the default transform augments.
+        as_bytes: leave the default transform's images as uint8, to be normalised where they are used.
+    """
+
+    image: Choose
+    text: Choose
+    tokenizer: BatchTokenizer | None
+    preprocess: Preprocess | None
+    map_sample: MapSample | None
+    train: bool
+    as_bytes: bool
+
+    def begin(self, size: int, allocate: Allocate) -> BatchInProgress:
+        """An empty batch of at most `size` examples; `allocate` gives the memory of its tensors."""
+        if self.map_sample is not None:
+            return _MappedBatch(self.map_sample, allocate)
+        if self.preprocess is not None:
+            images: _Images = _GivenImages(self.preprocess, allocate)
+        else:
+            images = _DefaultImages(self.train, self.as_bytes, size, allocate)
+        return _CaptionedBatch(images, self)
+
+
+class _Images(Protocol):
+    """The images of a batch."""
+
+    def add(self, data: memoryview, seed: int) -> None: ...
+
+    def finish(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class _CaptionedBatch:
+    """Images and captions; the values are `image`, `text`, and `attention_mask` where there are ids."""
+
+    def __init__(self, images: _Images, examples: Examples):
+        self._images = images
+        self._examples = examples
+        self._captions: list[str] = []
+        self._keys: list[str] = []
+        self._urls: list[str] = []
+
+    def add(self, sample: Sample, seed: int) -> None:
+        """The caption first: it is cheaper to find out that it can't be read."""
+        caption, field = _chosen(self._examples.text, sample)
+        text = read_caption(sample.members[caption], field)
+        image, _ = _chosen(self._examples.image, sample)
+        self._images.add(sample.members[image], seed)
+        self._captions.append(text)
+        self._keys.append(sample.key)
+        self._urls.append(sample.url)
+
+    def finish(self) -> dict[str, Any]:
+        values: dict[str, Any] = {"image": self._images.finish(), "text": self._captions}
+        if self._examples.tokenizer is not None and self._captions:
+            texts = self._examples.tokenizer(self._captions)
+            values |= {"text": texts.ids, "attention_mask": texts.mask()}
+        return {**values, "__key__": self._keys, "__url__": self._urls}
+
+    def close(self) -> None:
+        self._images.close()
+
+
+class _DefaultImages:
+    """The default transform, each image normalised while it is in the processor's cache."""
+
+    def __init__(self, train: bool, as_bytes: bool, size: int, allocate: Allocate):
+        self._transform = DefaultTransform(train, IMAGE_SIZE)
+        self._as_bytes = as_bytes
+        self._count = 0
+        # The transform writes channels last: into the batch itself, or beside it for the normalising.
+        if as_bytes:
+            levels = allocate((size, IMAGE_SIZE, IMAGE_SIZE, 3), torch.uint8)
+        else:
+            levels = torch.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8)
+            self._batch = allocate((size, 3, IMAGE_SIZE, IMAGE_SIZE), torch.float32)
+        self._levels = levels.permute(0, 3, 1, 2)
+
+    def add(self, data: memoryview, seed: int) -> None:
+        place = self._levels[self._count if self._as_bytes else 0]
+        self._transform(decode_jpeg_or_image(data), place, seed)
+        if not self._as_bytes:
+            normalise_into(place, self._batch[self._count])
+        self._count += 1
+
+    def finish(self) -> torch.Tensor:
+        return (self._levels if self._as_bytes else self._batch)[: self._count]
+
+    def close(self) -> None:
+        """Nothing is borrowed."""
+
+
+class _GivenImages:
+    """The user's own transform, run as given."""
+
+    def __init__(self, preprocess: Preprocess, allocate: Allocate):
+        self._transform = UserTransform(preprocess)
+        self._allocate = allocate
+        self._values: list[Any] = []
+        self._borrowed = ExitStack()
+        self._generators = self._borrowed.enter_context(SeededGenerators())
+
+    def add(self, data: memoryview, seed: int) -> None:
+        self._values.append(self._transform(data, self._generators, seed))
+
+    def finish(self) -> Any:
+        return collate([{"": value} for value in self._values], self._allocate)[""] if self._values else []
+
+    def close(self) -> None:
+        self._borrowed.close()
+
+
+class _MappedBatch:
+    """Whatever the user's function makes of samples."""
+
+    def __init__(self, map_sample: MapSample, allocate: Allocate):
+        self._map_sample = map_sample
+        self._allocate = allocate
+        self._values: list[Mapping[str, Any]] = []
+        self._keys: list[str] = []
+        self._urls: list[str] = []
+        self._borrowed = ExitStack()
+        self._generators = self._borrowed.enter_context(SeededGenerators())
+
+    def add(self, sample: Sample, seed: int) -> None:
+        raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
+        raw.update((extension, bytes(data)) for extension, data in sample.members.items())
+        self._generators.seed(seed)
+        value = self._map_sample(raw)
+        if not isinstance(value, Mapping):
+            raise TypeError(f"map_sample returned a {type(value).__name__} for {sample.key}; expected a dict")
+        self._values.append(value)
+        self._keys.append(sample.key)
+        self._urls.append(sample.url)
+
+    def finish(self) -> dict[str, Any]:
+        values = collate(self._values, self._allocate) if self._values else {}
+        return {**values, "__key__": self._keys, "__url__": self._urls}
+
+    def close(self) -> None:
+        self._borrowed.close()
+
+
+def _chosen(choose: Choose, sample: Sample) -> tuple[str, str | None]:
+    """The member that is meant; the index has promised that there is one."""
+    choice = choose(sample.members)
+    if choice is None:
+        raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
+    return choice
