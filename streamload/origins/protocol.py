@@ -14,7 +14,7 @@ from typing import Protocol
 from streamload.errors import DatasetChanged, OriginError
 
 
-class OriginUnavailable(OriginError, ConnectionError):  # noqa: N818
+class OriginUnavailable(OriginError, ConnectionError):
     """The origin can't be reached, or asks to come back later (429, 5xx); worth another attempt.
 
     Attributes:
@@ -24,7 +24,7 @@ class OriginUnavailable(OriginError, ConnectionError):  # noqa: N818
     retry_after_seconds: float | None = None
 
 
-class OriginStopped(OriginError):  # noqa: N818
+class OriginStopped(OriginError):
     """The transfer was told to stop from our side; nothing is wrong with the origin."""
 
 

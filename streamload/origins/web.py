@@ -5,9 +5,7 @@ Only requests what it needs: no HEAD (a signed URL refuses it), a Range only to 
 
 from __future__ import annotations
 
-import email.utils
 import re
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
@@ -28,10 +26,10 @@ from streamload.errors import (
     OriginCut,
     OriginDenied,
     OriginError,
-    OriginNotFound,
     OriginTimeout,
     ShardFormatError,
 )
+from streamload.origins.failures import of_status
 from streamload.origins.protocol import OriginUnavailable, Session, Version, same_version, strong
 from streamload.origins.sockets import WAKE_SECONDS, open_pools
 from streamload.urls import redact, redact_text
@@ -117,7 +115,7 @@ class HttpOrigin:
     def _refuse(self, response: urllib3.BaseHTTPResponse) -> None:
         if response.status not in {200, 206}:
             detail = _said(response)
-            raise refusal(f"{self.url}: {detail}", response.status, response.headers.get("Retry-After"))
+            raise of_status(f"{self.url}: {detail}", response.status, response.headers.get("Retry-After"))
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in {"", "identity"}:
             raise ShardFormatError(
@@ -254,35 +252,6 @@ class _HttpStream:
     @property
     def _of(self) -> str:
         return "unknown" if self.version.size is None else str(self.version.size)
-
-
-def refusal(message: str, status: int, retry_after: str | None = None) -> OriginError | DatasetChanged:
-    """Return the error that an HTTP status stands for."""
-    if status in {404, 410}:
-        return OriginNotFound(message)
-    if status in {401, 402, 403, 407}:
-        return OriginDenied(message)
-    if status == 408:
-        return OriginTimeout(message)
-    if status == 412:
-        return DatasetChanged(message)
-    if status in {425, 429} or (status >= 500 and status not in {501, 505}):
-        error = OriginUnavailable(message)
-        error.retry_after_seconds = _seconds(retry_after)
-        return error
-    return OriginError(message)
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Retry-After is a number of seconds or a date."""
-    if not retry_after:
-        return None
-    if retry_after.strip().isdigit():
-        return float(retry_after)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
-        return None
 
 
 def _said(response: urllib3.BaseHTTPResponse) -> str:

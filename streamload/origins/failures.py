@@ -1,0 +1,111 @@
+"""What foreign errors of origins mean: HTTP statuses, and what fsspec's file systems raise."""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from typing import Any
+
+from streamload.errors import (
+    DatasetChanged,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+    StreamloadError,
+)
+from streamload.origins.protocol import OriginUnavailable
+from streamload.urls import redact_text
+
+_CODES = {
+    "AccessDenied": 403,
+    "ExpiredToken": 403,
+    "InternalError": 500,
+    "InvalidAccessKeyId": 403,
+    "NoSuchBucket": 404,
+    "NoSuchKey": 404,
+    "PreconditionFailed": 412,
+    "RequestTimeout": 408,
+    "ServiceUnavailable": 503,
+    "SignatureDoesNotMatch": 403,
+    "SlowDown": 503,
+    "TooManyRequests": 429,
+}
+_NETWORK_PACKAGES = {"aiohttp", "aiobotocore", "botocore", "httpcore", "httpx", "requests", "urllib3"}
+_NOT_NETWORK = {"ParamValidationError", "InvalidURL", "UnknownSignatureVersionError", "InvalidRegionError"}
+_NO_CREDENTIALS = {
+    "CredentialRetrievalError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+    "SSOTokenLoadError",
+}
+
+
+def of_status(message: str, status: int, retry_after: str | None = None) -> StreamloadError:
+    """Return the error that an HTTP status stands for."""
+    if status in {404, 410}:
+        return OriginNotFound(message)
+    if status in {401, 402, 403, 407}:
+        return OriginDenied(message)
+    if status == 408:
+        return OriginTimeout(message)
+    if status == 412:
+        return DatasetChanged(message)
+    if status in {425, 429} or (status >= 500 and status not in {501, 505}):
+        error = OriginUnavailable(message)
+        error.retry_after_seconds = _seconds(retry_after)
+        return error
+    return OriginError(message)
+
+
+def of_store(url: str, exc: BaseException) -> StreamloadError:
+    """Return the error that an exception of fsspec, or of what it stands on, means."""
+    if isinstance(exc, StreamloadError):
+        return exc
+    name = type(exc).__name__
+    message = f"{url}: {redact_text(str(exc)) or name}"
+    answer = _answer(exc)
+    if answer is not None:
+        return of_status(message, *answer)
+    if isinstance(exc, FileNotFoundError | IsADirectoryError):
+        return OriginNotFound(message)
+    if isinstance(exc, PermissionError) or name in _NO_CREDENTIALS:
+        return OriginDenied(message)
+    if isinstance(exc, TimeoutError) or "Timeout" in name:
+        return OriginTimeout(message)
+    package = type(exc).__module__.partition(".")[0]
+    if isinstance(exc, ConnectionError) or (package in _NETWORK_PACKAGES and name not in _NOT_NETWORK):
+        return OriginUnavailable(message)
+    return OriginUnavailable(message) if isinstance(exc, OSError) else OriginError(f"{message} ({name})")
+
+
+def _answer(exc: BaseException | None) -> tuple[int, str | None] | None:
+    """Status and Retry-After of the HTTP answer behind an exception, or behind its cause."""
+    for candidate in (exc, exc.__cause__ if exc is not None else None):
+        response: Any = getattr(candidate, "response", None)
+        if isinstance(response, dict):  # botocore
+            facts = response.get("ResponseMetadata", {})
+            code = _CODES.get(str(response.get("Error", {}).get("Code")))
+            status = code or facts.get("HTTPStatusCode")
+            headers = facts.get("HTTPHeaders", {})
+        else:  # requests, httpx; aiohttp has the status itself
+            status = getattr(response, "status_code", None) or getattr(candidate, "status", None)
+            headers = getattr(response, "headers", None) or {}
+        if isinstance(status, int) and status >= 400:
+            return status, headers.get("retry-after")
+    return None
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Retry-After is a number of seconds or a date."""
+    if not retry_after:
+        return None
+    if retry_after.strip().isdigit():
+        return float(retry_after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return None

@@ -1,0 +1,252 @@
+"""Shards that come out of a shell command, ``pipe:curl … | …`` (step F).
+
+The command runs under ``bash -o pipefail`` in a session and process group of its own, and never outlives its
+reader: close() kills the group, and should this process die in any way, so does a second member of the group
+which waits on a pipe that only this process holds open. (A parent-death signal would instead come when the
+thread ends that started the command.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import xxhash
+
+from streamload.errors import (
+    DatasetChanged,
+    OriginCut,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+)
+from streamload.origins.protocol import Session, Version
+from streamload.urls import redact, redact_text
+
+_WAKE_SECONDS = 0.1
+_PIPE_BYTES = 1024 * 1024
+_TAIL_BYTES = 4096
+_SHOWN_CHARS = 600
+
+# What common commands write when another attempt would not help.
+_NOT_FOUND = re.compile(
+    r"\b(404|410|NoSuchKey|NoSuchBucket|No such file|not found|No URLs matched)", re.IGNORECASE
+)
+_DENIED = re.compile(
+    r"\b(401|403|AccessDenied|Access Denied|Forbidden|Permission denied|ExpiredToken|InvalidAccessKeyId"
+    r"|SignatureDoesNotMatch|Unable to locate credentials)\b",
+    re.IGNORECASE,
+)
+
+
+class PipeOrigin:
+    """A shard that a command writes to its standard output.
+
+    A command always begins at byte 0: to resume, what was read before is read again, compared by its hash
+    with what had been given out, and dropped.
+    """
+
+    def __init__(self, url: str, session: Session) -> None:
+        self.url = redact(url)
+        self._command = url.removeprefix("pipe:")
+        self._session = session
+        self._given = _Prefix()
+
+    def __repr__(self) -> str:
+        return f"PipeOrigin({self.url!r})"
+
+    def open(self, start: int = 0, expected: Version | None = None) -> _PipeStream:
+        """Start the command."""
+        self._session.check(self.url)
+        self._session.count("origin_requests")
+        try:
+            process = _Process(self._command)
+        except OSError as exc:
+            raise OriginError(f"{self.url}: can't be started, bash is needed: {exc.strerror}") from exc
+        return _PipeStream(self, process, start, expected or Version())
+
+
+class _Prefix:
+    """How many bytes a command has written since its start, and their hash."""
+
+    def __init__(self) -> None:
+        self.stop = 0
+        self.hash = xxhash.xxh3_64()
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        self.stop += len(chunk)
+        self.hash.update(chunk)
+
+
+class _PipeStream:
+    def __init__(self, origin: PipeOrigin, process: _Process, start: int, expected: Version) -> None:
+        self.version = expected
+        self._origin, self._session = origin, origin._session
+        self._process = process
+        self._start = start
+
+    def chunks(self) -> Iterator[bytes]:
+        """Give what the command writes; its exit status decides whether that is all."""
+        before, now = self._origin._given, _Prefix()
+        self._origin._given = now
+        for chunk in self._process.read(self._session, self._origin.url):
+            self._session.count("origin_bytes", len(chunk))
+            view = memoryview(chunk)
+            while view:
+                # The borders at which something happens: the end of what is known, and the byte asked for.
+                border = min(
+                    (b for b in (before.stop, self._start) if b > now.stop), default=now.stop + len(view)
+                )
+                piece, view = view[: border - now.stop], view[border - now.stop :]
+                begin = now.stop
+                now.add(piece)
+                if now.stop == before.stop and now.hash.digest() != before.hash.digest():
+                    raise DatasetChanged(f"{self._origin.url}: writes other bytes than it did before")
+                if begin >= self._start:
+                    yield bytes(piece) if len(piece) < len(chunk) else chunk
+        self._check_end(now.stop)
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _check_end(self, stop: int) -> None:
+        status, said = self._process.finish()
+        if status != 0:
+            raise _failure(self._origin.url, status, stop, said)
+        if stop < self._start:
+            raise DatasetChanged(
+                f"{self._origin.url}: wrote {stop} bytes, of which {self._start} had been read"
+            )
+        if self.version.size is not None and stop != self.version.size:
+            raise DatasetChanged(f"{self._origin.url}: wrote {stop} bytes instead of {self.version.size}")
+
+
+class _Process:
+    """A command, its output, the end of what it says on stderr, and its group."""
+
+    def __init__(self, command: str) -> None:
+        leash, self._leash = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                ["bash", "-c", _script(leash), "bash", command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(leash,),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(self._leash)
+            raise
+        finally:
+            os.close(leash)
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self._out, self._err = self._popen.stdout, self._popen.stderr
+        os.set_blocking(self._err.fileno(), False)
+        with contextlib.suppress(OSError):  # a user may own only so many bytes of pipes
+            fcntl.fcntl(self._out.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._said = b""
+        self._status: int | None = None
+
+    def read(self, session: Session, url: str) -> Iterator[bytes]:
+        """Give chunks up to the end of the output."""
+        out, err = self._out.fileno(), self._err.fileno()
+        poll = select.poll()
+        poll.register(out, select.POLLIN)
+        poll.register(err, select.POLLIN)
+        size = min(session.options.chunk_bytes, _PIPE_BYTES)
+        heard = time.monotonic()
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll(_WAKE_SECONDS * 1000)]
+            if err in ready and not self._listen():
+                poll.unregister(err)
+            if out in ready:
+                chunk = os.read(out, size)
+                if not chunk:
+                    return
+                yield chunk
+                heard = time.monotonic()
+                continue
+            session.check(url)
+            if time.monotonic() - heard >= session.options.stall_seconds:
+                raise OriginTimeout(
+                    f"{url}: wrote nothing for {session.options.stall_seconds:g} s{self._tail()}"
+                )
+
+    def finish(self) -> tuple[int, str]:
+        """Return the exit status and what was said on stderr; the output has ended."""
+        self._status = _wait_for_status(self._popen.pid, seconds=5.0)
+        self._listen()
+        said = self._tail()
+        self.close()
+        return self._status, said
+
+    def close(self) -> None:
+        """Kill whoever is left of the group, and reap; idempotent."""
+        if self._popen.returncode is not None:
+            return
+        # Not reaped yet, so the number still belongs to this group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+        self._out.close()
+        self._err.close()
+        os.close(self._leash)
+
+    def _listen(self) -> bool:
+        """Keep the end of stderr; False when it is over."""
+        try:
+            while said := os.read(self._err.fileno(), 65536):
+                self._said = (self._said + said)[-_TAIL_BYTES:]
+        except BlockingIOError:
+            return True
+        return False
+
+    def _tail(self) -> str:
+        text = redact_text(self._said.decode("utf-8", "replace")).strip()
+        return f"; it said: {text[-_SHOWN_CHARS:]}" if text else ""
+
+
+def _script(leash: int) -> str:
+    """A shell that leaves a watcher in its group and then becomes the command's own shell.
+
+    The watcher reads from the leash: that ends when this process does. As the command's shell is a new
+    program, its `wait` and `jobs` don't know the watcher.
+    """
+    watcher = f"(read -r -u {leash}; kill -KILL 0) </dev/null >/dev/null 2>&1 &"
+    return f'{watcher} exec bash -o pipefail -c "$1" {leash}<&-'
+
+
+def _wait_for_status(pid: int, seconds: float) -> int:
+    """The exit status of a child, without reaping it: its number still stands for its group."""
+    deadline = time.monotonic() + seconds
+    pause = 0.0005
+    while True:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if result is not None:
+            return result.si_status if result.si_code == os.CLD_EXITED else 128 + result.si_status
+        if time.monotonic() >= deadline:
+            return 128 + signal.SIGKILL
+        time.sleep(pause)
+        pause = min(0.05, pause * 2)
+
+
+def _failure(url: str, status: int, stop: int, said: str) -> OriginError:
+    message = f"{url}: failed with status {status} after {stop} bytes{said}"
+    if status in {126, 127}:
+        return OriginError(message)  # not a command
+    if _NOT_FOUND.search(said):
+        return OriginNotFound(message)
+    if _DENIED.search(said):
+        return OriginDenied(message)
+    return OriginCut(message)

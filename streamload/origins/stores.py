@@ -1,0 +1,301 @@
+"""Shards in object stores, through fsspec: ordered ranges that grow, each one checked (step F).
+
+An S3 range is asked for under the condition that the object is still the same; other stores are asked for
+their version again at the end. ``hf://`` is resolved to the file's address and read as plain HTTP. Retries
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import fsspec
+
+from streamload.errors import (
+    DatasetChanged,
+    OptionError,
+    OriginCut,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+)
+from streamload.origins.failures import of_store
+from streamload.origins.protocol import Origin, Session, Stream, Version, same_version, strong
+from streamload.urls import redact, scheme
+
+_WAKE_SECONDS = 0.1
+_QUICK_SECONDS = 1.0
+_ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
+_DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+
+_logger = logging.getLogger("streamload")
+
+
+def open_store(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
+    """Return the origin of a shard whose scheme is fsspec's."""
+    if scheme(url) == "hf":
+        return HubOrigin(url, storage_options, session)
+    return StoreOrigin(url, storage_options, session)
+
+
+class StoreOrigin:
+    """An object that an fsspec file system knows.
+
+    Args:
+        storage_options: of the file system. Without any credentials at all, S3 is asked anonymously.
+    """
+
+    def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
+        self.url = redact(url)
+        self._target, self._session = url, session
+        self._options = _with_patience(url, storage_options, session)
+        self._files: Any = None
+
+    def __repr__(self) -> str:
+        return f"StoreOrigin({self.url!r})"
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Ask the store for the object's version; its bytes are asked for by the stream's chunks()."""
+        self._session.check(self.url)
+        found = self.version()
+        same_version(self.url, expected, found)
+        if found.size is None:
+            raise OriginError(f"{self.url}: the store doesn't say how large it is")
+        if start > found.size:
+            raise DatasetChanged(f"{self.url} has {found.size} bytes, none at {start}")
+        return _StoreStream(self, found, start)
+
+    def version(self) -> Version:
+        """Return the object's size, ETag and date as they are now."""
+        try:
+            return _version(self._info())
+        except Exception as exc:
+            if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
+                _say_anonymous(self.url)
+                self._options, self._files = {**self._options, "anon": True}, None
+                return self.version()
+            raise of_store(self.url, exc) from exc
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Return one range, of a file system without asyncio."""
+        data: bytes = self.files.cat_file(self._path, start=start, end=stop)
+        return data
+
+    async def fetch(self, start: int, stop: int, version: Version) -> bytes:
+        """Return one range, inside the file system's event loop."""
+        if scheme(self._target) == "s3" and hasattr(self.files, "_call_s3"):
+            return await _s3_range(self.files, self._path, self.url, start, stop, version)
+        data: bytes = await self.files._cat_file(self._path, start=start, end=stop)
+        return data
+
+    @property
+    def files(self) -> Any:
+        """The file system: fsspec gives the same one for the same options within a process."""
+        if self._files is None:
+            protocol = self._target.partition("://")[0].lower()
+            try:
+                self._files = fsspec.filesystem(protocol, **self._options)
+            except (ImportError, TypeError, ValueError, KeyError) as exc:
+                raise OptionError(f"{self.url}: its file system can't be made: {exc}") from exc
+            if protocol in {"s3", "s3a"} and hasattr(self._files, "retries"):
+                self._files.retries = 1  # what retries is around us, and has read how long to wait
+        return self._files
+
+    @property
+    def _path(self) -> str:
+        path: str = self.files._strip_protocol(self._target)
+        return path
+
+    def _info(self) -> dict[str, Any]:
+        self._session.count("origin_requests")
+        files, path = self.files, self._path
+        files.invalidate_cache(path)
+        if not files.async_impl:
+            info: dict[str, Any] = files.info(path)
+        else:
+            future = asyncio.run_coroutine_threadsafe(files._info(path), files.loop)
+            info = wait(future, self._session, self.url)
+        if info.get("type") == "directory":
+            raise OriginNotFound(f"{self.url} is no object, but a folder")
+        return info
+
+
+class HubOrigin:
+    """A file on the Hugging Face Hub, or on a server that speaks like it; read as plain HTTP."""
+
+    def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
+        self.url = redact(url)
+        self._target, self._options, self._session = url, storage_options, session
+        self._web: Origin | None = None
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Resolve the address once, and open that."""
+        if self._web is None:
+            self._web = self._resolve()
+        return self._web.open(start, expected)
+
+    def _resolve(self) -> Origin:
+        from huggingface_hub import HfFileSystem, get_token, hf_hub_url
+
+        from streamload.origins.web import HttpOrigin
+
+        files = HfFileSystem(**{name: value for name, value in self._options.items() if name in _HUB_OPTIONS})
+        try:
+            place: Any = files.resolve_path(self._target)
+        except Exception as exc:
+            raise of_store(self.url, exc) from exc
+        if not hasattr(place, "repo_id"):  # a bucket
+            address = files.url(self._target)
+        else:
+            address = hf_hub_url(
+                place.repo_id,
+                place.path_in_repo,
+                repo_type=place.repo_type,
+                revision=place.revision,
+                endpoint=files.endpoint,
+            )
+        token = get_token() if files.token in {None, True} else files.token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return HttpOrigin(address, self._session, {**headers, **(self._options.get("headers") or {})})
+
+
+_HUB_OPTIONS = {"endpoint", "token"}
+
+
+class _Part(NamedTuple):
+    start: int
+    stop: int
+    answer: Callable[[], bytes]
+    cancel: Callable[[], object]
+
+
+class _StoreStream:
+    """Parts in order, some of them under way at once where the file system can."""
+
+    def __init__(self, origin: StoreOrigin, version: Version, start: int) -> None:
+        self.version = version
+        self._origin, self._session = origin, origin._session
+        self._asked = self._position = start
+        self._part_bytes = self._session.options.first_part_bytes
+        self._parts: deque[_Part] = deque()
+
+    def chunks(self) -> Iterator[bytes]:
+        size = self.version.size or 0
+        at_once = self._session.options.parts if self._origin.files.async_impl else 1
+        while self._position < size:
+            while self._asked < size and len(self._parts) < at_once:
+                self._parts.append(self._ask(size))
+            part = self._parts.popleft()
+            began = time.monotonic()
+            try:
+                data = part.answer()
+            except Exception as exc:
+                raise of_store(self._origin.url, exc) from exc
+            finally:
+                part.cancel()
+            if len(data) != part.stop - part.start:
+                raise OriginCut(f"{self._origin.url}: {len(data)} bytes came for {part.start}–{part.stop}")
+            self._grow(time.monotonic() - began)
+            self._session.count("origin_bytes", len(data))
+            self._position = part.stop
+            if part.stop == size:
+                self._check_version()
+            yield data
+
+    def close(self) -> None:
+        while self._parts:
+            self._parts.pop().cancel()
+
+    def _ask(self, size: int) -> _Part:
+        start = self._asked
+        stop = self._asked = min(size, start + self._part_bytes)
+        origin, version = self._origin, self.version
+        self._session.count("origin_requests")
+        if not origin.files.async_impl:
+            return _Part(start, stop, lambda: origin.read(start, stop, version), lambda: None)
+        future = asyncio.run_coroutine_threadsafe(origin.fetch(start, stop, version), origin.files.loop)
+        return _Part(start, stop, lambda: wait(future, self._session, origin.url), future.cancel)
+
+    def _grow(self, seconds: float) -> None:
+        """The next parts are larger as long as that costs no time, and smaller when they come slowly."""
+        options = self._session.options
+        if seconds < _QUICK_SECONDS:
+            self._part_bytes = min(options.part_limit_bytes, self._part_bytes * 2)
+        elif seconds > 2 * _QUICK_SECONDS:
+            self._part_bytes = max(options.first_part_bytes, self._part_bytes // 2)
+
+    def _check_version(self) -> None:
+        """All is there: was it one version all the time? S3 has been asked so with each part."""
+        if scheme(self._origin._target) != "s3" or self.version.etag is None:
+            same_version(self._origin.url, self.version, self._origin.version())
+
+
+def wait(future: concurrent.futures.Future[Any], session: Session, url: str) -> Any:
+    """Return a future's result, unless it takes longer than a stall or the loader stops."""
+    deadline = time.monotonic() + session.options.stall_seconds
+    try:
+        while not future.done():
+            concurrent.futures.wait([future], timeout=_WAKE_SECONDS)
+            session.check(url)
+            if not future.done() and time.monotonic() >= deadline:
+                raise OriginTimeout(f"{url}: no answer for {session.options.stall_seconds:g} s")
+        return future.result()
+    finally:
+        future.cancel()
+
+
+async def _s3_range(files: Any, path: str, url: str, start: int, stop: int, version: Version) -> bytes:
+    bucket, key, number = files.split_path(path)
+    conditions = {"IfMatch": version.etag} if version.etag else {}
+    if number:
+        conditions["VersionId"] = number
+    answer = await files._call_s3(
+        "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **conditions, **files.req_kw
+    )
+    async with answer["Body"] as body:
+        given = answer.get("ContentRange", "")
+        if given != f"bytes {start}-{stop - 1}/{version.size}":
+            raise OriginError(f"{url} was asked for bytes {start}–{stop} and answers {given!r}")
+        same_version(url, version, Version(version.size, strong(answer.get("ETag"))))
+        data: bytes = await body.read()
+        return data
+
+
+def _version(info: dict[str, Any]) -> Version:
+    etag = next((str(info[name]) for name in _ETAGS if info.get(name)), None)
+    date = next((str(info[name]) for name in _DATES if info.get(name)), None)
+    size = info.get("size")
+    return Version(None if size is None else int(size), strong(etag), date)
+
+
+def _with_patience(url: str, storage_options: dict[str, Any], session: Session) -> dict[str, Any]:
+    """Give S3 our deadlines, and leave the retries to us, where the user didn't say otherwise."""
+    if scheme(url) != "s3":
+        return storage_options
+    patience = {
+        "connect_timeout": session.options.connect_seconds,
+        "read_timeout": session.options.stall_seconds,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+    }
+    return {**storage_options, "config_kwargs": {**patience, **storage_options.get("config_kwargs", {})}}
+
+
+def _lacks_credentials(exc: BaseException) -> bool:
+    return type(exc).__name__ == "NoCredentialsError"
+
+
+def _may_be_anonymous(url: str, options: dict[str, Any]) -> bool:
+    return scheme(url) == "s3" and not {"anon", "key", "profile", "session"} & options.keys()
+
+
+@functools.lru_cache(maxsize=1)
+def _say_anonymous(url: str) -> None:
+    """Once in a process, whatever the number of shards."""
+    _logger.warning("No AWS credentials found: reading %s and other s3:// shards anonymously.", url)
