@@ -45,8 +45,8 @@ def write_shards(
 ) -> list[Path]:
     """Write one shard for each count: `00000.tar`, `00001.tar`, …; equal arguments give equal bytes.
 
-    A sample is a `jpg`, a `json` with {"shard", "index", "digest"} and a `txt` that says the same in words; the
-    digest is xxh3_64 of the JPEG. So each example shows where it came from, and whether it came whole.
+    A sample is a `jpg`, a `json` with {"shard", "index", "digest"} and a `txt` that says the same in words;
+    the digest is xxh3_64 of the JPEG. So each example shows where it came from, and whether it came whole.
 
     Args:
         directory: made if it is missing.
