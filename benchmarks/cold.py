@@ -1,0 +1,185 @@
+"""Two epochs over HTTP, from nothing, with the whole link held to a rate.
+
+Question: when does the first batch come, compared with the time that its bytes need on the link; how long
+is the first epoch, compared with the longer of download and compute; and what does the second epoch fetch?
+
+Command: python -m benchmarks.cold
+
+The server is a process of its own; its token bucket is shared by all connections, so nobody gains by
+opening more. Every run begins with empty caches. All times are read alike from outside: the workers are
+taken to be up when the server sees the first request of the run (`to_first_request_seconds` is the time
+from iter() to there, mostly the start of processes), and first batch and first epoch count from that
+moment.
+
+- bytes' time: a batch of mean samples, with what tar adds, at the link's rate. Target: first batch ≤ 1.3 ×
+  that + 0.3 s.
+- download: all shards once at the link's rate. compute: the contender's own epoch with the bytes near, on
+  the same machine in the same round: its second epoch where it has a cache, else a second epoch over the
+  paths. Target: first epoch ≤ 1.15 × the longer of the two.
+
+Contenders: streamload (default transform); open_clip's loader with `pipe:curl`, as its documentation has
+it; and webdataset with cache_dir. open_clip has no cache: it can't do but fetch again. Captions to ids by a
+word tokenizer.
+
+Result: results/cold.json; docs/performance.md has it as a table.
+
+Explanation: open_clip collects 1,000 samples per worker before the first batch, webdataset downloads a
+whole shard per worker before the first sample; streamload follows the index of shards that are still
+arriving, and takes the first batch from the first samples of each.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks import link, machine, turns
+from benchmarks.contenders.workload import Job
+from benchmarks.turns import Contender
+
+CONTENDERS = [
+    Contender("streamload", "streamload_", {"preprocess": "default"}),
+    Contender("open_clip", "openclip"),
+    Contender("webdataset, cache_dir", "webdataset_"),
+]
+SHARDS = 8
+SAMPLES_PER_SHARD = 384  # with these every worker has the same share: nobody has to read a shard twice
+RATES = (20e6, 40e6)
+FIRST_BATCH_FACTOR, FIRST_BATCH_SECONDS = 1.3, 0.3
+EPOCH_FACTOR = 1.15
+
+
+def main() -> None:
+    given = turns.arguments(__doc__, rounds=3, names=[contender.name for contender in CONTENDERS])
+    shards, per_shard = (2, 128) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
+    rates = RATES[1:] if given.quick else RATES
+    places = turns.interpreters(given)
+    contenders = turns.chosen(given, CONTENDERS)
+    rows: list[dict[str, Any]] = []
+    with turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes):
+        for round_ in range(given.rounds):
+            for contender in turns.rotated(contenders, round_):
+                job = {
+                    "samples": shards * per_shard,
+                    "epochs": 2,
+                    "seed": round_,
+                    "packages": places.packages(),
+                    **contender.job,
+                }
+                rows += measure(contender, job, places.of(contender), directory, shards, total_bytes, rates)
+    versions = turns.versions(rows)
+    medians = turns.medians(
+        rows, lambda row: f"{row['contender']} at {row['bytes_per_second'] / 1e6:.0f} MB/s"
+    )
+    turns.write(
+        given,
+        "cold",
+        {
+            "settings": {
+                "samples": shards * per_shard,
+                "shards": shards,
+                "bytes": total_bytes,
+                "batch_size": Job.batch_size,
+                "workers": Job.workers,
+                "tokenizer": Job.tokenizer,
+                "rates": list(rates),
+            },
+            "versions": versions,
+            "seeds": list(range(given.rounds)),
+            "rounds": rows,
+            "medians": medians,
+            "ratios": {
+                name: {
+                    "first batch": row["first_batch_seconds"] / row["first_batch_limit_seconds"],
+                    "first epoch": row["epoch_1_seconds"] / row["epoch_1_limit_seconds"],
+                }
+                for name, row in medians.items()
+            },
+            "targets": targets(medians, rates),
+        },
+    )
+
+
+def measure(
+    contender: Contender,
+    job: dict[str, Any],
+    python: Path,
+    directory: Path,
+    shards: int,
+    total_bytes: int,
+    rates: tuple[float, ...],
+) -> list[dict[str, Any]]:
+    """A run at each rate, and before them the epoch with the bytes near of one that has no cache."""
+    compute = None
+    if contender.adapter == "openclip":
+        near = Job(urls=turns.pattern(str(directory / "shards"), shards), **job)
+        compute = _seconds(turns.run(contender, near, python).epochs[1])
+    rows = []
+    for rate in rates:
+        with link.serving(directory / "shards", rate) as line:
+            measured = link.measured_bytes_per_second(f"{line.url}/00000.tar")
+            row = over_link(contender, job, python, directory, shards, line)
+        row["compute_seconds"] = compute or row["epoch_2_seconds"]
+        row["download_seconds"] = total_bytes / rate
+        row["epoch_1_limit_seconds"] = EPOCH_FACTOR * max(row["compute_seconds"], row["download_seconds"])
+        row["bytes_time_seconds"] = Job.batch_size * total_bytes / job["samples"] / rate
+        row["first_batch_limit_seconds"] = (
+            FIRST_BATCH_FACTOR * row["bytes_time_seconds"] + FIRST_BATCH_SECONDS
+        )
+        rows.append({**row, "bytes_per_second": rate, "link_measured_bytes_per_second": measured})
+    return rows
+
+
+def over_link(
+    contender: Contender, job: dict[str, Any], python: Path, directory: Path, shards: int, line: link.Link
+) -> dict[str, Any]:
+    url = turns.pattern(line.url, shards)
+    if contender.adapter == "openclip":
+        url = f"pipe:curl -f -s -L {url}"
+    load = machine.load()
+    with turns.empty_directory(directory) as cache:
+        ran = turns.run(contender, Job(urls=url, cache_dir=str(cache), **job), python)
+    first, second = ran.epochs
+    asked = min(at for at, _ in line.requests(first.began, first.ended))
+    return {
+        "contender": contender.name,
+        "round": job["seed"],
+        "load_before": load,
+        "imports_seconds": ran.result.imported - ran.started,
+        "to_first_request_seconds": asked - first.began,
+        "first_batch_seconds": first.first_batch - asked,
+        "iter_to_first_batch_seconds": first.first_batch - first.began,
+        "epoch_1_seconds": first.ended - asked,
+        "epoch_1_bytes": line.fetched_bytes(ran.started, second.began),
+        "epoch_2_first_batch_seconds": second.first_batch - second.began,
+        "epoch_2_seconds": _seconds(second),
+        "epoch_2_bytes": line.fetched_bytes(second.began, float("inf")),
+        "images": first.images,
+        "notes": ran.result.notes,
+        "versions": ran.result.versions,
+    }
+
+
+def targets(medians: dict[str, dict[str, Any]], rates: tuple[float, ...]) -> list[dict[str, Any]]:
+    found = []
+    for rate in rates:
+        row = medians.get(f"streamload at {rate / 1e6:.0f} MB/s")
+        if row is None:
+            continue
+        at = f"at {rate / 1e6:.0f} MB/s"
+        found.append(
+            turns.target(
+                f"first batch {at}, s", row["first_batch_seconds"], at_most=row["first_batch_limit_seconds"]
+            )
+        )
+        found.append(
+            turns.target(f"first epoch {at}, s", row["epoch_1_seconds"], at_most=row["epoch_1_limit_seconds"])
+        )
+        found.append(turns.target(f"bytes fetched in epoch 2 {at}", row["epoch_2_bytes"], at_most=0))
+    return found
+
+
+def _seconds(epoch: Any) -> float:
+    return epoch.ended - epoch.began
+
+
+if __name__ == "__main__":
+    main()

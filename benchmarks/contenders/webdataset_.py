@@ -1,0 +1,39 @@
+"""webdataset with cache_dir, in the fluid form of its documentation, with open_clip's transform."""
+
+import time
+from typing import Any
+
+import webdataset as wds
+
+from benchmarks.contenders.workload import Job, Result, open_clip_preprocess, tokenizer, train, versions
+
+SHARD_SHUFFLE = 100
+SAMPLE_SHUFFLE = 1000
+"""Both as its documentation has them."""
+
+
+def main() -> None:
+    job = Job.from_argument()
+    preprocess, tokenize = open_clip_preprocess(), tokenizer(job)
+
+    def ids(caption: str) -> Any:
+        return tokenize(caption)[0]
+
+    dataset = (
+        wds.WebDataset(job.urls, shardshuffle=SHARD_SHUFFLE, cache_dir=job.cache_dir, seed=job.seed)
+        .shuffle(job.shuffle or SAMPLE_SHUFFLE)
+        .decode("pilrgb")
+        .to_tuple("jpg", "txt")
+        .map_tuple(preprocess, ids)
+        .batched(job.batch_size, partial=False)
+    )
+    loader = wds.WebLoader(
+        dataset, batch_size=None, num_workers=job.workers, persistent_workers=job.workers > 0
+    )
+    imported = time.monotonic()
+    epochs = [train(loader, job, epoch) for epoch in range(job.epochs)]
+    Result(imported, epochs, versions("webdataset", "torchvision", "torch", "pillow")).print()
+
+
+if __name__ == "__main__":
+    main()

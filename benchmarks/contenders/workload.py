@@ -1,0 +1,160 @@
+"""The work that is the same for all contenders: what a job says, the transform, the captions' ids, the
+consumer.
+
+Photographs become float32[N, 3, 224, 224] as open_clip trains on them (a random resized crop, bicubic with
+antialias, normalised), captions become int64[N, 77], and the consumer reads one channel of every image.
+"""
+
+import json
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from benchmarks.process_tree import cpu_seconds
+
+LENGTH = 77
+_IDS = 49_406
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a contender is asked to do.
+
+    Attributes:
+        urls: one pattern, with braces.
+        samples: in all shards.
+        epochs: how often to go through them.
+        preprocess: "default" is the loader's own, "open_clip" open_clip's function as given.
+        tokenizer: "words" or "open_clip".
+        shuffle: the window where the loader lets one choose; None for its default.
+        packages: a folder whose packages stand behind the interpreter's own; None for none.
+    """
+
+    urls: str
+    samples: int
+    epochs: int
+    seed: int
+    batch_size: int = 64
+    workers: int = 2
+    preprocess: str = "open_clip"
+    tokenizer: str = "words"
+    shuffle: int | None = None
+    cache_dir: str | None = None
+    packages: str | None = None
+
+    @classmethod
+    def from_argument(cls) -> "Job":
+        job = cls(**json.loads(sys.argv[1]))
+        if job.packages is not None and job.packages not in sys.path:
+            sys.path.append(job.packages)
+        return job
+
+    def to_argument(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class Epoch:
+    """What an epoch cost. Times are of the machine's monotonic clock, which all its processes share."""
+
+    began: float
+    first_batch: float = 0.0
+    ended: float = 0.0
+    batches: int = 0
+    images: int = 0
+    cpu_seconds: float = 0.0
+    channel_mean: float = 0.0
+
+
+@dataclass
+class Result:
+    """What a contender measured."""
+
+    imported: float
+    epochs: list[Epoch]
+    versions: dict[str, str]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def print(self) -> None:
+        json.dump(asdict(self), sys.stdout)
+
+
+class WordTokenizer:
+    """Words to ids by a checksum: cheap, the same everywhere, and shaped like CLIP's."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def __call__(self, captions: str | Sequence[str]) -> torch.Tensor:
+        captions = [captions] if isinstance(captions, str) else captions
+        rows = torch.zeros(len(captions), LENGTH, dtype=torch.int64)
+        for row, caption in zip(rows, captions, strict=True):
+            ids = [_IDS, *(self._id(word) for word in caption.lower().split()), _IDS + 1][:LENGTH]
+            row[: len(ids)] = torch.tensor(ids)
+        return rows
+
+    def _id(self, word: str) -> int:
+        if word not in self._ids:
+            self._ids[word] = zlib.crc32(word.encode()) % _IDS
+        return self._ids[word]
+
+
+def tokenizer(job: Job) -> Callable[..., torch.Tensor]:
+    if job.tokenizer == "words":
+        return WordTokenizer()
+    return _open_clip().get_tokenizer("ViT-B-32")
+
+
+def open_clip_preprocess() -> Callable[..., torch.Tensor]:
+    """What open_clip's create_model_and_transforms gives as preprocess_train."""
+    return _open_clip().image_transform(224, is_train=True)
+
+
+def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], job: Job, epoch: int) -> Epoch:
+    """Go through an epoch as a training would, with next to no work for each batch."""
+    cpu_before = cpu_seconds()
+    seen = Epoch(began=time.monotonic())
+    mean = 0.0
+    for images, texts in loader:
+        if not seen.batches:
+            seen.first_batch = time.monotonic()
+            _check(images, texts, job)
+        mean += images[:, epoch % 3].mean().item()
+        seen.batches += 1
+        seen.images += len(images)
+    seen.ended = time.monotonic()
+    seen.cpu_seconds = cpu_seconds() - cpu_before
+    seen.channel_mean = mean / max(1, seen.batches)
+    return seen
+
+
+def versions(*names: str) -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "source"
+    return found
+
+
+def _check(images: torch.Tensor, texts: torch.Tensor, job: Job) -> None:
+    assert images.dtype == torch.float32, images.dtype
+    assert images.shape == (job.batch_size, 3, 224, 224), images.shape
+    assert texts.dtype == torch.int64, texts.dtype
+    assert texts.shape == (job.batch_size, LENGTH), texts.shape
+
+
+def _open_clip() -> Any:
+    from streamload.testing.torchvision_stub import define_torchvision_schemas
+
+    define_torchvision_schemas()
+    import open_clip
+
+    return open_clip

@@ -1,0 +1,54 @@
+"""The server behind a limited link, and what its log says in the machine's monotonic time."""
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamload.testing.server import ShardServer
+
+_MARK = "what-time-is-it"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A server in a process of its own; all its connections share the bandwidth."""
+
+    server: Any
+    url: str
+    offset: float
+    """From the server's clock to the machine's."""
+
+    def requests(self, start: float, stop: float) -> list[tuple[float, int]]:
+        """The requests for shards that came within a time: when, and the bytes sent in answer."""
+        seen = [(r.seconds + self.offset, r.sent) for r in self.server.log if r.path != _MARK and r.sent]
+        return [(at, sent) for at, sent in seen if start <= at < stop]
+
+    def fetched_bytes(self, start: float, stop: float) -> int:
+        return sum(sent for _, sent in self.requests(start, stop))
+
+
+@contextmanager
+def serving(shards: Path, bytes_per_second: float) -> Iterator[Link]:
+    """Serve a directory."""
+    with ShardServer.spawn(shards, bytes_per_second=bytes_per_second) as server:
+        try:
+            urllib.request.urlopen(f"{server.url}/{_MARK}").close()
+        except urllib.error.HTTPError as answer:
+            now = time.monotonic()
+            answer.close()
+        mark = next(request for request in server.log if request.path == _MARK)
+        yield Link(server, server.url, now - mark.seconds)
+
+
+def measured_bytes_per_second(url: str) -> float:
+    """What one plain client gets."""
+    began, total = time.monotonic(), 0
+    with urllib.request.urlopen(url) as answer:
+        while piece := answer.read(1 << 20):
+            total += len(piece)
+    return total / (time.monotonic() - began)
