@@ -1,0 +1,164 @@
+"""When two URLs are one shard, and what may be shown of them."""
+
+import os
+
+import pytest
+
+from streamload.errors import UrlError
+from streamload.urls import basename, digest, identity, is_local, local_path, redact, redact_text, scheme
+
+
+@pytest.fixture(autouse=True)
+def _no_endpoints(monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "https://b.s3.amazonaws.com/a.tar?X-Amz-Signature=1&X-Amz-Date=2",
+            "https://b.s3.amazonaws.com/a.tar?X-Amz-Signature=3&X-Amz-Expires=9",
+        ),
+        ("https://h/a.tar?sv=1&sig=abc&se=2030", "https://h/a.tar"),
+        ("https://h/a.tar?Expires=1&Signature=x&Key-Pair-Id=K", "https://h/a.tar"),
+        ("https://me:secret@h/a.tar", "https://h/a.tar"),
+        ("https://me@h/a.tar", "https://h/a.tar"),
+        ("HTTPS://Host:443/a.tar", "https://host/a.tar"),
+        ("http://h:80/a.tar#part", "http://h/a.tar"),
+        ("s3a://bucket/a.tar", "s3://bucket/a.tar"),
+        ("file:///data/a.tar", "/data/a.tar"),
+        ("file:a.tar", "./x/../a.tar"),
+    ],
+)
+def test_these_are_one_shard(one, other):
+    assert identity(one) == identity(other)
+    assert digest(one) == digest(other)
+    assert len(digest(one)) == 32
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("https://h/x/a.tar", "https://h/y/a.tar"),
+        ("https://h/a.tar", "http://h/a.tar"),
+        ("https://h/a.tar", "https://h:8443/a.tar"),
+        ("https://h/a.tar?version=1", "https://h/a.tar?version=2"),
+        ("https://h/get?st=1", "https://h/get?st=2"),
+        ("https://h/get?token=1", "https://h/get?token=2"),
+        ("s3://bucket/a.tar", "gs://bucket/a.tar"),
+        ("s3://bucket/a.tar?versionId=1", "s3://bucket/a.tar?versionId=2"),
+        ("hf://datasets/me/x@v1/a.tar", "hf://datasets/me/x@v2/a.tar"),
+        ("pipe:cat a.tar", "pipe:cat b.tar"),
+        ("/a/0.tar", "/b/0.tar"),
+    ],
+)
+def test_these_are_two_shards(one, other):
+    assert identity(one) != identity(other)
+    assert digest(one) != digest(other)
+
+
+def test_an_endpoint_is_part_of_the_identity(monkeypatch):
+    plain = digest("s3://b/a.tar")
+    minio = {"endpoint_url": "http://minio:9000/"}
+    assert digest("s3://b/a.tar", minio) != plain
+    assert digest("s3://b/a.tar", {"client_kwargs": {"endpoint_url": "http://MINIO:9000"}}) == digest(
+        "s3://b/a.tar", minio
+    )
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://minio:9000")
+    assert digest("s3://b/a.tar") == digest("s3://b/a.tar", minio)
+    assert digest("https://h/a.tar") == digest("https://h/a.tar", minio)
+
+
+def test_credentials_are_no_part_of_the_identity():
+    options = {"key": "k", "secret": "s", "endpoint_url": "http://k:s@minio:9000"}
+    assert "s@" not in identity("s3://b/a.tar", options)
+    assert identity("s3://b/a.tar", options) == identity(
+        "s3://b/a.tar", {"endpoint_url": "http://minio:9000"}
+    )
+
+
+def test_schemes_and_local_paths(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert [scheme(u) for u in ("pipe:x", "/a", "a.tar", "file:///a", "S3://b/a", "gcs://b/a")] == [
+        "pipe", "file", "file", "file", "s3", "gs",
+    ]  # fmt: skip
+    assert os.fspath(local_path("file:///a b/c.tar")) == "/a b/c.tar"
+    assert os.fspath(local_path("file://localhost/c.tar")) == "/c.tar"
+    assert os.fspath(local_path("~/c.tar")) == "/home/me/c.tar"
+    assert is_local("c.tar")
+    assert not is_local("pipe:cat c.tar")
+
+
+def test_local_paths_fails_for_what_is_far_away():
+    with pytest.raises(UrlError, match="not a local file"):
+        local_path("https://h/a.tar")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://h/x/a.tar?y=b/c", "a.tar"),
+        ("s3://b/x/a.tar", "a.tar"),
+        ("/x/a.tar", "a.tar"),
+        ("pipe:curl -s 'https://h/x/a.tar?y=1' | cat", "a.tar"),
+        ("pipe:aws s3 cp s3://b/x/a.tar -", "a.tar"),
+        ("pipe:gzip -dc /x/a.tar.gz", "a.tar.gz"),
+        ("pipe:make-a-shard 7", "pipe"),
+    ],
+)
+def test_basenames(url, name):
+    assert basename(url) == name
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:pw@h/x/a.tar?sig=s#f", "https://h/x/a.tar"),
+        ("s3://k:s@b/a.tar?versionId=1", "s3://b/a.tar"),
+        ("abfs://c@account.dfs.core.windows.net/a.tar", "abfs://c@account.dfs.core.windows.net/a.tar"),
+        ("hf://datasets/me/x@main/a.tar", "hf://datasets/me/x@main/a.tar"),
+        ("/x/a.tar", "/x/a.tar"),
+        ("pipe:curl -fsS https://h/a.tar | cat", "pipe:curl -fsS https://h/a.tar | cat"),
+        ("pipe:aws s3 cp s3://b/a.tar -", "pipe:aws s3 cp s3://b/a.tar -"),
+    ],
+)
+def test_what_is_shown_of_a_url(url, shown):
+    assert redact(url) == shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "curl -H 'Authorization: Bearer S3CRET-token' https://h/a.tar",
+        'curl -sH "X-Api-Key: S3CRET" https://h/a.tar',
+        "curl '-HX-Api-Key: S3CRET' https://h/a.tar",
+        "curl -HX-Any:S3CRET https://h/a.tar",
+        "curl --header 'Private: S3CRET' https://h/a.tar",
+        "curl --header='Private: S3CRET' https://h/a.tar",
+        "curl -u me:S3CRET https://h/a.tar",
+        "curl -ume:S3CRET https://h/a.tar",
+        "curl --user me:S3CRET https://h/a.tar",
+        "curl --oauth2-bearer S3CRET https://h/a.tar",
+        "curl -b session=S3CRET https://h/a.tar",
+        "curl --proxy-user me:S3CRET https://h/a.tar",
+        "curl 'https://h/a.tar?X-Amz-Signature=S3CRET&y=1'",
+        "curl https://me:S3CRET@h/a.tar",
+        "wget --http-password=S3CRET -qO- https://h/a.tar",
+        "AWS_SECRET_ACCESS_KEY=S3CRET aws s3 cp s3://b/a.tar -",
+        "env HF_TOKEN='S3CRET' hf download x",
+        "azcopy cp 'https://x.blob.core.windows.net/c/a.tar?sv=1&sig=S3CRET' -",
+        "mc --password S3CRET cat x/a.tar",
+    ],
+)
+def test_secrets_of_a_command_are_not_shown(command):
+    shown = redact(f"pipe:{command}")
+    assert "S3CRET" not in shown
+    assert shown.startswith(f"pipe:{command[:3]}")
+
+
+def test_secrets_in_what_a_command_said_are_not_shown():
+    said = "> Authorization: Basic S3CRET\r\n> GET /a\nretry https://h/a.tar?token=S3CRET failed\nset-cookie: S3CRET"
+    assert "S3CRET" not in redact_text(said)
+    assert "failed" in redact_text(said)

@@ -1,0 +1,147 @@
+"""Patterns to URLs, with the braceexpand library and webdataset as oracles."""
+
+import braceexpand
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamload.errors import UrlError
+from streamload.urls import expand_urls, patterns
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "/data/{0000..0012}.tar",
+        "/data/{8..11}.tar",
+        "/data/{08..11}.tar",
+        "/data/{3..-2}.tar",
+        "/data/{-01..3}.tar",
+        "/data/{0..10..3}.tar",
+        "/data/{a..e}{2,1}.tar",
+        "/data/{X..c}.tar",
+        "/data/{a,b{0..2},}.tar",
+        "/data/{only}{}.tar",
+        r"/data/\{0..2\}.tar",
+        "/data/{train,val}/{00..01}.tar",
+    ],
+)
+def test_braces_expand_as_in_braceexpand(pattern):
+    assert expand_urls(pattern) == list(braceexpand.braceexpand(pattern))
+
+
+@given(
+    st.lists(
+        st.sampled_from(["{", "}", ",", "..", "0", "07", "12", "a", "b/", "-"]), min_size=1, max_size=12
+    ).map(lambda parts: "/x" + "".join(parts))
+)
+def test_what_expands_does_so_as_in_braceexpand_and_the_rest_is_a_url_error(pattern):
+    try:
+        ours = expand_urls(pattern)
+    except UrlError:
+        return
+    assert ours == list(braceexpand.braceexpand(pattern))
+
+
+def test_sources_are_joined_in_order():
+    assert expand_urls("/a/{0..1}.tar::/b/{0..1}.tar") == ["/a/0.tar", "/a/1.tar", "/b/0.tar", "/b/1.tar"]
+
+
+def test_the_double_colon_of_an_address_separates_nothing():
+    assert expand_urls("http://[::1]:8000/{0..1}.tar::/b.tar") == [
+        "http://[::1]:8000/0.tar",
+        "http://[::1]:8000/1.tar",
+        "/b.tar",
+    ]
+
+
+def test_each_item_of_a_list_is_a_pattern():
+    assert expand_urls(["/a/{0..1}.tar", "/b.tar"]) == ["/a/0.tar", "/a/1.tar", "/b.tar"]
+
+
+def test_variables_are_put_in_also_where_a_value_holds_one(monkeypatch):
+    monkeypatch.setenv("WDS_ROOT", "${BASE}/cc12m")
+    monkeypatch.setenv("WDS_BASE", "https://host")
+    assert expand_urls("${ROOT}/{0..1}.tar") == ["https://host/cc12m/0.tar", "https://host/cc12m/1.tar"]
+
+
+def test_variables_are_put_in_fails_with_the_name_of_the_missing_one(monkeypatch):
+    monkeypatch.delenv("WDS_ROOT", raising=False)
+    with pytest.raises(UrlError, match="WDS_ROOT"):
+        expand_urls("${ROOT}/0.tar")
+
+
+def test_braces_of_a_command_expand():
+    assert expand_urls("pipe:curl -s 'https://host/{00..01}.tar' | cat") == [
+        "pipe:curl -s 'https://host/00.tar' | cat",
+        "pipe:curl -s 'https://host/01.tar' | cat",
+    ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pipe:cat $HOME/a.tar ${OTHER}",
+        "pipe:cat ${X:-{a,b}} ${Y:-a,b}",
+        "pipe:cat a | awk '{print}'",
+        "pipe:cat a | awk '{print $1, $2}'",
+        "pipe:{ cat a; cat b; }",
+        r"pipe:cat my\ file.tar | tr '\{' x",
+    ],
+)
+def test_shell_text_of_a_command_survives(command):
+    assert expand_urls(command) == [command]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ([], "empty"),
+        ("", "empty URL"),
+        ("/a.tar::", "empty URL"),
+        ("/a/{0000..0003.tar", "brace without its partner"),
+        ("/a/0000..0003}.tar", "brace without its partner"),
+        ("/a/{0..}.tar", "no range"),
+        ("/a/{0000...0003}.tar", "no range"),
+        ("/a/{0000-0003}.tar", "no range"),
+        ("/a/{..3}.tar", "no range"),
+        ("-o/etc/passwd", "option"),
+        ("--help", "option"),
+        ("pipe:", "without a command"),
+        ("nosuch://bucket/a.tar", "unknown scheme 'nosuch'"),
+        ("s3://", "names no object"),
+        ("http:///a.tar", "no host"),
+        ("http://host:x/a.tar", "not a URL"),
+        ("https:/host/a.tar", "without '//'"),
+        ("http://host/a\r\nHost: other", "control character"),
+        ("file://other-host/a.tar", "names the host"),
+        ("simplecache::s3://bucket/a.tar", "chain"),
+        (["/a.tar", 7], "not int"),
+        ("/a/{0..999999999}.tar", "more than"),
+    ],
+)
+def test_a_typo_fails_with_what_is_wrong(pattern, says):
+    with pytest.raises(UrlError, match=says):
+        expand_urls(pattern)
+
+
+def test_too_many_urls_fail_before_they_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(patterns, "MAX_URLS", 1000)
+    with pytest.raises(UrlError, match="more than 1,000"):
+        expand_urls("/{0..99}/{0..99}.tar")
+
+
+def test_a_scheme_whose_package_is_missing_fails_with_its_name(monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gcsfs" else real(name))
+    with pytest.raises(UrlError, match="gcsfs"):
+        expand_urls("gs://bucket/a.tar")
+
+
+def test_errors_of_patterns_show_no_secret():
+    with pytest.raises(UrlError) as caught:
+        expand_urls("https://me:hunter2@host/{0..3.tar?token=hunter2")
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in repr(caught.value)
