@@ -102,9 +102,8 @@ class IndexWriter:
         number = self.count
         for entry in entries:
             if entry.number != number or self._is_finished:
-                raise ValueError(
-                    f"entry {entry.number} can't follow {number} entries (end: {self._is_finished})"
-                )
+                state = "finished" if self._is_finished else "unfinished"
+                raise ValueError(f"entry {entry.number} after {number} entries of an index that is {state}")
             number += 1
             frame = pack_frame([entry.key, entry.members])
             records += pack_record(
