@@ -184,8 +184,8 @@ class Reading:
         try:
             for step in itertools.islice(steps, self._worker, None, self._workers or 1):
                 slices = self._recipe.deal.slices(start.step + step, self._recipe.rank)  # E
-                references = [self._take(start, *part) for part in slices]  # B, C, D while F, G go on
-                if self._is_last(references, slices):
+                references = [self._take(start, start.step + step, *part) for part in slices]  # B, C, D; F, G
+                if self._is_last(references):
                     return
                 values, troubles = self._make(start.epoch, references)  # H, I, J
                 cursors = {str(g): self._itineraries[g].cursor(stop).to_json() for g, _, stop in slices}
@@ -208,16 +208,19 @@ class Reading:
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
         return open_origin(shard.url, self._recipe.storage_options, self._recipe.origin, self._counts, stop)
 
-    def _take(self, start: Start, group: int, first: int, stop: int) -> References:
-        """Positions `first` to `stop` of a group's sequence, when they are known; fewer where it ends."""
+    def _take(self, start: Start, step: int, group: int, first: int, stop: int) -> References:
+        """Positions `first` to `stop` of a group, once known; where it ends fewer, in training none."""
         itinerary = self._itineraries.get(group)
         if itinerary is None:
             itinerary = self._itineraries[group] = self._begin(start, group)
+        # In training a step that isn't full on all ranks isn't taken on any.
+        whole = self._recipe.deal.start(step + 1, group) if self._recipe.train else stop
         waiting = _Waiting()
-        while not itinerary.reaches(stop):
+        while not itinerary.reaches(whole):
             if not itinerary.follow(self._cache):
                 self._pause(waiting, itinerary.blocked)
-        return itinerary.take(first, stop)
+        is_full = itinerary.has(whole) or not self._recipe.train
+        return itinerary.take(first, stop if is_full else first)
 
     def _begin(self, start: Start, group: int) -> Itinerary:
         recipe, count, cursor = self._recipe, len(self._recipe.shards), start.cursors.get(str(group))
@@ -238,13 +241,13 @@ class Reading:
 
         return Itinerary(order, next_pass, recipe.shards, self._tier)
 
-    def _is_last(self, references: list[References], slices: list[tuple[int, int, int]]) -> bool:
-        """Whether the sequence has ended: in training by a batch that isn't full."""
-        found = sum(len(part.shards) for part in references)
-        if found == sum(stop - first for _, first, stop in slices):
+    def _is_last(self, references: list[References]) -> bool:
+        """Whether the sequence has ended before this batch."""
+        if any(len(part.shards) for part in references):
             return False
-        self._cache.complain_if_barren()
-        return self._recipe.train or found == 0
+        if self._recipe.train or self._recipe.order.groups == 1:  # a rank's share of an evaluation may be empty
+            self._cache.complain_if_barren()
+        return True
 
     def _pause(self, waiting: _Waiting, blocked: list[int]) -> None:
         """Bytes aren't there yet: see to it that they come, and wait a moment."""

@@ -167,8 +167,8 @@ class Loader:
             recipe = recipe_for(options, self._topology(), self._groups())
             if recipe.order.groups > 1 and options.train and self.num_batches is None:
                 raise OptionError(
-                    f"a run on {recipe.order.groups} nodes has to know how long an epoch is: give num_samples "
-                    f"or num_batches, or put a sizes.json beside the shards"
+                    f"a run on {recipe.order.groups} nodes has to know how long an epoch is: give "
+                    f"num_samples or num_batches, or put a sizes.json beside the shards"
                 )
             self._dataset = StreamDataset(recipe, self._board)
             several = options.num_workers > 0

@@ -47,7 +47,11 @@ class Itinerary:
 
     def reaches(self, position: int) -> bool:
         """Whether all references before a position are known, or there are no more."""
-        return self._order.position >= position or self._order.finished
+        return self.has(position) or self._order.finished
+
+    def has(self, position: int) -> bool:
+        """Whether there are as many references, as far as is known by now."""
+        return self._order.position >= position
 
     def follow(self, cache: ShardCache) -> bool:
         """Take up what has arrived; False if it gives no reference."""
@@ -65,8 +69,8 @@ class Itinerary:
         return taken
 
     def cursor(self, position: int) -> Cursor:
-        """How to go on from a position that has been taken."""
-        return self._order.mark_at(position)
+        """How to go on from a position that has been taken; the end, where the sequence ended before it."""
+        return self._order.mark_at(min(position, self._order.position))
 
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
