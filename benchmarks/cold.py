@@ -66,9 +66,7 @@ def main() -> None:
                 }
                 rows += measure(contender, job, places.of(contender), directory, shards, total_bytes, rates)
     versions = turns.versions(rows)
-    medians = turns.medians(
-        rows, lambda row: f"{row['contender']} at {row['bytes_per_second'] / 1e6:.0f} MB/s"
-    )
+    medians = turns.medians(rows)
     turns.write(
         given,
         "cold",
@@ -124,6 +122,7 @@ def measure(
         row["first_batch_limit_seconds"] = (
             FIRST_BATCH_FACTOR * row["bytes_time_seconds"] + FIRST_BATCH_SECONDS
         )
+        row["label"] = f"{contender.name} at {rate / 1e6:.0f} MB/s"
         rows.append({**row, "bytes_per_second": rate, "link_measured_bytes_per_second": measured})
     return rows
 

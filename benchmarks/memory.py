@@ -63,7 +63,7 @@ def main() -> None:
                 }
                 rows.append(measure(contender, job, places.of(contender), directory))
     versions = turns.versions(rows)
-    medians = turns.medians(rows, lambda row: row["contender"])
+    medians = turns.medians(rows)
     peak = max((row["peak_bytes"] for row in rows if row["contender"] == "streamload"), default=None)
     turns.write(
         given,
@@ -97,6 +97,7 @@ def measure(contender: Contender, job: dict[str, Any], python: Path, directory: 
     epoch, memory = ran.epochs[0], ran.memory
     assert memory is not None
     return {
+        "label": contender.name,
         "contender": contender.name,
         "round": job["seed"],
         "load_before": load,

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,12 +190,12 @@ def write(given: argparse.Namespace, name: str, content: Row) -> None:
     print(json.dumps({key: content[key] for key in ("medians", "targets")}, indent=1))
 
 
-def medians(rows: Sequence[Row], by: Callable[[Row], str]) -> dict[str, Row]:
-    """Of each number, its median over the rounds, for each group of rows."""
+def medians(rows: Sequence[Row]) -> dict[str, Row]:
+    """Of each number, its median over the rounds, for the rows of each label."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(by(row), []).append(row)
-    return {name: _medians_of(group) for name, group in groups.items()}
+        groups.setdefault(row["label"], []).append(row)
+    return {label: _medians_of(group) for label, group in groups.items()}
 
 
 def versions(rows: Sequence[Row]) -> Row:

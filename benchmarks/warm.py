@@ -70,7 +70,7 @@ def main() -> None:
                 )
                 rows.append(measure(contender, job, places.of(contender), round_))
     versions = turns.versions(rows)
-    medians = turns.medians(rows, lambda row: row["contender"])
+    medians = turns.medians(rows)
     speed = {name: turns.ratio(medians, "images_per_second", name, "open_clip") for name in medians}
     turns.write(
         given,
@@ -109,6 +109,7 @@ def measure(contender: Contender, job: Job, python: Path, round_: int) -> dict[s
     last = ran.epochs[-1]
     seconds = last.ended - last.began
     return {
+        "label": contender.name,
         "contender": contender.name,
         "round": round_,
         "load_before": load,

@@ -1,0 +1,57 @@
+"""The benchmarks' small forms run and say what they should; the numbers are not looked at."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+
+ROOT = Path(__file__).resolve().parents[1]
+
+METRICS = {
+    "cold": {"first_batch_seconds", "epoch_1_seconds", "epoch_2_seconds", "epoch_1_bytes", "epoch_2_bytes"},
+    "warm": {"images_per_second", "cpu_us_per_image"},
+    "memory": {"peak_bytes", "steady_bytes", "before_bytes"},
+}
+
+
+def run_quickly(name: str, out: Path, *more: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out)]
+    command += ["--python", sys.executable, *more]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=150)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", ["cold", "warm", "memory"])
+def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str, tmp_path: Path) -> None:
+    out = tmp_path / f"{name}.json"
+    result = run_quickly(name, out, "--contenders", "streamload", "--openclip-python", "none")
+
+    assert {"cpu", "cores", "memory_bytes", "kernel"} == result["machine"].keys()
+    assert result["versions"]["streamload"].keys() >= {"python", "streamload", "torch"}
+    assert result["seeds"] == [0]
+    assert [row["images"] for row in result["rounds"]] == [256]
+    (medians,) = result["medians"].values()
+    assert medians.keys() >= METRICS[name]
+    assert result["targets"]
+
+
+def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")
+    broken.chmod(0o755)
+    command = [sys.executable, "-m", "benchmarks.warm", "--quick", "--contenders", "streamload"]
+    command += ["--python", str(broken), "--openclip-python", "none"]
+    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=150)
+
+    assert ended.returncode != 0
+    assert "streamload ended with 3:\nno such luck" in ended.stderr
+
+
+def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
+    page = "before\n<!-- warm -->\nold\n<!-- /warm -->\nafter\n<!-- cold -->\n<!-- /cold -->\n"
+    assert report.filled(page, {"warm": "| new |"}) == page.replace("old", "| new |")
