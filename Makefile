@@ -36,8 +36,8 @@ pytest: $(READY)
 pytest-openclip: $(OPENCLIP_READY)
 	$(if $(OPENCLIP_TESTS),.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS))
 
-bench: $(READY)  ## Measure beside the peers; writes benchmarks/results/*.json
-	for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+bench: $(READY) $(OPENCLIP_READY)  ## Measure beside the peers (about 30 minutes); writes benchmarks/results/*.json
+	for name in cold warm memory report; do $(BIN)/python -m benchmarks.$$name; done
 
 # The stamp is written last: an interrupted set-up is taken up where it was, a finished one isn't done again.
 $(READY): pyproject.toml constraints.txt
