@@ -43,7 +43,7 @@ def _json_field(data: bytes | memoryview, field: str) -> str:
     if not isinstance(value, dict):
         raise CaptionError(f"caption member is JSON, but a {type(value).__name__}; expected an object")
     if field not in value:
-        raise CaptionError(f"caption member has no field {field!r}; it has {', '.join(sorted(value)[:10])}")
+        raise CaptionError(f"caption member has no field {field!r}; it has {sorted(value)!a:.200}")
     caption = value[field]
     if not isinstance(caption, str):
         raise CaptionError(f"caption field {field!r} is a {type(caption).__name__}; expected a string")

@@ -88,7 +88,7 @@ def _numbers(values: list[Any], allocate: Allocate) -> Any:
         return values
     try:
         numbers = torch.tensor(values, dtype=dtype)
-    except (OverflowError, RuntimeError):  # an int beyond 64 bits
+    except (OverflowError, RuntimeError, ValueError):  # an int beyond 64 bits
         return values
     batch = allocate(numbers.shape, dtype)
     return batch.copy_(numbers)
@@ -97,5 +97,5 @@ def _numbers(values: list[Any], allocate: Allocate) -> Any:
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
-    except TypeError:  # strings, objects, the other byte order
+    except (TypeError, ValueError):  # strings, objects; the other byte order
         return None

@@ -42,7 +42,6 @@ FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
 _JPEG_START = b"\xff\xd8\xff"
 _FAST_COLOURS = frozenset(("YCbCr", "Gray"))
-_FAST_MODES = frozenset(("RGB", "L"))
 
 
 def decode_jpeg_or_image(data: bytes | memoryview) -> Pixels:
@@ -61,23 +60,29 @@ def decode_jpeg_or_image(data: bytes | memoryview) -> Pixels:
         pixels = _decode_sound_jpeg(data)
         if pixels is not None:
             return pixels
-    return np.array(_load(data))
+    return np.array(decode_to_pillow(data))
 
 
 def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
-    """Decode an image for functions that take Pillow's: pixels and `info` of `Image.open(…).convert("RGB")`.
+    """Decode an image for functions that take Pillow's: `Image.open(…).convert("RGB")`, its `info` included.
+
+    Pillow decodes all of it: putting pixels of libjpeg-turbo into its own layout costs what they save.
 
     Args and Raises: as for `decode_jpeg_or_image`.
     """
-    if data[:3] != _JPEG_START:
-        return _load(data)
-    opened = _open(data)
-    pixels = _decode_sound_jpeg(data) if opened.mode in _FAST_MODES else None
-    if pixels is None:
-        return _load(data)
-    image = Image.fromarray(pixels)
-    image.info = opened.info.copy()
-    return image
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image = _open(data)
+        try:
+            image.load()
+            return image.convert("RGB")
+        except MemoryError:
+            raise
+        except Exception as exc:  # Pillow's plugins raise whatever a corrupt file makes them stumble over
+            raise DecodeError(
+                f"{image.format} image of {len(data)} bytes, {image.width}×{image.height}, "
+                f"could not be decoded: {exc!r}"
+            ) from exc
 
 
 def _decode_sound_jpeg(data: bytes | memoryview) -> Pixels | None:
@@ -95,37 +100,19 @@ def _decode_sound_jpeg(data: bytes | memoryview) -> Pixels | None:
     return pixels
 
 
-def _load(data: bytes | memoryview) -> Image.Image:
-    image = _open(data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            image.load()
-            return image.convert("RGB")
-        except MemoryError:
-            raise
-        except Exception as exc:  # Pillow's plugins raise whatever a corrupt file makes them stumble over
-            raise DecodeError(
-                f"{image.format} image of {len(data)} bytes, {image.width}×{image.height}, "
-                f"could not be decoded: {exc!r}"
-            ) from exc
-
-
 def _open(data: bytes | memoryview) -> Image.Image:
     """Read the header."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except MemoryError:
-            raise
-        except UnidentifiedImageError as exc:
-            raise DecodeError(
-                f"{len(data)} bytes that begin with {bytes(data[:8])!r} are not an image; "
-                f"expected one of {', '.join(FORMATS)}"
-            ) from exc
-        except Exception as exc:
-            raise DecodeError(f"image of {len(data)} bytes could not be opened: {exc!r}") from exc
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as exc:
+        raise DecodeError(
+            f"{len(data)} bytes that begin with {bytes(data[:8])!r} are not an image; "
+            f"expected one of {', '.join(FORMATS)}"
+        ) from exc
+    except Exception as exc:
+        raise DecodeError(f"image of {len(data)} bytes could not be opened: {exc!r}") from exc
     _check_size(image.width, image.height)
     return image
 

@@ -46,7 +46,7 @@ class BatchTokenizer:
         self._options = _transformers_options(tokenizer)
         self._length: int | None = None
         if _runs_threads(tokenizer):
-            # Its library warns at a fork after a use and gives up its threads; said beforehand, it is silent.
+            # As open_clip does: workers are processes enough, and the library warns of a fork after a use.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def __call__(self, captions: list[str]) -> Texts:
@@ -82,9 +82,7 @@ class BatchTokenizer:
 
     def _as_tensor(self, result: Any) -> torch.Tensor:
         if isinstance(result, (list, tuple)) and len({np.shape(row) for row in result}) > 1:
-            raise ValueError(
-                f"{self._name} gave rows of different lengths; expected all padded to one length"
-            )
+            raise ValueError(f"{self._name} gave rows of several lengths; expected them padded to one")
         try:
             ids = result if isinstance(result, torch.Tensor) else torch.from_numpy(np.array(result))
         except TypeError:

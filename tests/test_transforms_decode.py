@@ -1,0 +1,242 @@
+"""Decoded pixels are Pillow's, whichever decoder made them; what can't be decoded is a DecodeError."""
+
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from streamload.errors import DecodeError
+from streamload.transforms import decode
+from streamload.transforms.decode import MAX_PIXELS, decode_jpeg_or_image, decode_to_pillow
+
+
+def photograph(width=120, height=90, mode="RGB"):
+    from skimage import data
+
+    image = Image.fromarray(data.astronaut()[40:340, 60:460]).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+    return image.convert(mode)
+
+
+def encoded(image, kind, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def by_pillow(data):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def png_of_size(width, height):
+    def chunk(kind, payload):
+        body = kind + payload
+        return struct.pack(">I", len(payload)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 64))
+        + chunk(b"IEND", b"")
+    )
+
+
+def same_as_pillow(data):
+    pixels = decode_jpeg_or_image(memoryview(data))
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.c_contiguous
+    assert pixels.flags.writeable
+    np.testing.assert_array_equal(pixels, by_pillow(data))
+    image = decode_to_pillow(memoryview(data))
+    assert image.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(image), by_pillow(data))
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (15, 17), (64, 48), (120, 90), (333, 251)])
+def test_a_sound_jpeg_has_the_pixels_of_pillow_bit_by_bit(size, progressive, subsampling):
+    data = encoded(photograph(*size), "JPEG", quality=88, subsampling=subsampling, progressive=progressive)
+    assert decode._decode_sound_jpeg(data) is not None
+    same_as_pillow(data)
+
+
+def test_a_gray_jpeg_has_the_pixels_of_pillow():
+    data = encoded(photograph(mode="L"), "JPEG")
+    assert decode._decode_sound_jpeg(data) is not None
+    same_as_pillow(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(encoded(photograph(mode="CMYK"), "JPEG"), id="CMYK"),
+        pytest.param(encoded(photograph(), "JPEG", keep_rgb=True), id="stored as RGB"),
+    ],
+)
+def test_a_jpeg_of_other_colours_has_the_pixels_of_pillow(data):
+    assert decode._decode_sound_jpeg(data) is None
+    same_as_pillow(data)
+
+
+def test_a_jpeg_that_makes_the_decoder_warn_is_what_pillow_makes_of_it():
+    whole = encoded(photograph(300, 200), "JPEG", quality=90)
+    accepted = refused = 0
+    for place in range(700, len(whole) - 20, len(whole) // 60):
+        data = whole[:place] + b"\xff\x00\xaa\x17" + whole[place + 4 :]
+        try:
+            by_pillow(data)
+        except OSError:
+            refused += 1
+            with pytest.raises(DecodeError):
+                decode_jpeg_or_image(data)
+        else:
+            accepted += 1
+            same_as_pillow(data)
+    assert accepted > 30, (accepted, refused)
+
+
+def test_bytes_behind_the_end_of_a_jpeg_change_nothing():
+    same_as_pillow(encoded(photograph(), "JPEG") + b"\0" * 1000)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16"])
+def test_a_png_of_any_mode_is_converted_as_pillow_does(mode):
+    if mode == "I;16":
+        image = Image.fromarray((np.arange(90 * 120, dtype=np.uint16) * 6).reshape(90, 120))
+    else:
+        image = photograph(mode=mode)
+    data = encoded(image, "PNG")
+    assert Image.open(io.BytesIO(data)).mode == mode
+    same_as_pillow(data)
+
+
+def test_a_palette_with_transparency_is_converted_as_pillow_does_and_no_warning_escapes():
+    image = photograph(mode="P")
+    data = encoded(image, "PNG", transparency=bytes(range(256)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pixels = decode_jpeg_or_image(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        np.testing.assert_array_equal(pixels, by_pillow(data))
+
+
+@pytest.mark.parametrize("options", [{"lossless": True}, {"quality": 80}, {"lossless": True, "exact": True}])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_a_webp_has_the_pixels_of_pillow(mode, options):
+    same_as_pillow(encoded(photograph(mode=mode), "WEBP", **options))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP"])
+def test_formats_that_hide_behind_a_wrong_extension_are_decoded(kind):
+    same_as_pillow(encoded(photograph(), kind))
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "PPM", "ICO", "TGA"])
+def test_a_format_that_is_not_on_the_list_fails(kind):
+    with pytest.raises(DecodeError, match="expected one of JPEG, PNG, WEBP, GIF, BMP"):
+        decode_jpeg_or_image(encoded(photograph(64, 64), kind))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animation_is_its_first_frame(kind):
+    frames = [photograph().point(lambda level, add=add: (level + add) % 256) for add in (0, 90, 180)]
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
+    assert Image.open(io.BytesIO(data)).n_frames == 3
+    same_as_pillow(data)
+
+
+def test_a_picture_with_two_views_is_its_first():
+    frames = [photograph(), photograph().point(lambda level: 255 - level)]
+    data = encoded(frames[0], "MPO", save_all=True, append_images=frames[1:])
+    assert Image.open(io.BytesIO(data)).format == "MPO"
+    same_as_pillow(data)
+
+
+def test_the_orientation_in_exif_is_left_to_the_user():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(photograph(120, 90), "JPEG", exif=exif)
+    assert decode_jpeg_or_image(data).shape == (90, 120, 3)
+    same_as_pillow(data)
+    assert ImageOps.exif_transpose(decode_to_pillow(data)).size == (90, 120)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.98])
+def test_a_cut_image_fails(kind, share):
+    whole = encoded(photograph(), kind)
+    with pytest.raises(DecodeError):
+        decode_jpeg_or_image(whole[: int(len(whole) * share)])
+
+
+def test_a_jpeg_without_its_last_bytes_fails_as_with_pillow():
+    whole = encoded(photograph(), "JPEG")
+    for missing in (1, 2, 3, 100):
+        with pytest.raises(OSError, match="truncated"):
+            by_pillow(whole[:-missing])
+        with pytest.raises(DecodeError, match="truncated"):
+            decode_jpeg_or_image(whole[:-missing])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xd8\xff", b"\xff\xd8\xff\xe0", b"<!DOCTYPE html>", b"\0" * 5000]
+)
+def test_what_is_no_image_fails(data):
+    with pytest.raises(DecodeError, match=f"{len(data)} bytes"):
+        decode_jpeg_or_image(data)
+    with pytest.raises(DecodeError, match=f"{len(data)} bytes"):
+        decode_to_pillow(data)
+
+
+@pytest.mark.parametrize("size", [(13_000, 13_000), (MAX_PIXELS + 1, 1), (200_000, 200_000)])
+def test_a_bomb_fails_by_its_header(size):
+    with pytest.raises(DecodeError, match=r"pixels are decoded|could not be opened"):
+        decode_jpeg_or_image(png_of_size(*size))
+
+
+def test_a_bomb_in_a_jpeg_fails_by_its_header():
+    data = bytearray(encoded(photograph(), "JPEG"))
+    place = data.index(b"\xff\xc0") + 5
+    data[place : place + 4] = struct.pack(">HH", 13_000, 13_000)
+    with pytest.raises(DecodeError, match="13000×13000 by its header"):
+        decode_jpeg_or_image(data)
+    with pytest.raises(DecodeError, match="13000×13000 by its header"):
+        decode_to_pillow(data)
+
+
+def test_an_image_below_the_limit_is_opened():
+    with pytest.raises(DecodeError, match=r"PNG image of .* 9000×9000, could not be decoded"):
+        decode_jpeg_or_image(png_of_size(9000, 9000))
+
+
+def test_random_damage_gives_pixels_or_a_decode_error_and_nothing_else():
+    rng = np.random.default_rng(0)
+    wholes = [
+        encoded(photograph(48, 40, mode), kind)
+        for kind, mode in (
+            ("JPEG", "RGB"),
+            ("JPEG", "CMYK"),
+            ("PNG", "P"),
+            ("WEBP", "RGBA"),
+            ("GIF", "P"),
+            ("BMP", "RGB"),
+        )
+    ]
+    outcomes = {True: 0, False: 0}
+    for number in range(900):
+        data = bytearray(wholes[number % len(wholes)])
+        for _ in range(int(rng.integers(1, 6))):
+            data[int(rng.integers(len(data)))] = int(rng.integers(256))
+        try:
+            outcomes[decode_jpeg_or_image(data).shape[2] == 3] += 1
+        except DecodeError:
+            outcomes[False] += 1
+    assert min(outcomes.values()) > 50, outcomes

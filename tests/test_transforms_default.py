@@ -1,0 +1,177 @@
+"""The default transform: boxes from the sample's seed, Pillow's pixels within a level."""
+
+import functools
+import io
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from streamload.transforms.augment import Box, RandomBox
+from streamload.transforms.decode import decode_jpeg_or_image
+from streamload.transforms.default import DefaultTransform
+from streamload.transforms.resize import _goes_down_first, resize_and_crop_centre, resize_box
+
+SIZES = [
+    (500, 375),
+    (375, 500),
+    (640, 480),
+    (512, 512),
+    (300, 451),
+    (256, 900),
+    (900, 256),
+    (224, 224),
+    (150, 100),
+]
+
+
+@functools.cache
+def photograph(width, height, which=0):
+    from skimage import data
+    from sklearn.datasets import load_sample_images
+
+    source = [data.astronaut(), data.chelsea(), data.coffee(), *load_sample_images().images][which]
+    return np.array(Image.fromarray(source).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def by_pillow(pixels, box, height, width):
+    top, left, box_height, box_width = box
+    crop = Image.fromarray(pixels).crop((left, top, left + box_width, top + box_height))
+    return np.asarray(crop.resize((width, height), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+
+
+def levels_apart(ours, pillows):
+    return np.abs(np.asarray(ours).astype(int) - pillows.astype(int))
+
+
+def test_a_resized_box_is_pillows_within_one_level_and_within_two_in_one_value_of_a_million():
+    rng = np.random.default_rng(0)
+    values = beyond = 0
+    for number in range(90):
+        pixels = photograph(*SIZES[number % len(SIZES)], which=number % 5)
+        box = RandomBox().draw(*pixels.shape[:2], torch.Generator().manual_seed(int(rng.integers(2**32))))
+        apart = levels_apart(resize_box(pixels, box, 224, 224), by_pillow(pixels, box, 224, 224))
+        assert apart.max() <= 2, box
+        values += apart.size
+        beyond += int((apart > 1).sum())
+    assert beyond <= values / 1e6
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_boxes_of_any_shape_are_resized_in_pillows_order_of_axes(which):
+    rng = np.random.default_rng(which)
+    pixels = photograph(700, 700, which)
+    orders = set()
+    for _ in range(60):
+        height, width, new_height, new_width = (
+            int(n) for n in rng.integers((20, 20, 16, 16), (700, 700, 300, 300))
+        )
+        box = Box(int(rng.integers(700 - height)), int(rng.integers(700 - width)), height, width)
+        apart = levels_apart(
+            resize_box(pixels, box, new_height, new_width), by_pillow(pixels, box, new_height, new_width)
+        )
+        assert apart.max() <= 2
+        assert (apart > 1).mean() < 1e-3
+        orders.add(_goes_down_first(height, width, new_height, new_width))
+    assert len(orders) == 1 + (int(Image.__version__.partition(".")[0]) >= 13)
+
+
+def test_a_tall_box_resized_in_the_other_order_fails_to_be_pillows():
+    pixels = np.random.default_rng(0).integers(0, 256, (600, 300, 3), dtype=np.uint8)
+    expected = by_pillow(pixels, Box(0, 0, 600, 300), 224, 224)
+    ours = resize_box(pixels, Box(0, 0, 600, 300), 224, 224)
+    first = (224, 300) if not _goes_down_first(600, 300, 224, 224) else (600, 224)
+    half = resize_box(pixels, Box(0, 0, 600, 300), *first).permute(1, 2, 0).numpy()
+    other = resize_box(half, Box(0, 0, *first), 224, 224)
+    assert levels_apart(ours, expected).max() <= 2
+    assert levels_apart(other, expected).max() > 4
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 500), (500, 1), (2, 3), (224, 224), (224, 500), (500, 224)])
+def test_images_of_odd_sizes_are_transformed(shape):
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    for train in (True, False):
+        destination = torch.zeros(3, 224, 224, dtype=torch.uint8)
+        DefaultTransform(train)(pixels, destination, seed=3)
+        assert destination.sum() > 0
+
+
+def test_the_same_seed_gives_the_same_example_in_any_process():
+    pixels = photograph(400, 400)
+    first, again, other = (torch.zeros(3, 224, 224, dtype=torch.uint8) for _ in range(3))
+    transform = DefaultTransform(train=True)
+    transform(pixels, first, seed=2**64 - 1)
+    transform(pixels, other, seed=7)
+    pickle.loads(pickle.dumps(DefaultTransform(train=True)))(pixels, again, seed=2**64 - 1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    DefaultTransform(train=True)(photograph(500, 375), torch.zeros(3, 224, 224, dtype=torch.uint8), seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_place_in_either_memory_format_gets_the_same_pixels_and_its_neighbours_none():
+    pixels = photograph(500, 375)
+    plain = torch.zeros(3, 3, 224, 224, dtype=torch.uint8)
+    channels_last = torch.zeros(3, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    for batch in (plain, channels_last):
+        DefaultTransform(train=True)(pixels, batch[1], seed=1)
+        assert batch[0].sum() == batch[2].sum() == 0
+    assert torch.equal(plain, channels_last)
+
+
+def test_boxes_have_the_area_and_ratio_asked_for_and_lie_inside():
+    boxes = RandomBox(scale=(0.5, 0.6), ratio=(0.8, 1.25))
+    for seed in range(300):
+        box = boxes.draw(400, 400, torch.Generator().manual_seed(seed))
+        assert 0 <= box.top <= box.top + box.height <= 400
+        assert 0 <= box.left <= box.left + box.width <= 400
+        assert 0.49 < box.height * box.width / 400**2 < 0.61
+        assert 0.79 < box.width / box.height < 1.26
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [((1000, 100), (433, 0, 133, 100)), ((100, 1000), (0, 433, 100, 133)), ((1, 1), (0, 0, 1, 1))],
+)
+def test_where_no_box_fits_the_central_one_is_taken(shape, box):
+    boxes = RandomBox(scale=(0.9, 1.0))
+    assert all(boxes.draw(*shape, torch.Generator().manual_seed(seed)) == box for seed in range(20))
+
+
+@pytest.mark.parametrize(("width", "height"), [*SIZES, (1000, 130), (130, 1000), (225, 224)])
+def test_evaluation_is_pillows_resize_and_central_crop(width, height):
+    pixels = photograph(width, height)
+    short = min(width, height)
+    new_width, new_height = int(224 * width / short), int(224 * height / short)
+    whole = Image.fromarray(pixels).resize((new_width, new_height), Image.Resampling.BICUBIC)
+    left, top = round((new_width - 224) / 2), round((new_height - 224) / 2)
+    expected = np.asarray(whole.crop((left, top, left + 224, top + 224))).transpose(2, 0, 1)
+    destination = torch.zeros(3, 224, 224, dtype=torch.uint8)
+    DefaultTransform(train=False)(pixels, destination)
+    apart = levels_apart(destination, expected)
+    assert apart.max() <= 2
+    assert (apart > 1).sum() <= 3
+
+
+@pytest.mark.parametrize("shape", [(40, 900), (900, 40)])
+def test_a_very_long_image_is_evaluated_without_making_it_longer_still(shape, monkeypatch):
+    pixels = photograph(shape[1], shape[0])
+    part = resize_and_crop_centre(pixels, 64)
+    monkeypatch.setattr("streamload.transforms.resize._LONGEST", math.inf)
+    apart = levels_apart(part, resize_and_crop_centre(pixels, 64).numpy())
+    assert apart.max() <= 2
+
+
+def test_a_line_of_a_million_pixels_is_evaluated():
+    buffer = io.BytesIO()
+    Image.new("L", (1_000_000, 1), 77).save(buffer, "PNG")
+    destination = torch.zeros(3, 224, 224, dtype=torch.uint8)
+    DefaultTransform(train=False)(decode_jpeg_or_image(buffer.getvalue()), destination)
+    assert (destination == 77).all()

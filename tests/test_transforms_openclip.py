@@ -1,0 +1,119 @@
+"""The default transforms and the tokenizer adapter held to open_clip's own, on Pillow images.
+
+These run in the environment that has open_clip (`make test-openclip`).
+"""
+
+import functools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from streamload.testing.torchvision_stub import define_torchvision_schemas
+from streamload.transforms.augment import RandomBox
+from streamload.transforms.default import DefaultTransform
+from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
+from streamload.transforms.tokenize import adapt_tokenizer
+from streamload.transforms.user import SeededGenerators
+
+define_torchvision_schemas()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    open_clip = pytest.importorskip(
+        "open_clip", reason="open_clip is not in this environment; `make test-openclip` runs these tests"
+    )
+    from open_clip.transform import image_transform
+    from torchvision.transforms import RandomResizedCrop
+
+SIZES = [
+    (500, 375),
+    (375, 500),
+    (640, 480),
+    (512, 512),
+    (300, 451),
+    (256, 900),
+    (900, 256),
+    (224, 224),
+    (90, 60),
+]
+CAPTIONS = ["a cat", "", "Two cats, & a VERY long dog!!?! 🐈", "word " * 200, "naïve café <b>l&amp;r</b>"]
+
+
+@functools.cache
+def photograph(width, height, which):
+    from skimage import data
+    from sklearn.datasets import load_sample_images
+
+    source = [data.astronaut(), data.chelsea(), data.coffee(), *load_sample_images().images][which]
+    return np.array(Image.fromarray(source).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def levels_of(normalised):
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (OPENAI_MEAN, OPENAI_STD))
+    return ((normalised * std + mean) * 255).round().int()
+
+
+@pytest.mark.parametrize(("width", "height"), [*SIZES, (1, 1), (1000, 2), (2, 1000), (403, 301)])
+@pytest.mark.parametrize(("scale", "ratio"), [((0.9, 1.0), (3 / 4, 4 / 3)), ((0.08, 1.0), (0.5, 1.5))])
+def test_boxes_are_torchvisions_for_the_same_seed(width, height, scale, ratio):
+    image = Image.new("RGB", (width, height))
+    boxes = RandomBox(scale, ratio)
+    for seed in (0, 1, 2**32 - 1, 2**40 + 17, 2**64 - 1, *range(100, 200)):
+        torch.manual_seed(seed)
+        expected = RandomResizedCrop.get_params(image, list(scale), list(ratio))
+        assert boxes.draw(height, width, torch.Generator().manual_seed(seed)) == tuple(expected)
+
+
+def test_the_training_transform_is_open_clips_within_a_level():
+    ours, theirs = DefaultTransform(train=True), image_transform(224, is_train=True)
+    levels, image = torch.zeros(3, 224, 224, dtype=torch.uint8), torch.zeros(3, 224, 224)
+    values = beyond = 0
+    for number in range(36):
+        pixels = photograph(*SIZES[number % len(SIZES)], which=number % 5)
+        seed = 977 * number
+        ours(pixels, levels, seed)
+        normalise_into(levels, image)
+        with SeededGenerators() as generators:
+            generators.seed(seed)
+            expected = theirs(Image.fromarray(pixels))
+        apart = (levels_of(image) - levels_of(expected)).abs()
+        assert apart.max() <= 2
+        values += apart.numel()
+        beyond += int((apart > 1).sum())
+    assert beyond <= values / 1e6
+
+
+@pytest.mark.parametrize(("width", "height"), [*SIZES, (301, 224), (1000, 130), (130, 1000)])
+def test_the_evaluation_transform_is_open_clips_within_a_level(width, height):
+    pixels = photograph(width, height, 0)
+    levels, image = torch.zeros(3, 224, 224, dtype=torch.uint8), torch.zeros(3, 224, 224)
+    DefaultTransform(train=False)(pixels, levels)
+    normalise_into(levels, image)
+    expected = image_transform(224, is_train=False)(Image.fromarray(pixels))
+    apart = (levels_of(image) - levels_of(expected)).abs()
+    assert apart.max() <= 2
+    assert (apart > 1).sum() <= 3
+
+
+def test_normalising_is_torchvisions_within_float32_rounding():
+    pixels = photograph(224, 224, 1)
+    image = torch.zeros(3, 224, 224)
+    normalise_into(torch.from_numpy(pixels).permute(2, 0, 1), image)
+    expected = image_transform(224, is_train=False)(Image.fromarray(pixels))
+    torch.testing.assert_close(image, expected, rtol=0, atol=1e-6)
+
+
+def test_the_tokenizer_gives_its_own_ids_in_one_call_for_a_batch():
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    texts = adapt_tokenizer(tokenizer)(CAPTIONS)
+    assert texts.ids.dtype == torch.int64
+    assert torch.equal(texts.ids, torch.cat([tokenizer(caption) for caption in CAPTIONS]))
+    ends = texts.ids.argmax(1) + 1
+    assert texts.mask().sum(1).tolist() == ends.tolist()
+
+
+def test_the_schemas_may_be_defined_again():
+    define_torchvision_schemas()
+    define_torchvision_schemas()
