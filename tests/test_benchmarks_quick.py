@@ -53,5 +53,5 @@ def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: 
 
 
 def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
-    page = "before\n<!-- warm -->\nold\n<!-- /warm -->\nafter\n<!-- cold -->\n<!-- /cold -->\n"
-    assert report.filled(page, {"warm": "| new |"}) == page.replace("old", "| new |")
+    page = "before\n<!-- warm -->\nlast year\n<!-- /warm -->\nafter\n<!-- cold -->\n<!-- /cold -->\n"
+    assert report.filled(page, {"warm": "| new |"}) == page.replace("last year", "| new |")
