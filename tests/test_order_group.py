@@ -52,6 +52,16 @@ def test_every_sample_is_in_one_group_and_once_in_a_pass(number):
     assert sorted(found) == [(shard, i) for shard, own in enumerate(case.entries) for i in own]
 
 
+@pytest.mark.parametrize("hints", [[3], [1], [0], [2, 0, 1], [0, 0]])
+def test_more_groups_than_samples_share_them_all_the_same(hints):
+    entries = [list(range(5)) for _ in hints]
+    case = Case(seed=1, entries=entries, groups=8, lanes=2, window=3, hints=hints)
+    parts = [drain(case.order(group, passes=1), Given(case.everything)) for group in range(8)]
+    assert parts == [sequence(case, group, 1)[0] for group in range(8)]
+    found = sorted(reference[1:] for part in parts for reference in part)
+    assert found == [(shard, i) for shard in range(len(hints)) for i in range(5)]
+
+
 @pytest.mark.parametrize("number", range(40))
 def test_known_counts_make_groups_that_differ_by_one_sample(number):
     case = Case.drawn(number)

@@ -108,8 +108,10 @@ class GroupOrder:
         while (room > 0 or self.position == before) and not self.finished and self._pass_over(arrivals):
             first, wanted = self._lanes.given, max(room, _FIRST_PORTION)
             references = self._lanes.take(arrivals, wanted)
-            self._window.push(first, references)
             over = self._lanes.finished
+            if not references.size and not over:
+                break
+            self._window.push(first, references)
             ready = self._window.pop_all() if over else self._window.pop(self._lanes.given)
             skipped = min(self._skip, ready.size)
             self._skip -= skipped

@@ -206,17 +206,17 @@ class Lanes:
         given = [_NOTHING]
         for lane, (start, stop) in zip(lanes.tolist(), spans.tolist(), strict=True):
             given.append(self._samples[lane][start:stop])
-        references: NDArray[np.int64] = np.concatenate(given)
+        references = np.concatenate(given)
         references += np.repeat(self._place[lanes] << SAMPLE_BITS, spans[:, 1] - spans[:, 0])
         # They lie lane by lane, and are wanted round by round.
         if references.size == lanes.size * turn.rounds:
-            return references.reshape(lanes.size, turn.rounds).T.ravel()
+            return np.ravel(references.reshape(lanes.size, turn.rounds), order="F")
         after = served(rounds, slow, self._count)
         gives = after[:, 1:] > after[:, :-1]
         table = np.empty(gives.shape, np.int64)
         table[gives] = references
-        references = table.T[gives.T]
-        return references
+        by_round: NDArray[np.int64] = table.T[gives.T]
+        return by_round
 
     def _done(self, turn: Turn) -> None:
         lanes = slice(turn.first, turn.last)
