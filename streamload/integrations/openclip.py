@@ -9,33 +9,42 @@ rates fall as before. Known to it: open_clip 3.3.0, and the development version,
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import json
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from streamload import urls
 from streamload.errors import OptionError
 from streamload.loader import Loader, make_loader
+from streamload.loader.sizes import listed_samples
+from streamload.shards.samples import Entry
 
 logger = logging.getLogger("streamload")
 
-_KNOWN = {
+# Arguments that say what is trained on. What isn't known must not be ignored: these are heeded here …
+_HEEDED = {
     "dataset_resampled",
     "dataset_type",
+    "image_key",
+    "json_text_key",
+    "max_image_pixels",
+    "text_key",
     "train_data",
-    "train_data_upsampling_factors",
     "train_num_samples",
     "val_data",
     "val_num_samples",
 }
-_ABOUT_DATA = ("data_", "dataset_", "train_data", "train_num", "val_data", "val_num")
+# … these change samples or batches in ways of the development version's own …
+_REFUSED = {"genlap", "genlip", "length_bucketing", "use_naflex", "variable_text"}
+# … and whatever else is called so.
+_ABOUT_DATA = ("data_", "dataset_", "image_key", "json_", "max_image_", "text_key", "train_data", "train_num")
+_ABOUT_VALIDATION = ("val_data", "val_num")
 
 
 def install(module: ModuleType | None = None) -> Callable[[], None]:
@@ -68,7 +77,10 @@ def install(module: ModuleType | None = None) -> Callable[[], None]:
             raise OptionError(
                 f"streamload doesn't know what OpenCLIP's {', '.join(unknown)} asks of a loader"
             )
-        return Data(args, preprocess_img, tokenizer, is_train, epoch, floor, "dict" if as_dict else "tuple")
+        _refuse_unknown(args)
+        output: Literal["dict", "tuple"] = "dict" if as_dict else "tuple"
+        common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "output": output, **_selected(args)}
+        return _training(args, common, epoch, floor) if is_train else _validation(args, common)
 
     def uninstall() -> None:
         module.get_wds_dataset = original  # type: ignore[attr-defined]
@@ -78,57 +90,26 @@ def install(module: ModuleType | None = None) -> Callable[[], None]:
 
 
 class Data:
-    """What OpenCLIP holds of a data set: `dataloader`, with its two numbers, and `set_epoch`."""
+    """What OpenCLIP holds of a data set.
 
-    def __init__(
-        self,
-        args: Any,
-        preprocess: Callable[[Any], Any],
-        tokenizer: Any,
-        train: bool,
-        epoch: int,
-        floor: bool,
-        output: str,
-    ):
-        _refuse_unknown(args)
-        shards = args.train_data if train else args.val_data
-        if not shards:
-            raise OptionError(f"OpenCLIP was given no {'--train-data' if train else '--val-data'}")
-        size = (args.train_num_samples if train else args.val_num_samples) or listed_size(shards) or 0
-        if train and not size:
-            raise OptionError(
-                "OpenCLIP plans its learning rate by the number of samples: give --train-num-samples, "
-                "or put a sizes.json beside the shards"
-            )
-        if train and args.dataset_resampled:
-            logger.info(
-                "--dataset-resampled: the shards go on from epoch to epoch, each sample once in a pass"
-            )
-        world = args.world_size if train else 1
-        batches = _rounded(size, args.batch_size * world, args.workers if train else 1, floor=floor and train)
-        place = {"rank": args.rank, "world_size": args.world_size} if train else {}
-        self._loader = make_loader(
-            shards,
-            tokenizer,
-            preprocess=preprocess,
-            batch_size=args.batch_size,
-            num_workers=args.workers,
-            num_batches=batches if train else None,
-            seed=args.seed,
-            train=train,
-            output=output,  # type: ignore[arg-type]
-            **place,
-        )
-        self._loader.set_epoch(epoch)
-        self.dataloader = Batches(self._loader, batches, batches * args.batch_size * world if train else size)
+    Attributes:
+        dataloader: iterable again and again, with num_batches (of a rank) and num_samples (of all).
+    """
+
+    def __init__(self, loader: Loader, num_batches: int, num_samples: int):
+        self.dataloader = Batches(loader, num_batches, num_samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration is."""
-        self._loader.set_epoch(epoch)
+        """Say which epoch the next iteration is."""
+        self.dataloader.loader.set_epoch(epoch)
 
 
 class Batches:
-    """A loader as OpenCLIP's training sees it: iterable again and again, its size known before."""
+    """A loader and the two numbers that OpenCLIP wants to know beforehand.
+
+    Attributes:
+        loader: streamload's own, for its stats() and close().
+    """
 
     def __init__(self, loader: Loader, num_batches: int, num_samples: int):
         self.loader = loader
@@ -138,25 +119,58 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
 
-    def __len__(self) -> int:
-        return self.num_batches
-
 
 def listed_size(shards: str) -> int | None:
-    """The number of samples by the sizes.json (or __len__) in the first shard's folder, as OpenCLIP counts.
+    """The number of samples by the sizes.json beside the shards, or the __len__ in the first one's folder.
 
     Args:
         shards: as given to --train-data.
     """
     listed = urls.expand_urls(shards)
-    if not urls.is_local(listed[0]):
-        return None
-    folder = urls.local_path(listed[0]).parent
-    sizes, length = folder / "sizes.json", folder / "__len__"
-    if sizes.exists():
-        known = json.loads(sizes.read_text())
-        return sum(int(known[Path(urls.local_path(shard)).name]) for shard in listed)
-    return int(length.read_text()) if length.exists() else None
+    known = listed_samples(listed, None)
+    if known is None and urls.is_local(listed[0]):
+        length = urls.local_path(listed[0]).parent / "__len__"
+        return int(length.read_text()) if length.exists() else None
+    return known
+
+
+def _training(args: Any, common: dict[str, Any], epoch: int, floor: bool) -> Data:
+    """The loader of a rank's share; its epochs have the length that OpenCLIP gives them."""
+    if not args.train_data:
+        raise OptionError("OpenCLIP was given no --train-data")
+    size = args.train_num_samples or listed_size(args.train_data)
+    if not size:
+        raise OptionError(
+            "OpenCLIP plans its learning rate by the number of samples: give --train-num-samples, "
+            "or put a sizes.json ({shard name: samples}) beside the shards"
+        )
+    if args.dataset_resampled and args.rank == 0:
+        logger.info("--dataset-resampled: nothing is drawn; each pass gives each sample once, in a new order")
+    in_a_step = args.batch_size * args.world_size
+    num_batches = _rounded(size, in_a_step, args.workers, floor=floor)
+    loader = make_loader(
+        args.train_data,
+        batch_size=args.batch_size,
+        num_workers=args.workers,
+        num_batches=num_batches,
+        seed=args.seed,
+        rank=args.rank,
+        world_size=args.world_size,
+        **common,
+    )
+    loader.set_epoch(epoch)
+    return Data(loader, num_batches, num_batches * in_a_step)
+
+
+def _validation(args: Any, common: dict[str, Any]) -> Data:
+    """The loader of the whole set: every rank has one, rank 0 alone iterates it."""
+    if not args.val_data:
+        raise OptionError("OpenCLIP was given no --val-data")
+    size = args.val_num_samples or 0  # shown in its log; the data alone says where the set ends
+    loader = make_loader(
+        args.val_data, batch_size=args.batch_size, num_workers=args.workers, train=False, **common
+    )
+    return Data(loader, math.ceil(size / args.batch_size), size)
 
 
 def _rounded(size: int, in_a_step: int, workers: int, *, floor: bool) -> int:
@@ -170,15 +184,36 @@ def _refuse_unknown(args: Any) -> None:
     given = {
         name
         for name, value in vars(args).items()
-        if value not in (None, False) and name.startswith(_ABOUT_DATA)
+        if value not in (None, False, 0, "")
+        and (name in _REFUSED or name.startswith(_ABOUT_DATA + _ABOUT_VALIDATION))
     }
-    unknown = sorted(given - _KNOWN)
-    if unknown:
-        raise OptionError(
-            f"streamload doesn't know OpenCLIP's {', '.join('--' + n.replace('_', '-') for n in unknown)}"
-        )
-    if getattr(args, "train_data_upsampling_factors", None):
+    if "train_data_upsampling_factors" in given:
         raise OptionError("--train-data-upsampling-factors isn't supported: list the shards of one source")
+    unknown = ", ".join("--" + name.replace("_", "-") for name in sorted(given - _HEEDED))
+    if unknown:
+        raise OptionError(f"streamload doesn't know what OpenCLIP's {unknown} asks of a loader")
+
+
+def _selected(args: Any) -> dict[str, Any]:
+    """Which members are image and caption and which samples are left out, where flags say so.
+
+    Only the development version has them; it also leaves out empty captions, 3.3.0 doesn't.
+    """
+    if not hasattr(args, "text_key"):
+        return {}
+    text_key = args.text_key
+    if args.json_text_key:
+        if ";" in args.json_text_key:
+            raise OptionError(
+                f"--json-text-key {args.json_text_key}: several fields aren't supported, name one"
+            )
+        text_key = f"json:{args.json_text_key}"
+    keep = functools.partial(_is_kept, args.max_image_pixels or math.inf, text_key == "txt")
+    return {"image_key": args.image_key, "text_key": text_key, "keep": keep}
+
+
+def _is_kept(most_pixels: float, captioned: bool, entry: Entry) -> bool:
+    return entry.width * entry.height <= most_pixels and (entry.caption_bytes > 0 or not captioned)
 
 
 def _data_module() -> ModuleType:
@@ -192,9 +227,16 @@ def _data_module() -> ModuleType:
 
 
 def main(arguments: list[str]) -> None:
-    """Run OpenCLIP's training on streamload."""
-    install()
-    importlib.import_module("open_clip_train.main").main(arguments)
+    """Run OpenCLIP's training on streamload.
+
+    Args:
+        arguments: open_clip_train's. A leading "--" is passed over: `torchrun -m
+            streamload.integrations.openclip -- --logs DIR` needs it to leave --logs alone.
+    """
+    data = _data_module()
+    install(data)
+    training = importlib.import_module(data.__name__.replace(".data", ".main"))
+    training.main(arguments[1:] if arguments[:1] == ["--"] else arguments)
 
 
 if __name__ == "__main__":

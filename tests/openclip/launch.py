@@ -1,0 +1,71 @@
+"""`python -m streamload.integrations.openclip` in a process that a test has prepared, with a record of batches.
+
+As a script, with the arguments of the training behind it: `python launch.py --train-data …`. The model whose
+configuration OPENCLIP_TEST_MODEL names is known by the file's name. To the directory OPENCLIP_TEST_RECORD goes,
+for each rank, a JSON line for each batch that the training took: {"train", "epoch" (counted by iter(), from 0),
+"keys", "urls"}.
+"""
+
+import json
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import streamload.loader
+from streamload.testing.torchvision_stub import define_torchvision_schemas
+
+
+class Recorded:
+    """A loader whose batches pass as they are, but for the keys, which are written down."""
+
+    def __init__(self, loader: streamload.loader.Loader) -> None:
+        self.loader = loader
+        self.epoch = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        for images, texts, keys in self.loader:
+            self.write(keys)
+            yield images, texts
+
+    def write(self, keys: dict[str, list[str]]) -> None:
+        line = {
+            "train": self.loader.options.train,
+            "epoch": self.epoch,
+            "keys": keys["__key__"],
+            "urls": keys["__url__"],
+        }
+        record = Path(os.environ["OPENCLIP_TEST_RECORD"], f"rank-{os.environ.get('RANK', '0')}.jsonl")
+        with record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    define_torchvision_schemas()
+    import open_clip
+
+    open_clip.add_model_config(os.environ["OPENCLIP_TEST_MODEL"])
+    plain_make_loader = streamload.loader.make_loader
+    plain_parallel = torch.nn.parallel.DistributedDataParallel
+
+    def make_loader(*args: Any, **options: Any) -> Recorded:
+        return Recorded(plain_make_loader(*args, **options, with_keys=True))
+
+    def parallel(module: torch.nn.Module, *, device_ids: Any, **options: Any) -> torch.nn.Module:
+        """open_clip 3.3.0 gives [cpu] as device_ids, which torch refuses."""
+        return plain_parallel(module, **options)
+
+    streamload.loader.make_loader = make_loader
+    torch.nn.parallel.DistributedDataParallel = parallel
+    runpy.run_module("streamload.integrations.openclip", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

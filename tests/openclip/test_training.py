@@ -1,0 +1,71 @@
+"""open_clip's own training on our loader, over real origins: what it trains on, and what the origin is asked."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from streamload.loader import make_loader
+from streamload.testing.s3 import S3Server
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import read_oracle
+
+STEPS = 26  # ceil(ceil(800 / 32) / 2 workers) × 2 workers, open_clip's rounding
+SIZES = ("--train-num-samples", "800", "--workers", "2")
+
+
+def keys_of(shards: list[Path]) -> set[str]:
+    return {key for shard in shards for key, _ in read_oracle(shard)}
+
+
+def assert_is_trained(run: Run) -> None:
+    """All steps were made, and what could be learnt was."""
+    losses = run.losses
+    assert len(losses) == 2 * STEPS
+    assert sum(losses[-5:]) / 5 < 0.7 * sum(losses[:3]) / 3
+
+
+def assert_epochs_are_whole(run: Run, shards: list[Path]) -> None:
+    """One rank's epochs: full batches, as many as open_clip plans; no sample comes again before all came."""
+    for epoch in (0, 1):
+        assert [len(keys) for keys in run.keys(0, epoch)] == [32] * STEPS
+    taken = list(itertools.chain(*run.keys(0, 0), *run.keys(0, 1)))
+    samples = keys_of(shards)
+    assert Counter(taken[: len(samples)]) == Counter(samples)
+    assert Counter(taken[len(samples) : 2 * len(samples)]) == Counter(samples)
+
+
+def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_nothing(
+    shards: list[Path], validation_shards: list[Path], train: Callable[..., Run], tmp_path: Path
+) -> None:
+    with ShardServer(shards[0].parent) as server, ShardServer(validation_shards[0].parent) as held_out:
+        urls = f"pipe:curl -f -s -L {server.url}/{{00000..00003}}.tar"
+        validation = f"{held_out.url}/{{00000..00001}}.tar"
+        run = train("--train-data", urls, "--val-data", validation, *SIZES, "--seed", "7")
+    assert_is_trained(run)
+    assert_epochs_are_whole(run, shards)
+    assert sorted(request.path for request in server.log) == [shard.name for shard in shards]
+
+    with make_loader(
+        urls,
+        num_workers=0,
+        batch_size=32,
+        num_batches=STEPS,
+        seed=7,
+        with_keys=True,
+        cache_dir=tmp_path / "cache",
+        cache_size="100MB",
+    ) as planned:
+        for epoch in (0, 1):
+            assert [keys["__key__"] for _, _, keys in planned] == run.keys(0, epoch)
+
+    ranges = [held_out.ranges(shard.name) for shard in validation_shards]
+    assert ranges == [[(0, shard.stat().st_size)] for shard in validation_shards]
+    for epoch in (0, 1):
+        validated = run.keys(0, epoch, train=False)
+        assert [len(keys) for keys in validated] == [32, 32, 6]
+        assert sorted(itertools.chain(*validated)) == sorted(keys_of(validation_shards))
+    assert [result["num_samples"] for result in run.results] == [70, 70]
