@@ -24,6 +24,6 @@ def pin(name: str, version: str, requires_python: str | None) -> str:
 
 
 if __name__ == "__main__":
-    ours = {"streamload", "pip", "setuptools", "wheel"}
+    ours = {"streamload", "pip"}
     found = {d.name: pin(d.name, d.version, d.metadata["Requires-Python"]) for d in distributions()}
     print(HEAD + "\n".join(found[name] for name in sorted(found, key=str.lower) if name.lower() not in ours))

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,8 @@ def main() -> None:
     parser.add_argument("--steered", action="store_true", help="take requests from the standard input")
     options = vars(parser.parse_args())
     steered = options.pop("steered")
+    if steered:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer: it closes the input
     with ShardServer(options.pop("root"), **options) as server:
         print(json.dumps({"url": server.url}), flush=True)
         if not steered:

@@ -33,14 +33,14 @@ def demo(
     from streamload.testing.photographs import write_photograph_shards
     from streamload.testing.server_process import SpawnedServer
 
-    console = Console()
+    console, bytes_per_second = Console(), parse_size(link, "--link")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamload-demo-")))
         shards = directory or scratch / "shards"
         if not (shards / "sizes.json").is_file():
-            with console.status(f"making shards of {samples:,} photographs in {shards}"):
-                write_photograph_shards(shards, samples, samples_per_shard)
-        server = stack.enter_context(SpawnedServer(shards, bytes_per_second=parse_size(link, "--link")))
+            console.print(f"making shards of {samples:,} photographs", highlight=False)
+            write_photograph_shards(shards, samples, samples_per_shard)
+        server = stack.enter_context(SpawnedServer(shards, bytes_per_second=bytes_per_second))
         urls = [f"{server.url}/{path.name}" for path in sorted(shards.glob("*.tar"))]
         total_bytes = sum(path.stat().st_size for path in shards.glob("*.tar"))
         figures = train(urls, total_bytes, scratch / "cache", batch_size, workers, console)
@@ -48,6 +48,4 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     draw(figures, out / "demo.png")
     write_figures(figures, out / "demo.json")
-    console.print(
-        f"The picture is {out / 'demo.png'}, the figures are in {out / 'demo.json'}.", highlight=False
-    )
+    console.print(f"picture: {out / 'demo.png'}\nfigures: {out / 'demo.json'}", highlight=False)

@@ -70,6 +70,7 @@ def train(
 ) -> Figures:
     """Train two epochs on the shards at `urls`, with a line of progress."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the other cores are the workers'; threads that wait for a busy core only spin
     model = SmallClip()
     optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE)
     figures = Figures(total_bytes, batch_size, workers)
