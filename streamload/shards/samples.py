@@ -104,8 +104,8 @@ class ShardScanner:
     headers carry nothing that matters here (those which would are refused). `ShardScanner.after(entry)` does
     that; its first `feed` is given the bytes from `scanner.position` on.
 
-    Not thread-safe. Costs about 15 µs a sample of three members, and what the checksum takes (7 to 20 µs for
-    100 KB); payloads are not copied.
+    Not thread-safe. Costs about 25 µs a sample of three members (webdataset: 225 on the same machine), and
+    what the checksum takes (7 to 20 µs for 100 KB); payloads are not copied.
 
     Args:
         position: where the first chunk lies in the tar: 0, or the `whole_stop` of an earlier scanner.

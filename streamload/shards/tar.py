@@ -21,6 +21,7 @@ MEMBER_LIMIT_BYTES = 1 << 40
 """The largest size that is believed of a member."""
 
 _ZEROS = bytes(BLOCK_BYTES)
+_NOTHING = memoryview(b"")
 _REGULAR = frozenset(b"0\x007")
 _WITHOUT_PAYLOAD = frozenset(b"123456")  # links, devices, directories, FIFOs: their size field means nothing
 _LONG_NAME, _LONG_LINK, _SPARSE, _GLOBAL = b"LKSg"
@@ -63,7 +64,7 @@ class TarParser:
     """Parses one tar that arrives in chunks of any size.
 
     Not thread-safe. Holds no payload: at most one block, or the extended headers of one member. Costs about
-    2.5 µs a member.
+    5 µs a member.
 
     Args:
         position: where the first chunk lies in the tar; the border between two members.
@@ -117,16 +118,14 @@ class TarParser:
         pieces: list[Piece] = []
         at = 0
         while at < stop and not self.ended:
-            if self._payload:
-                take = min(self._payload, stop - at)
-                if self._member is not None:
-                    pieces.append((self._member, view[at : at + take]))
-                self._payload -= take
-                at += take
-            elif self._padding:
-                take = min(self._padding, stop - at)
-                self._padding -= take
-                at += take
+            if self._payload or self._padding:
+                payload = min(self._payload, stop - at)
+                if payload and self._member is not None:
+                    pieces.append((self._member, view[at : at + payload]))
+                padding = min(self._padding, stop - at - payload)
+                self._payload -= payload
+                self._padding -= padding
+                at += payload + padding
             elif not self._partial and not self._body and stop - at >= BLOCK_BYTES:
                 at += BLOCK_BYTES
                 self.position = base + at
@@ -134,9 +133,8 @@ class TarParser:
             else:
                 at += self._collect(view[at:], base + at, pieces)
         if self._member is not None and 0 < self._payload == self._member.size:
-            pieces.append(
-                (self._member, memoryview(b""))
-            )  # announced here: all of its payload may be skipped
+            # Announced now, since all of its payload may be skipped.
+            pieces.append((self._member, _NOTHING))
         if self.ended and at < stop:
             self.trailing = self.trailing or bytes(view[at:]).count(0) != stop - at
         self.position = base + stop
@@ -210,7 +208,7 @@ class TarParser:
         self._payload, self._padding = size, -size % BLOCK_BYTES
         self._member = Member(text, self.position, size) if kind in _REGULAR else None
         if not size and self._member is not None:
-            pieces.append((self._member, memoryview(b"")))
+            pieces.append((self._member, _NOTHING))
 
     def _begin_extended(self, kind: int, size: int) -> None:
         self._extended_headers += 1
