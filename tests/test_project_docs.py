@@ -1,0 +1,109 @@
+"""The documents tell the truth: what they name is there, and their code can be run as it stands."""
+
+import ast
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from streamload.cli import app
+from streamload.settings import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
+    if path.is_file()
+)
+COMMANDS = {command.callback.__name__ for command in app.registered_commands} | {
+    group.name for group in app.registered_groups
+}
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def per_page(test):
+    return pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))(test)
+
+
+@per_page
+def test_every_link_to_a_file_leads_to_one(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@per_page
+def test_every_python_file_that_is_named_is_there(page):
+    for name in re.findall(r"`((?:streamload|tests|examples|benchmarks|docker)/[\w/.-]+)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+@per_page
+def test_python_blocks_can_be_parsed_and_use_public_names(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("streamload"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "streamload"
+            ):
+                assert hasattr(importlib.import_module("streamload"), node.attr), node.attr
+
+
+@per_page
+def test_every_command_and_target_that_is_named_exists(page):
+    text = page.read_text()
+    code = "\n".join(re.findall(r"`([^`\n]+)`", text) + blocks(page, "(?:bash|sh|console|text)?"))
+    named = re.findall(r"^(?:\$ )?(?:\.venv/bin/)?streamload ([a-z]+)", code, re.MULTILINE)
+    assert set(named) <= COMMANDS
+    assert set(re.findall(r"^(?:\$ )?make ([a-z-]+)", code, re.MULTILINE)) <= TARGETS
+
+
+def test_the_readme_names_both_commands_and_every_variable():
+    readme = (ROOT / "README.md").read_text()
+    for needed in ("make demo", "make test", *VARIABLES.values()):
+        assert needed in readme
+
+
+def test_the_readme_links_the_journey():
+    assert "docs/journey.md" in (ROOT / "README.md").read_text()
+
+
+def test_the_journey_names_the_file_of_each_lettered_step():
+    journey = (ROOT / "docs" / "journey.md").read_text()
+    for letter in "ABCDEFGHIJKL":
+        assert re.search(rf"\b{letter}\b", journey), letter
+
+
+def test_make_help_lists_every_target_that_the_readme_names():
+    shown = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    for target in set(re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text())):
+        assert f"{target} " in shown
+
+
+def test_ci_calls_make_test():
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=False).returncode == 0
+
+
+def test_the_pins_name_no_place_and_hold_every_direct_dependency():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r'[\w.-]+==[\w.]+( ; python_version >= "3\.\d+")?', pin) for pin in pins)
+    project = (ROOT / "pyproject.toml").read_text()
+    direct = re.findall(r'^    "([a-z0-9-]+)(?:\[[a-z,]+\])?>=', project, re.MULTILINE)
+    pinned = {line.partition("==")[0].lower() for line in pins}
+    assert {name for name in direct if name != "streamload"} <= pinned
+    assert len(direct) > 15
