@@ -57,7 +57,7 @@ class Stream(Protocol):
     version: Version
 
     def chunks(self) -> Iterator[bytes]:
-        """Give the bytes in order, once. It ends only when the origin vouches that the shard ends here."""
+        """Give the bytes in order, once; ends only where the origin vouches that the shard ends."""
         ...
 
     def close(self) -> None:

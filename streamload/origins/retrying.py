@@ -45,16 +45,18 @@ class _RetryingStream:
         self._stream, self._position = stream, start
 
     def chunks(self) -> Iterator[bytes]:
+        """Give the bytes, across breaks. At the end, at an error and when left early, all is closed."""
         while True:
             try:
                 for chunk in self._patience.watch(self._stream.chunks()):
                     self._position += len(chunk)
                     yield chunk
+                return
             except OriginError as error:
                 self._stream.close()
                 self._patience.wait(error)
-            else:
-                return
+            finally:
+                self._stream.close()
             self._stream = self._patience.open(self._origin, self._position, self.version)
             self.version = self.version.completed(self._stream.version)
 

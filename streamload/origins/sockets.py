@@ -68,6 +68,15 @@ def open_pools(session: Session, url: str) -> urllib3.PoolManager:
     return pools
 
 
+def close_pools(pools: urllib3.PoolManager) -> None:
+    """Close connections that wait for another request; clear() alone leaves that to the garbage collector."""
+    for key in pools.pools.keys():  # noqa: SIM118  (no dict: it can't be iterated over)
+        pool = pools.pools.get(key)
+        if pool is not None:
+            pool.close()
+    pools.clear()
+
+
 class _Connecting:
     """How both kinds of connections of urllib3 connect."""
 

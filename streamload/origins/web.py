@@ -31,7 +31,7 @@ from streamload.errors import (
 )
 from streamload.origins.failures import of_status
 from streamload.origins.protocol import OriginUnavailable, Session, Version, same_version, strong
-from streamload.origins.sockets import WAKE_SECONDS, open_pools
+from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools
 from streamload.urls import redact, redact_text
 
 _REDIRECTS = 10
@@ -70,7 +70,7 @@ class HttpOrigin:
         except BaseException as exc:
             if response is not None:
                 response.close()
-            pools.clear()
+            close_pools(pools)
             if isinstance(exc, HTTPError):
                 raise self._translated(exc, "no answer") from exc
             raise
@@ -197,29 +197,33 @@ class _HttpStream:
 
     def chunks(self) -> Iterator[bytes]:
         """Give the bytes as they come off the socket, up to `chunk_bytes` at once."""
-        if self._response is None:
-            return
-        read1, size = self._response.read1, self._session.options.chunk_bytes
+        while self._response is not None:
+            begin = self._position
+            yield from self._body(self._response)
+            if self._is_end(self._response) or not self._goes_on(begin):
+                return
+
+    def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+        read1, size = response.read1, self._session.options.chunk_bytes
         while True:
             try:
                 chunk = read1(size, decode_content=False)
             except HTTPError as exc:
                 raise self._broken(exc) from exc
             if not chunk:
-                break
+                return
             before, self._position = self._position, self._position + len(chunk)
             self._session.count("origin_bytes", len(chunk))
             if before >= self._start:
                 yield chunk
             elif self._position > self._start:
                 yield chunk[self._start - before :]
-        self._check_end(self._response)
 
     def close(self) -> None:
         """Close the connection; idempotent."""
         if self._response is not None:
             self._response.close()
-        self._pools.clear()
+        close_pools(self._pools)
 
     def _broken(self, exc: HTTPError) -> OriginError:
         error = self._origin._translated(exc, "no byte")
@@ -229,25 +233,26 @@ class _HttpStream:
             )
         return error
 
-    def _check_end(self, response: urllib3.BaseHTTPResponse) -> None:
+    def _is_end(self, response: urllib3.BaseHTTPResponse) -> bool:
         """The body is over; is the shard? A body that ends with its connection proves nothing."""
         size, stop = self.version.size, self._stop
         if (stop is not None and self._position < stop) or (size is not None and self._position < size):
             raise OriginCut(f"{self._origin.url}: ended at byte {self._position} of {self._of}")
-        chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
-        if stop is None and not chunked:
-            self._ask_for_more()
+        return stop is not None or "chunked" in response.headers.get("Transfer-Encoding", "").lower()
 
-    def _ask_for_more(self) -> None:
+    def _goes_on(self, begin: int) -> bool:
+        """Ask for what stands behind the body's end, and if there is something, read on from there."""
         self.close()
         more = self._origin.open(self._position, self.version)
+        if more._position == self._position and more._stop != self._position and self._position > begin:
+            self._pools, self._response = more._pools, more._response
+            self._stop, self.version = more._stop, more.version
+            return True
         more.close()
-        if more._position == self._position and more._stop != self._position:
-            raise OriginCut(
-                f"{self._origin.url}: ended at byte {self._position}, but has more bytes than that"
-            )
-        if more.version.size is not None and more.version.size != self._position:
-            raise OriginCut(f"{self._origin.url}: ended at byte {self._position} of {more.version.size}")
+        size = more.version.size
+        if more._position == self._position != more._stop or (size is not None and size != self._position):
+            raise OriginCut(f"{self._origin.url}: ended at byte {self._position}, but goes on there")
+        return False
 
     @property
     def _of(self) -> str:

@@ -7,6 +7,7 @@ import http.server
 import io
 import os
 import re
+import select
 import socket
 import ssl
 import struct
@@ -99,7 +100,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         fault = self.shards.fault_for(path)
         self.shards.closed.wait(self.shards.latency_seconds)
         if fault.silent:
-            self.shards.closed.wait()
+            self.shards.wait_while(lambda: True, self._client_is_there)
             self.close_connection = True
         elif fault.status is not None:
             self._say(request, fault.status, fault, fault.body or b"as you wish\n")
@@ -181,10 +182,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         stall = None if fault.stall_after_bytes is None else start + fault.stall_after_bytes
         position = start
         while position < cut:
-            allowed = self.shards.wait_for_gate(position, size)
-            if stall is not None and position >= stall:
-                self.shards.closed.wait()
-            if self.shards.closed.is_set():
+            stalled = stall is not None and position >= stall
+            allowed = self._may_send(position, size, stalled)
+            if allowed <= position:
                 break
             until = min(cut, allowed, stall if stall is not None else cut)
             n = min(until - position, *(link.piece_bytes for link in links))
@@ -197,6 +197,17 @@ class Answers(http.server.BaseHTTPRequestHandler):
             self._break_off(fault)
         elif fault.framing == "chunked":
             self.wfile.write(b"0\r\n\r\n")
+
+    def _may_send(self, position: int, size: int, stalled: bool) -> int:
+        """Up to which byte of the file may be sent; waits while nothing may."""
+        shards = self.shards
+        shards.wait_while(lambda: stalled or shards.gate(size) <= position, self._client_is_there)
+        return position if stalled or shards.closed.is_set() else shards.gate(size)
+
+    def _client_is_there(self) -> bool:
+        poll = select.poll()
+        poll.register(self.connection, select.POLLRDHUP)
+        return not poll.poll(0)
 
     def _send_piece(self, file: BinaryIO, position: int, n: int, chunked: bool) -> int:
         if not chunked and not isinstance(file, io.BytesIO) and self.shards.tls_context is None:

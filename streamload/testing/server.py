@@ -13,6 +13,7 @@ import socketserver
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from streamload.testing.link import Link
 
 if TYPE_CHECKING:
     from streamload.testing.server_process import SpawnedServer
+
+_LOOK_SECONDS = 0.05
 
 __all__ = ["Fault", "Request", "ShardServer"]
 
@@ -62,7 +65,7 @@ class ShardServer:
             self.tls_context.load_cert_chain(*tls)
         self._faults: dict[str, list[list[Any]]] = {}  # path -> [[fault, requests it still holds for], …]
         self._gate: float | None = None
-        self._changed = threading.Condition()  # guards _faults, _gate
+        self._changed = threading.Condition()  # guards _faults and _gate, and tells of closing
         self._began = time.monotonic()
         self._server = _Server(("127.0.0.1", port), self)
         self.port: int = self._server.server_address[1]
@@ -138,15 +141,15 @@ class ShardServer:
                     queue.pop(0)
         return NO_FAULT
 
-    def wait_for_gate(self, position: int, size: int) -> int:
-        """Return up to which byte of a file may be sent; wait while `position` is as far as that."""
+    def gate(self, size: int) -> int:
+        """Return up to which byte a file of this size may be sent now."""
+        return size if self._gate is None else int(size * self._gate)
+
+    def wait_while(self, holds: Callable[[], bool], client_is_there: Callable[[], bool]) -> None:
+        """Wait as long as something holds, the server is open and its client there."""
         with self._changed:
-            while not self.closed.is_set():
-                allowed = size if self._gate is None else int(size * self._gate)
-                if position < allowed:
-                    return allowed
-                self._changed.wait()
-        return position
+            while holds() and not self.closed.is_set() and client_is_there():
+                self._changed.wait(_LOOK_SECONDS)
 
     @staticmethod
     def spawn(root: str | os.PathLike[str], **options: float | None) -> SpawnedServer:

@@ -1,0 +1,375 @@
+"""HTTP origins against a server that misbehaves in each way that real ones do."""
+
+from __future__ import annotations
+
+import collections
+import random
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamload.errors import (
+    DatasetChanged,
+    OriginCut,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+    ShardFormatError,
+)
+from streamload.origins import sockets
+from streamload.origins.origin import OriginOptions, OriginStopped, OriginUnavailable, open_origin
+from streamload.testing.faults import EMPTY_PAGE, Fault
+from streamload.testing.server import ShardServer
+
+BODY = random.Random(1).randbytes(1_000_003)
+OTHER = random.Random(2).randbytes(1_000_003)
+QUICK = OriginOptions(
+    attempts=4, backoff_seconds=0.01, stall_seconds=0.4, connect_seconds=2.0, chunk_bytes=64 * 1024
+)
+
+
+class Tally(collections.Counter[str]):
+    def add(self, name: str, n: int = 1) -> None:
+        self[name] += n
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    (tmp_path / "a.tar").write_bytes(BODY)
+    (tmp_path / "b.tar").write_bytes(OTHER)
+    with ShardServer(tmp_path) as server:
+        yield server
+
+
+def read(
+    server: ShardServer, path: str = "a.tar", start: int = 0, tally: Tally | None = None, **options: Any
+) -> bytes:
+    url = path if "://" in path else f"{server.url}/{path}"
+    given = OriginOptions(**{**{name: getattr(QUICK, name) for name in QUICK.__slots__}, **options})
+    stream = open_origin(url, options=given, counters=tally).open(start)
+    try:
+        return b"".join(stream.chunks())
+    finally:
+        stream.close()
+
+
+# --- mended by another attempt, each byte asked for once ---
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault(first=1, cut_after_bytes=300_000)],
+        [Fault(first=1, cut_after_bytes=300_000, reset=True)],
+        [Fault(first=1, cut_after_bytes=300_000, framing="chunked")],
+        [Fault(first=1, cut_after_bytes=300_000, framing="close")],
+        [Fault(first=1, stall_after_bytes=300_000)],
+        [Fault(first=1, cut_after_bytes=300_000), Fault(first=1, cut_after_bytes=100_000, reset=True)],
+        [Fault(first=1, cut_after_bytes=100_000)] * 8,  # more than there are attempts, but with progress
+    ],
+    ids=["cut", "reset", "cut chunked", "cut by closing", "stalled", "twice", "eight times"],
+)
+def test_a_broken_body_is_resumed_at_its_byte(server: ShardServer, faults: list[Fault]) -> None:
+    server.misbehave("a.tar", *faults)
+    tally = Tally()
+    assert read(server, tally=tally) == BODY
+    assert tally["origin_bytes"] == len(BODY)
+    sent = sorted(server.ranges("a.tar"))
+    assert sent[-1][1] == len(BODY)
+    if not any(fault.reset for fault in faults):  # a reset takes back what was under way
+        assert [start for start, _ in sent] == [0, *(stop for _, stop in sent[:-1])]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(first=2, status=503, headers={"Retry-After": "0"}),
+        Fault(first=2, status=429),
+        Fault(first=2, status=500),
+        Fault(first=2, status=502),
+        Fault(first=2, status=504),
+        Fault(first=1, silent=True),
+        Fault(first=2, cut_after_bytes=0, reset=True),
+    ],
+    ids=["503", "429", "500", "502", "504", "silent", "reset"],
+)
+def test_a_request_in_vain_is_sent_again(server: ShardServer, fault: Fault) -> None:
+    server.misbehave("a.tar", fault)
+    tally = Tally()
+    assert read(server, tally=tally) == BODY
+    assert tally["origin_retries"] == fault.first
+    assert tally["origin_requests"] == len(server.log) == 1 + (fault.first or 0)
+
+
+def test_a_slow_trickle_is_a_stall(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(first=1, bytes_per_second=1000))
+    assert read(server, slow_seconds=0.5, slow_bytes=100_000) == BODY
+    assert len(server.log) == 2
+
+
+def test_retry_after_is_obeyed(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(first=1, status=503, headers={"Retry-After": "1"}))
+    assert read(server) == BODY
+    first, second = server.log
+    assert second.seconds - first.seconds >= 1.0
+
+
+def test_retry_after_is_obeyed_only_so_far(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(first=1, status=503, headers={"Retry-After": "86400"}))
+    assert read(server, retry_after_limit_seconds=0.1) == BODY
+
+
+@pytest.mark.parametrize("framing", ["chunked", "close"])
+def test_a_body_without_a_length_is_read_to_its_end(server: ShardServer, framing: Any) -> None:
+    server.misbehave("a.tar", Fault(framing=framing))
+    assert read(server) == BODY
+    assert sum(request.sent for request in server.log) == len(BODY)
+
+
+def test_a_server_that_ignores_ranges_sends_what_was_read_again(server: ShardServer) -> None:
+    tally = Tally()
+    server.misbehave("a.tar", Fault(first=1, cut_after_bytes=300_000), Fault(ignore_range=True))
+    assert read(server, tally=tally) == BODY
+    assert tally["origin_bytes"] == len(BODY) + 300_000
+
+
+def test_an_empty_file_has_no_bytes(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(body=b""))
+    assert read(server) == b""
+
+
+def test_a_page_instead_of_a_shard_is_handed_on_as_it_is(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(body=EMPTY_PAGE, headers={"Content-Type": "text/html"}))
+    assert read(server) == EMPTY_PAGE
+
+
+# --- errors, each of its type, and none of them repeated in vain ---
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "requests"),
+    [
+        (Fault(status=404), OriginNotFound, 1),
+        (Fault(status=410), OriginNotFound, 1),
+        (Fault(status=403, body=b"<Error><Code>ExpiredToken</Code></Error>"), OriginDenied, 1),
+        (Fault(status=401), OriginDenied, 1),
+        (Fault(status=400), OriginError, 1),
+        (Fault(status=501), OriginError, 1),
+        (Fault(status=503), OriginUnavailable, 4),
+        (Fault(silent=True), OriginTimeout, 4),
+        (Fault(stall_after_bytes=0), OriginTimeout, 4),
+        (Fault(cut_after_bytes=100), OriginCut, 4),
+        (Fault(cut_after_bytes=100, framing="chunked"), OriginCut, 4),
+        (Fault(headers={"Content-Encoding": "gzip"}), ShardFormatError, 1),
+        (Fault(status=302, headers={"Location": "file:///etc/passwd"}), OriginDenied, 1),
+        (Fault(status=302, headers={"Location": "a.tar"}), OriginError, 11),
+        (Fault(status=302, headers={"Location": "http://169.254.169.254/latest"}), OriginDenied, 1),
+    ],
+)
+def test_a_refusal_has_its_type(
+    server: ShardServer, fault: Fault, error: type[OriginError], requests: int
+) -> None:
+    server.misbehave("a.tar", fault)
+    with pytest.raises(error, match=r"a\.tar") as caught:
+        read(server)
+    assert type(caught.value) is error
+    assert len(server.requests("a.tar")) == requests
+    assert str(type(caught.value)(str(caught.value))) == str(caught.value)  # survives a worker's border
+
+
+def test_a_refusal_says_what_the_store_said(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(status=403, body=b"<Error><Code>ExpiredToken</Code></Error>"))
+    with pytest.raises(OriginDenied, match=r"403 Forbidden \(ExpiredToken\)"):
+        read(server)
+
+
+@pytest.mark.parametrize(
+    "content_range",
+    ["bytes 0-99/1000003", "bytes 400000-1000002/1000003", "bytes 300000-1000002/5", "nonsense", "bytes */7"],
+)
+def test_a_wrong_content_range_is_an_error(server: ShardServer, content_range: str) -> None:
+    wrong = Fault(headers={"Content-Range": content_range})
+    server.misbehave("a.tar", Fault(first=1, cut_after_bytes=300_000), wrong)
+    with pytest.raises(OriginError, match=r"bytes from 300000|contradicts"):
+        read(server)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        Fault(body=OTHER),
+        Fault(body=OTHER, ignore_range=True),
+        Fault(body=OTHER[:-1], ignore_range=True, headers={"ETag": "", "Last-Modified": ""}),
+        Fault(body=OTHER[:1000]),
+        Fault(headers={"ETag": '"other"'}),
+    ],
+    ids=["If-Range", "ranges ignored", "only its size tells", "much shorter", "If-Range ignored"],
+)
+def test_an_overwritten_object_is_an_error_and_never_a_mix(server: ShardServer, after: Fault) -> None:
+    server.misbehave("a.tar", Fault(first=1, cut_after_bytes=300_000), after)
+    got: list[bytes] = []
+    with pytest.raises(DatasetChanged, match=r"a\.tar"):
+        got.extend(open_origin(f"{server.url}/a.tar", options=QUICK).open().chunks())
+    assert BODY.startswith(b"".join(got))
+
+
+def test_a_server_that_is_away_is_unavailable(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(OriginUnavailable, match=r"refused.*given up after 4 attempts"):
+            read(None, f"http://127.0.0.1:{taken.getsockname()[1]}/a.tar")  # type: ignore[arg-type]
+
+
+def test_a_server_that_comes_back_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(BODY)
+    with ShardServer(tmp_path) as server:
+        server.misbehave("a.tar", Fault(first=1, cut_after_bytes=300_000))
+        stream = open_origin(f"{server.url}/a.tar", options=QUICK).open()
+        chunks = stream.chunks()
+        got = next(chunks)
+    with ShardServer(tmp_path, port=server.port):
+        got += b"".join(chunks)
+    stream.close()
+    assert got == BODY
+
+
+def test_a_host_without_an_address_is_unavailable() -> None:
+    with pytest.raises(OriginUnavailable, match=r"no address for the host 'nowhere\.invalid'"):
+        read(None, "http://nowhere.invalid/a.tar", attempts=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "[::ffff:169.254.169.254]", "[fe80::1]"])
+def test_metadata_addresses_are_refused(address: str) -> None:
+    with pytest.raises(OriginDenied, match="link-local"):
+        read(None, f"http://{address}/latest/meta-data/")  # type: ignore[arg-type]
+
+
+# --- who is told what ---
+
+
+def test_user_and_headers_go_to_the_urls_own_host_only(server: ShardServer, tmp_path: Path) -> None:
+    with ShardServer(tmp_path) as other:
+        server.misbehave("a.tar", Fault(status=302, headers={"Location": f"{other.url}/b.tar?sig=hunter2"}))
+        url = server.url.replace("http://", "http://me:hunter2@") + "/a.tar"
+        origin = open_origin(url, {"headers": {"X-Key": "hunter2"}}, QUICK)
+        assert b"".join(origin.open().chunks()) == OTHER
+    first, second = (
+        {name.lower(): value for name, value in log[0].headers.items()} for log in (server.log, other.log)
+    )
+    assert first["x-key"] == "hunter2"
+    assert first["authorization"].startswith("Basic ")
+    assert not {"x-key", "authorization"} & set(second)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=403),
+        Fault(status=503),
+        Fault(cut_after_bytes=10),
+        Fault(silent=True),
+        Fault(headers={"Content-Encoding": "br"}),
+        Fault(status=302, headers={"Location": "ftp://x/?token=hunter2"}),
+        Fault(status=302, headers={"Location": "http://169.254.169.254/?token=hunter2"}),
+    ],
+)
+def test_no_secret_is_in_an_error_or_a_repr(server: ShardServer, fault: Fault) -> None:
+    server.misbehave("a.tar", fault)
+    url = server.url.replace("http://", "http://me:hunter2@") + "/a.tar?X-Amz-Signature=hunter2"
+    origin = open_origin(url, {"headers": {"X-Key": "hunter2"}}, OriginOptions(attempts=1, stall_seconds=0.2))
+    with pytest.raises((OriginError, ShardFormatError)) as caught:
+        list(origin.open().chunks())
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "hunter2" not in f"{error!s} {error!r}"
+        error = error.__cause__
+    assert "hunter2" not in f"{origin!r} {origin.url}"
+
+
+def test_a_proxy_of_the_environment_is_used(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setenv("no_proxy", "")
+    assert read(server, "http://far-away.invalid/a.tar") == BODY
+    assert server.log[0].headers["Host"] == "far-away.invalid"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
+    subprocess.run([*make.split(), *more], check=True, capture_output=True)
+    return files
+
+
+def test_https_is_read_and_resumed(
+    tmp_path: Path, certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.tar").write_bytes(BODY)
+    monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
+    sockets._tls_context.cache_clear()
+    with ShardServer(tmp_path, tls=certificate) as server:
+        server.misbehave(
+            "a.tar", Fault(first=1, cut_after_bytes=300_000), Fault(first=1, stall_after_bytes=300_000)
+        )
+        assert read(server) == BODY
+        assert [request.start for request in server.log] == [None, 300_000, 600_000]
+    sockets._tls_context.cache_clear()
+
+
+def test_https_fails_where_the_certificate_is_not_trusted(
+    tmp_path: Path, certificate: tuple[str, str]
+) -> None:
+    sockets._tls_context.cache_clear()
+    with ShardServer(tmp_path, tls=certificate) as server, pytest.raises(OriginError, match="certificate"):
+        read(server)
+    assert isinstance(sockets._tls_context(), ssl.SSLContext)
+
+
+# --- the end of a loader ---
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(silent=True),
+        Fault(stall_after_bytes=100_000),
+        Fault(status=503, headers={"Retry-After": "60"}),
+    ],
+    ids=["for an answer", "for bytes", "before another attempt"],
+)
+def test_a_stopped_loader_ends_every_wait(server: ShardServer, fault: Fault, no_leaks: Any) -> None:
+    server.misbehave("a.tar", fault)
+    stop = threading.Event()
+    options = OriginOptions(stall_seconds=60)
+    with no_leaks():
+        threading.Timer(0.2, stop.set).start()
+        with pytest.raises(OriginStopped):
+            list(open_origin(f"{server.url}/a.tar", options=options, stop=stop).open().chunks())
+
+
+def test_a_stopped_loader_does_not_wait_for_a_connection() -> None:
+    stop = threading.Event()
+    with socket.socket() as full:  # accepts nobody: its queue is full
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for other in waiting:
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        threading.Timer(0.2, stop.set).start()
+        url = f"http://127.0.0.1:{full.getsockname()[1]}/a.tar"
+        with pytest.raises(OriginStopped):
+            open_origin(url, options=OriginOptions(connect_seconds=60), stop=stop).open()
+        for other in waiting:
+            other.close()
