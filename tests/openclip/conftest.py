@@ -1,4 +1,4 @@
-"""What the tests with open_clip share: small shards of things that can be learnt, a tiny model, a launcher."""
+"""What the tests with open_clip share: shards of things that can be learnt, a tiny model, its training."""
 
 import io
 import itertools
@@ -82,6 +82,8 @@ class Batch:
     epoch: int
     keys: list[str]
     urls: list[str]
+    origin_requests: int
+    """Of all steps so far."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class Run:
     @property
     def losses(self) -> list[float]:
         return [float(loss) for loss in re.findall(r"Train Epoch: .* Loss: (\S+) ", self.log)]
+
+    def origin_requests(self, rank: int, epoch: int) -> int:
+        """By the end of an epoch of training."""
+        return max(b.origin_requests for b in self.batches[rank] if b.train and b.epoch == epoch)
 
     def keys(self, rank: int, epoch: int, *, train: bool = True) -> list[list[str]]:
         return [b.keys for b in self.batches[rank] if b.train is train and b.epoch == epoch]
@@ -113,7 +119,7 @@ def train(tmp_path: Path) -> Callable[..., Run]:
             launcher = [sys.executable, *torchrun, launcher[1], "--"]
         record = tmp_path / "record"
         record.mkdir()
-        fixed = f"--model tiny --device cpu --precision fp32 --batch-size 32 --warmup 5 --lr 2e-3 --epochs 2"
+        fixed = "--model tiny --device cpu --precision fp32 --batch-size 32 --warmup 5 --lr 2e-3 --epochs 2"
         logs = f"--logs {tmp_path} --name run --log-every-n-steps 1 --save-frequency 0"
         done = subprocess.run(
             [*launcher, *fixed.split(), *logs.split(), "--dataset-type", "webdataset", *arguments],

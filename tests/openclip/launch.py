@@ -1,9 +1,9 @@
-"""`python -m streamload.integrations.openclip` in a process that a test has prepared, with a record of batches.
+"""`python -m streamload.integrations.openclip` in a prepared process, with a record of its batches.
 
 As a script, with the arguments of the training behind it: `python launch.py --train-data …`. The model whose
-configuration OPENCLIP_TEST_MODEL names is known by the file's name. To the directory OPENCLIP_TEST_RECORD goes,
-for each rank, a JSON line for each batch that the training took: {"train", "epoch" (counted by iter(), from 0),
-"keys", "urls"}.
+configuration is in OPENCLIP_TEST_MODEL is known by the file's name. To the directory OPENCLIP_TEST_RECORD
+goes, for each rank, a JSON line for each batch that the training took: {"train", "epoch" (counted by iter(),
+from 0), "keys", "urls", "origin_requests" (so far)}.
 """
 
 import json
@@ -41,6 +41,7 @@ class Recorded:
             "epoch": self.epoch,
             "keys": keys["__key__"],
             "urls": keys["__url__"],
+            "origin_requests": self.loader.stats().origin_requests,
         }
         record = Path(os.environ["OPENCLIP_TEST_RECORD"], f"rank-{os.environ.get('RANK', '0')}.jsonl")
         with record.open("a") as file:

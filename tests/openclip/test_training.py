@@ -1,11 +1,10 @@
-"""open_clip's own training on our loader, over real origins: what it trains on, and what the origin is asked."""
+"""open_clip's own training on our loader, over real origins: what it trains on, what an origin is asked."""
 
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from conftest import Run
 
 from streamload.loader import make_loader
@@ -53,6 +52,7 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
         urls,
         num_workers=0,
         batch_size=32,
+        preprocess=lambda image: image.width,
         num_batches=STEPS,
         seed=7,
         with_keys=True,
@@ -69,3 +69,45 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
         assert [len(keys) for keys in validated] == [32, 32, 6]
         assert sorted(itertools.chain(*validated)) == sorted(keys_of(validation_shards))
     assert [result["num_samples"] for result in run.results] == [70, 70]
+
+
+def test_over_s3_and_a_pipe_from_s3_the_second_epoch_asks_nothing(
+    shards: list[Path], train: Callable[..., Run]
+) -> None:
+    with S3Server() as s3:
+        s3.create_bucket("bucket")
+        s3.put_files("bucket", *shards)
+        pipe = "pipe:aws s3 cp s3://bucket/{00002..00003}.tar -"
+        run = train(
+            *("--train-data", f"s3://bucket/{{00000..00001}}.tar::{pipe}"), *SIZES, environ=s3.environ
+        )
+    assert_is_trained(run)
+    assert_epochs_are_whole(run, shards)
+    assert 4 <= run.origin_requests(0, 0) == run.origin_requests(0, 1)
+
+
+def test_two_ranks_take_equal_steps_of_disjoint_samples_and_rank_0_alone_validates(
+    shards: list[Path], validation_shards: list[Path], train: Callable[..., Run]
+) -> None:
+    with ShardServer(shards[0].parent) as server, ShardServer(validation_shards[0].parent) as held_out:
+        run = train(
+            *("--train-data", f"{server.url}/{{00000..00003}}.tar", *SIZES),
+            *("--val-data", f"{held_out.url}/{{00000..00001}}.tar", "--workers", "1"),
+            ranks=2,
+        )
+    steps = 13  # ceil(800 / 64)
+    for epoch in (0, 1):
+        assert [len(run.keys(rank, epoch)) for rank in (0, 1)] == [steps, steps]
+        both = [a + b for a, b in zip(run.keys(0, epoch), run.keys(1, epoch), strict=True)]
+        assert all(len(set(keys)) == 64 for keys in both)
+        validated = itertools.chain(*run.keys(0, epoch, train=False))
+        assert sorted(validated) == sorted(keys_of(validation_shards))
+        assert run.keys(1, epoch, train=False) == []
+    taken = Counter(
+        itertools.chain(*(keys for rank in (0, 1) for epoch in (0, 1) for keys in run.keys(rank, epoch)))
+    )
+    assert set(taken) == keys_of(shards)
+    assert set(taken.values()) <= {2, 3}
+    assert [result["num_samples"] for result in run.results] == [70, 70]
+    for site, files in ((server, shards), (held_out, validation_shards)):
+        assert [site.ranges(file.name) for file in files] == [[(0, file.stat().st_size)] for file in files]
