@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from streamload.cache.ledger import HeldShard
     from streamload.cache.tier import Tier
 
-cache = typer.Typer(help="Look at what the cache holds.", no_args_is_help=True)
+cache = typer.Typer(help="Look at what the cache holds.", no_args_is_help=True, rich_markup_mode=None)
 
 _STATES = {"shards": "complete", "parts": "arriving", "gone": "given up"}
 

@@ -42,9 +42,9 @@ class Finding:
 
 
 def doctor() -> None:
-    """Show each setting and where it comes from, and check what a run would need.
+    """Show every setting, check the machine.
 
-    The exit code is 1 if something can't be used; the line then says what to do.
+    Each value comes with where it was set. The exit code is 1 if something can't be used; the line then says what to do.
     """
     from rich.console import Console
     from rich.markup import escape

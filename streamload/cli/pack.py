@@ -47,9 +47,9 @@ def pack(
     caption_column: Annotated[str, typer.Option(help="Where a table has the caption.")] = "caption",
     prefix: Annotated[str, typer.Option(help="What the shards' names begin with.")] = "",
 ) -> None:
-    """Pack images and captions into shards of samples, with a sizes.json that counts them.
+    """Pack images and captions into shards.
 
-    Paths in a table are taken from the table's folder. A sample's key is the image's path without its suffix.
+    A sizes.json counts their samples. Paths in a table are taken from the table's folder. A sample's key is the image's path without its suffix.
     The shards appear all at once, when the last one is done.
     """
     packed = Packed()

@@ -20,10 +20,11 @@ def demo(
     batch_size: Annotated[int, typer.Option(min=2)] = 32,
     workers: Annotated[int, typer.Option(min=0)] = 2,
 ) -> None:
-    """Train a small CLIP for two epochs on shards behind a slow link, and show where the time went.
+    """Train a small CLIP while its shards arrive.
 
     Shards of real photographs are served over HTTP by this machine at the speed of --link. The first epoch
-    trains while they arrive, the second from the cache on disk.
+    trains while they arrive, the second from the cache on disk; then a table and a picture show where the
+    time went.
     """
     from rich.console import Console
 
