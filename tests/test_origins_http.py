@@ -82,7 +82,7 @@ def test_a_broken_body_is_resumed_at_its_byte(server: ShardServer, faults: list[
     assert read(server, tally=tally) == BODY
     assert tally["origin_bytes"] == len(BODY)
     sent = sorted(server.ranges("a.tar"))
-    assert sent[-1][1] == len(BODY)
+    assert max(stop for _, stop in sent) == len(BODY)
     if not any(fault.reset for fault in faults):  # a reset takes back what was under way
         assert [start for start, _ in sent] == [0, *(stop for _, stop in sent[:-1])]
 
@@ -208,7 +208,7 @@ def test_a_wrong_content_range_is_an_error(server: ShardServer, content_range: s
         Fault(body=OTHER, ignore_range=True),
         Fault(body=OTHER[:-1], ignore_range=True, headers={"ETag": "", "Last-Modified": ""}),
         Fault(body=OTHER[:1000]),
-        Fault(headers={"ETag": '"other"'}),
+        Fault(ignore_conditions=True, headers={"ETag": '"other"'}),
     ],
     ids=["If-Range", "ranges ignored", "only its size tells", "much shorter", "If-Range ignored"],
 )

@@ -53,7 +53,7 @@ def of_status(message: str, status: int, retry_after: str | None = None) -> Stre
     if status == 408:
         return OriginTimeout(message)
     if status == 412:
-        return DatasetChanged(message)
+        return DatasetChanged(f"{message}: it was replaced while it was in use")
     if status in {425, 429} or (status >= 500 and status not in {501, 505}):
         error = OriginUnavailable(message)
         error.retry_after_seconds = _seconds(retry_after)
@@ -71,7 +71,7 @@ def of_store(url: str, exc: BaseException) -> StreamloadError:
     if answer is not None:
         return of_status(message, *answer)
     if isinstance(exc, FileNotFoundError | IsADirectoryError):
-        return OriginNotFound(message)
+        return OriginNotFound(f"{message}: the store has no such object")
     if isinstance(exc, PermissionError) or name in _NO_CREDENTIALS:
         return OriginDenied(message)
     if isinstance(exc, TimeoutError) or "Timeout" in name:

@@ -17,6 +17,7 @@ class Fault:
         headers: added to the answer, or put in place of its own; an empty value takes a header away.
         body: sent instead of the file, as if the file held it (a page for a tar, another version).
         ignore_range: answer every range with 200 and the whole.
+        ignore_conditions: heed neither If-Match nor If-Range.
         framing: how the body's end is told: by Content-Length, by chunks, or by closing the connection.
         cut_after_bytes: end the body after so many bytes, whatever was promised …
         reset: … by resetting the connection instead of closing it.
@@ -30,6 +31,7 @@ class Fault:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     ignore_range: bool = False
+    ignore_conditions: bool = False
     framing: Literal["length", "chunked", "close"] = "length"
     cut_after_bytes: int | None = None
     reset: bool = False

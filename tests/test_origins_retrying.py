@@ -1,0 +1,108 @@
+"""The waits between attempts, without waiting: an event that notes for how long it was asked to wait."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from streamload.errors import OriginCut, OriginError, OriginNotFound, ShardFormatError
+from streamload.origins.protocol import OriginOptions, OriginUnavailable, Session, Version
+from streamload.origins.retrying import RetryingOrigin
+
+
+class Sleepless(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout or 0.0)
+        return self.is_set()
+
+
+class Flaky:
+    """An origin of zeros that fails as its script says: a number of good bytes, then an error."""
+
+    url = "flaky://a.tar"
+
+    def __init__(self, size: int, script: list[tuple[int, Exception]]) -> None:
+        self.size, self.script, self.opened = size, script, [0][:0]
+
+    def open(self, start: int = 0, expected: Version | None = None) -> _Flaky:
+        self.opened.append(start)
+        good, error = self.script.pop(0) if self.script else (self.size, None)
+        if error is not None and good < 0:
+            raise error
+        return _Flaky(Version(self.size), start, min(self.size, start + good), error)
+
+
+class _Flaky:
+    def __init__(self, version: Version, start: int, stop: int, error: Exception | None) -> None:
+        self.version, self.start, self.stop, self.error = version, start, stop, error
+
+    def chunks(self) -> Iterator[bytes]:
+        for place in range(self.start, self.stop, 1000):
+            yield bytes(min(1000, self.stop - place))
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        pass
+
+
+def retrying(origin: Flaky, **options: float) -> tuple[RetryingOrigin, Sleepless]:
+    stop = Sleepless()
+    session = Session(OriginOptions(**options), None, stop)  # type: ignore[arg-type]
+    return RetryingOrigin(origin, session, random.Random(7)), stop
+
+
+def test_waits_are_jittered_and_double_up_to_their_limit() -> None:
+    flaky = Flaky(10, [(-1, OriginUnavailable("away"))] * 9)
+    origin, stop = retrying(flaky, attempts=10)
+    assert b"".join(origin.open().chunks()) == bytes(10)
+    limits = [min(15.0, 0.1 * 2**n) for n in range(9)]
+    assert all(0 <= wait <= limit for wait, limit in zip(stop.waits, limits, strict=True))
+    assert len(set(stop.waits)) == 9
+
+
+def test_patience_ends_after_so_many_attempts() -> None:
+    flaky = Flaky(10, [(-1, OriginUnavailable("away"))] * 99)
+    origin, stop = retrying(flaky, attempts=5)
+    with pytest.raises(OriginUnavailable, match=r"away \(given up after 5 attempts\)"):
+        origin.open()
+    assert len(stop.waits) == 4
+
+
+def test_progress_renews_patience() -> None:
+    flaky = Flaky(1_000_000, [(50_000, OriginCut("cut"))] * 15)
+    origin, stop = retrying(flaky, attempts=3, slow_bytes=30_000)
+    assert b"".join(origin.open().chunks()) == bytes(1_000_000)
+    assert flaky.opened == [0, *range(50_000, 800_000, 50_000)]
+    assert max(stop.waits) <= 0.1
+
+
+def test_progress_of_a_few_bytes_does_not_renew_patience() -> None:
+    flaky = Flaky(1_000_000, [(5_000, OriginCut("cut"))] * 99)
+    origin, _ = retrying(flaky, attempts=3, slow_bytes=30_000)
+    with pytest.raises(OriginCut, match="given up"):
+        list(origin.open().chunks())
+    assert flaky.opened == [0, 5_000, 10_000]
+
+
+def test_a_retry_after_is_waited_for_up_to_its_limit() -> None:
+    errors = [OriginUnavailable("away"), OriginUnavailable("away")]
+    errors[0].retry_after_seconds, errors[1].retry_after_seconds = 7.0, 1e6
+    origin, stop = retrying(Flaky(10, [(-1, error) for error in errors]))
+    list(origin.open().chunks())
+    assert stop.waits == [7.0, 60.0]
+
+
+@pytest.mark.parametrize("error", [OriginNotFound("gone"), OriginError("odd"), ShardFormatError("page")])
+def test_what_another_attempt_cannot_mend_passes_at_once(error: Exception) -> None:
+    origin, stop = retrying(Flaky(10_000, [(5_000, error)]))
+    with pytest.raises(type(error)):
+        list(origin.open().chunks())
+    assert not stop.waits

@@ -1,0 +1,224 @@
+"""Object stores: a real S3 front, a misbehaving one, and a server that speaks like the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamload.errors import (
+    DatasetChanged,
+    OptionError,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+)
+from streamload.origins import stores
+from streamload.origins.origin import OriginOptions, OriginStopped, OriginUnavailable, open_origin
+from streamload.testing.faults import Fault
+from streamload.testing.s3 import S3Server
+from streamload.testing.server import ShardServer
+
+BODY = random.Random(1).randbytes(1_000_003)
+OTHER = random.Random(2).randbytes(1_000_003)
+QUICK = OriginOptions(
+    attempts=3,
+    backoff_seconds=0.01,
+    stall_seconds=5.0,
+    connect_seconds=2,
+    first_part_bytes=100_000,
+    part_limit_bytes=400_000,
+)
+
+
+class Tally(collections.Counter[str]):
+    def add(self, name: str, n: int = 1) -> None:
+        self[name] += n
+
+
+@pytest.fixture(autouse=True)
+def _no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No credentials but those that a test gives."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    stores._say_anonymous.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with S3Server() as server:
+        server.create_bucket("bucket")
+        server.put("bucket", "private.tar", BODY)
+        server.put("bucket", "public.tar", BODY, public=True)
+        yield server
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[ShardServer]:
+    """A plain file server is an S3 front, too, for whoever asks anonymously by path."""
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "a.tar").write_bytes(BODY)
+    with ShardServer(tmp_path) as server:
+        yield server
+
+
+def read(url: str, storage_options: dict[str, Any] | None = None, **facts: Any) -> bytes:
+    return b"".join(open_origin(url, storage_options, facts.pop("options", QUICK), **facts).open().chunks())
+
+
+def anonymous(front: ShardServer) -> dict[str, Any]:
+    return {"anon": True, "endpoint_url": front.url}
+
+
+def test_parts_grow_and_cover_the_object_once(front: ShardServer) -> None:
+    tally = Tally()
+    assert read("s3://bucket/a.tar", anonymous(front), counters=tally) == BODY
+    sent = sorted(front.ranges("bucket/a.tar"))
+    assert [start for start, _ in sent] == [0, *(stop for _, stop in sent[:-1])]
+    assert sent[0] == (0, 100_000)
+    assert (
+        tally["origin_bytes"]
+        == len(BODY)
+        == sum(stop - start for start, stop in front.ranges("bucket/a.tar"))
+    )
+    assert tally["origin_requests"] == len(front.log)
+
+
+def test_credentials_of_the_options_are_used(s3: S3Server) -> None:
+    assert read("s3://bucket/private.tar", s3.storage_options) == BODY
+
+
+def test_without_any_credentials_a_public_bucket_is_read_with_one_line_in_the_log(
+    s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="streamload"):
+        for _ in range(2):
+            assert read("s3://bucket/public.tar", {"endpoint_url": s3.endpoint}) == BODY
+    assert [record.message.split(":")[0] for record in caplog.records] == ["No AWS credentials found"]
+
+
+def test_without_any_credentials_a_private_bucket_is_denied(s3: S3Server) -> None:
+    with pytest.raises(OriginDenied, match=r"s3://bucket/private\.tar"):
+        read("s3://bucket/private.tar", {"endpoint_url": s3.endpoint})
+
+
+def test_a_missing_bucket_and_a_folder_are_not_found(s3: S3Server) -> None:
+    s3.put("bucket", "folder/a.tar", b"x")
+    for url in ("s3://nobucket/a.tar", "s3://bucket/folder"):
+        with pytest.raises(OriginNotFound):
+            read(url, s3.storage_options)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=503),
+        Fault(status=500),
+        Fault(status=429),
+        Fault(cut_after_bytes=1000),
+        Fault(silent=True),
+    ],
+    ids=["503", "500", "429", "cut", "silent"],
+)
+def test_failing_requests_are_sent_again_and_only_by_us(front: ShardServer, fault: Fault) -> None:
+    once = Fault(**{**{name: getattr(fault, name) for name in Fault.__slots__}, "first": 1})
+    front.misbehave("bucket/a.tar", Fault(first=2), once, Fault())
+    tally = Tally()
+    assert read("s3://bucket/a.tar", anonymous(front), counters=tally) == BODY
+    assert tally["origin_retries"] == 1
+    assert tally["origin_requests"] == len(front.log)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault(status=503), OriginUnavailable),
+        (Fault(status=403), OriginDenied),
+        (Fault(silent=True), OriginTimeout),
+        (Fault(ignore_range=True), OriginError),
+        (Fault(headers={"Content-Range": "bytes 5-9/1000003"}), OriginError),
+    ],
+    ids=["503", "403", "silent", "ranges ignored", "wrong Content-Range"],
+)
+def test_a_store_that_fails_for_good_is_an_error_of_its_type(
+    front: ShardServer, fault: Fault, error: type[OriginError]
+) -> None:
+    front.misbehave("bucket/a.tar", fault)
+    short = OriginOptions(attempts=2, backoff_seconds=0.01, stall_seconds=1.0)
+    with pytest.raises(error, match=r"s3://bucket/a\.tar"):
+        read("s3://bucket/a.tar", anonymous(front), options=short)
+
+
+def test_an_object_overwritten_between_two_parts_is_an_error(front: ShardServer) -> None:
+    front.misbehave("bucket/a.tar", Fault(first=3), Fault(body=OTHER))
+    got: list[bytes] = []
+    with pytest.raises(DatasetChanged):
+        got.extend(open_origin("s3://bucket/a.tar", anonymous(front), QUICK).open().chunks())
+    assert BODY.startswith(b"".join(got))
+
+
+def test_an_overwrite_is_found_where_conditions_are_ignored(front: ShardServer) -> None:
+    front.misbehave(
+        "bucket/a.tar", Fault(first=3), Fault(ignore_conditions=True, headers={"ETag": '"other"'})
+    )
+    with pytest.raises(DatasetChanged, match="etag"):
+        read("s3://bucket/a.tar", anonymous(front))
+
+
+def test_a_stopped_loader_does_not_wait_for_a_store(front: ShardServer) -> None:
+    front.misbehave("bucket/a.tar", Fault(first=1), Fault(silent=True))
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(OriginStopped):
+        read("s3://bucket/a.tar", anonymous(front), options=OriginOptions(stall_seconds=60), stop=stop)
+
+
+def test_options_that_no_file_system_takes_are_an_option_error() -> None:
+    with pytest.raises((OptionError, OriginError), match="memory://"):
+        read("memory://a.tar", {"skip_instance_cache": True, "protocol": object()})
+
+
+def test_no_secret_of_the_options_is_in_an_error(front: ShardServer) -> None:
+    front.misbehave("*", Fault(status=403))
+    options = {"endpoint_url": front.url, "key": "me", "secret": "hunter2", "token": "hunter2"}
+    origin = open_origin("s3://bucket/a.tar", options, QUICK)
+    with pytest.raises(OriginDenied) as caught:
+        list(origin.open().chunks())
+    assert "hunter2" not in f"{caught.value!r} {origin!r}"
+
+
+def test_the_hub_is_read_as_plain_http_with_its_token_kept_to_itself(tmp_path: Path) -> None:
+    hub, far = tmp_path / "hub", tmp_path / "cdn"
+    for path, text in {
+        hub / "api/datasets/me/data/revision/main": json.dumps({"id": "me/data", "sha": "0" * 40}),
+        hub / "api/datasets/me/data": json.dumps({"id": "me/data", "sha": "0" * 40}),
+    }.items():
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+        if not path.is_dir():
+            path.write_text(text)
+    far.mkdir()
+    (far / "blob").write_bytes(BODY)
+    with ShardServer(hub) as server, ShardServer(far) as cdn:
+        place = "datasets/me/data/resolve/main/a.tar"
+        for name in ("api/datasets/me/data", "api/datasets/me/data/revision/main"):
+            server.misbehave(name, Fault(body=json.dumps({"id": "me/data", "sha": "0" * 40}).encode()))
+        server.misbehave(place, Fault(status=302, headers={"Location": f"{cdn.url}/blob?X-Amz-Signature=s"}))
+        cdn.misbehave("blob", Fault(first=1, cut_after_bytes=300_000))
+        options = {"endpoint": server.url, "token": "hf_hunter2"}
+        assert read("hf://datasets/me/data/a.tar", options) == BODY
+        assert [request.start for request in cdn.log] == [None, 300_000]
+        asked = [request.headers for request in server.requests(place)]
+        assert all(headers["Authorization"] == "Bearer hf_hunter2" for headers in asked)
+        assert all("Authorization" not in request.headers for request in cdn.log)
