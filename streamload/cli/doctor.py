@@ -44,7 +44,8 @@ class Finding:
 def doctor() -> None:
     """Show every setting, check the machine.
 
-    Each value comes with where it was set. The exit code is 1 if something can't be used; the line then says what to do.
+    Each value comes with where it was set. The exit code is 1 if something can't be used; the report then
+    says what to do.
     """
     from rich.console import Console
     from rich.markup import escape

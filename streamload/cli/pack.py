@@ -49,8 +49,8 @@ def pack(
 ) -> None:
     """Pack images and captions into shards.
 
-    A sizes.json counts their samples. Paths in a table are taken from the table's folder. A sample's key is the image's path without its suffix.
-    The shards appear all at once, when the last one is done.
+    A sizes.json counts their samples. Paths in a table are taken from the table's folder. A sample's key is
+    the image's path without its suffix. The shards appear all at once, when the last one is done.
     """
     packed = Packed()
     pairs = _pairs(source, image_column, caption_column, packed)
