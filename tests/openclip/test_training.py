@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import Run
+from tiny import Run
 
 from streamload.loader import make_loader
 from streamload.testing.s3 import S3Server
