@@ -59,11 +59,11 @@ def tokenizer_of(captions: Iterator[str]) -> PreTrainedTokenizerFast:
 
 def model_for(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
     """A small CLIP with random weights, for images of 224 pixels."""
-    tower = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     text = {**tower, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": LENGTH}
     vision = {**tower, "image_size": 224, "patch_size": 32}
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=128))
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=64))
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def train(urls: str, epochs: int, batch_size: int, workers: int, cache_dir: str 
     with first:
         tokenizer = tokenizer_of(text for batch in first for text in batch["text"])
     model = model_for(tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     loader = streamload.make_loader(
         urls, tokenizer, output="hf", batch_size=batch_size, num_workers=workers, cache_dir=cache_dir

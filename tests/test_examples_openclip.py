@@ -23,7 +23,7 @@ def test_the_example_for_open_clip_fetches_each_photograph_once_and_its_loss_fal
     with ShardServer(tmp_path / "shards") as server:
         done = subprocess.run(
             [sys.executable, "-c", AS_A_USER, f"pipe:curl -fsSL {server.url}/{{00000..00003}}.tar"],
-            env={**os.environ, "STREAMLOAD_CACHE_DIR": str(tmp_path / "cache")},
+            env={**os.environ, "STREAMLOAD_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=150,
