@@ -22,10 +22,11 @@ METRICS = {
 def run_quickly(name: str, out: Path, *more: str) -> dict[str, Any]:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out)]
     command += ["--python", sys.executable, *more]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=150)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=380)
     return json.loads(out.read_text())
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["cold", "warm", "memory"])
 def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str, tmp_path: Path) -> None:
     out = tmp_path / f"{name}.json"
@@ -40,13 +41,14 @@ def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str,
     assert result["targets"]
 
 
+@pytest.mark.timeout(400)
 def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")
     broken.chmod(0o755)
     command = [sys.executable, "-m", "benchmarks.warm", "--quick", "--contenders", "streamload"]
     command += ["--python", str(broken), "--openclip-python", "none"]
-    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=150)
+    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=380)
 
     assert ended.returncode != 0
     assert "streamload ended with 3:\nno such luck" in ended.stderr
