@@ -6,6 +6,7 @@ Steps A (the list of shards) and K, L (the rank, the device) are in loader.py an
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import multiprocessing.util
@@ -26,7 +27,7 @@ from streamload.cache.follow import Shard
 from streamload.cache.selection import Selection
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
-from streamload.errors import CacheFull, CaptionError, SampleError, TooManyBadSamples
+from streamload.errors import CacheFull, CaptionError, DataError, SampleError, TooManyBadSamples
 from streamload.handoff import Board, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.cursor import Cursor
@@ -170,7 +171,8 @@ class Reading:
             counts=self._counts,
             counted=lambda shard: shard % max(1, workers) == worker,
         )
-        self._ahead = Ahead(self._tier, self._open_origin, threads=recipe.fills, counts=self._counts)
+        origins = functools.partial(_open_origin, recipe, self._counts)
+        self._ahead = Ahead(self._tier, origins, threads=recipe.fills, counts=self._counts)
         self._allocate = shared_empty if workers else own_empty
         self._itineraries: dict[int, Itinerary] = {}
         self._generation = -1
@@ -179,13 +181,14 @@ class Reading:
     def batches(self, start: Start) -> Iterator[Batch]:
         """This process's share of an epoch: of the rank's batches every n-th, n the number of workers."""
         self._forget_itineraries()
+        self._cache.keep_open(())
         self._generation = start.generation
         steps = range(start.steps) if start.steps is not None else itertools.count()
         try:
             for step in itertools.islice(steps, self._worker, None, self._workers or 1):
                 slices = self._recipe.deal.slices(start.step + step, self._recipe.rank)  # E
                 references = [self._take(start, start.step + step, *part) for part in slices]  # B, C, D; F, G
-                if self._is_last(references):
+                if self._is_last(references, step):
                     return
                 values, troubles = self._make(start.epoch, references)  # H, I, J
                 cursors = {str(g): self._itineraries[g].cursor(stop).to_json() for g, _, stop in slices}
@@ -205,9 +208,6 @@ class Reading:
             itinerary.close()
         self._itineraries = {}
 
-    def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
-        return open_origin(shard.url, self._recipe.storage_options, self._recipe.origin, self._counts, stop)
-
     def _take(self, start: Start, step: int, group: int, first: int, stop: int) -> References:
         """Positions `first` to `stop` of a group, once known; where it ends fewer, in training none."""
         itinerary = self._itineraries.get(group)
@@ -218,7 +218,7 @@ class Reading:
         waiting = _Waiting()
         while not itinerary.reaches(whole):
             if not itinerary.follow(self._cache):
-                self._pause(waiting, itinerary.blocked)
+                self._pause(waiting, itinerary.blocked(self._cache))
         is_full = itinerary.has(whole) or not self._recipe.train
         return itinerary.take(first, stop if is_full else first)
 
@@ -241,12 +241,24 @@ class Reading:
 
         return Itinerary(order, next_pass, recipe.shards, self._tier)
 
-    def _is_last(self, references: list[References]) -> bool:
-        """Whether the sequence has ended before this batch."""
+    def _is_last(self, references: list[References], step: int) -> bool:
+        """Whether the sequence has ended before this batch.
+
+        Raises:
+            NoValidSamples: it had no sample.
+            DataError: in training it has too few for one step.
+        """
         if any(len(part.shards) for part in references):
             return False
-        if self._recipe.train or self._recipe.order.groups == 1:  # a rank's share of an evaluation may be empty
+        if (
+            self._recipe.train or self._recipe.order.groups == 1
+        ):  # a rank's share of an evaluation may be empty
             self._cache.complain_if_barren()
+        if self._recipe.train and step == 0:
+            raise DataError(
+                f"the data has fewer usable samples than one step takes ({self._recipe.deal.batch}): lower "
+                f"batch_size, or give num_batches to go round and round"
+            )
         return True
 
     def _pause(self, waiting: _Waiting, blocked: list[int]) -> None:
@@ -375,7 +387,11 @@ class Reading:
         in_use = {shard for itinerary in self._itineraries.values() for shard in itinerary.shards_in_use()}
         self._cache.keep_open(in_use)
         for itinerary in self._itineraries.values():
-            itinerary.tell_progress(in_use)
+            itinerary.tell_progress()
+
+
+def _open_origin(recipe: Recipe, counts: Counters, shard: Shard, stop: threading.Event) -> Origin:
+    return open_origin(shard.url, recipe.storage_options, recipe.origin, counts, stop)
 
 
 @contextlib.contextmanager

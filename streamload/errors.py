@@ -10,6 +10,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   ├── OriginNotFound (FileNotFoundError)
     │   ├── OriginDenied (PermissionError)
     │   ├── OriginTimeout (TimeoutError)    stalled, or did not answer within its deadline
+    │   ├── OriginUnavailable (ConnectionError)  can't be reached, or asks to come back later
+    │   ├── OriginStopped                   told to stop from this side
     │   └── OriginCut                       ended before its stated length, or its command failed
     ├── ShardError (ValueError)             the bytes arrived, but are not a shard that can be trusted
     │   ├── ShardFormatError                not a tar: a page, a compressed file, garbage
@@ -55,6 +57,17 @@ class OriginDenied(OriginError, PermissionError):
 
 class OriginTimeout(OriginError, TimeoutError):
     """The origin did not answer, or stopped sending, within the deadline."""
+
+
+class OriginUnavailable(OriginError, ConnectionError):
+    """The origin can't be reached, or asks to come back later (429, 5xx); worth another attempt."""
+
+    retry_after_seconds: float | None = None
+    """How long the origin asks to be left alone."""
+
+
+class OriginStopped(OriginError):
+    """The transfer was told to stop from this side; nothing is wrong with the origin."""
 
 
 class OriginCut(OriginError):

@@ -2,8 +2,10 @@
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -59,8 +61,18 @@ def _held() -> Held:
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "child processes": children,
         "descriptors": {d for d in descriptors if "/proc/" not in d and "anon_inode:[eventpoll]" not in d},
-        "shared memory": {str(path) for path in Path("/dev/shm").iterdir()},
+        "shared memory": {str(path) for path in Path("/dev/shm").iterdir() if not _is_anothers(path)},
     }
+
+
+def _is_anothers(path: Path) -> bool:
+    """Whether a file in /dev/shm is torch's, for a process that isn't of this test."""
+    named = re.match(r"torch_(\d+)_", path.name)
+    if named is None or not psutil.pid_exists(pid := int(named[1])):
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return os.getpid() not in {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+    return False
 
 
 @contextlib.contextmanager
@@ -74,6 +86,7 @@ def leaks_nothing(patience_seconds: float = 5.0) -> Iterator[None]:
     yield
     deadline = time.monotonic() + patience_seconds
     while True:
+        gc.collect()  # an exception's traceback may hold what nobody can reach any more
         left = {kind: sorted(now - before[kind]) for kind, now in _held().items() if now - before[kind]}
         if not left:
             return

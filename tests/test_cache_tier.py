@@ -134,7 +134,7 @@ def test_a_fill_ahead_waits_unless_it_is_needed_sooner_than_its_victims(tmp_path
     part = tier.claim(C)
     assert part is not None
     assert not part.reserve(40 * KIB, 2)
-    run.advance(1)
+    run.announce([B, C])
     assert waits(tier.root / "runs", [A, B, C]) == {B: 0.0, C: 1.0}
     assert part.reserve(40 * KIB, 1)
     assert not tier.published(A).exists()

@@ -184,3 +184,28 @@ def test_installing_without_open_clip_fails_and_says_what_to_install(monkeypatch
     monkeypatch.setitem(sys.modules, "training", None)
     with pytest.raises(ImportError, match="open_clip_torch"):
         openclip.install()
+
+
+@pytest.mark.parametrize("package", ["open_clip_train", "training"])
+def test_the_command_hands_its_arguments_to_the_training_behind_a_dash_that_torchrun_needs(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun takes --logs for itself, unless a -- stands before the arguments."""
+    taken: list[tuple[list[str], bool]] = []
+    data, training = data_module(development=False), ModuleType("main")
+    original = data.get_wds_dataset
+
+    def run(arguments: list[str]) -> None:
+        taken.append((arguments, data.get_wds_dataset is not original))
+
+    training.main = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "open_clip_train", None)
+    for name, module in (
+        (package, ModuleType(package)),
+        (f"{package}.data", data),
+        (f"{package}.main", training),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    openclip.main(["--", "--logs", "here", "--", "x"])
+    openclip.main(["--logs", "here"])
+    assert taken == [(["--logs", "here", "--", "x"], True), (["--logs", "here"], True)]

@@ -1,4 +1,4 @@
-"""The idea itself: samples are used while their shards are still arriving, and each byte is asked for once."""
+"""The idea itself: samples are used while their shards still arrive, and each byte is asked for once."""
 
 from __future__ import annotations
 

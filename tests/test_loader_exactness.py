@@ -1,4 +1,4 @@
-"""Which samples, in which order: against `tarfile`, over origins, workers, ranks, and what the cache holds."""
+"""Which samples, in which order: against `tarfile`, over origins, workers, ranks, and the cache's state."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_pass_is_every_sample_once_whatever_the_workers(
 def test_the_origin_makes_no_difference(
     origin: str, shards: list[Path], server: ShardServer, tmp_path: Path
 ) -> None:
-    names = "{00000..%05d}.tar" % (len(shards) - 1)
+    names = f"{{00000..{len(shards) - 1:05d}}}.tar"
     urls = {
         "http": f"{server.url}/{names}",
         "pipe": f"pipe:curl -fsSL {server.url}/{names}",

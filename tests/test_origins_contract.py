@@ -14,8 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from streamload.errors import DatasetChanged, OriginNotFound
-from streamload.origins.origin import Origin, OriginOptions, OriginStopped, Version, open_origin
+from streamload.errors import DatasetChanged, OriginNotFound, OriginStopped
+from streamload.origins.origin import Origin, OriginOptions, Version, open_origin
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
 

@@ -20,11 +20,13 @@ from streamload.errors import (
     OriginDenied,
     OriginError,
     OriginNotFound,
+    OriginStopped,
     OriginTimeout,
+    OriginUnavailable,
     ShardFormatError,
 )
 from streamload.origins import sockets
-from streamload.origins.origin import OriginOptions, OriginStopped, OriginUnavailable, open_origin
+from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
 

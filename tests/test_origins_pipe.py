@@ -24,9 +24,10 @@ from streamload.errors import (
     OriginDenied,
     OriginError,
     OriginNotFound,
+    OriginStopped,
     OriginTimeout,
 )
-from streamload.origins.origin import OriginOptions, OriginStopped, open_origin
+from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer

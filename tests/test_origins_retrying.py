@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from streamload.errors import OriginCut, OriginError, OriginNotFound, ShardFormatError
-from streamload.origins.protocol import OriginOptions, OriginUnavailable, Session, Version
+from streamload.errors import OriginCut, OriginError, OriginNotFound, OriginUnavailable, ShardFormatError
+from streamload.origins.protocol import OriginOptions, Session, Version
 from streamload.origins.retrying import RetryingOrigin
 
 

@@ -19,10 +19,12 @@ from streamload.errors import (
     OriginDenied,
     OriginError,
     OriginNotFound,
+    OriginStopped,
     OriginTimeout,
+    OriginUnavailable,
 )
 from streamload.origins import stores
-from streamload.origins.origin import OriginOptions, OriginStopped, OriginUnavailable, open_origin
+from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer

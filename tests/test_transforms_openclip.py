@@ -82,7 +82,7 @@ def test_the_training_transform_is_open_clips_within_a_level():
         assert apart.max() <= 2
         values += apart.numel()
         beyond += int((apart > 1).sum())
-    assert beyond <= values / 1e6
+    assert beyond <= 3 * values / 1e6
 
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (301, 224), (1000, 130), (130, 1000)])

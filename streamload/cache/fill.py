@@ -20,8 +20,16 @@ from typing import NamedTuple
 from streamload.cache.follow import Shard, is_whole, version_of
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Part
-from streamload.errors import CacheCorrupt, CacheFull, DatasetChanged, OriginError, ShardCut, ShardError
-from streamload.origins.origin import Origin, OriginStopped, Stream, Version
+from streamload.errors import (
+    CacheCorrupt,
+    CacheFull,
+    DatasetChanged,
+    OriginError,
+    OriginStopped,
+    ShardCut,
+    ShardError,
+)
+from streamload.origins.origin import Origin, Stream, Version
 from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
 from streamload.shards.local import LocalVersion, index_local
 from streamload.shards.samples import Entry, ShardScanner
@@ -47,10 +55,11 @@ class Filled(enum.Enum):
 
 
 class Outcome(NamedTuple):
-    """How a fill ended, and the lock that makes its verdict stand."""
+    """How a fill ended; the lock that makes its verdict stand; the size of a shard that had no room."""
 
     result: Filled
     verdict: FileLock | None = None
+    size_bytes: int = 0
 
 
 def fill(
@@ -58,6 +67,7 @@ def fill(
     shard: Shard,
     open_origin: Callable[[], Origin],
     *,
+    size_bytes: int = 0,
     wait: Callable[[], float],
     stop: threading.Event,
 ) -> Outcome:
@@ -67,6 +77,7 @@ def fill(
         part: the claim; whatever happens, it is over when this returns or raises.
         shard: what is filled. Of a local file only the index is made.
         open_origin: gives its origin (not asked for a local file).
+        size_bytes: of the shard, where it is known: without room for it its origin isn't asked.
         wait: how soon the shard is needed, in shard visits (see `Tier.reserve`).
         stop: ends the fill; what it has so far stays.
 
@@ -75,14 +86,15 @@ def fill(
     """
     job = _Fill(part, shard, wait, stop)
     try:
+        job.make_room(size_bytes, patient=False)
         if shard.local is not None:
             job.index_local()
         else:
             job.transfer(open_origin)
-    except _NoRoom:
+    except _NoRoom as refusal:
         job.close()
         part.discard()
-        return Outcome(Filled.NO_ROOM)
+        return Outcome(Filled.NO_ROOM, size_bytes=refusal.args[0])
     except _Outdated:
         job.close()
         part.discard()
@@ -107,7 +119,7 @@ def fill(
 
 
 class _NoRoom(Exception):
-    """The tier has no room for this shard now."""
+    """The tier has no room for this shard now; its size."""
 
 
 class _Outdated(Exception):
@@ -145,7 +157,7 @@ class _Fill:
         with contextlib.closing(self._open(open_origin(), scanner.position, expected)) as stream:
             size = stream.version.size
             if expected is None:
-                self._make_room(size or 0, patient=False)
+                self.make_room(size or 0, patient=False)
                 self._begin(asdict(stream.version))
             for chunk in stream.chunks():
                 self._write(chunk)
@@ -182,7 +194,7 @@ class _Fill:
         self._index = IndexWriter(self._part.path, {"url": self._shard.name, **facts})
 
     def _write(self, chunk: bytes | memoryview) -> None:
-        self._make_room(self._written + len(chunk), patient=True)
+        self.make_room(self._written + len(chunk), patient=True)
         view = memoryview(chunk)
         while view:
             view = view[os.write(self._data, view) :]
@@ -194,7 +206,7 @@ class _Fill:
             self._index.append(entries)
             self._index_bytes = self._index.size_bytes
 
-    def _make_room(self, data_bytes: int, *, patient: bool) -> None:
+    def make_room(self, data_bytes: int, *, patient: bool) -> None:
         """See to it that so much data and the index are within what is reserved.
 
         Args:
@@ -207,7 +219,7 @@ class _Fill:
         growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
         while not self._part.reserve(needed + growth + _SPARE_BYTES, self._wait()):
             if not patient:
-                raise _NoRoom
+                raise _NoRoom(data_bytes)
             if self._stop.wait(_NO_ROOM_SECONDS):
                 raise OriginStopped(f"{self._shard.name}: the fill was stopped while it waited for room")
 
@@ -230,7 +242,7 @@ class _Fill:
             version, entries = _verified(orphan.path)
         scanner = ShardScanner.after(entries[-1] if entries else None)
         if entries and version is not None:
-            self._make_room(version.size or scanner.position, patient=False)
+            self.make_room(version.size or scanner.position, patient=False)
             self._begin(asdict(version))
             with (orphan.path / "data").open("rb") as source:
                 while self._written < scanner.position:

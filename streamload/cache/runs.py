@@ -1,13 +1,14 @@
-"""Who is reading what, and how far: one small file for each reading process, in the tier's `runs/`.
+"""Who will read what, and in which order: one small file for each reading process, in the tier's `runs/`.
 
-A file holds the digests of the shards in the order in which the process will visit them, and how many of
-those visits are over. From the files of all live processes follows how soon each shard is needed, which is
-all that eviction asks. The writer holds a lock on its file; a file without one belongs to nobody and goes.
+A file holds the digests of the shards that the process has open and of those that it will open, in that
+order. From the files of all live processes follows how soon each shard is needed, which is all that eviction
+asks. The writer holds a lock on its file; a file without one belongs to nobody and goes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 from collections.abc import Iterable, Sequence
@@ -18,9 +19,9 @@ import numpy.typing as npt
 
 from streamload.cache.locks import FileLock
 
-_HEADER = 16  # bytes: visits done, number of visits
-VISITS_KEPT = 1 << 16
-"""How many visits ahead a file tells of: 512 KiB. What comes later counts as never."""
+_HEADER_BYTES = 8  # the number of visits
+VISITS_KEPT = 4096
+"""How many visits ahead a file tells of: 32 KiB. What comes later counts as never."""
 
 
 def short(digest: str) -> int:
@@ -34,21 +35,15 @@ class Run:
     def __init__(self, directory: Path):
         self._path = directory / f"{os.getpid()}.{secrets.token_hex(4)}"
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._descriptor, bytes(_HEADER), 0)
         lock = FileLock.acquire(self._path)
         if lock is None:
             raise FileNotFoundError(f"{self._path.name} was taken away while it was made")
         self._lock = lock
 
     def announce(self, digests: Iterable[str]) -> None:
-        """Say which shards will be visited from here on, in order (a shard may come again)."""
-        visits = np.fromiter((short(d) for d in digests), dtype="<u8")[:VISITS_KEPT]
-        header = np.array([0, len(visits)], dtype="<u8")
-        os.pwrite(self._descriptor, header.tobytes() + visits.tobytes(), 0)
-
-    def advance(self, visits_done: int) -> None:
-        """Say how many of the announced visits are over."""
-        os.pwrite(self._descriptor, np.uint64(visits_done).tobytes(), 0)
+        """Say which shards are open and which come next, in order (a shard may come again)."""
+        visits = np.fromiter((short(d) for d in itertools.islice(digests, VISITS_KEPT)), dtype="<u8")
+        os.pwrite(self._descriptor, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
 
     def close(self) -> None:
         """Take the file away; once is enough."""
@@ -81,13 +76,13 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
 
 
 def _coming(path: Path) -> npt.NDArray[np.uint64]:
-    """The visits of a run's file that are not over yet."""
+    """The visits that a run's file tells of."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return np.empty(0, dtype="<u8")
-    if len(content) < _HEADER:
+    if len(content) < _HEADER_BYTES:
         return np.empty(0, dtype="<u8")
-    done, count = np.frombuffer(content, dtype="<u8", count=2)
-    visits = np.frombuffer(content, dtype="<u8", offset=_HEADER, count=(len(content) - _HEADER) // 8)
-    return visits[int(done) : int(count)]
+    count = int.from_bytes(content[:_HEADER_BYTES], "little")
+    visits = np.frombuffer(content, dtype="<u8", offset=_HEADER_BYTES, count=len(content) // 8 - 1)
+    return visits[:count]

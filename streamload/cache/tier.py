@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
 from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counters, Counts
+from streamload.settings import Settings
 
 FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -227,6 +228,20 @@ class Tier:
                 shutil.rmtree(path, ignore_errors=True)
         return False
 
+    def sweep(self) -> None:
+        """Remove what dead processes left: verdicts that nobody stands by, and what was being deleted.
+
+        To be called when a run begins, so that it asks again for what an earlier one could not have.
+        """
+        with exclusive(self.root / "lock"):
+            for entry in os.scandir(self.root / "gone"):
+                if _DIGEST.fullmatch(entry.name):
+                    self._stands(Path(entry.path))
+            runs.waits(self.root / "runs", ())
+            leaving = self._in_trash()
+        for path in leaving:
+            shutil.rmtree(path, ignore_errors=True)
+
     def trash(self, path: Path) -> None:
         """Take a directory of the tier away: first out of sight, by one rename, then its files."""
         with contextlib.suppress(FileNotFoundError):
@@ -325,16 +340,21 @@ class Tier:
             return limit
 
 
-def open_tier(root: Path, limit_bytes: Callable[[int, int], int]) -> Tier:
-    """The tier at `root`, with a limit that may depend on the disk.
+def open_tier(settings: Settings) -> Tier:
+    """The tier of a run at its beginning: with the limit that was asked for, else with the one it has.
 
-    Args:
-        root: its directory.
-        limit_bytes: from the bytes that are free there and those that the tier holds to its limit.
+    Raises:
+        CacheError: the directory can't be used, or isn't ours.
     """
-    held = Tier(root).used_bytes if (root / "tier.json").is_file() else 0
+    root, held = settings.cache_dir, 0
+    if (root / "tier.json").is_file():
+        tier = Tier(root)
+        tier.sweep()
+        if settings.sources["cache_size"] == "default":
+            return tier
+        held = tier.used_bytes
     existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    return Tier(root, limit_bytes(shutil.disk_usage(existing).free, held))
+    return Tier(root, settings.cache_size.limit_bytes(shutil.disk_usage(existing).free, held))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -305,7 +306,9 @@ def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> N
     board.withdraw_order()
     workers = getattr(batches, "_iterator", None)
     if workers is not None and hasattr(workers, "_shutdown_workers"):
-        workers._shutdown_workers()
+        # torch reports a dead worker from a signal handler, wherever that comes; the others end all the same.
+        with contextlib.suppress(RuntimeError):
+            workers._shutdown_workers()
     dataset.close()
 
 

@@ -59,6 +59,8 @@ class LoaderOptions:
             raise OptionError(
                 f"give rank and world_size together, not rank={self.rank} world_size={self.world_size}"
             )
+        if self.output == "hf" and self.tokenizer is None and self.map_sample is None:
+            raise OptionError('output="hf" has input_ids: it needs a tokenizer')
         if self.map_sample is not None and (self.preprocess is not None or self.tokenizer is not None):
             raise OptionError(
                 "map_sample= makes the whole example: preprocess= and tokenizer= have no place beside it"

@@ -37,7 +37,7 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int) -> Recipe:
     """
     storage = dict(options.storage_options) if options.storage_options else None
     settings = read_settings(options.cache_dir, options.cache_size, options.ahead)
-    tier = open_tier(settings.cache_dir, settings.cache_size.limit_bytes)
+    tier = open_tier(settings)
     order = _order(options, here, groups)
     processes = here.local_world_size * max(1, options.num_workers)
     logger.info(

@@ -12,9 +12,9 @@ from streamload.errors import (
     OriginError,
     OriginNotFound,
     OriginTimeout,
+    OriginUnavailable,
     StreamloadError,
 )
-from streamload.origins.protocol import OriginUnavailable
 from streamload.urls import redact_text
 
 _CODES = {

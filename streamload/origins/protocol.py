@@ -11,21 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streamload.errors import DatasetChanged, OriginError
-
-
-class OriginUnavailable(OriginError, ConnectionError):
-    """The origin can't be reached, or asks to come back later (429, 5xx); worth another attempt.
-
-    Attributes:
-        retry_after_seconds: how long the origin asks to be left alone.
-    """
-
-    retry_after_seconds: float | None = None
-
-
-class OriginStopped(OriginError):
-    """The transfer was told to stop from our side; nothing is wrong with the origin."""
+from streamload.errors import DatasetChanged, OriginStopped
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import random
 import time
 from collections.abc import Iterator
 
-from streamload.errors import OriginCut, OriginError, OriginTimeout
-from streamload.origins.protocol import Origin, OriginUnavailable, Session, Stream, Version
+from streamload.errors import OriginCut, OriginError, OriginTimeout, OriginUnavailable
+from streamload.origins.protocol import Origin, Session, Stream, Version
 
 _MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 

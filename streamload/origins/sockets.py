@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from streamload.errors import OriginDenied, OriginTimeout
-from streamload.origins.protocol import OriginStopped, OriginUnavailable, Session
+from streamload.errors import OriginDenied, OriginStopped, OriginTimeout, OriginUnavailable
+from streamload.origins.protocol import Session
 
 WAKE_SECONDS = 0.1
 _METADATA_ADDRESSES = {ipaddress.ip_address("fd00:ec2::254")}

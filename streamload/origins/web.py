@@ -27,10 +27,11 @@ from streamload.errors import (
     OriginDenied,
     OriginError,
     OriginTimeout,
+    OriginUnavailable,
     ShardFormatError,
 )
 from streamload.origins.failures import of_status
-from streamload.origins.protocol import OriginUnavailable, Session, Version, same_version, strong
+from streamload.origins.protocol import Session, Version, same_version, strong
 from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools
 from streamload.urls import redact, redact_text
 

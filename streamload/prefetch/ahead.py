@@ -59,6 +59,7 @@ class Ahead:
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
         self._refused_since: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}  # of shards that were refused: their origin needn't be asked again
         self._error: BaseException | None = None
         self._verdicts: list[FileLock] = []
         self._threads = [
@@ -144,13 +145,12 @@ class Ahead:
             return None
 
     def _wait_of(self, shard: Shard) -> float:
-        """How soon a shard is needed, in shard visits; less than nothing if a reader has it open."""
+        """How soon a shard is needed, in shard visits; those that readers have open are needed alike."""
         with self._change:
             try:
-                place = self._wanted.index(shard)
+                return float(max(self._wanted.index(shard), self._needed - 1))
             except ValueError:
                 return float("inf")
-            return -1.0 if place < self._needed else float(place)
 
     def _fill(self, shard: Shard) -> float:
         """Fill a shard if it has to be done and can be; returns the seconds until it is looked at again."""
@@ -166,6 +166,7 @@ class Ahead:
             part,
             shard,
             lambda: self._open_origin(shard, self._stop),
+            size_bytes=self._sizes.get(shard.digest, 0),
             wait=lambda: self._wait_of(shard),
             stop=self._stop,
         )
@@ -175,6 +176,7 @@ class Ahead:
         with self._change:
             if refused:
                 self._refused_since.setdefault(shard.digest, time.monotonic())
+                self._sizes[shard.digest] = outcome.size_bytes
             else:
                 self._refused_since.pop(shard.digest, None)
         if outcome.result is Filled.PUBLISHED:

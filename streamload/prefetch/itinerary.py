@@ -6,7 +6,7 @@ which shards must stay readable, which come next, and how far this reader is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,12 @@ class Itinerary:
         self._base = order.position
         self._known = References(*(np.empty(0, np.int64) for _ in References._fields))
         self._run = Run(tier.root / "runs")
-        self._announce()
+        self._told: tuple[list[int], list[int]] | None = None
+        self.tell_progress()
 
-    @property
-    def blocked(self) -> list[int]:
+    def blocked(self, cache: ShardCache) -> list[int]:
         """The shards whose next entries the order waits for, the most urgent first."""
-        return self._order.blocked()
+        return self._order.blocked(cache)
 
     def reaches(self, position: int) -> bool:
         """Whether all references before a position are known, or there are no more."""
@@ -83,26 +83,15 @@ class Itinerary:
             coming = [*coming, *self._next_pass()[: count - len(coming)].tolist()]
         return coming
 
-    def tell_progress(self, in_use: Collection[int]) -> None:
-        """Tell the other users of the tier which visits are over."""
-        coming = self._order.coming_shards(1)
-        while self._opened < len(self._visits) and self._visits[self._opened] != next(iter(coming), None):
-            self._opened += 1
-        while self._done < self._opened and self._visits[self._done] not in in_use:
-            self._done += 1
-        if self._done > VISITS_KEPT // 2:
-            self._announce()
-        else:
-            self._run.advance(self._done)
+    def tell_progress(self) -> None:
+        """Tell the other users of the tier what is open and what comes next, if that has changed."""
+        in_use = self.shards_in_use()
+        state = (in_use, self._order.coming_shards(1))
+        if state != self._told:
+            self._told = state
+            visits = [*in_use, *self.coming(VISITS_KEPT)]
+            self._run.announce(self._shards[shard].digest for shard in visits)
 
     def close(self) -> None:
         """Say no more; once is enough."""
         self._run.close()
-
-    def _announce(self) -> None:
-        in_use = self.shards_in_use()
-        this_pass = self._order.coming_shards(VISITS_KEPT)
-        self._visits = [*in_use, *this_pass]
-        self._opened, self._done = len(in_use), 0
-        later = self._next_pass()[: VISITS_KEPT - len(self._visits)].tolist()
-        self._run.announce(self._shards[shard].digest for shard in [*self._visits, *later])

@@ -95,7 +95,7 @@ def warm(
     shards = list(
         {shard.digest: shard for shard in (shard_of(url, storage) for url in expand_urls(urls))}.values()
     )
-    tier = open_tier(settings.cache_dir, settings.cache_size.limit_bytes)
+    tier = open_tier(settings)
     before = sum(tier.published(shard.digest).exists() for shard in shards)
     tally, counts = _Tally(), Counters()
     with (

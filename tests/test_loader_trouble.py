@@ -1,0 +1,494 @@
+"""Bad input and bad luck: a clear error or an exact count, within seconds, and nothing left behind."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+import streamload
+from streamload.cache.tier import Tier
+from streamload.testing.faults import Fault
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+
+COUNTS = [20, 30, 25, 15]
+NoLeaks = Callable[..., AbstractContextManager[None]]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    write_shards(tmp_path / "data", COUNTS, seed=11)
+    with ShardServer(tmp_path / "data") as server:
+        yield server
+
+
+def make(urls: Any, tmp_path: Path, **options: Any) -> streamload.Loader:
+    defaults = {"batch_size": 5, "num_workers": 2, "with_keys": True, "cache_dir": tmp_path / "cache"}
+    return streamload.make_loader(urls, **{**defaults, "cache_size": "1GB", **options})
+
+
+def keys_of(loader: streamload.Loader) -> list[str]:
+    return [key for _, _, origin in loader for key in origin["__key__"]]
+
+
+def oracle(tmp_path: Path, *shards: int) -> list[str]:
+    return sorted(k for shard in shards for k, _ in read_oracle(tmp_path / "data" / f"{shard:05d}.tar"))
+
+
+def urls(server: ShardServer) -> str:
+    return f"{server.url}/{{00000..00003}}.tar"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        (Fault(status=404), streamload.OriginNotFound, "404"),
+        (Fault(status=403), streamload.OriginDenied, "403"),
+        (Fault(body=b"<!DOCTYPE html><html>Sign in</html>" * 50), streamload.ShardFormatError, "a web page"),
+        (Fault(body=gzip.compress(bytes(5000))), streamload.ShardFormatError, "gzip"),
+        (Fault(body=b""), streamload.ShardFormatError, "empty"),
+        (Fault(body=bytes(random.Random(1).randbytes(9000))), streamload.ShardFormatError, "not a tar"),
+    ],
+)
+def test_a_shard_that_cannot_be_used_is_an_error_or_is_left_out(
+    fault: Fault, error: type[Exception], says: str, server: ShardServer, tmp_path: Path
+) -> None:
+    server.misbehave("00001.tar", fault)
+    with make(urls(server), tmp_path, on_error="raise") as loader, pytest.raises(error, match=says):
+        keys_of(loader)
+    with make(urls(server), tmp_path) as loader:
+        for _ in range(2):
+            assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 2, 3)
+        assert loader.stats().shards_given_up == 1
+    server.misbehave("00001.tar")
+    with make(urls(server), tmp_path) as loader:  # a new run asks again
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_cut_shard_gives_what_came_before_the_cut_and_says_so(
+    workers: int, server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = (tmp_path / "data" / "00001.tar").read_bytes()
+    server.misbehave("00001.tar", Fault(body=whole[: len(whole) // 2 + 100]))
+    with make(urls(server), tmp_path, num_workers=workers, batch_size=1) as loader:
+        keys = keys_of(loader)
+        before = [key for key in oracle(tmp_path, 1) if key in keys]
+        assert 10 <= len(before) <= 16
+        assert before == oracle(tmp_path, 1)[: len(before)]
+        assert sorted(keys) == sorted(before + oracle(tmp_path, 0, 2, 3))
+        assert keys_of(loader) != keys
+    if not workers:
+        assert "00001.tar is left out after" in caplog.text
+        assert "cut" in caplog.text
+
+
+def test_all_shards_missing_is_an_error_and_no_endless_loop(server: ShardServer, tmp_path: Path) -> None:
+    with (
+        make(f"{server.url}/nowhere/{{0..9}}.tar", tmp_path) as loader,
+        pytest.raises(streamload.NoValidSamples, match="404"),
+    ):
+        keys_of(loader)
+
+
+def test_no_caption_anywhere_is_an_error_that_shows_what_is_there(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "data", [4, 4], options=ShardOptions(without_text_every=1))
+    with (
+        make([str(p) for p in paths], tmp_path) as loader,
+        pytest.raises(streamload.NoValidSamples, match=r"00000000000 \(jpg, json\).*text_key"),
+    ):
+        keys_of(loader)
+
+
+def test_keep_that_refuses_all_is_an_error(server: ShardServer, tmp_path: Path) -> None:
+    with (
+        make(urls(server), tmp_path, keep=refuse) as loader,
+        pytest.raises(streamload.NoValidSamples, match="keep"),
+    ):
+        keys_of(loader)
+
+
+def refuse(entry: streamload.Entry) -> bool:
+    return False
+
+
+def test_keep_selects_by_what_the_index_holds(server: ShardServer, tmp_path: Path) -> None:
+    with make(urls(server), tmp_path, keep=is_wide, batch_size=1) as loader:
+        kept = sorted(keys_of(loader))
+    wide = []
+    for path in sorted((tmp_path / "data").glob("*.tar")):
+        for key, members in read_oracle(path):
+            width, height = Image.open(io.BytesIO(members["jpg"])).size
+            wide += [key] if width > height and len(members["txt"]) > 10 else []
+    assert kept == sorted(wide)
+    assert 0 < len(wide) < sum(COUNTS)
+
+
+def is_wide(entry: streamload.Entry) -> bool:
+    return entry.width > entry.height and entry.caption_bytes > 10 and entry.sizes["jpg"] > 100
+
+
+def shard_with_bad_images(path: Path, count: int, bad: set[int]) -> None:
+    (good,) = write_shards(path.parent / "good", [count], seed=12)
+    with tarfile.open(path, "w") as tar:
+        for index, (key, members) in enumerate(read_oracle(good)):
+            members["jpg"] = b"\xff\xd8 no image" if index in bad else members["jpg"]
+            for extension in ("jpg", "txt"):
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(members[extension])
+                tar.addfile(info, io.BytesIO(members[extension]))
+
+
+def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(tmp_path: Path) -> None:
+    shard_with_bad_images(tmp_path / "bad.tar", 60, {0, 1, 17, 59})
+
+    def images(workers: int) -> tuple[list[str], torch.Tensor]:
+        with make(str(tmp_path / "bad.tar"), tmp_path, num_workers=workers, batch_size=6) as loader:
+            batches = list(loader)
+            assert loader.stats().samples_replaced == {"missing": 0, "decode": 4, "caption": 0}
+            assert [trouble.cause for trouble in loader.troubles] == ["decode"] * 4
+            return [k for _, _, o in batches for k in o["__key__"]], torch.cat([b[0] for b in batches])
+
+    keys, pixels = images(0)
+    assert len(keys) == 60
+    assert len(set(keys)) == 56
+    for workers in (1, 2):
+        again, same = images(workers)
+        assert again == keys
+        assert torch.equal(same, pixels)
+
+
+def test_images_that_do_not_decode_are_left_out_of_evaluation_and_raise_if_asked(tmp_path: Path) -> None:
+    shard_with_bad_images(tmp_path / "bad.tar", 30, {0, 29})
+    with make(str(tmp_path / "bad.tar"), tmp_path, train=False) as loader:
+        assert len(keys_of(loader)) == 28
+        assert loader.stats().samples_skipped["decode"] == 2
+    with (
+        make(str(tmp_path / "bad.tar"), tmp_path, on_error="raise") as loader,
+        pytest.raises(streamload.DecodeError),
+    ):
+        keys_of(loader)
+
+
+def test_too_many_bad_images_are_no_accident(tmp_path: Path) -> None:
+    shard_with_bad_images(tmp_path / "bad.tar", 100, set(range(0, 100, 4)))
+    with (
+        make(str(tmp_path / "bad.tar"), tmp_path) as loader,
+        pytest.raises(streamload.TooManyBadSamples, match="1%"),
+    ):
+        keys_of(loader)
+
+
+def fail(image: object) -> None:
+    raise LookupError("the user's own")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_the_users_functions_are_raised(workers: int, server: ShardServer, tmp_path: Path) -> None:
+    for option in ("preprocess", "map_sample", "keep"):
+        with (
+            make(urls(server), tmp_path, num_workers=workers, **{option: fail}) as loader,
+            pytest.raises(LookupError, match="the user's own"),
+        ):
+            keys_of(loader)
+    with (
+        make(urls(server), tmp_path, num_workers=workers, tokenizer=fail) as loader,
+        pytest.raises(LookupError),
+    ):
+        keys_of(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"urls": []}, "empty"),
+        ({"urls": "http://host/{0000..0003.tar"}, "0000"),
+        ({"urls": "gopher://host/a.tar"}, "gopher"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"shuffle": -5}, "shuffle=-5"),
+        ({"output": "list"}, "'tuple', 'dict', 'hf'"),
+        ({"on_error": "ignore"}, "'skip', 'raise'"),
+        ({"rank": 1}, "world_size"),
+        ({"map_sample": fail, "preprocess": fail}, "map_sample"),
+        ({"cache_size": "lots"}, "lots"),
+        ({"text_key": "txt;"}, "txt;"),
+        ({"rank": 3, "world_size": 2}, "rank=3"),
+    ],
+)
+def test_options_that_cannot_be_used_say_which(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    options = {"urls": str(tmp_path / "a.tar"), **options}
+    with (
+        pytest.raises(streamload.OptionError, match=says),
+        make(options.pop("urls"), tmp_path, **options) as loader,
+    ):
+        next(iter(loader))
+
+
+def test_a_second_iterator_is_refused_while_one_is_in_use(server: ShardServer, tmp_path: Path) -> None:
+    with make(urls(server), tmp_path) as loader:
+        first = iter(loader)
+        next(first)
+        with pytest.raises(streamload.LoaderBusy):
+            iter(loader)
+        del first
+        assert len(keys_of(loader)) == sum(COUNTS)
+
+
+def test_a_cache_directory_that_cannot_be_used_is_an_error(server: ShardServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/streamload")):
+        with (
+            make(urls(server), tmp_path, cache_dir=place) as loader,
+            pytest.raises(streamload.CacheError, match="can't be used"),
+        ):
+            keys_of(loader)
+
+
+def test_a_cache_that_is_smaller_than_a_shard_says_how_much_it_needs(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    with (
+        make(urls(server), tmp_path, cache_size=30_000) as loader,
+        pytest.raises(streamload.CacheFull, match="30,000"),
+    ):
+        keys_of(loader)
+
+
+def test_a_cache_that_is_smaller_than_what_is_open_at_once_says_so(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    with (
+        make(urls(server), tmp_path, cache_size=2 * largest) as loader,
+        pytest.raises(streamload.CacheFull, match=r"4 lanes|8 lanes"),
+    ):
+        keys_of(loader)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k,mode=700", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk_is_an_error(server: ShardServer, tmp_path: Path, small_disk: Path) -> None:
+    with (
+        make(urls(server), tmp_path, cache_dir=small_disk / "cache") as loader,
+        pytest.raises(streamload.CacheFull, match="no space left"),
+    ):
+        keys_of(loader)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_killed_worker_is_an_error_and_loses_nothing(
+    method: str, server: ShardServer, tmp_path: Path, no_leaks: NoLeaks
+) -> None:
+    with make(urls(server), tmp_path) as loader:
+        keys_of(loader)
+    with no_leaks():
+        loader = make(
+            urls(server), tmp_path, cache_dir=tmp_path / "other", multiprocessing_context=method, batch_size=1
+        )
+        server.stop_after(0.5)
+        batches = iter(loader)
+        next(batches)
+        workers = [p for p in psutil.Process().children() if "resource_tracker" not in " ".join(p.cmdline())]
+        killer = threading.Timer(1.0, workers[0].kill)  # while the loop waits for a batch
+        killer.start()
+        with pytest.raises(streamload.WorkerDied, match="DataLoader worker"):
+            list(batches)
+        killer.join()
+        server.go_on()
+        del batches
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+        loader.close()
+        del loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_break_close_and_drop_leave_nothing_behind(
+    workers: int, server: ShardServer, tmp_path: Path, no_leaks: NoLeaks
+) -> None:
+    with make(urls(server), tmp_path, num_workers=workers) as loader:
+        keys_of(loader)
+    with no_leaks():
+        with make(urls(server), tmp_path, cache_dir=tmp_path / "a", num_workers=workers) as loader:
+            for batch in loader:
+                del batch
+                break
+        loader = make(urls(server), tmp_path, cache_dir=tmp_path / "b", num_workers=workers)
+        server.stop_after(0.5)
+        next(iter(loader))
+        del loader
+        server.go_on()
+    for name in ("a", "b"):
+        tier = Tier.open(tmp_path / name)
+        assert not list((tier.root / "runs").iterdir())
+        assert not list((tier.root / "trash").iterdir())
+
+
+TRAINING = """
+import sys, streamload
+urls, cache = sys.argv[1:]
+loader = streamload.make_loader(urls, cache_dir=cache, cache_size="1GB", batch_size=2, num_workers=2)
+for _ in loader:
+    print("batch", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
+    how: signal.Signals, server: ShardServer, tmp_path: Path
+) -> None:
+    server.stop_after(0.6)
+    command = [sys.executable, "-c", TRAINING, urls(server), str(tmp_path / "cache")]
+    training = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert training.stdout is not None
+    assert training.stdout.readline() == b"batch\n"
+    family = [training, *psutil.Process(training.pid).children(recursive=True)]
+    if how is signal.SIGINT:
+        os.killpg(training.pid, how)
+    else:
+        training.send_signal(how)
+    training.wait(30)
+    training.stdout.close()
+    _, alive = psutil.wait_procs(
+        [psutil.Process(p.pid) for p in family if psutil.pid_exists(p.pid)], timeout=30
+    )
+    assert not alive
+    sent = sum(request.sent for request in server.log)
+    server.go_on()
+    with make(urls(server), tmp_path) as loader:
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+    total = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    again = sum(request.sent for request in server.log) - total
+    assert again < sent / 4  # what was verified was taken up, not fetched again
+    assert not Tier.open(tmp_path / "cache").parts("*")
+
+
+def test_a_batch_that_waits_says_for_what(
+    server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.dataset._SLOW_SECONDS", 0.3)
+    server.stop_after(0.2)
+    loader = make(urls(server), tmp_path, num_workers=0, batch_size=50)
+
+    class Enough(Exception):
+        pass
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            server.go_on()
+
+    logging.getLogger("streamload").addHandler(watch := Watch(logging.WARNING))
+    try:
+        next(iter(loader))
+    finally:
+        logging.getLogger("streamload").removeHandler(watch)
+        loader.close()
+    assert "a batch has waited 0 s for <ShardView http://127.0.0.1" in caplog.text
+    assert "filled by this process" in caplog.text
+
+
+def test_what_a_batch_looks_like(server: ShardServer, tmp_path: Path) -> None:
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[len(text), 1, 0] for text in texts])
+
+    with make(urls(server), tmp_path, tokenizer=tokenize, with_keys=False, num_workers=0) as loader:
+        images, texts = next(iter(loader))
+        assert (images.shape, images.dtype) == ((5, 3, 224, 224), torch.float32)
+        assert (texts.shape, texts.dtype) == ((5, 3), torch.int64)
+    with make(urls(server), tmp_path, tokenizer=tokenize, output="dict", num_workers=1) as loader:
+        assert sorted(next(iter(loader))) == ["__key__", "__url__", "image", "text"]
+    with make(urls(server), tmp_path, tokenizer=tokenize, output="hf", with_keys=False) as loader:
+        batch = next(iter(loader))
+        assert sorted(batch) == ["attention_mask", "input_ids", "pixel_values"]
+        assert batch["attention_mask"].tolist() == [[1, 1, 0]] * 5
+    with make(urls(server), tmp_path, text_key="missing;json:digest") as loader:
+        _, texts, origin = next(iter(loader))
+        digests = {k: json.loads(m["json"])["digest"] for n in range(4) for k, m in members_of(tmp_path, n)}
+        assert texts == [digests[key] for key in origin["__key__"]]
+    with make(urls(server), tmp_path, map_sample=describe, with_keys=False) as loader:
+        batch = next(iter(loader))
+        assert batch["size"].dtype == torch.int64
+        assert batch["audio"].shape == (5, 2)
+        assert isinstance(batch["name"], list)
+    with make(urls(server), tmp_path, device="cpu") as loader:
+        assert next(iter(loader))[0].device.type == "cpu"
+
+
+def members_of(tmp_path: Path, shard: int) -> list[tuple[str, dict[str, bytes]]]:
+    return read_oracle(tmp_path / "data" / f"{shard:05d}.tar")
+
+
+def describe(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"name": sample["__key__"], "size": len(sample["jpg"]), "audio": torch.zeros(2)}
+
+
+def test_hf_output_without_a_tokenizer_is_refused(server: ShardServer, tmp_path: Path) -> None:
+    with pytest.raises(streamload.OptionError, match="tokenizer"):
+        make(urls(server), tmp_path, output="hf")
+
+
+def test_an_epoch_smaller_than_a_batch_is_an_error_and_not_an_empty_epoch(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    with (
+        make(urls(server), tmp_path, batch_size=500) as loader,
+        pytest.raises(streamload.DataError, match="500"),
+    ):
+        keys_of(loader)
+
+
+def test_bytes_that_rot_in_the_cache_are_fetched_again(server: ShardServer, tmp_path: Path) -> None:
+    with make(urls(server), tmp_path) as loader:
+        first = keys_of(loader)
+    for data in (tmp_path / "cache" / "shards").glob("*/data"):
+        content = bytearray(data.read_bytes())
+        content[len(content) // 3] ^= 0x10
+        data.write_bytes(content)
+    with make(urls(server), tmp_path) as loader:
+        assert keys_of(loader) == first
+        assert loader.stats().checksum_failures >= 1
+
+
+def test_a_slow_start_is_not_a_stall(tmp_path: Path) -> None:
+    """A server that answers late, and one after the other, delays and loses nothing."""
+    write_shards(tmp_path / "data", COUNTS, seed=11)
+    with (
+        ShardServer(tmp_path / "data", latency_seconds=0.3) as server,
+        make(urls(server), tmp_path) as loader,
+    ):
+        began = time.monotonic()
+        assert len(keys_of(loader)) == sum(COUNTS)
+        assert time.monotonic() > began
