@@ -33,9 +33,9 @@ OF_DEVELOPMENT = {
 }
 
 
-def data_module(*, development: bool) -> ModuleType:
+def data_module(name: str = "data", *, development: bool = False) -> ModuleType:
     """A module with the signature that open_clip_train.data has in 3.3.0, or in its development version."""
-    module = ModuleType("data")
+    module = ModuleType(name)
 
     def released(
         args: Any,
@@ -106,7 +106,7 @@ def validate(module: ModuleType, args: argparse.Namespace, **more: Any) -> list[
 
 
 def test_batches_are_tuples_under_the_released_version(shards: str) -> None:
-    module = data_module(development=False)
+    module = data_module()
     openclip.install(module)
     batches = validate(module, args_for(val_data=shards))
     assert [images.flatten().tolist() for images, _ in batches] == [[1, 2, 3, 4], [5, 6, 7, 8]]
@@ -157,7 +157,7 @@ def test_an_unknown_argument_of_the_function_is_an_error_unless_it_is_none(shard
 
 
 def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) -> None:
-    module = data_module(development=False)
+    module = data_module()
     openclip.install(module)
     args = args_for(train_data=shards, train_num_samples=8, batch_size=5)
     data = module.get_wds_dataset(args, width_of, is_train=True, tokenizer=tokenize)
@@ -171,7 +171,7 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
 
 
 def test_uninstalling_puts_the_original_back() -> None:
-    module = data_module(development=False)
+    module = data_module()
     original = module.get_wds_dataset
     uninstall = openclip.install(module)
     assert module.get_wds_dataset is not original
@@ -192,7 +192,7 @@ def test_the_command_hands_its_arguments_to_the_training_behind_a_dash_that_torc
 ) -> None:
     """torchrun takes --logs for itself, unless a -- stands before the arguments."""
     taken: list[tuple[list[str], bool]] = []
-    data, training = data_module(development=False), ModuleType("main")
+    data, training = data_module(f"{package}.data"), ModuleType(f"{package}.main")
     original = data.get_wds_dataset
 
     def run(arguments: list[str]) -> None:
@@ -200,12 +200,8 @@ def test_the_command_hands_its_arguments_to_the_training_behind_a_dash_that_torc
 
     training.main = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "open_clip_train", None)
-    for name, module in (
-        (package, ModuleType(package)),
-        (f"{package}.data", data),
-        (f"{package}.main", training),
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
+    for module in (ModuleType(package), data, training):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     openclip.main(["--", "--logs", "here", "--", "x"])
     openclip.main(["--logs", "here"])
     assert taken == [(["--logs", "here", "--", "x"], True), (["--logs", "here"], True)]
