@@ -22,7 +22,6 @@ from typing import Any, Literal
 from streamload import urls
 from streamload.errors import OptionError
 from streamload.loader import Loader, make_loader
-from streamload.loader.sizes import listed_samples
 from streamload.shards.samples import Entry
 
 logger = logging.getLogger("streamload")
@@ -126,12 +125,12 @@ def listed_size(shards: str) -> int | None:
     Args:
         shards: as given to --train-data.
     """
-    listed = urls.expand_urls(shards)
-    known = listed_samples(listed, None)
-    if known is None and urls.is_local(listed[0]):
-        length = urls.local_path(listed[0]).parent / "__len__"
-        return int(length.read_text()) if length.exists() else None
-    return known
+    known = make_loader(shards, train=False).num_samples
+    first = urls.expand_urls(shards)[0]
+    if known is not None or not urls.is_local(first):
+        return known
+    length = urls.local_path(first).parent / "__len__"
+    return int(length.read_text()) if length.exists() else None
 
 
 def _training(args: Any, common: dict[str, Any], epoch: int, floor: bool) -> Data:
