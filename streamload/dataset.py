@@ -267,15 +267,18 @@ class Reading:
             raise _Superseded
         self._want(blocked)
         self._ahead.check()
-        shards = [self._recipe.shards[shard] for shard in blocked]
-        if waiting.seconds() > _NO_ROOM_SECONDS and shards:
-            refused = min(self._ahead.refused_seconds(shard) for shard in shards)
-            if refused > _NO_ROOM_SECONDS:
-                raise CacheFull(self._no_room(shards[0]))
-        if shards and waiting.is_due():
-            view = self._cache.view(blocked[0])
-            who = "this process" if self._ahead.filling(shards[0]) else "another process, or nobody yet"
-            logger.warning("a batch has waited %.0f s for %r, filled by %s", waiting.seconds(), view, who)
+        if blocked:
+            first = self._recipe.shards[blocked[0]]
+            # While the training loop does something else, what has no room may get it by and by.
+            patience = min(
+                waiting.seconds(), self._ahead.refused_seconds(first), self._board.wanted_seconds()
+            )
+            if patience > _NO_ROOM_SECONDS:
+                raise CacheFull(self._no_room(first))
+            if waiting.is_due():
+                view = self._cache.view(blocked[0])
+                who = "this process" if self._ahead.filling(first) else "another process, or nobody yet"
+                logger.warning("a batch has waited %.0f s for %r, filled by %s", waiting.seconds(), view, who)
         with self._counts.timed("bytes_wait_ns"):
             time.sleep(_POLL_SECONDS)
 

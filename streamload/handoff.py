@@ -59,6 +59,7 @@ class Board:
         self._counters = shared_empty((writers, WIDTH), torch.int64)
         self._order = shared_empty((_ORDER_BYTES,), torch.uint8)
         self._generation = shared_empty((1,), torch.int64)
+        self._wanted_since = shared_empty((1,), torch.float64)
 
     @property
     def counters(self) -> npt.NDArray[np.int64]:
@@ -85,6 +86,15 @@ class Board:
         page[8 : 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
         page[:8] = np.frombuffer(len(text).to_bytes(8, "little"), dtype=np.uint8)
         self._generation[0] += 1
+
+    def want(self, now: bool) -> None:
+        """Say whether the training loop is waiting for a batch."""
+        self._wanted_since[0] = time.monotonic() if now else 0.0
+
+    def wanted_seconds(self) -> float:
+        """How long the training loop has been waiting for the batch that it wants; 0 if it isn't."""
+        since = float(self._wanted_since[0])
+        return time.monotonic() - since if since else 0.0
 
     def withdraw_order(self) -> None:
         """Make the workers stop what they are producing."""

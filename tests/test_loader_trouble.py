@@ -311,7 +311,7 @@ def test_a_full_disk_is_an_error(server: ShardServer, tmp_path: Path, small_disk
 def test_a_killed_worker_is_an_error_and_loses_nothing(
     method: str, server: ShardServer, tmp_path: Path, no_leaks: NoLeaks
 ) -> None:
-    with make(urls(server), tmp_path) as loader:
+    with make(urls(server), tmp_path, multiprocessing_context=method) as loader:
         keys_of(loader)
     with no_leaks():
         loader = make(

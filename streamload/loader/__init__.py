@@ -66,7 +66,8 @@ def make_loader(
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of
             a given length goes on where the last one stopped; without one an epoch is once through the data.
-        num_batches: the same, as batches of each rank; it wins over num_samples.
+            In evaluation it only says how many samples there are, for `len()`.
+        num_batches: the same for training, as batches of each rank; it wins over num_samples.
         seed: of the order and of the augmentation.
         shuffle: how many samples a sample may move from its place; 0: shards and samples as listed. None:
             40 times what a node reads in a step, from 10,000 to 100,000.

@@ -19,7 +19,7 @@ from streamload.errors import LoaderBusy, OptionError, StreamloadError, TooManyB
 from streamload.handoff import Board
 from streamload.loader.options import LoaderOptions, at_least
 from streamload.loader.recipe import recipe_for
-from streamload.loader.sizes import listed_samples
+from streamload.loader.sizes import listed_sizes
 from streamload.metrics import Counters, Snapshot
 from streamload.topology import Topology, read_topology
 
@@ -42,7 +42,7 @@ class Loader:
         self._epoch = 0
         self._place: _Place | None = None
         self._current: weakref.ref[_Epoch] | None = None
-        self._sizes: int | None = None
+        self._sizes: list[int] | None = None
         self._sizes_read = False
         self._board = Board(1 + options.num_workers)
         self._counts = Counters(self._board.counters[0])
@@ -122,6 +122,7 @@ class Loader:
         current = self._current() if self._current is not None else None
         if current is not None and not current.done:
             raise LoaderBusy("this loader is being iterated: finish that epoch, or drop its iterator, first")
+        began = time.monotonic()
         source = self._start()
         place, steps = self._where(self._epoch)
         self._board.give_order(
@@ -129,7 +130,7 @@ class Loader:
         )
         self._place = place
         self._epoch += 1
-        epoch = _Epoch(self, source, steps)
+        epoch = _Epoch(self, source, began)
         self._current = weakref.ref(epoch)
         return epoch
 
@@ -154,21 +155,29 @@ class Loader:
         self._counts.add("samples_yielded", batch.samples)
         return self._shape(values)
 
-    def timed_wait(self, began: float) -> None:
-        """Count the time since `began` as waiting for data."""
-        waited_ns = int((time.monotonic() - began) * 1e9)
-        self._counts.add("data_wait_ns", waited_ns)
-        if not self._counts.snapshot().batches_yielded:
+    @contextlib.contextmanager
+    def waiting(self, began: float) -> Iterator[None]:
+        """Count the time since `began` as waiting for data, and let the workers know that one waits."""
+        self._board.want(True)
+        try:
+            yield
+        finally:
+            self._board.want(False)
+            waited_ns = int((time.monotonic() - began) * 1e9)
+            self._counts.add("data_wait_ns", waited_ns)
+        if not self.stats().batches_yielded:
             self._counts.add("first_batch_ns", waited_ns)
 
     def _start(self) -> DataLoader[Batch]:
         """The workers, started at the first call."""
         if self._batches is None:
             options = self.options
-            recipe = recipe_for(options, self._topology(), self._groups())
-            if recipe.order.groups > 1 and options.train and self.num_batches is None:
+            groups = self._groups()
+            sizes = self._listed_sizes() if groups > 1 and options.train else None
+            recipe = recipe_for(options, self._topology(), groups, sizes)
+            if groups > 1 and options.train and self.num_batches is None:
                 raise OptionError(
-                    f"a run on {recipe.order.groups} nodes has to know how long an epoch is: give "
+                    f"a run on {groups} nodes has to know how long an epoch is: give "
                     f"num_samples or num_batches, or put a sizes.json beside the shards"
                 )
             self._dataset = StreamDataset(recipe, self._board)
@@ -209,9 +218,14 @@ class Loader:
         return here.nodes if self.options.train else here.world_size
 
     def _listed_samples(self) -> int | None:
+        sizes = self._listed_sizes()
+        return None if sizes is None else sum(sizes)
+
+    def _listed_sizes(self) -> list[int] | None:
+        """The samples of each shard by sizes.json, read once."""
         if not self._sizes_read:
             storage = dict(self.options.storage_options or {}) or None
-            self._sizes, self._sizes_read = listed_samples(self.options.urls, storage), True
+            self._sizes, self._sizes_read = listed_sizes(self.options.urls, storage), True
         return self._sizes
 
     def _heed(self, batch: Batch) -> None:
@@ -262,12 +276,11 @@ class _Place:
 class _Epoch:
     """The batches of one epoch."""
 
-    def __init__(self, loader: Loader, source: DataLoader[Batch], steps: int | None):
+    def __init__(self, loader: Loader, source: DataLoader[Batch], began: float):
         self.done = False
         self._loader = loader
-        self._steps = steps
         self._taken = 0
-        self._began = time.monotonic()
+        self._began = began
         self._source = iter(source)
 
     def __iter__(self) -> _Epoch:
@@ -284,8 +297,8 @@ class _Epoch:
             raise StopIteration
         began = self._began if self._taken == 0 else time.monotonic()
         try:
-            batch = next(self._source)
-            self._loader.timed_wait(began)
+            with self._loader.waiting(began):
+                batch = next(self._source)
             self._taken += 1
             return self._loader.took(batch)
         except StopIteration:
@@ -295,9 +308,7 @@ class _Epoch:
             self.done = True
             self._loader.close()
             if _is_a_death(exc):
-                raise WorkerDied(
-                    f"{exc}; the cache is as good as before: start again where you were"
-                ) from exc
+                raise WorkerDied(f"{exc}; what it had fetched is kept: iterate again") from exc
             raise
 
 

@@ -55,6 +55,11 @@ class LoaderOptions:
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
         _one_of("output", self.output, ("tuple", "dict", "hf"))
         _one_of("on_error", self.on_error, ("skip", "raise"))
+        if not self.train and self.num_batches is not None:
+            raise OptionError(
+                "num_batches= is for training: an evaluation gives each sample once (num_samples= may say "
+                "how many there are)"
+            )
         if (self.rank is None) != (self.world_size is None):
             raise OptionError(
                 f"give rank and world_size together, not rank={self.rank} world_size={self.world_size}"

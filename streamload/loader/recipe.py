@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from streamload.cache.follow import shard_of
 from streamload.cache.selection import Selection
 from streamload.cache.tier import open_tier
@@ -24,13 +26,14 @@ _AHEAD_BYTES = 1 << 30
 _FEWEST_FILLS = 4
 
 
-def recipe_for(options: LoaderOptions, here: Topology, groups: int) -> Recipe:
+def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[int] | None = None) -> Recipe:
     """What a run reads and what it makes of it; opens its tier.
 
     Args:
         options: what was asked for.
         here: this rank among those that share the data out.
         groups: how many sequences there are.
+        sizes: samples of each shard, the same list on all ranks, so that the groups are cut evenly.
 
     Raises:
         CacheError: the cache directory can't be used.
@@ -38,7 +41,7 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int) -> Recipe:
     storage = dict(options.storage_options) if options.storage_options else None
     settings = read_settings(options.cache_dir, options.cache_size, options.ahead)
     tier = open_tier(settings)
-    order = _order(options, here, groups)
+    order = _order(options, here, groups, sizes)
     processes = here.local_world_size * max(1, options.num_workers)
     logger.info(
         "cache %s: %d of %d bytes used; %d shards, %d lanes, window %d",
@@ -64,14 +67,15 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int) -> Recipe:
     )
 
 
-def _order(options: LoaderOptions, here: Topology, groups: int) -> OrderOptions:
+def _order(options: LoaderOptions, here: Topology, groups: int, sizes: list[int] | None) -> OrderOptions:
     listed = options.shuffle == 0 or not options.train
     if listed:
         return OrderOptions(options.seed, groups, lanes=1, window=0, shuffle_shards=False)
     slice_ = max(1, options.batch_size * here.world_size // groups)
     lanes = options.lanes if options.lanes is not None else default_lanes(slice_)
     window = options.shuffle if options.shuffle is not None else default_window(slice_)
-    return OrderOptions(options.seed, groups, lanes, window)
+    hints = None if sizes is None else np.array(sizes, np.int64)
+    return OrderOptions(options.seed, groups, lanes, window, hints=hints)
 
 
 def _deal(options: LoaderOptions, here: Topology, groups: int) -> Deal:

@@ -16,8 +16,8 @@ logger = logging.getLogger("streamload")
 _LIMIT_BYTES = 64 << 20
 
 
-def listed_samples(shards: Sequence[str], storage_options: dict[str, Any] | None) -> int | None:
-    """The number of samples in all shards; None if a shard isn't listed, or can't be (a pipe).
+def listed_sizes(shards: Sequence[str], storage_options: dict[str, Any] | None) -> list[int] | None:
+    """The number of samples in each shard; None if a shard isn't listed, or can't be (a pipe).
 
     A sizes.json is `{shard's base name: samples}`, in the folder of the shards, as OpenCLIP reads it.
 
@@ -25,7 +25,7 @@ def listed_samples(shards: Sequence[str], storage_options: dict[str, Any] | None
         OriginError: a sizes.json can't be read for another reason than that there is none.
     """
     known: dict[str, dict[str, Any]] = {}
-    total = 0
+    sizes = []
     for shard in shards:
         if urls.scheme(shard) == "pipe":
             return None
@@ -35,8 +35,14 @@ def listed_samples(shards: Sequence[str], storage_options: dict[str, Any] | None
         samples = known[beside].get(urls.basename(shard))
         if not isinstance(samples, int):
             return None
-        total += samples
-    return total
+        sizes.append(samples)
+    return sizes
+
+
+def listed_samples(shards: Sequence[str], storage_options: dict[str, Any] | None) -> int | None:
+    """The number of samples in all shards, by the same files; None where one isn't known."""
+    sizes = listed_sizes(shards, storage_options)
+    return None if sizes is None else sum(sizes)
 
 
 def _beside(shard: str) -> str:

@@ -159,6 +159,8 @@ class Ahead:
             return _HELD_SECONDS
         part = self.tier.claim(shard.digest)
         if part is None:
+            with self._change:
+                self._refused_since.pop(shard.digest, None)
             if self.tier.verdict(shard.digest).exists():
                 self._report(shard, Filled.GAVE_UP)
             return _ELSEWHERE_SECONDS
