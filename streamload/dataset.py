@@ -250,9 +250,8 @@ class Reading:
         """
         if any(len(part.shards) for part in references):
             return False
-        if (
-            self._recipe.train or self._recipe.order.groups == 1
-        ):  # a rank's share of an evaluation may be empty
+        is_share = not self._recipe.train and self._recipe.order.groups > 1
+        if not is_share:  # a rank's share of an evaluation may be empty
             self._cache.complain_if_barren()
         if self._recipe.train and step == 0:
             raise DataError(

@@ -149,6 +149,7 @@ class _Fill:
         self._begin(version._asdict())
         for some in itertools.chain([first], entries):
             self._append(some)
+            self.make_room(0, patient=True)
         self.record(COMPLETE, warnings=warnings, size=version.size)
 
     def transfer(self, open_origin: Callable[[], Origin]) -> None:

@@ -137,10 +137,14 @@ class Ahead:
         """The next shard that nobody here fills; waits a little when there is none."""
         with self._change:
             now = time.monotonic()
-            for shard in self._wanted:
-                if shard.digest not in self._busy and self._not_before.get(shard.digest, 0.0) <= now:
+            for place, shard in enumerate(self._wanted):
+                if shard.digest in self._busy:
+                    continue
+                if self._not_before.get(shard.digest, 0.0) <= now:
                     self._busy.add(shard.digest)
                     return shard
+                if place >= self._needed and shard.digest in self._refused_since:
+                    break  # what is needed later still won't find room either
             self._change.wait(timeout=0.05)
             return None
 

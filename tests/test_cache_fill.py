@@ -1,0 +1,183 @@
+"""One shard from its origin into a tier: what is published, taken up, given up, refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamload.cache.fill import Filled, Outcome, fill
+from streamload.cache.follow import ShardView, shard_of
+from streamload.cache.tier import Part, Tier
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, open_origin
+from streamload.testing.faults import Fault
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import read_oracle, write_shards
+
+COUNT = 40
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    write_shards(tmp_path / "data", [COUNT], seed=31)
+    with ShardServer(tmp_path / "data") as server:
+        yield server
+
+
+class Filler:
+    """Fills the server's one shard, as often as it is told."""
+
+    def __init__(self, server: ShardServer, root: Path, limit: int = 1 << 30):
+        self.counts = Counters()
+        self.tier = Tier(root, limit, self.counts)
+        self.shard = shard_of(f"{server.url}/00000.tar", None)
+        self.stop = threading.Event()
+
+    def claim(self) -> Part:
+        part = self.tier.claim(self.shard.digest)
+        assert part is not None
+        return part
+
+    def origin(self) -> Origin:
+        return open_origin(self.shard.url, counters=self.counts, stop=self.stop)
+
+    def fill(self, size_bytes: int = 0) -> Outcome:
+        return fill(
+            self.claim(), self.shard, self.origin, size_bytes=size_bytes, wait=lambda: 0.0, stop=self.stop
+        )
+
+    def abandon(self, server: ShardServer, fraction: float) -> None:
+        """Fill a share of the shard, then die like a process that is stopped in the middle."""
+        server.stop_after(fraction)
+        part = self.claim()
+        arguments = {"wait": lambda: 0.0, "stop": self.stop}
+        thread = threading.Thread(target=fill, args=(part, self.shard, self.origin), kwargs=arguments)
+        thread.start()
+        view = ShardView(self.tier, self.shard)
+        while view.count < COUNT * fraction / 2:
+            view.refresh()
+        view.close()
+        self.stop.set()
+        thread.join()
+        self.stop.clear()
+        server.go_on()
+
+
+def samples(filler: Filler) -> list[tuple[str, dict[str, bytes]]]:
+    view = ShardView(filler.tier, filler.shard)
+    assert view.ended
+    found = []
+    for number in range(view.count):
+        read = view.read(number)
+        assert read is not None
+        entry, data = read
+        members = {
+            extension: bytes(data[start - entry.start : start - entry.start + size])
+            for extension, start, size in entry.members
+        }
+        found.append((entry.key, members))
+    view.close()
+    return found
+
+
+def test_a_filled_shard_is_byte_for_byte_the_origins(server: ShardServer, tmp_path: Path) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    assert filler.fill().result is Filled.PUBLISHED
+    assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
+    data = (filler.tier.published(filler.shard.digest) / "data").read_bytes()
+    assert data == (tmp_path / "data" / "00000.tar").read_bytes()
+    assert filler.tier.claim(filler.shard.digest) is None
+
+
+def test_a_stopped_fill_is_taken_up_at_its_last_whole_sample(server: ShardServer, tmp_path: Path) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    filler.abandon(server, 0.6)
+    assert filler.fill().result is Filled.PUBLISHED
+    assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
+    first, second = server.ranges("00000.tar")
+    assert first[0] == 0
+    assert second[0] > 0.2 * second[1]
+    assert filler.counts.snapshot().shards_taken_over == 1
+    assert not filler.tier.parts(filler.shard.digest)
+
+
+def test_a_prefix_that_has_rotted_is_taken_up_only_to_there(server: ShardServer, tmp_path: Path) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    filler.abandon(server, 0.6)
+    (orphan,) = filler.tier.parts(filler.shard.digest)
+    with (orphan / "data").open("r+b") as data:
+        size = data.seek(0, 2)
+        data.seek(size // 2)
+        byte = data.read(1)
+        data.seek(size // 2)
+        data.write(bytes([byte[0] ^ 1]))
+    assert filler.fill().result is Filled.PUBLISHED
+    assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
+    assert server.ranges("00000.tar")[1][0] <= size // 2
+
+
+def test_a_prefix_of_another_version_is_thrown_away(server: ShardServer, tmp_path: Path) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    filler.abandon(server, 0.6)
+    write_shards(tmp_path / "data", [COUNT + 1], seed=32)
+    assert filler.fill().result is Filled.OUTDATED
+    assert filler.fill().result is Filled.PUBLISHED
+    assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
+
+
+def test_a_shard_that_cannot_be_had_leaves_a_verdict(server: ShardServer, tmp_path: Path) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    server.misbehave("00000.tar", Fault(status=404))
+    outcome = filler.fill()
+    assert outcome.result is Filled.GAVE_UP
+    assert filler.tier.claim(filler.shard.digest) is None
+    view = ShardView(filler.tier, filler.shard)
+    assert view.gave_up
+    assert view.count == 0
+    assert view.reader is not None
+    assert view.reader.status == "OriginNotFound"
+    view.close()
+    assert outcome.verdict is not None
+    outcome.verdict.close()
+    server.misbehave("00000.tar")
+    assert filler.fill().result is Filled.PUBLISHED
+
+
+def test_a_shard_without_room_is_not_asked_for_again(server: ShardServer, tmp_path: Path) -> None:
+    size = (tmp_path / "data" / "00000.tar").stat().st_size
+    filler = Filler(server, tmp_path / "tier", limit=2 * size)
+    other = filler.tier.claim("f" * 32)
+    assert other is not None
+    assert other.reserve(size, 0)
+    refused = filler.fill()
+    assert refused.result is Filled.NO_ROOM
+    assert refused.size_bytes == size
+    asked = len(server.log)
+    assert filler.fill(refused.size_bytes).result is Filled.NO_ROOM
+    assert len(server.log) == asked
+    other.discard()
+    assert filler.fill(size).result is Filled.PUBLISHED
+
+
+def test_a_local_shard_is_indexed_and_not_copied(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path / "data", [COUNT], seed=33)
+    tier = Tier(tmp_path / "tier", 1 << 20)
+    shard = shard_of(str(path), None)
+    part = tier.claim(shard.digest)
+    assert part is not None
+    outcome = fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
+    assert outcome.result is Filled.PUBLISHED
+    assert not (tier.published(shard.digest) / "data").exists()
+    view = ShardView(tier, shard)
+    assert view.count == COUNT
+    view.close()
+    write_shards(
+        tmp_path / "data", [3], seed=34
+    )  # another file in its place: the index is of no use any more
+    view = ShardView(tier, shard)
+    assert view.count == 0
+    view.close()
+    assert not tier.published(shard.digest).exists()

@@ -1,0 +1,102 @@
+"""Memory between a rank and its workers: batches without a copy, orders without a tear."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamload.handoff import Board, own_empty, shared_empty
+
+
+@pytest.mark.parametrize("empty", [own_empty, shared_empty])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (0, 4), (7,)])
+def test_a_tensor_has_the_shape_and_type_that_was_asked_for(empty: object, shape: tuple[int, ...]) -> None:
+    for dtype in (torch.float32, torch.uint8, torch.int64):
+        tensor = empty(shape, dtype)  # type: ignore[operator]
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        tensor.fill_(3)
+        assert (tensor == 3).all()
+
+
+def test_shared_memory_goes_with_its_last_tensor() -> None:
+    def held() -> int:
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("/memfd:streamload")
+
+    before = held()
+    tensor = shared_empty((1 << 20,), torch.uint8)
+    part = tensor[100:200]
+    del tensor
+    assert held() == before + 1
+    del part
+    assert held() == before
+
+
+def send(queue: multiprocessing.Queue[torch.Tensor]) -> None:
+    tensor = shared_empty((3, 4), torch.float32)
+    tensor.copy_(torch.arange(12).view(3, 4))
+    queue.put(tensor[:2])
+    time.sleep(1)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_tensor_travels_to_another_process(method: str) -> None:
+    context = torch.multiprocessing.get_context(method)
+    queue = context.Queue()
+    process = context.Process(target=send, args=(queue,))
+    process.start()
+    received = queue.get(timeout=60)
+    assert received.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    process.join()
+    assert received.sum() == 28  # it outlives its sender
+    queue.close()
+    queue.join_thread()
+
+
+def test_an_order_is_read_whole_while_others_are_given() -> None:
+    board = Board(1)
+    board.give_order({"epoch": 0, "text": "0" * 1000})
+    stop = threading.Event()
+    torn: list[dict[str, object]] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            order = board.read_order()
+            if order["text"] != str(order["epoch"])[-1] * 1000:
+                torn.append(order)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for epoch in range(3000):
+        board.give_order({"epoch": epoch, "text": str(epoch)[-1] * 1000})
+    stop.set()
+    reader.join()
+    assert not torn
+
+
+def test_a_withdrawn_order_is_seen_by_its_generation() -> None:
+    board = Board(1)
+    board.give_order({"epoch": 1})
+    generation = board.read_order()["generation"]
+    assert board.generation == generation
+    board.withdraw_order()
+    assert board.generation != generation
+
+
+def test_an_order_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="too long"):
+        Board(1).give_order({"text": "x" * (1 << 20)})
+
+
+def test_who_waits_is_known_to_the_workers() -> None:
+    board = Board(1)
+    assert board.wanted_seconds() == 0
+    board.want(True)
+    assert board.wanted_seconds() > 0
+    board.want(False)
+    assert board.wanted_seconds() == 0
