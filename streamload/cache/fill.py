@@ -241,6 +241,8 @@ class _Fill:
         version = None
         with contextlib.suppress(FileNotFoundError, CacheCorrupt):
             version, entries = _verified(orphan.path)
+        if version is None or not (version.etag or version.last_modified):
+            entries = []  # nothing tells this version from another (a pipe's, say): begin anew
         scanner = ShardScanner.after(entries[-1] if entries else None)
         if entries and version is not None:
             self.make_room(version.size or scanner.position, patient=False)

@@ -73,15 +73,22 @@ class _Source:
 
     @classmethod
     def open(cls, path: Path, shard: Shard) -> _Source | None:
-        """The source at `path`; None if there is none, or not yet."""
+        """The source at `path`; None while it is being taken away.
+
+        Raises:
+            FileNotFoundError: there is none, or one of its files is missing (yet).
+            CacheCorrupt: its index has no header (yet), or a damaged one.
+        """
         pin = FileLock.acquire(path / "names", shared=True)
         if pin is None:
-            return None
+            if (path / "names").exists():
+                return None
+            raise FileNotFoundError(f"there is no {path / 'names'}")
         try:
             return cls(path, shard, pin)
-        except (FileNotFoundError, CacheCorrupt):
+        except BaseException:
             pin.close()
-            return None
+            raise
 
     def bytes_of(self, entry: Entry) -> memoryview | None:
         """The bytes from the entry's start to its stop; None if they aren't what was written."""
@@ -164,15 +171,20 @@ class ShardView:
             source = self._find_bytes(number)
             if source is None:
                 return None
-        entry = source.reader.entry(number)
-        data = source.bytes_of(entry)
-        if data is not None:
-            return entry, data
-        if self.shard.local is not None:
-            raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
-        self._tier.condemn(self.shard.digest)
-        self._bytes = None
+        with contextlib.suppress(CacheCorrupt):
+            entry = source.reader.entry(number)
+            data = source.bytes_of(entry)
+            if data is not None:
+                return entry, data
+            if self.shard.local is not None:
+                raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
+        self.distrust()
         return None
+
+    def distrust(self) -> None:
+        """What is read isn't what was written: take the shard away, so that it is fetched again."""
+        self._tier.condemn(self.shard.digest)
+        self.close()
 
     def keep_verdict(self) -> FileLock | None:
         """The lock that makes a verdict stand as long as somebody lives who has acted on it."""
@@ -225,11 +237,18 @@ class ShardView:
         yield from self._tier.parts(self.shard.digest)
 
     def _open(self, path: Path) -> _Source | None:
-        found = _Source.open(path, self.shard)
+        is_published = path == self._tier.published(self.shard.digest)
+        try:
+            found = _Source.open(path, self.shard)
+        except (FileNotFoundError, CacheCorrupt):
+            found = None
+            if is_published and path.exists():
+                self._tier.condemn(self.shard.digest)
         if found is None:
             return None
         found.reader.refresh()
-        if self._index is None and _is_outdated(found.reader.meta, self.shard):
+        is_damaged = is_published and not found.reader.ended
+        if is_damaged or (self._index is None and _is_outdated(found.reader.meta, self.shard)):
             found.close()
             self._tier.condemn(self.shard.digest)
             return None

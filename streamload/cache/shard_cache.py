@@ -19,6 +19,7 @@ from streamload.cache.follow import Shard, ShardView
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import Selection
 from streamload.cache.tier import Tier
+from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry
@@ -77,7 +78,11 @@ class ShardCache:
         view.refresh()
         seen, numbers = self._usable.get(shard, (0, np.empty(0, np.int64)))
         if view.reader is not None and view.count > seen:
-            mask, missing = self._selection.of(view.reader, seen)
+            try:
+                mask, missing = self._selection.of(view.reader, seen)
+            except CacheCorrupt:
+                view.distrust()
+                return numbers, False
             fresh = seen + np.flatnonzero(mask)
             numbers = np.concatenate([numbers, fresh])
             self._count("samples_skipped_missing", shard, missing)

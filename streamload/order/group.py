@@ -20,7 +20,6 @@ from streamload.order.plan import OrderOptions, pass_order, pieces
 from streamload.order.window import Window
 
 _FIRST_PORTION = 256
-_PORTION = 4096
 _HISTORY = 65_536
 
 
@@ -76,7 +75,7 @@ class GroupOrder:
         self._options, self._group, self._epoch = options, group, epoch
         self._passes, self._history = passes, history
         self._pieces = pieces(options, shard_count, group)
-        self._most = max(_PORTION, options.window // 8)
+        self._most = max(_FIRST_PORTION, options.window // 8)
         # Mutable state, besides the pass under way (see `_begin`).
         self.position = start.position
         self.finished = False
@@ -101,7 +100,7 @@ class GroupOrder:
     def advance(self, arrivals: Arrivals) -> References:
         """Give out the next references that are certain; none only when something has to arrive first.
 
-        One call gives out some thousands at most, a few hundred at the start: call again for more.
+        One call gives out some hundred at the start, at most an eighth of the window later: call again for more.
         """
         parts = [_unpack(0, self._lanes.order, np.empty(0, np.int64))]
         before, room = self.position, self._portion

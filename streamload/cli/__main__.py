@@ -1,0 +1,6 @@
+"""`python -m streamload.cli`: the `streamload` command."""
+
+from streamload.cli import main
+
+if __name__ == "__main__":
+    main()
