@@ -49,13 +49,13 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 # A child of .venv: it sees all that .venv has, behind what it has itself, and adds only what it lacks.
-$(OPENCLIP_READY): $(READY) constraints-openclip.txt
+$(OPENCLIP_READY): $(READY) tests/openclip/constraints.txt
 	rm -rf .venv-openclip
 	$(BIN)/python -m venv --without-pip .venv-openclip
 	parent=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	own=$$(.venv-openclip/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	echo "import site; site.addsitedir('$$parent')" > "$$own/parent.pth"
-	.venv-openclip/bin/python -m pip install --quiet --constraint constraints-openclip.txt \
+	.venv-openclip/bin/python -m pip install --quiet --constraint tests/openclip/constraints.txt \
 		"$$(grep '^torch==' constraints.txt)" torchvision 'open_clip_torch[training]'
 	@touch $@
 

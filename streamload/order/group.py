@@ -100,7 +100,7 @@ class GroupOrder:
     def advance(self, arrivals: Arrivals) -> References:
         """Give out the next references that are certain; none only when something has to arrive first.
 
-        One call gives out some hundred at the start, at most an eighth of the window later: call again for more.
+        One call gives out some hundred at the start, later at most an eighth of the window: call again.
         """
         parts = [_unpack(0, self._lanes.order, np.empty(0, np.int64))]
         before, room = self.position, self._portion
