@@ -1,0 +1,68 @@
+"""Batches on a device: bytes over the bus, normalised there to what a worker would have made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import streamload
+from streamload.device import to_device
+from streamload.handoff import own_empty
+from streamload.shards.keys import KeySpec
+from streamload.testing.shards import read_oracle, write_shards
+from streamload.transforms.examples import Examples, Sample
+
+
+def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
+    examples = Examples(
+        image=KeySpec.parse("jpg").choose,
+        text=KeySpec.parse("txt").choose,
+        tokenizer=None,
+        preprocess=None,
+        map_sample=None,
+        train=True,
+        as_bytes=as_bytes,
+    )
+    batch = examples.begin(5, own_empty)
+    for seed, (key, members) in enumerate(read_oracle(path)):
+        batch.add(Sample(key, "", {name: memoryview(data) for name, data in members.items()}), seed)
+    return batch.finish()
+
+
+def test_bytes_that_are_normalised_on_the_device_are_what_a_worker_normalises(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path, [4], seed=41)
+    in_worker, as_bytes = batch(path, as_bytes=False), batch(path, as_bytes=True)
+    assert as_bytes["image"].dtype == torch.uint8
+    assert as_bytes["image"].shape == (4, 3, 224, 224)
+    on_device = to_device(as_bytes, torch.device("cpu"))
+    assert on_device["text"] == in_worker["text"]
+    torch.testing.assert_close(on_device["image"], in_worker["image"], rtol=0, atol=1e-5)
+
+
+def test_without_a_device_nothing_is_moved(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path, [2], seed=42)
+    values = batch(path, as_bytes=True)
+    assert to_device(values, None) is values
+
+
+def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:
+    """The meta device takes any tensor and needs no hardware."""
+    paths = [str(path) for path in write_shards(tmp_path / "data", [10], seed=43)]
+    with streamload.make_loader(
+        paths,
+        lambda texts: torch.zeros(len(texts), 7, dtype=torch.int64),
+        batch_size=5,
+        num_workers=1,
+        device="meta",
+        cache_dir=tmp_path / "cache",
+        cache_size="1GB",
+    ) as loader:
+        for images, ids in loader:
+            assert (images.device.type, images.dtype, images.shape) == (
+                "meta",
+                torch.float32,
+                (5, 3, 224, 224),
+            )
+            assert (ids.device.type, ids.shape) == ("meta", (5, 7))
