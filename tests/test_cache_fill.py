@@ -181,3 +181,24 @@ def test_a_local_shard_is_indexed_and_not_copied(tmp_path: Path) -> None:
     assert view.count == 0
     view.close()
     assert not tier.published(shard.digest).exists()
+
+
+@pytest.mark.parametrize("rate", [None, 60_000.0])
+def test_a_damaged_shard_gives_what_is_in_front_of_the_damage_however_it_arrives(
+    rate: float | None, tmp_path: Path
+) -> None:
+    (path,) = write_shards(tmp_path / "data", [COUNT], seed=35)
+    samples_before = read_oracle(path)[:25]
+    content = bytearray(path.read_bytes())
+    header = content.find(f"{read_oracle(path)[26][0]}.jpg".encode())  # of the sample behind the next one
+    content[header : header + 512] = bytes([7]) * 512
+    path.write_bytes(content)
+    with ShardServer(tmp_path / "data", bytes_per_second=rate) as server:
+        filler = Filler(server, tmp_path / "tier")
+        outcome = filler.fill()
+        assert outcome.result is Filled.GAVE_UP
+        view = ShardView(filler.tier, filler.shard)
+        assert view.reader is not None
+        assert view.reader.status == "ShardFormatError"
+        assert view.count == len(samples_before)
+        view.close()

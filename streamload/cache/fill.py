@@ -28,11 +28,13 @@ from streamload.errors import (
     OriginStopped,
     ShardCut,
     ShardError,
+    ShardFormatError,
 )
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
 from streamload.shards.local import LocalVersion, index_local
 from streamload.shards.samples import Entry, ShardScanner
+from streamload.shards.tar import BLOCK_BYTES
 
 _INDEX_SHARE = 64
 """One byte of index for so many of data is reserved in advance; more as it grows."""
@@ -162,7 +164,7 @@ class _Fill:
                 self._begin(asdict(stream.version))
             for chunk in stream.chunks():
                 self._write(chunk)
-                self._append(scanner.feed(chunk))
+                self._append(self._scan(scanner, chunk))
                 if self._stop.is_set():
                     raise OriginStopped(f"{self._shard.name}: the fill was stopped")
         entries, warnings = scanner.finish()
@@ -170,6 +172,22 @@ class _Fill:
         if size is not None and size != self._written:
             raise ShardCut(f"{self._shard.name} has {self._written:,} bytes instead of {size:,}")
         self.record(COMPLETE, warnings=warnings, size=self._written)
+
+    def _scan(self, scanner: ShardScanner, chunk: bytes | memoryview) -> list[Entry]:
+        """The entries that a chunk completes; before it complains of damage, those in front of it.
+
+        So what a damaged shard gives doesn't depend on how its bytes happened to arrive.
+        """
+        try:
+            return scanner.feed(chunk)
+        except ShardFormatError:
+            assert self._index is not None
+            again = ShardScanner(scanner.whole_stop, self._index.count)
+            with (self._part.path / "data").open("rb") as data, contextlib.suppress(ShardFormatError):
+                data.seek(again.position)
+                while block := data.read(BLOCK_BYTES):
+                    self._append(again.feed(block))
+            raise
 
     def record(self, status: str, cause: str = "", warnings: list[str] | None = None, size: int = 0) -> None:
         """Write the end of the index: complete, or a verdict with its cause."""
