@@ -399,7 +399,7 @@ def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
 def test_a_batch_that_waits_says_for_what(
     server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamload.dataset._SLOW_SECONDS", 0.3)
+    monkeypatch.setattr("streamload.dataset.journey._SLOW_SECONDS", 0.3)
     server.stop_after(0.2)
     loader = make(urls(server), tmp_path, num_workers=0, batch_size=50)
 

@@ -1,6 +1,6 @@
 """The journey of a sample inside a worker, one step per line: the one place that knows all the rooms.
 
-Steps A (the list of shards) and K, L (the rank, the device) are in loader.py and device.py.
+Steps A (the list of shards) and K (the rank) are in loader/, L (the device) in device.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,21 +22,20 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streamload.cache.follow import Shard
-from streamload.cache.selection import Selection
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
+from streamload.dataset.messages import Batch, Recipe, Start, Trouble
 from streamload.errors import CacheFull, CaptionError, DataError, SampleError, TooManyBadSamples
 from streamload.handoff import Board, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.cursor import Cursor
-from streamload.order.deal import Deal
 from streamload.order.group import GroupOrder, References
 from streamload.order.keys import pick, sample_seed
-from streamload.order.plan import OrderOptions, shard_order
-from streamload.origins.origin import Origin, OriginOptions, open_origin
+from streamload.order.plan import shard_order
+from streamload.origins.origin import Origin, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
-from streamload.transforms.examples import BatchInProgress, Examples, Sample
+from streamload.transforms.examples import BatchInProgress, Sample
 
 logger = logging.getLogger("streamload")
 
@@ -47,72 +44,6 @@ _SLOW_SECONDS = 30.0
 _NO_ROOM_SECONDS = 10.0
 _STAND_INS = 64
 _EARLIER_STAND_INS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a run reads and what it makes of it: the same in all processes of a rank."""
-
-    shards: tuple[Shard, ...]
-    storage_options: dict[str, Any] | None
-    origin: OriginOptions
-    tier_root: Path
-    tier_limit_bytes: int
-    fills: int
-    """Shards that each process fills at once."""
-    ahead_bytes: int
-    order: OrderOptions
-    deal: Deal
-    rank: int
-    first_group: int
-    """The first of the groups that the deal speaks of."""
-    one_pass: bool
-    """An epoch is a pass: it ends where the shards end."""
-    train: bool
-    skip: bool
-    selection: Selection
-    """Which samples are used, from the index alone."""
-    examples: Examples
-
-
-class Start(NamedTuple):
-    """From where to where the workers go on: what the rank writes on the board before each epoch."""
-
-    epoch: int
-    """Of the sequence: an epoch that goes on where another stopped keeps its number."""
-    step: int
-    """The first step, counted from the beginning of the sequence."""
-    steps: int | None
-    """How many steps; None: to the end of the pass."""
-    cursors: dict[str, Any]
-    """Of each group, by its number as text; empty at the beginning."""
-    generation: int
-    """Of the order on the board."""
-
-
-class Trouble(NamedTuple):
-    """A sample that could not be used."""
-
-    cause: str
-    """One of metrics.CAUSES."""
-    url: str
-    key: str
-    message: str
-
-
-class Batch(NamedTuple):
-    """What a worker hands over: the values, and where the order stands behind them."""
-
-    values: dict[str, Any]
-    step: int
-    cursors: dict[str, Any]
-    troubles: list[Trouble]
-    """The samples that could not be used."""
-
-    @property
-    def samples(self) -> int:
-        """How many samples it has."""
-        return len(self.values["__key__"])
 
 
 class StreamDataset(IterableDataset[Batch]):

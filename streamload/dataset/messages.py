@@ -1,0 +1,80 @@
+"""What a rank and its workers tell each other: the recipe once, a start for each epoch, and the batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamload.cache.follow import Shard
+from streamload.cache.selection import Selection
+from streamload.order.deal import Deal
+from streamload.order.plan import OrderOptions
+from streamload.origins.origin import OriginOptions
+from streamload.transforms.examples import Examples
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a run reads and what it makes of it: the same in all processes of a rank."""
+
+    shards: tuple[Shard, ...]
+    storage_options: dict[str, Any] | None
+    origin: OriginOptions
+    tier_root: Path
+    tier_limit_bytes: int
+    fills: int
+    """Shards that each process fills at once."""
+    ahead_bytes: int
+    order: OrderOptions
+    deal: Deal
+    rank: int
+    first_group: int
+    """The first of the groups that the deal speaks of."""
+    one_pass: bool
+    """An epoch is a pass: it ends where the shards end."""
+    train: bool
+    skip: bool
+    selection: Selection
+    """Which samples are used, from the index alone."""
+    examples: Examples
+
+
+class Start(NamedTuple):
+    """From where to where the workers go on: what the rank writes on the board before each epoch."""
+
+    epoch: int
+    """Of the sequence: an epoch that goes on where another stopped keeps its number."""
+    step: int
+    """The first step, counted from the beginning of the sequence."""
+    steps: int | None
+    """How many steps; None: to the end of the pass."""
+    cursors: dict[str, Any]
+    """Of each group, by its number as text; empty at the beginning."""
+    generation: int
+    """Of the order on the board."""
+
+
+class Trouble(NamedTuple):
+    """A sample that could not be used."""
+
+    cause: str
+    """One of metrics.CAUSES."""
+    url: str
+    key: str
+    message: str
+
+
+class Batch(NamedTuple):
+    """What a worker hands over: the values, and where the order stands behind them."""
+
+    values: dict[str, Any]
+    step: int
+    cursors: dict[str, Any]
+    troubles: list[Trouble]
+    """The samples that could not be used."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has."""
+        return len(self.values["__key__"])
