@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # `kill -USR1` on a run that seems to hang, or on a process which it forked, prints all stacks;
     # crashes and time limits (pytest-timeout) print them by themselves.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    # A shell's background job ignores Ctrl-C and so would what it starts: some tests are about Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -307,6 +308,12 @@ def test_a_full_disk_is_an_error(server: ShardServer, tmp_path: Path, small_disk
         keys_of(loader)
 
 
+def is_a_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+        return "resource_tracker" not in " ".join(process.cmdline())
+    return False
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_killed_worker_is_an_error_and_loses_nothing(
     method: str, server: ShardServer, tmp_path: Path, no_leaks: NoLeaks
@@ -320,7 +327,7 @@ def test_a_killed_worker_is_an_error_and_loses_nothing(
         server.stop_after(0.5)
         batches = iter(loader)
         next(batches)
-        workers = [p for p in psutil.Process().children() if "resource_tracker" not in " ".join(p.cmdline())]
+        workers = [process for process in psutil.Process().children() if is_a_worker(process)]
         killer = threading.Timer(1.0, workers[0].kill)  # while the loop waits for a batch
         killer.start()
         with pytest.raises(streamload.WorkerDied, match="DataLoader worker"):
