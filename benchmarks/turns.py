@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -96,6 +97,7 @@ def arguments(description: str | None, rounds: int, names: Sequence[str]) -> arg
         "--out", type=Path, help="file for the JSON; default benchmarks/results/NAME.json, none with --quick"
     )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders and shards go with it
     given.rounds = given.rounds or (1 if given.quick else rounds)
     return given
 
