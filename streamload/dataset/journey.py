@@ -118,12 +118,10 @@ class Reading:
         try:
             for step in itertools.islice(steps, self._worker, None, self._workers or 1):
                 slices = self._recipe.deal.slices(start.step + step, self._recipe.rank)  # E
-                references = self._references(start, start.step + step, slices)  # B, C, D while F, G go on
-                made = self._make(start.epoch, sum(stop - first for _, first, stop in slices), references)
-                if made is None:
-                    self._check_end(step)
+                references = [self._take(start, start.step + step, *part) for part in slices]  # B, C, D; F, G
+                if self._is_last(references, step):
                     return
-                values, troubles = made  # H, I, J
+                values, troubles = self._make(start.epoch, references)  # H, I, J
                 cursors = {str(g): self._itineraries[g].cursor(stop).to_json() for g, _, stop in slices}
                 self._let_go()
                 yield Batch(values, start.step + step, cursors, troubles)
@@ -141,35 +139,19 @@ class Reading:
             itinerary.close()
         self._itineraries = {}
 
-    def _references(
-        self, start: Start, step: int, slices: list[tuple[int, int, int]]
-    ) -> Iterator[References | None]:
-        """The references of a batch, some at a time as they become known; fewer where the sequence ends.
-
-        In training a step that isn't full on all ranks isn't taken on any: then the last thing given is None.
-        """
-        for group, first, stop in slices:
-            itinerary = self._itineraries.get(group)
-            if itinerary is None:
-                itinerary = self._itineraries[group] = self._begin(start, group)
-            while first < stop and self._await(itinerary, first + 1):
-                known = itinerary.known(stop)
-                yield itinerary.take(first, known)
-                first = known
-        if self._recipe.train:
-            for group, _, _ in slices:
-                whole = self._recipe.deal.start(step + 1, group)
-                if not self._await(self._itineraries[group], whole):
-                    yield None
-                    return
-
-    def _await(self, itinerary: Itinerary, position: int) -> bool:
-        """Wait until all references before a position are known; False if there are not as many."""
+    def _take(self, start: Start, step: int, group: int, first: int, stop: int) -> References:
+        """Positions `first` to `stop` of a group, once known; where it ends fewer, in training none."""
+        itinerary = self._itineraries.get(group)
+        if itinerary is None:
+            itinerary = self._itineraries[group] = self._begin(start, group)
+        # In training a step that isn't full on all ranks isn't taken on any.
+        whole = self._recipe.deal.start(step + 1, group) if self._recipe.train else stop
         waiting = _Waiting()
-        while not itinerary.reaches(position):
+        while not itinerary.reaches(whole):
             if not itinerary.follow(self._cache):
                 self._pause(waiting, itinerary.blocked(self._cache))
-        return itinerary.has(position)
+        is_full = itinerary.has(whole) or not self._recipe.train
+        return itinerary.take(first, stop if is_full else first)
 
     def _begin(self, start: Start, group: int) -> Itinerary:
         recipe, count, cursor = self._recipe, len(self._recipe.shards), start.cursors.get(str(group))
@@ -190,13 +172,15 @@ class Reading:
 
         return Itinerary(order, next_pass, recipe.shards, self._tier)
 
-    def _check_end(self, step: int) -> None:
-        """The sequence has ended before this step: see whether it should have.
+    def _is_last(self, references: list[References], step: int) -> bool:
+        """Whether the sequence has ended before this batch.
 
         Raises:
             NoValidSamples: it had no sample.
             DataError: in training it has too few for one step.
         """
+        if any(len(part.shards) for part in references):
+            return False
         is_share = not self._recipe.train and self._recipe.order.groups > 1
         if not is_share:  # a rank's share of an evaluation may be empty
             self._cache.complain_if_barren()
@@ -205,6 +189,7 @@ class Reading:
                 f"the data has fewer usable samples than one step takes ({self._recipe.deal.batch}): lower "
                 f"batch_size, or give num_batches to go round and round"
             )
+        return True
 
     def _pause(self, waiting: _Waiting, blocked: list[int]) -> None:
         """Bytes aren't there yet: see to it that they come, and wait a moment."""
@@ -255,28 +240,18 @@ class Reading:
         room = self._tier.limit_bytes / 4
         return max(1, int(min(self._recipe.ahead_bytes, room) / mean))
 
-    def _make(
-        self, epoch: int, size: int, references: Iterator[References | None]
-    ) -> tuple[dict[str, Any], list[Trouble]] | None:
-        """Turn references into the values of a batch, each as soon as it is known; None: no batch."""
+    def _make(self, epoch: int, references: list[References]) -> tuple[dict[str, Any], list[Trouble]]:
+        """Turn references into the values of a batch."""
         self._want()
-        batch = self._recipe.examples.begin(size, self._allocate)
+        batch = self._recipe.examples.begin(sum(len(part.shards) for part in references), self._allocate)
         troubles: list[Trouble] = []
-        found = 0
-        with contextlib.closing(batch), _one_thread():
+        with contextlib.closing(batch), self._counts.timed("transform_ns"), _one_thread():
             for part in references:
-                if part is None:
-                    return None
-                found += len(part.shards)
-                with self._counts.timed("transform_ns"):
-                    for visit in zip(*(column.tolist() for column in part), strict=True):
-                        trouble = self._place(batch, _Visit(epoch, *visit))
-                        if trouble is not None:
-                            troubles.append(trouble)
-            if not found:
-                return None
-            with self._counts.timed("transform_ns"):
-                values = batch.finish()
+                for visit in zip(*(column.tolist() for column in part), strict=True):
+                    trouble = self._place(batch, _Visit(epoch, *visit))
+                    if trouble is not None:
+                        troubles.append(trouble)
+            values = batch.finish()
         self._any_made = True
         return values, troubles
 
