@@ -1,4 +1,4 @@
-"""Positions dealt to ranks and workers, and shares of an evaluation."""
+"""Positions dealt to steps and ranks, and evaluations dealt out."""
 
 import random
 
@@ -7,15 +7,14 @@ import pytest
 from order_oracle import Case, Given, drain
 
 from streamload.errors import OptionError
-from streamload.order.deal import (
-    Deal,
-    default_lanes,
-    default_window,
-    evaluation_options,
-    share,
-    steps,
-)
+from streamload.order.deal import Deal, default_lanes, default_window
 from streamload.order.group import GroupOrder
+from streamload.order.plan import OrderOptions
+
+
+def evaluation_options(ranks, hints=None):
+    """As listed, each rank a group of its own."""
+    return OrderOptions(0, ranks, lanes=1, window=0, shuffle_shards=False, hints=hints)
 
 
 def positions(slices):
@@ -33,23 +32,17 @@ def test_a_step_takes_the_next_positions_ordered_by_group(batch, groups):
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_the_global_batch_is_the_same_for_every_number_of_ranks_and_workers(number):
+def test_the_global_batch_is_the_same_for_every_number_of_ranks(number):
     rng = random.Random(number)
     batch, groups = rng.randint(1, 64), rng.randint(1, 8)
     whole = [positions(Deal(batch, groups, 1).slices(step, 0)) for step in range(6)]
     for ranks in {1, 2, 3, groups, 2 * groups, 4 * groups, batch}:
         deal = Deal(batch, groups, ranks)
-        for workers in (1, 3):
-            made = {}
-            for rank in range(ranks):
-                for worker in range(workers):
-                    for step in range(6):
-                        if deal.worker(step, workers) == worker:
-                            made[step, rank] = positions(deal.slices(step, rank))
-            for step in range(6):
-                assert [place for rank in range(ranks) for place in made[step, rank]] == whole[step]
+        for step in range(6):
+            parts = [positions(deal.slices(step, rank)) for rank in range(ranks)]
+            assert [place for part in parts for place in part] == whole[step]
             if batch % ranks == 0:
-                assert {len(part) for part in made.values()} == {batch // ranks}
+                assert {len(part) for part in parts} == {batch // ranks}
 
 
 def test_a_rank_needs_one_group_where_the_groups_divide_the_ranks():
@@ -61,11 +54,6 @@ def test_a_rank_needs_one_group_where_the_groups_divide_the_ranks():
 def test_dealing_nothing_or_to_nobody_fails(batch, groups, ranks):
     with pytest.raises(OptionError, match="must be at least 1, not 0"):
         Deal(batch, groups, ranks)
-
-
-def test_an_incomplete_batch_is_dropped_or_filled_up():
-    assert [steps(n, 4, drop_last=True) for n in (0, 3, 4, 9)] == [0, 0, 1, 2]
-    assert [steps(n, 4, drop_last=False) for n in (0, 3, 4, 9)] == [0, 1, 1, 3]
 
 
 def test_lanes_and_window_grow_with_the_slice_of_a_batch():
@@ -93,17 +81,3 @@ def test_an_evaluation_of_one_rank_is_as_listed():
     order = GroupOrder(evaluation_options(1), len(case.entries), 0, 0, passes=1)
     listed = [(0, shard, i) for shard, own in enumerate(case.entries) for i in own]
     assert drain(order, Given(case.everything)) == listed
-
-
-@pytest.mark.parametrize("ranks", range(1, 65, 7))
-def test_shares_are_consecutive_and_differ_by_one_sample(ranks):
-    counts = np.array([random.Random(ranks + i).choice([0, 1, 17, 100]) for i in range(9)])
-    shares = [share(counts, ranks, rank) for rank in range(ranks)]
-    joined = [(s, i) for part in shares for s, start, stop in part for i in range(start, stop)]
-    assert joined == [(s, i) for s, count in enumerate(counts.tolist()) for i in range(count)]
-    sizes = [sum(stop - start for _, start, stop in part) for part in shares]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_shares_of_nothing_are_empty():
-    assert share(np.array([], np.int64), 3, 1) == []
