@@ -64,6 +64,7 @@ class ShardCache:
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, tuple[int, Numbers]] = {}
         self._complete: set[int] = set()
+        self._given_up: set[int] = set()
         self._verdicts: dict[str, FileLock] = {}
         self._barren = _Barren()
 
@@ -147,11 +148,13 @@ class ShardCache:
         assert reader is not None
         if not self._skip:
             raise verdict_error(reader.status, reader.cause)
-        if view.shard.digest in self._verdicts:
+        if view.shard.digest not in self._verdicts:
+            lock = view.keep_verdict()
+            if lock is not None:  # else it was read where it was written, and isn't yet where verdicts are
+                self._verdicts[view.shard.digest] = lock
+        if shard in self._given_up:
             return
-        lock = view.keep_verdict()
-        if lock is not None:
-            self._verdicts[view.shard.digest] = lock
+        self._given_up.add(shard)
         self._count("shards_given_up", shard)
         if self._counted(shard):
             what = "shard %s is left out after %d samples: %s"
