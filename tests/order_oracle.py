@@ -197,6 +197,7 @@ class Walk:
 
 def walk(case: Case, group: int, pass_: int, known) -> Walk:
     todo = pieces(case, group)
+    staggered = len(todo) > case.lanes
     if case.shuffle:
         todo = shuffled(chained(case.seed, 3, case.epoch, group, pass_), todo)
     lanes: list[dict | None] = [None] * case.lanes
@@ -216,7 +217,7 @@ def walk(case: Case, group: int, pass_: int, known) -> Walk:
                     if not todo:
                         break
                     shard, owned = todo.pop(0)
-                    slow = slot if round_ == 0 else 0
+                    slow = slot if round_ == 0 and staggered else 0
                     lanes[slot] = {"shard": shard, "owned": owned, "taken": 0, "slow": slow}
                     continue
                 slow = lane["slow"]

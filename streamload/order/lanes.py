@@ -45,7 +45,8 @@ def served(rounds: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) -> ND
     """How many samples a lane gives in the first `rounds` rounds of a pass.
 
     The shards that lanes begin with are read at different speeds after an even start; otherwise shards of
-    equal size would all end, and the next begin, at once.
+    equal size would all end, and the next begin, at once. In a pass without next ones all keep even: they
+    arrive evenly, and what a slow lane leaves for later would be waiting here, unused.
     """
     late = EVEN_ROUNDS + (rounds - EVEN_ROUNDS) * lanes // (lanes + slow)
     return np.where(rounds <= EVEN_ROUNDS, rounds, late)
@@ -181,7 +182,7 @@ class Lanes:
     def _begin(self, lane: int) -> None:
         """Let a lane take the next shard of the pass."""
         self._place[lane] = self._next
-        self._slow[lane] = lane if self._round == 0 else 0
+        self._slow[lane] = lane if self._round == 0 and self.order.size > self._count else 0
         self._base[lane] = self._round
         self._samples[lane] = _NOTHING
         self._ended[lane] = False
