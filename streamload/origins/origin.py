@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from streamload.origins.protocol import (
@@ -23,8 +23,12 @@ __all__ = [
     "OriginOptions",
     "Stream",
     "Version",
+    "import_origins",
     "open_origin",
 ]
+
+
+_OWN = frozenset({"http", "https", "pipe", "file"})
 
 
 def open_origin(
@@ -47,22 +51,40 @@ def open_origin(
     return RetryingOrigin(_plain_origin(url, dict(storage_options or {}), session), session)
 
 
+def import_origins(urls: Iterable[str]) -> None:
+    """Import what the origins of some URLs need, so that processes forked later needn't; opens nothing.
+
+    A library that isn't there is complained of when a shard is opened.
+    """
+    for name in {scheme(url) for url in urls}:
+        if name in _OWN:
+            _kind(name)
+        else:
+            from streamload.origins.stores import import_store
+
+            import_store(name)
+
+
 def _plain_origin(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
+    return _kind(scheme(url))(url, storage_options, session)
+
+
+def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
     """Each kind is imported when it is first needed: fsspec and urllib3 take a while."""
-    match scheme(url):
+    match name:
         case "http" | "https":
             from streamload.origins.web import HttpOrigin
 
-            return HttpOrigin(url, session, storage_options.get("headers"))
+            return lambda url, storage, session: HttpOrigin(url, session, storage.get("headers"))
         case "pipe":
             from streamload.origins.pipe import PipeOrigin
 
-            return PipeOrigin(url, session)
+            return lambda url, _, session: PipeOrigin(url, session)
         case "file":
             from streamload.origins.local import LocalOrigin
 
-            return LocalOrigin(url, session)
+            return lambda url, _, session: LocalOrigin(url, session)
         case _:
             from streamload.origins.stores import open_store
 
-            return open_store(url, storage_options, session)
+            return open_store

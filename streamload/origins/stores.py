@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import time
@@ -43,6 +44,12 @@ def open_store(url: str, storage_options: dict[str, Any], session: Session) -> O
     if scheme(url) == "hf":
         return HubOrigin(url, storage_options, session)
     return StoreOrigin(url, storage_options, session)
+
+
+def import_store(name: str) -> None:
+    """Import the file system of a scheme, if it is there; nothing is opened."""
+    with contextlib.suppress(ImportError, ValueError):
+        fsspec.get_filesystem_class(name)
 
 
 class StoreOrigin:
