@@ -41,6 +41,7 @@ COUNTERS: dict[str, str] = {
         for cause, why in CAUSES.items()
     },
     "batches_yielded": "batches that the training loop took",
+    "fresh_tensors": "tensors in memory of their own, as the training loop still has all that is used again",
     "data_wait_ns": "time for which the training loop waited for a batch",
     "first_batch_ns": "time from the first iter() to the first batch",
     "bytes_wait_ns": "time for which workers waited for bytes that had not arrived, added over workers",
@@ -132,6 +133,7 @@ class Snapshot:
     samples_skipped: dict[str, int] = field(default_factory=_zeros)
     samples_replaced: dict[str, int] = field(default_factory=_zeros)
     batches_yielded: int = 0
+    fresh_tensors: int = 0
     data_wait_seconds: float = 0.0
     seconds_to_first_batch: float | None = None
     bytes_wait_seconds: float = 0.0

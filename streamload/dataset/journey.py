@@ -26,7 +26,7 @@ from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.dataset.messages import Batch, Recipe, Start, Trouble
 from streamload.errors import CacheFull, CaptionError, DataError, SampleError, TooManyBadSamples
-from streamload.handoff import Board, own_empty, shared_empty
+from streamload.handoff import Board, Slots, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder, References
@@ -49,16 +49,18 @@ _EARLIER_STAND_INS = 8
 class StreamDataset(IterableDataset[Batch]):
     """The samples of a run as batches; a DataLoader iterates it in its workers, or in the rank itself."""
 
-    def __init__(self, recipe: Recipe, board: Board):
+    def __init__(self, recipe: Recipe, board: Board, slots: Sequence[Slots] = ()):
         self._recipe = recipe
         self._board = board
+        self._slots = slots
         self._reading: Reading | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         if self._reading is None or self._reading.pid != os.getpid():
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
-            self._reading = Reading(self._recipe, self._board, worker, workers)
+            slots = self._slots[worker] if self._slots else None
+            self._reading = Reading(self._recipe, self._board, worker, workers, slots)
             if workers:
                 multiprocessing.util.Finalize(self, self._reading.close, exitpriority=10)
         return self._reading.batches(Start(**self._board.read_order()))
@@ -86,7 +88,7 @@ class _Superseded(Exception):
 class Reading:
     """One process that reads: its tier, its fills, its place in the order; it lasts from epoch to epoch."""
 
-    def __init__(self, recipe: Recipe, board: Board, worker: int, workers: int):
+    def __init__(self, recipe: Recipe, board: Board, worker: int, workers: int, slots: Slots | None):
         self.pid = os.getpid()
         self._parent = os.getppid()
         self._recipe = recipe
@@ -104,7 +106,8 @@ class Reading:
         )
         origins = functools.partial(_open_origin, recipe, self._counts)
         self._ahead = Ahead(self._tier, origins, threads=recipe.fills, counts=self._counts)
-        self._allocate = shared_empty if workers else own_empty
+        self._slots = slots
+        self._fresh = shared_empty if workers else own_empty
         self._itineraries: dict[int, Itinerary] = {}
         self._generation = -1
         self._any_made = False
@@ -114,16 +117,22 @@ class Reading:
         self._forget_itineraries()
         self._cache.keep_open(())
         self._generation = start.generation
+        if self._slots is not None:
+            self._slots.take_back()
         steps = range(start.steps) if start.steps is not None else itertools.count()
         try:
             for step in itertools.islice(steps, self._worker, None, self._workers or 1):
                 slices = self._recipe.deal.slices(start.step + step, self._recipe.rank)  # E
-                references = [self._take(start, start.step + step, *part) for part in slices]  # B, C, D; F, G
-                if self._is_last(references, step):
+                references = self._references(start, start.step + step, slices)  # B, C, D while F, G go on
+                made = self._make(start.epoch, sum(stop - first for _, first, stop in slices), references)
+                if made is None:
+                    self._check_end(step)
                     return
-                values, troubles = self._make(start.epoch, references)  # H, I, J
+                values, troubles = made  # H, I, J
                 cursors = {str(g): self._itineraries[g].cursor(stop).to_json() for g, _, stop in slices}
                 self._let_go()
+                if self._slots is not None:
+                    values = self._slots.hand_over(values, self._counts)
                 yield Batch(values, start.step + step, cursors, troubles)
         except _Superseded:
             return
@@ -139,19 +148,35 @@ class Reading:
             itinerary.close()
         self._itineraries = {}
 
-    def _take(self, start: Start, step: int, group: int, first: int, stop: int) -> References:
-        """Positions `first` to `stop` of a group, once known; where it ends fewer, in training none."""
-        itinerary = self._itineraries.get(group)
-        if itinerary is None:
-            itinerary = self._itineraries[group] = self._begin(start, group)
-        # In training a step that isn't full on all ranks isn't taken on any.
-        whole = self._recipe.deal.start(step + 1, group) if self._recipe.train else stop
+    def _references(
+        self, start: Start, step: int, slices: list[tuple[int, int, int]]
+    ) -> Iterator[References | None]:
+        """The references of a batch, some at a time as they become known; fewer where the sequence ends.
+
+        In training a step that isn't full on all ranks isn't taken on any: then the last thing given is None.
+        """
         waiting = _Waiting()
-        while not itinerary.reaches(whole):
+        for group, first, stop in slices:
+            itinerary = self._itineraries.get(group)
+            if itinerary is None:
+                itinerary = self._itineraries[group] = self._begin(start, group)
+            while first < stop and self._await(itinerary, first + 1, waiting):
+                known = itinerary.known(stop)
+                yield itinerary.take(first, known)
+                first = known
+        if self._recipe.train:
+            for group, _, _ in slices:
+                whole = self._recipe.deal.start(step + 1, group)
+                if not self._await(self._itineraries[group], whole, waiting):
+                    yield None
+                    return
+
+    def _await(self, itinerary: Itinerary, position: int, waiting: _Waiting) -> bool:
+        """Wait until all references before a position are known; False if there are not as many."""
+        while not itinerary.reaches(position):
             if not itinerary.follow(self._cache):
                 self._pause(waiting, itinerary.blocked(self._cache))
-        is_full = itinerary.has(whole) or not self._recipe.train
-        return itinerary.take(first, stop if is_full else first)
+        return itinerary.has(position)
 
     def _begin(self, start: Start, group: int) -> Itinerary:
         recipe, count, cursor = self._recipe, len(self._recipe.shards), start.cursors.get(str(group))
@@ -172,15 +197,13 @@ class Reading:
 
         return Itinerary(order, next_pass, recipe.shards, self._tier)
 
-    def _is_last(self, references: list[References], step: int) -> bool:
-        """Whether the sequence has ended before this batch.
+    def _check_end(self, step: int) -> None:
+        """The sequence has ended before this step: see whether it should have.
 
         Raises:
             NoValidSamples: it had no sample.
             DataError: in training it has too few for one step.
         """
-        if any(len(part.shards) for part in references):
-            return False
         is_share = not self._recipe.train and self._recipe.order.groups > 1
         if not is_share:  # a rank's share of an evaluation may be empty
             self._cache.complain_if_barren()
@@ -189,7 +212,6 @@ class Reading:
                 f"the data has fewer usable samples than one step takes ({self._recipe.deal.batch}): lower "
                 f"batch_size, or give num_batches to go round and round"
             )
-        return True
 
     def _pause(self, waiting: _Waiting, blocked: list[int]) -> None:
         """Bytes aren't there yet: see to it that they come, and wait a moment."""
@@ -240,20 +262,35 @@ class Reading:
         room = self._tier.limit_bytes / 4
         return max(1, int(min(self._recipe.ahead_bytes, room) / mean))
 
-    def _make(self, epoch: int, references: list[References]) -> tuple[dict[str, Any], list[Trouble]]:
-        """Turn references into the values of a batch."""
+    def _make(
+        self, epoch: int, size: int, references: Iterator[References | None]
+    ) -> tuple[dict[str, Any], list[Trouble]] | None:
+        """Turn references into the values of a batch, each as soon as it is known; None: no batch."""
         self._want()
-        batch = self._recipe.examples.begin(sum(len(part.shards) for part in references), self._allocate)
+        batch = self._recipe.examples.begin(size, self._empty)
         troubles: list[Trouble] = []
-        with contextlib.closing(batch), self._counts.timed("transform_ns"), _one_thread():
+        found = 0
+        with contextlib.closing(batch), _one_thread():
             for part in references:
-                for visit in zip(*(column.tolist() for column in part), strict=True):
-                    trouble = self._place(batch, _Visit(epoch, *visit))
-                    if trouble is not None:
-                        troubles.append(trouble)
-            values = batch.finish()
+                if part is None:
+                    return None
+                found += len(part.shards)
+                with self._counts.timed("transform_ns"):
+                    for visit in zip(*(column.tolist() for column in part), strict=True):
+                        trouble = self._place(batch, _Visit(epoch, *visit))
+                        if trouble is not None:
+                            troubles.append(trouble)
+            if not found:
+                return None
+            with self._counts.timed("transform_ns"):
+                values = batch.finish()
         self._any_made = True
         return values, troubles
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor of a batch: a slot's, where there is one."""
+        tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
+        return self._fresh(shape, dtype) if tensor is None else tensor
 
     def _place(self, batch: BatchInProgress, visit: _Visit) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""

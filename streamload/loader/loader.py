@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader
 from streamload.dataset import Batch, StreamDataset, Trouble
 from streamload.device import to_device
 from streamload.errors import LoaderBusy, OptionError, StreamloadError, TooManyBadSamples, WorkerDied
-from streamload.handoff import Board
+from streamload.handoff import Board, slots_for
 from streamload.loader.options import LoaderOptions, at_least
 from streamload.loader.recipe import recipe_for
 from streamload.loader.sizes import listed_sizes
 from streamload.metrics import Counters, Snapshot
+from streamload.origins.origin import import_origins
 from streamload.topology import Topology, read_topology
 
 logger = logging.getLogger("streamload")
@@ -29,6 +30,8 @@ _BAD_SHARE = 0.01
 _BAD_FREE = 16
 """So many bad samples are never too many: a share says nothing of a few."""
 _TROUBLES_KEPT = 1000
+_BATCHES_HELD = 3
+"""How many batches of one worker a training loop has at a time, at most, as a rule."""
 
 
 class Loader:
@@ -180,7 +183,9 @@ class Loader:
                     f"a run on {groups} nodes has to know how long an epoch is: give "
                     f"num_samples or num_batches, or put a sizes.json beside the shards"
                 )
-            self._dataset = StreamDataset(recipe, self._board)
+            import_origins(options.urls)
+            slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
+            self._dataset = StreamDataset(recipe, self._board, slots)
             several = options.num_workers > 0
             self._batches = DataLoader(
                 self._dataset,

@@ -53,6 +53,10 @@ class Itinerary:
         """Whether there are as many references, as far as is known by now."""
         return self._order.position >= position
 
+    def known(self, stop: int) -> int:
+        """Up to which position, `stop` at most, the references are known."""
+        return min(stop, self._order.position)
+
     def follow(self, cache: ShardCache) -> bool:
         """Take up what has arrived; False if it gives no reference."""
         fresh = self._order.advance(cache)

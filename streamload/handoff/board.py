@@ -1,51 +1,19 @@
-"""Memory that a worker writes and its rank reads, without a copy on the way (step J).
-
-Batches are made in anonymous shared files (memfd) whose descriptor the DataLoader passes on: nothing has a
-name, so nothing is left behind by a kill, and the size of a container's /dev/shm is no limit. The board is a
-small shared page that lasts as long as the loader: counters upwards, orders downwards.
-"""
+"""The page on which a loader and its workers tell each other what isn't in batches."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from streamload.handoff.memory import shared_empty
 from streamload.metrics import WIDTH
 
 _ORDER_BYTES = 1 << 18
-
-
-def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor in shared memory that travels to another process by its descriptor.
-
-    Args:
-        shape: its shape.
-        dtype: its element type.
-    """
-    size_bytes = math.prod(shape) * dtype.itemsize
-    if size_bytes == 0 or not hasattr(os, "memfd_create"):
-        return own_empty(shape, dtype)
-    descriptor = os.memfd_create("streamload", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, size_bytes)
-        # What torch itself does on the receiving side of such a tensor; there is no public way to it.
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
-    finally:
-        os.close(descriptor)
-    return torch.empty(0, dtype=dtype).set_(storage).view(*shape)
-
-
-def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor in the memory of this process, where nobody else has to read it."""
-    return torch.empty(tuple(shape), dtype=dtype)
 
 
 class Board:

@@ -1,0 +1,34 @@
+"""Memory for tensors: of this process, or anonymous shared files (memfd) that travel by their descriptor."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+
+
+def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor in shared memory that travels to another process by its descriptor.
+
+    Args:
+        shape: its shape.
+        dtype: its element type.
+    """
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0 or not hasattr(os, "memfd_create"):
+        return own_empty(shape, dtype)
+    descriptor = os.memfd_create("streamload", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        # What torch itself does on the receiving side of such a tensor; there is no public way to it.
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
+    finally:
+        os.close(descriptor)
+    return torch.empty(0, dtype=dtype).set_(storage).view(*shape)
+
+
+def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor in the memory of this process, where nobody else has to read it."""
+    return torch.empty(tuple(shape), dtype=dtype)
