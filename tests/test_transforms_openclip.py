@@ -4,6 +4,8 @@ These run in the environment that has open_clip (`make test-openclip`).
 """
 
 import functools
+import pickle
+import random
 import warnings
 
 import numpy as np
@@ -15,6 +17,7 @@ from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms.augment import RandomBox
 from streamload.transforms.default import DefaultTransform
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
+from streamload.transforms.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
 from streamload.transforms.tokenize import adapt_tokenizer
 from streamload.transforms.user import SeededGenerators
 
@@ -24,6 +27,7 @@ with warnings.catch_warnings():
     open_clip = pytest.importorskip(
         "open_clip", reason="open_clip is not in this environment; `make test-openclip` runs these tests"
     )
+    from open_clip.tokenizer import SimpleTokenizer
     from open_clip.transform import image_transform
     from torchvision.transforms import RandomResizedCrop
 
@@ -117,3 +121,134 @@ def test_the_tokenizer_gives_its_own_ids_in_one_call_for_a_batch():
 def test_the_schemas_may_be_defined_again():
     define_torchvision_schemas()
     define_torchvision_schemas()
+
+
+PIECES = [
+    *[
+        "a",
+        "photo",
+        "of",
+        "two",
+        "cats",
+        "don't",
+        "we'll",
+        "it's",
+        "I'm",
+        "12",
+        "3.50",
+        "$5",
+        "#tag",
+        "@me",
+        "e-mail",
+        "x_y",
+        "<b>bold</b>",
+        "ok!!!",
+        "???",
+    ],
+    *[
+        "&amp;",
+        "&lt;3",
+        "&amp;amp;",
+        "&nbsp;",
+        "&#39;s",
+        "&",
+        "R&D",
+        "\t",
+        "\n",
+        "\r\n",
+        "\x0b",
+        "\x1c",
+        "\x1f",
+        "\x00",
+    ],
+    *[
+        "\x1b[31mred\x1b[0m",
+        "\x7f",
+        "\x85",
+        "\u00a0",
+        "\u2028",
+        "\u200b",
+        "\ufeff",
+        "\u3000",
+        "ﬁne",
+        "ｆｕｌｌ",
+        "“quoted”",
+    ],
+    *[
+        "naïve",
+        "cafÃ©",
+        "â€œmojibakeâ€\x9d",
+        "İstanbul",
+        "ﬀ",
+        "Straße",
+        "ΣΊΣΥΦΟΣ",
+        "日本語のキャプション",
+        "한국어",
+        "עברית",
+    ],
+    *[
+        "🐈",
+        "👩‍👩‍👧",
+        "🇩🇪",
+        "e\u0301",
+        "\u0130",
+        "½",
+        "²",
+        "Ⅷ",
+        "٣",
+        "<start_of_text>",
+        "<END_OF_TEXT>",
+        "'S",
+        "'Ll",
+        "''",
+        "w" * 90,
+    ],
+]
+
+
+def captions_at_random(count):
+    rng = random.Random(5)
+    for _ in range(count):
+        joint = rng.choice([" ", " ", " ", "", "  ", " \t"])
+        yield joint.join(rng.choices(PIECES, k=rng.choice([0, 1, 3, 8, 20, 90])))
+
+
+@pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
+def test_ids_are_simple_tokenizers_own(clean):
+    tokenizer, plain = SimpleTokenizer(clean=clean), SimpleTokenizer(clean=clean)
+    ours = adapt_tokenizer(tokenizer)
+    captions = list(captions_at_random(4000))
+    for start in range(0, len(captions), 50):
+        batch = captions[start : start + 50]
+        differing = (ours(batch).ids != plain(batch)).any(1).nonzero().flatten().tolist()
+        assert not differing, [batch[place] for place in differing]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr("streamload.transforms.simple_tokenizer._WORDS", 10)
+    remembering = RememberingTokenizer(SimpleTokenizer())
+    plain = SimpleTokenizer()
+    for number in range(50):
+        captions = [f"word{number} and word{number + 1}", "x" * 100]
+        assert torch.equal(remembering(captions), plain(captions))
+        assert len(remembering._ids) <= 10
+    assert "x" * 100 not in remembering._ids
+
+
+class Changed(SimpleTokenizer):
+    def encode(self, text):
+        return [7]
+
+
+def test_only_a_tokenizer_that_is_known_is_replaced():
+    assert is_simple_tokenizer(SimpleTokenizer())
+    assert not is_simple_tokenizer(Changed())
+    assert not is_simple_tokenizer(SimpleTokenizer(reduction_mask="simple"))
+    assert not is_simple_tokenizer(SimpleTokenizer(additional_special_tokens=["<a b>"]))
+    assert not is_simple_tokenizer(SimpleTokenizer)
+    own = SimpleTokenizer()
+    own.encode = lambda text: [7]
+    assert not is_simple_tokenizer(own)
+    assert adapt_tokenizer(own)(["a"]).ids[0, 1] == 7
+    copied = pickle.loads(pickle.dumps(RememberingTokenizer(SimpleTokenizer())))
+    assert torch.equal(copied(["a photo"]), SimpleTokenizer()(["a photo"]))

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from streamload.transforms.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
+
 CLIP_LENGTH = 77
 _LONGEST = 1024
 """transformers say 10³⁰ where a tokenizer has no limit, models of books 100,000: neither is for captions."""
@@ -117,7 +119,7 @@ def adapt_tokenizer(tokenizer: Any) -> BatchTokenizer | None:
             f"tokenizer is a {type(tokenizer).__name__}; expected open_clip's, one of transformers, "
             f"a function from a list of str to ids [N, L], or None"
         )
-    return BatchTokenizer(tokenizer)
+    return BatchTokenizer(RememberingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer)
 
 
 def _transformers_options(tokenizer: Any) -> dict[str, Any]:
