@@ -25,7 +25,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   └── CacheCorrupt                    bytes that fail their checksum
     ├── DataError (ValueError)              the data as a whole
     │   ├── NoValidSamples                  nothing usable among the first shards or samples
-    │   └── TooManyBadSamples               more than the allowed share had to be replaced
+    │   ├── TooManyBadSamples               more than the allowed share had to be replaced
+    │   └── OrderDiverged                   two workers would read the same data in different orders
     ├── LoaderBusy (RuntimeError)           a second iterator while one is alive
     └── WorkerDied (RuntimeError)           a worker process ended without a word
 """
@@ -124,6 +125,10 @@ class NoValidSamples(DataError):
 
 class TooManyBadSamples(DataError):
     """More samples than the allowed share could not be used."""
+
+
+class OrderDiverged(DataError):
+    """Two workers computed different orders: they don't see the same samples as usable."""
 
 
 class LoaderBusy(StreamloadError, RuntimeError):

@@ -33,6 +33,7 @@ COUNTERS: dict[str, str] = {
     "shards_taken_over": "fills that were carried on from a part which its filler had left",
     "shards_evicted": "shards deleted from the tier to make room",
     "shards_given_up": "shards left out for good after their origin failed or ended early",
+    "range_reads": "samples read from their origin, as the cache had no room for their shard",
     "checksum_failures": "samples whose bytes in the tier failed their checksum, and were fetched again",
     "samples_yielded": "samples in the batches that the training loop took",
     **{f"samples_skipped_{cause}": f"samples left out because {why}" for cause, why in CAUSES.items()},
@@ -128,6 +129,7 @@ class Snapshot:
     shards_taken_over: int = 0
     shards_evicted: int = 0
     shards_given_up: int = 0
+    range_reads: int = 0
     checksum_failures: int = 0
     samples_yielded: int = 0
     samples_skipped: dict[str, int] = field(default_factory=_zeros)

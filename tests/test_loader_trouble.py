@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import torch
 from PIL import Image
 
 import streamload
+from streamload.cache import spare
 from streamload.cache.tier import Tier
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -266,25 +268,86 @@ def test_a_cache_directory_that_cannot_be_used_is_an_error(server: ShardServer, 
             keys_of(loader)
 
 
-def test_a_cache_that_is_smaller_than_a_shard_says_how_much_it_needs(
-    server: ShardServer, tmp_path: Path
-) -> None:
+def test_workers_that_disagree_on_the_order_are_an_error(server: ShardServer, tmp_path: Path) -> None:
+    def seeded_apart(entry: Any) -> bool:
+        return random.Random(f"{os.getpid()}{entry.key}").random() < 0.8
+
     with (
-        make(urls(server), tmp_path, cache_size=30_000) as loader,
-        pytest.raises(streamload.CacheFull, match="30,000"),
+        make(urls(server), tmp_path, keep=seeded_apart, multiprocessing_context="fork") as loader,
+        pytest.raises(streamload.OrderDiverged, match="keep="),
     ):
         keys_of(loader)
 
 
-def test_a_cache_that_is_smaller_than_what_is_open_at_once_says_so(
-    server: ShardServer, tmp_path: Path
+def spares(cache: Path) -> list[Path]:
+    found = spare.place(cache)
+    assert found is not None
+    return [found] if found.exists() else []
+
+
+def disk_bytes(directory: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shards_that_fit", [0.5, 2])
+def test_what_has_no_room_in_the_cache_is_read_by_range(
+    workers: int,
+    shards_that_fit: float,
+    server: ShardServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_SECONDS", 0.2)
     largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    limit = int(shards_that_fit * largest)
+    with make(urls(server), tmp_path, cache_size=limit, num_workers=workers) as loader:
+        for _ in range(2):
+            assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+            assert disk_bytes(tmp_path / "cache") <= limit
+        stats = loader.stats()
+    assert stats.range_reads > 0
+    if shards_that_fit < 1:
+        assert stats.range_reads == 2 * sum(COUNTS)
+        assert stats.shards_published == stats.shards_complete == stats.tier_hits == 0
+    if not workers and shards_that_fit >= 1:
+        assert caplog.text.count("no room for") == 1
+
+
+@pytest.mark.parametrize(("shards_that_fit", "says"), [(0.5, "a shard takes"), (2, "4 lanes|8 lanes")])
+def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an_error(
+    shards_that_fit: float, says: str, tmp_path: Path, server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_SECONDS", 0.2)
+    largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    limit = int(shards_that_fit * largest)
+    commands = f"pipe:cat {tmp_path}/data/{{00000..00003}}.tar"
+    with make(commands, tmp_path, cache_size=limit) as loader:
+        for _ in range(2):
+            assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+            assert disk_bytes(tmp_path / "cache") <= limit
+    assert not spares(tmp_path / "cache")
+    monkeypatch.setattr("streamload.cache.spare._MEMORY", tmp_path / "nowhere")
     with (
-        make(urls(server), tmp_path, cache_size=2 * largest) as loader,
-        pytest.raises(streamload.CacheFull, match=r"4 lanes|8 lanes"),
+        make(commands, tmp_path, cache_size=limit) as loader,
+        pytest.raises(streamload.CacheFull, match=says),
     ):
         keys_of(loader)
+
+
+def test_a_shard_that_changes_while_it_is_read_by_range_is_an_error(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    with make(urls(server), tmp_path, cache_size=100_000, num_workers=0, batch_size=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        for path in (tmp_path / "data").iterdir():
+            content = path.read_bytes()
+            path.unlink()
+            path.write_bytes(content[:1000] + b"x" + content[1001:])
+        with pytest.raises(streamload.DatasetChanged):
+            list(batches)
 
 
 @pytest.fixture
@@ -300,12 +363,85 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_a_full_disk_is_an_error(server: ShardServer, tmp_path: Path, small_disk: Path) -> None:
+def test_with_a_full_disk_the_training_goes_on(server: ShardServer, tmp_path: Path, small_disk: Path) -> None:
+    with make(urls(server), tmp_path, cache_dir=small_disk / "cache") as loader:
+        for _ in range(2):
+            assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+        assert loader.stats().range_reads > 0
+
+
+def test_a_full_disk_is_an_error_only_where_there_is_no_other_place(
+    server: ShardServer, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = f"pipe:cat {tmp_path}/data/{{00000..00003}}.tar"
+    with make(commands, tmp_path, cache_dir=small_disk / "cache") as loader:
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+    assert not spares(small_disk / "cache")
+    monkeypatch.setattr("streamload.cache.spare._MEMORY", tmp_path / "nowhere")
     with (
-        make(urls(server), tmp_path, cache_dir=small_disk / "cache") as loader,
+        make(commands, tmp_path, cache_dir=small_disk / "cache") as loader,
         pytest.raises(streamload.CacheFull, match="no space left"),
     ):
         keys_of(loader)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, whose state a test may change."""
+    place = tmp_path / "mounted"
+    place.mkdir(mode=0o700)
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", place]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a file system can't be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("scheme", ["http", "pipe"])
+def test_a_disk_that_becomes_full_in_a_run_does_not_stop_it(
+    scheme: str, workers: int, server: ShardServer, tmp_path: Path, disk: Path
+) -> None:
+    given = urls(server) if scheme == "http" else f"pipe:curl -sf {urls(server)}"
+    options = {"cache_dir": disk / "cache", "num_workers": workers, "batch_size": 1}
+    with make(given, tmp_path, **options) as loader:
+        server.stop_after(0.5)
+        batches = iter(loader)
+        keys = list(next(batches)[2]["__key__"])
+        full = shutil.disk_usage(disk).used + (16 << 10)
+        subprocess.run(["mount", "-o", f"remount,size={full}", disk], check=True)
+        server.go_on()
+        keys += [key for batch in batches for key in batch[2]["__key__"]]
+        assert sorted(keys) == oracle(tmp_path, 0, 1, 2, 3)
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+    assert not spares(disk / "cache")
+
+
+def remove(cache: Path) -> None:
+    shutil.rmtree(cache)
+
+
+def spoil(cache: Path) -> None:
+    shutil.rmtree(cache / "parts")
+    (cache / "parts").write_text("no directory")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("damage", [remove, spoil])
+def test_a_cache_that_is_removed_or_broken_in_a_run_does_not_stop_it(
+    damage: Callable[[Path], None], workers: int, server: ShardServer, tmp_path: Path
+) -> None:
+    with make(urls(server), tmp_path, num_workers=workers, batch_size=1) as loader:
+        server.stop_after(0.5)
+        batches = iter(loader)
+        keys = list(next(batches)[2]["__key__"])
+        damage(tmp_path / "cache")
+        server.go_on()
+        keys += [key for batch in batches for key in batch[2]["__key__"]]
+        assert sorted(keys) == oracle(tmp_path, 0, 1, 2, 3)
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+    assert not spares(tmp_path / "cache")
 
 
 def is_a_worker(process: psutil.Process) -> bool:
@@ -406,7 +542,7 @@ def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
 def test_a_batch_that_waits_says_for_what(
     server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamload.dataset.journey._SLOW_SECONDS", 0.3)
+    monkeypatch.setattr("streamload.dataset.supply._SLOW_SECONDS", 0.3)
     server.stop_after(0.2)
     loader = make(urls(server), tmp_path, num_workers=0, batch_size=50)
 

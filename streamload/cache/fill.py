@@ -41,6 +41,7 @@ _INDEX_SHARE = 64
 _GROWTH = 8
 """By which part of itself a reservation grows where the size isn't known."""
 _SPARE_BYTES = 64 << 10
+_SPARE_BARE_BYTES = 8 << 10
 _NO_ROOM_SECONDS = 0.05
 _COPY_BYTES = 8 << 20
 
@@ -72,6 +73,8 @@ def fill(
     size_bytes: int = 0,
     wait: Callable[[], float],
     stop: threading.Event,
+    bare: bool = False,
+    refused: Callable[[bool], bool] = lambda waits: False,
 ) -> Outcome:
     """Fill a claimed part from its origin and publish it.
 
@@ -82,11 +85,14 @@ def fill(
         size_bytes: of the shard, where it is known: without room for it its origin isn't asked.
         wait: how soon the shard is needed, in shard visits (see `Tier.reserve`).
         stop: ends the fill; what it has so far stays.
+        bare: keep the index alone; its readers get the bytes from the origin, by range.
+        refused: told, with True, again and again while the fill waits for room in the middle of a shard, and
+            with False when it has got it; what it returns ends the fill as one that had no room.
 
     Raises:
         CacheFull: no room on the disk, or the shard is larger than the tier.
     """
-    job = _Fill(part, shard, wait, stop)
+    job = _Fill(part, shard, wait, stop, bare, refused)
     try:
         job.make_room(size_bytes, patient=False)
         if shard.local is not None:
@@ -116,7 +122,10 @@ def fill(
                 f"no space left for the cache at {part.tier.root}: free some, or lower cache_size"
             ) from exc
         raise
-    part.publish()
+    if bare:
+        part.publish_bare()
+    else:
+        part.publish()
     return Outcome(Filled.PUBLISHED)
 
 
@@ -131,8 +140,18 @@ class _Outdated(Exception):
 class _Fill:
     """The files of a part while they are written."""
 
-    def __init__(self, part: Part, shard: Shard, wait: Callable[[], float], stop: threading.Event):
+    def __init__(
+        self,
+        part: Part,
+        shard: Shard,
+        wait: Callable[[], float],
+        stop: threading.Event,
+        bare: bool,
+        refused: Callable[[bool], bool],
+    ):
         self._part = part
+        self._bare = bare
+        self._refused = refused
         self._shard = shard
         self._wait = wait
         self._stop = stop
@@ -178,6 +197,11 @@ class _Fill:
 
         So what a damaged shard gives doesn't depend on how its bytes happened to arrive.
         """
+        if self._bare:
+            view = memoryview(chunk)
+            for start in range(0, len(view), BLOCK_BYTES):
+                self._append(scanner.feed(view[start : start + BLOCK_BYTES]))
+            return []
         try:
             return scanner.feed(chunk)
         except ShardFormatError:
@@ -207,15 +231,16 @@ class _Fill:
             self._data = -1
 
     def _begin(self, facts: dict[str, object]) -> None:
-        if self._shard.local is None and self._data < 0:
+        if self._shard.local is None and not self._bare and self._data < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             self._data = os.open(self._part.path / "data", flags, 0o600)
-        self._index = IndexWriter(self._part.path, {"url": self._shard.name, **facts})
+        kind = {"bare": True} if self._bare else {}
+        self._index = IndexWriter(self._part.path, {"url": self._shard.name, **kind, **facts})
 
     def _write(self, chunk: bytes | memoryview) -> None:
         self.make_room(self._written + len(chunk), patient=True)
         view = memoryview(chunk)
-        while view:
+        while view and not self._bare:
             view = view[os.write(self._data, view) :]
         self._written += len(chunk)
 
@@ -232,15 +257,18 @@ class _Fill:
             data_bytes: the data so far, or all of it where its size is known.
             patient: wait until there is room (else say at once that there is none).
         """
-        needed = data_bytes + self._index_bytes
+        needed = self._index_bytes + (0 if self._bare else data_bytes)
         if needed <= self._part.reserved_bytes:
             return
         growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
-        while not self._part.reserve(needed + growth + _SPARE_BYTES, self._wait()):
-            if not patient:
+        spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES
+        while not self._part.reserve(needed + growth + spare, self._wait()):
+            if not patient or self._refused(True):
                 raise _NoRoom(data_bytes)
             if self._stop.wait(_NO_ROOM_SECONDS):
                 raise OriginStopped(f"{self._shard.name}: the fill was stopped while it waited for room")
+        if patient:
+            self._refused(False)
 
     def _open(self, origin: Origin, start: int, expected: Version | None) -> Stream:
         try:
@@ -253,7 +281,8 @@ class _Fill:
     def _take_up(self) -> tuple[ShardScanner, Version | None]:
         """Copy an orphan's verified prefix; gives the scanner behind it, and the version of its bytes."""
         orphan = self._part.orphan
-        if orphan is None:
+        if orphan is None or self._bare:
+            self._part.forget_orphan()
             return ShardScanner(), None
         entries: list[Entry] = []
         version = None

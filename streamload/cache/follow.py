@@ -1,16 +1,18 @@
 """Read a shard that may still be arriving (step G): its entries by number, its samples by entry.
 
 A view's place is a sample number, so between two samples it may go over to another source of the same bytes:
-from a part whose filler died to the part of whoever took it up, or to the published shard. It never waits: it
-says what is there, and whoever asks decides how long to ask again.
+from a part whose filler died to the part of whoever took it up, or to the published shard. Where only the
+index is kept, the bytes come from the origin by range. But for those it never waits: it says what is there,
+and whoever asks decides how long to ask again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from streamload.shards.samples import Entry
 
 _STANDSTILL_SECONDS = 0.25
 """How long a source may stand still before the view looks for another one."""
+_BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
 _APPEAR_SECONDS = 0.01
 """How often a view that has no source looks for one."""
 
@@ -56,20 +59,37 @@ def shard_of(url: str, storage_options: dict[str, Any] | None) -> Shard:
     )
 
 
+Fetch = Callable[[Shard, Version, int, int], bytes]
+"""Gives the bytes of a shard of that version from its origin, from a start to a stop.
+
+Raises:
+    OriginError, DatasetChanged: they can't be had.
+"""
+
+
 class _Source:
-    """One directory that holds entries and bytes of a shard, open for reading and pinned."""
+    """A directory with entries and bytes of a shard, or with entries alone; open for reading and pinned."""
 
     def __init__(self, path: Path, shard: Shard, pin: FileLock):
         self.pin = pin
-        self.reader = IndexReader(path)
+        self.path = path
+        try:
+            self.reader = IndexReader(path)
+        except OSError as exc:
+            if exc.errno not in _BROKEN:
+                raise
+            raise CacheCorrupt(f"{path} can't be read: {exc.strerror}") from exc
+        self.version = version_of(self.reader)
+        self.is_bare = self.reader.meta.get("bare") is True
+        self._data = -1
+        if self.is_bare:
+            return
         try:
             data = shard.local if shard.local is not None else path / "data"
             self._data = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
             self.reader.close()
             raise
-        self.path = path
-        self.version = version_of(self.reader)
 
     @classmethod
     def open(cls, path: Path, shard: Shard) -> _Source | None:
@@ -107,23 +127,36 @@ class _Source:
 
 
 class ShardView:
-    """One shard as one reader sees it, arriving or whole."""
+    """One shard as one reader sees it, arriving or whole.
 
-    def __init__(self, tier: Tier, shard: Shard):
+    Args:
+        tiers: where it is kept: in the first of these, or, where that failed, in the next.
+        shard: which one.
+        fetch: gives its bytes where only its index is kept; without it such a source counts as none.
+    """
+
+    def __init__(self, tiers: Tier | Callable[[], Sequence[Tier]], shard: Shard, fetch: Fetch | None = None):
         self.shard = shard
-        self._tier = tier
+        self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
+        self._avoided: set[Path] = set()
+        self._fetch = fetch
         self._index: _Source | None = None  # where the entries come from: never fewer than before
         self._bytes: _Source | None = None  # where samples are read: usually the same
         self._looked_at = 0.0
         self.was_complete = False
         """Whether the whole shard was in the tier when the view first found it."""
         self.refresh()
-        self.was_complete = self.ended and not self.gave_up
+        self.was_complete = self.ended and not self.gave_up and not self.is_bare
 
     def __repr__(self) -> str:
         where = self._index.path.parent.name if self._index else "nowhere"
         state = "ended" if self.ended else "arriving"
         return f"<ShardView {self.shard.name}: {self.count} samples, {state}, in {where}>"
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether its samples have to be read from the origin."""
+        return self._bytes is not None and self._bytes.is_bare
 
     @property
     def reader(self) -> IndexReader | None:
@@ -151,7 +184,10 @@ class ShardView:
         if self._index is not None:
             if self.ended:
                 return False
-            self._index.reader.refresh()
+            try:
+                self._index.reader.refresh()
+            except CacheCorrupt:
+                self.distrust()
         if (self.count, self.ended) != before:
             self._looked_at = time.monotonic()
         elif self._may_look(_STANDSTILL_SECONDS if self._index else _APPEAR_SECONDS):
@@ -165,14 +201,17 @@ class ShardView:
 
         Raises:
             DatasetChanged: a local file, or the copy that was fetched again, isn't what the run began with.
+            OriginError: only the index is kept, and the origin doesn't give the bytes.
         """
         source = self._bytes
-        if source is None or source.reader.count <= number:
+        if source is None or source.reader.count <= number or source.is_bare:
             source = self._find_bytes(number)
             if source is None:
                 return None
         with contextlib.suppress(CacheCorrupt):
             entry = source.reader.entry(number)
+            if source.is_bare:
+                return entry, self._fetched(source, entry)
             data = source.bytes_of(entry)
             if data is not None:
                 return entry, data
@@ -183,12 +222,23 @@ class ShardView:
 
     def distrust(self) -> None:
         """What is read isn't what was written: take the shard away, so that it is fetched again."""
-        self._tier.condemn(self.shard.digest)
+        source = self._bytes or self._index
+        if source is not None:
+            self._condemn(source.path)
         self.close()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether there is a copy that can't be used and can't be taken away either."""
+        return any(path.exists() for path in self._avoided)
 
     def keep_verdict(self) -> FileLock | None:
         """The lock that makes a verdict stand as long as somebody lives who has acted on it."""
-        return FileLock.acquire(self._tier.verdict(self.shard.digest) / "names", shared=True)
+        for tier in self._tiers():
+            lock = FileLock.acquire(tier.verdict(self.shard.digest) / "names", shared=True)
+            if lock is not None:
+                return lock
+        return None
 
     def close(self) -> None:
         """Let go of the shard; it may be evicted from now on."""
@@ -196,6 +246,15 @@ class ShardView:
             if source is not None:
                 source.close()
         self._index = self._bytes = None
+
+    def _fetched(self, source: _Source, entry: Entry) -> memoryview:
+        assert self._fetch is not None
+        data = memoryview(self._fetch(self.shard, source.version, entry.start, entry.stop))
+        if not is_whole(entry, data):
+            raise DatasetChanged(
+                f"{self.shard.name} gives other bytes for sample {entry.key} than when it was indexed"
+            )
+        return data
 
     def _look_elsewhere(self) -> None:
         """Go over to another source if it has more."""
@@ -212,17 +271,22 @@ class ShardView:
             found.close()
 
     def _find_bytes(self, number: int) -> _Source | None:
-        """A source from which sample `number` can be read."""
-        if not self._may_look(_APPEAR_SECONDS):
-            return None
+        """A source from which sample `number` can be read; of the bare kind only where there is no other."""
+        bare = self._bytes if self._bytes is not None and self._bytes.reader.count > number else None
+        if not self._may_look(_APPEAR_SECONDS if bare is None else _STANDSTILL_SECONDS):
+            return bare
         for path in self._places():
+            if bare is not None and path == bare.path:
+                continue
             found = self._open(path)
-            if found is not None and found.reader.count > number:
+            if found is not None and found.reader.count > number and (bare is None or not found.is_bare):
                 self._bytes = found
+                if bare is not None and bare is not self._index:
+                    bare.close()
                 return found
             if found is not None:
                 found.close()
-        return None
+        return bare
 
     def _may_look(self, interval_seconds: float) -> bool:
         now = time.monotonic()
@@ -232,25 +296,29 @@ class ShardView:
         return True
 
     def _places(self) -> Iterator[Path]:
-        yield self._tier.published(self.shard.digest)
-        yield self._tier.verdict(self.shard.digest)
-        yield from self._tier.parts(self.shard.digest)
+        digest = self.shard.digest
+        for tier in self._tiers():
+            places = (tier.published(digest), tier.bare(digest), tier.verdict(digest), *tier.parts(digest))
+            yield from (path for path in places if path not in self._avoided)
 
     def _open(self, path: Path) -> _Source | None:
-        is_published = path == self._tier.published(self.shard.digest)
+        is_published = path.parent.name == "shards"
         try:
             found = _Source.open(path, self.shard)
         except (FileNotFoundError, CacheCorrupt):
             found = None
             if is_published and path.exists():
-                self._tier.condemn(self.shard.digest)
+                self._condemn(path)
+        if found is not None and found.is_bare and self._fetch is None:
+            found.close()
+            found = None
         if found is None:
             return None
         found.reader.refresh()
         is_damaged = is_published and not found.reader.ended
         if is_damaged or (self._index is None and _is_outdated(found.reader.meta, self.shard)):
             found.close()
-            self._tier.condemn(self.shard.digest)
+            self._condemn(path)
             return None
         changed = self._index.version.difference(found.version) if self._index is not None else None
         if changed is not None:
@@ -261,6 +329,12 @@ class ShardView:
         with contextlib.suppress(OSError):
             os.utime(path)
         return found
+
+    def _condemn(self, path: Path) -> None:
+        """Take a copy away that can't be trusted, or, where the disk doesn't let go of it, pass it by."""
+        for tier in self._tiers():
+            if path.is_relative_to(tier.root) and not tier.condemn(path):
+                self._avoided.add(path)
 
     def _adopt(self, found: _Source) -> None:
         old, self._index = self._index, found

@@ -16,14 +16,14 @@ NEVER = math.inf
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """Something in a tier that takes room: a published shard, a part, or a verdict."""
+    """Something in a tier that takes room: a published shard, a part, a bare index, or a verdict."""
 
     digest: str
     path: Path
     size_bytes: int
     """What it takes from the budget: its files, or what is reserved for it."""
     kind: str
-    """The room of the tier it lies in: "shards", "parts" or "gone"."""
+    """The room of the tier it lies in: "shards", "parts", "bare" or "gone"."""
     used_at: float
     """When a reader last opened it, in seconds since the epoch."""
 

@@ -35,7 +35,8 @@ class FileLock:
             create: make the file if it is missing.
             wait: wait for whoever is in the way.
         """
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        access = os.O_RDONLY if shared and not create else os.O_RDWR  # what is read may be read-only
+        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         try:
             descriptor = os.open(path, flags, 0o600)

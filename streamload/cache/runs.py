@@ -30,26 +30,33 @@ def short(digest: str) -> int:
 
 
 class Run:
-    """This process's own file: what it will visit, and how far it is."""
+    """This process's own file: what it will visit, and how far it is.
+
+    It is advice to those who evict: on a disk that doesn't take it, nothing is announced.
+    """
 
     def __init__(self, directory: Path):
         self._path = directory / f"{os.getpid()}.{secrets.token_hex(4)}"
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        lock = FileLock.acquire(self._path)
-        if lock is None:
-            raise FileNotFoundError(f"{self._path.name} was taken away while it was made")
-        self._lock = lock
+        self._descriptor = -1
+        self._lock: FileLock | None = None
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._lock = FileLock.acquire(self._path)
 
     def announce(self, digests: Iterable[str]) -> None:
         """Say which shards are open and which come next, in order (a shard may come again)."""
+        if self._descriptor < 0:
+            return
         visits = np.fromiter((short(d) for d in itertools.islice(digests, VISITS_KEPT)), dtype="<u8")
-        os.pwrite(self._descriptor, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
 
     def close(self) -> None:
         """Take the file away; once is enough."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             self._path.unlink()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload import errors
-from streamload.cache.follow import Shard, ShardView
+from streamload.cache.follow import Fetch, Shard, ShardView
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import Selection
+from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
@@ -43,6 +44,8 @@ class ShardCache:
         skip: whether a shard that can't be had is passed over (else its error is raised).
         counts: where hits, misses and verdicts are counted.
         counted: which shards this process counts, so that the workers of a rank count each of them once.
+        fetch: gives the bytes of shards of which only the index is kept.
+        spare: where shards are if the tier fails.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class ShardCache:
         skip: bool,
         counts: Counts,
         counted: Callable[[int], bool],
+        fetch: Fetch | None = None,
+        spare: Spare | None = None,
     ):
         self.tier = tier
         self.shards = shards
@@ -61,6 +66,8 @@ class ShardCache:
         self._skip = skip
         self._counts = counts
         self._counted = counted
+        self._fetch = fetch
+        self._spare = spare
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, tuple[int, Numbers]] = {}
         self._complete: set[int] = set()
@@ -94,7 +101,7 @@ class ShardCache:
             self._heed(view, shard)
         if view.ended:
             self._barren.ended(view)
-            if not view.gave_up and shard not in self._complete:
+            if not view.gave_up and not view.is_bare and shard not in self._complete:
                 self._complete.add(shard)
                 self._count("shards_complete", shard)
         return numbers, view.ended
@@ -103,7 +110,7 @@ class ShardCache:
         """The open view of a shard; opened now if it isn't."""
         view = self._views.get(shard)
         if view is None:
-            view = self._views[shard] = ShardView(self.tier, self.shards[shard])
+            view = self._views[shard] = ShardView(self._tiers, self.shards[shard], self._fetch)
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
 
@@ -137,6 +144,10 @@ class ShardCache:
         for verdict in self._verdicts.values():
             verdict.close()
         self._verdicts.clear()
+
+    def _tiers(self) -> Sequence[Tier]:
+        spare = self._spare.tier if self._spare is not None else None
+        return (self.tier,) if spare is None else (self.tier, spare)
 
     def _count(self, name: str, shard: int, n: int = 1) -> None:
         if n and self._counted(shard):

@@ -4,12 +4,14 @@
     lock                      held while something is decided, never while bytes move
     parts/<digest>.<nonce>/   a shard on its way: data, index, names, reserved
     shards/<digest>/          a published shard: the same directory, renamed
+    bare/<digest>/            the index alone of one that had no room: its samples are read from the origin
     gone/<digest>/            a shard that was given up: the verdict, and the samples it gave before
     runs/                     who reads what (cache/runs.py)
     trash/                    being deleted
 
-A filler holds a lock on its part's `index`: without it the part is an orphan that another may take up. A
-reader holds a shared lock on `names` of what it has open: such a shard isn't evicted. What isn't named as
+A filler holds a lock on its part's `index`, and touches it: without the lock the part is an orphan that
+another may take up, and without the touch its filler is stopped, and another may begin from a copy. A reader
+holds a shared lock on `names` of what it has open: such a shard isn't evicted. What isn't named as
 above was not made here and is never touched.
 """
 
@@ -22,7 +24,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,9 +64,19 @@ class Part:
         self.forget_orphan()  # no room for both: begin anew
         return self.tier.reserve(self, size_bytes, wait)
 
+    def touch(self) -> None:
+        """Show that this process is not stopped; to be done again and again."""
+        with contextlib.suppress(FileNotFoundError):  # published, or taken away
+            os.utime(self.path / "index")
+
     def publish(self) -> None:
         """Hand the finished part over to the readers, by one rename."""
         self._move("shards")
+        self.tier.trash(self.tier.bare(self.digest))
+
+    def publish_bare(self) -> None:
+        """Hand a finished index over, without data."""
+        self._move("bare")
 
     def give_up(self) -> FileLock | None:
         """Leave a verdict in place of the shard; it stands while the lock that is returned is held."""
@@ -83,10 +95,9 @@ class Part:
         self.leave()
 
     def forget_orphan(self) -> None:
-        """Remove the dead filler's part; what was of use in it has been copied."""
+        """Remove the dead filler's part, not a stopped one's; what was of use in it has been copied."""
         if self.orphan is not None:
-            self.tier.trash(self.orphan.path)
-            self.orphan.lock.close()
+            self.orphan.remove(self.tier)
             self.orphan = None
 
     def _move(self, room: str) -> None:
@@ -95,17 +106,35 @@ class Part:
         try:
             self.path.rename(target)
         except OSError as exc:
-            if not target.exists():
+            if not target.exists() and not self._was_taken_away():
                 raise CacheError(f"could not publish a shard as {target}: {exc}") from exc
             self.tier.trash(self.path)  # somebody was first: theirs is as good
         self.leave()
 
+    def _was_taken_away(self) -> bool:
+        """Whether somebody cleared the tier while this part was being filled."""
+        return self.tier.root.is_dir() and not self.path.exists()
+
 
 class Orphan(NamedTuple):
-    """A part whose filler is dead, locked by whoever looks at it."""
+    """A part that nobody goes on with: its filler is dead, or stopped."""
 
     path: Path
-    lock: FileLock
+    lock: FileLock | None
+    """Of a dead filler, held by whoever looks at the part; a stopped one has it still."""
+
+    @property
+    def index_bytes(self) -> int:
+        """How much there is of it, measured by its entries."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.path / "index").stat().st_size
+        return 0
+
+    def remove(self, tier: Tier) -> None:
+        """Take it away, unless it is a stopped filler's, who may go on with it."""
+        if self.lock is not None:
+            tier.trash(self.path)
+            self.lock.close()
 
 
 class Tier:
@@ -152,6 +181,10 @@ class Tier:
         """Where a shard is when it is whole."""
         return self.root / "shards" / digest
 
+    def bare(self, digest: str) -> Path:
+        """Where the index of a shard is whose bytes had no room."""
+        return self.root / "bare" / digest
+
     def verdict(self, digest: str) -> Path:
         """Where the record of a shard is that was given up."""
         return self.root / "gone" / digest
@@ -161,8 +194,8 @@ class Tier:
         return sorted((self.root / "parts").glob(f"{digest}.*"))
 
     def shards(self) -> Iterator[HeldShard]:
-        """All that takes room: published shards, parts and verdicts."""
-        for kind in ("shards", "parts", "gone"):
+        """All that takes room: published shards, parts, bare indexes and verdicts."""
+        for kind in ("shards", "parts", "bare", "gone"):
             for entry in os.scandir(self.root / kind):
                 if (_PART if kind == "parts" else _DIGEST).fullmatch(entry.name):
                     path = Path(entry.path)
@@ -175,26 +208,45 @@ class Tier:
         """What the tier takes now: published shards, verdicts, reservations, and what is being deleted."""
         return sum(shard.size_bytes for shard in self.shards()) + sum(map(_bytes_below, self._in_trash()))
 
-    def claim(self, digest: str) -> Part | None:
-        """A new part to fill; None if the shard is here, was given up, or has a filler that is alive."""
+    def claim(self, digest: str, stopped: Collection[Path] = ()) -> Part | None:
+        """A new part to fill; None if the shard is here, was given up, or has a filler that is at work.
+
+        Args:
+            digest: of the shard.
+            stopped: parts whose fillers have shown no life for long; they aren't waited for.
+        """
         with exclusive(self.root / "lock"):
             if self.published(digest).exists() or self._stands(self.verdict(digest)):
                 return None
-            orphan: Orphan | None = None
-            for path in self.parts(digest):
-                lock = FileLock.acquire(path / "index")
-                if lock is None:
-                    return None
-                if orphan is not None:
-                    self.trash(orphan.path)
-                    orphan.lock.close()
-                orphan = Orphan(path, lock)
+            found = self._orphans(digest, stopped)
+            if found is None:
+                return None
+            orphan = max(found, key=lambda orphan: orphan.index_bytes, default=None)
+            for other in found:
+                if other is not orphan:
+                    other.remove(self)
             path = self.root / "parts" / f"{digest}.{secrets.token_hex(4)}"
             path.mkdir(mode=0o700)
             alive = FileLock.acquire(path / "index", create=True, wait=True)
             if alive is None:
                 raise CacheError(f"{path} was taken by another process while it was made")
             return Part(self, digest, path, alive, orphan)
+
+    def _orphans(self, digest: str, stopped: Collection[Path]) -> list[Orphan] | None:
+        """The parts of a shard that nobody goes on with; None if somebody is at work. Under the lock."""
+        found: list[Orphan] = []
+        for path in self.parts(digest):
+            lock = FileLock.acquire(path / "index")
+            if lock is None and not (path / "index").exists():
+                self.trash(path)  # its filler died before it had begun
+            elif lock is not None or path in stopped:
+                found.append(Orphan(path, lock))
+            else:
+                for orphan in found:
+                    if orphan.lock is not None:
+                        orphan.lock.close()
+                return None
+        return found
 
     def reserve(self, part: Part, size_bytes: int, wait: float) -> bool:
         """Make room for a part, evicting what the live runs need latest.
@@ -242,15 +294,24 @@ class Tier:
         for path in leaving:
             shutil.rmtree(path, ignore_errors=True)
 
-    def trash(self, path: Path) -> None:
-        """Take a directory of the tier away: first out of sight, by one rename, then its files."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._out_of_sight(path), ignore_errors=True)
+    def trash(self, path: Path) -> bool:
+        """Take a directory of the tier away: first out of sight, by one rename, then its files.
 
-    def condemn(self, digest: str) -> None:
-        """Take away a published shard whose bytes can't be trusted."""
+        Returns:
+            False if the disk doesn't allow it.
+        """
+        try:
+            shutil.rmtree(self._out_of_sight(path), ignore_errors=True)
+        except FileNotFoundError:
+            return not path.exists()
+        except OSError:
+            return False
+        return True
+
+    def condemn(self, path: Path) -> bool:
+        """Take away a shard whose bytes can't be trusted; False if the disk doesn't allow it."""
         self.counts.add("checksum_failures", 1)
-        self.trash(self.published(digest))
+        return self.trash(path)
 
     def _decide(self, part: Part, size_bytes: int, wait: float) -> list[Path] | None:
         """Under the lock: note the reservation ([]), or say what has to be deleted first (None: can't be)."""
@@ -311,7 +372,7 @@ class Tier:
                 f"others may write into the cache directory {self.root} "
                 f"(mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it, or choose another"
             )
-        for room in ("parts", "shards", "gone", "runs", "trash"):
+        for room in ("parts", "shards", "bare", "gone", "runs", "trash"):
             (self.root / room).mkdir(mode=0o700, exist_ok=True)
             if (self.root / room).is_symlink():
                 raise CacheError(f"{self.root / room} is a symbolic link: a cache keeps to its own directory")

@@ -65,6 +65,13 @@ class Trouble(NamedTuple):
     message: str
 
 
+class Span(NamedTuple):
+    """Hashes of a group's references, up to where a step begins and up to where it ends."""
+
+    before: int
+    behind: int
+
+
 class Batch(NamedTuple):
     """What a worker hands over: the values, and where the order stands behind them."""
 
@@ -73,6 +80,8 @@ class Batch(NamedTuple):
     cursors: dict[str, Any]
     troubles: list[Trouble]
     """The samples that could not be used."""
+    digests: dict[str, Span]
+    """Of each group: hashes of all references before this step and before the next."""
 
     @property
     def samples(self) -> int:

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 
 from streamload.dataset import Batch, StreamDataset, Trouble
 from streamload.device import to_device
-from streamload.errors import LoaderBusy, OptionError, StreamloadError, TooManyBadSamples, WorkerDied
+from streamload.errors import (
+    LoaderBusy,
+    OptionError,
+    OrderDiverged,
+    StreamloadError,
+    TooManyBadSamples,
+    WorkerDied,
+)
 from streamload.handoff import Board, slots_for
 from streamload.loader.options import LoaderOptions, at_least
 from streamload.loader.recipe import recipe_for
@@ -44,6 +51,7 @@ class Loader:
         self.options = options
         self._epoch = 0
         self._place: _Place | None = None
+        self._digests: dict[str, int] = {}
         self._current: weakref.ref[_Epoch] | None = None
         self._sizes: list[int] | None = None
         self._sizes_read = False
@@ -132,6 +140,7 @@ class Loader:
             {"epoch": place.sequence, "step": place.step, "steps": steps, "cursors": place.cursors}
         )
         self._place = place
+        self._digests = {}
         self._epoch += 1
         epoch = _Epoch(self, source, began)
         self._current = weakref.ref(epoch)
@@ -151,6 +160,7 @@ class Loader:
     def took(self, batch: Batch) -> Any:
         """Step K: take up a batch's place in the order, and give it the shape that was asked for."""
         assert self._place is not None
+        self._check_order(batch)
         self._place = self._place.after(batch)
         self._heed(batch)
         values = to_device(batch.values, self.options.device)
@@ -232,6 +242,22 @@ class Loader:
             storage = dict(self.options.storage_options or {}) or None
             self._sizes, self._sizes_read = listed_sizes(self.options.urls, storage), True
         return self._sizes
+
+    def _check_order(self, batch: Batch) -> None:
+        """Compare what this batch's worker takes for the past with what the last one's did.
+
+        Raises:
+            OrderDiverged: they differ.
+        """
+        for group, span in batch.digests.items():
+            last = self._digests.get(group, span.before)
+            if last != span.before:
+                raise OrderDiverged(
+                    f"the workers disagree on the order before step {batch.step}: they don't find the same "
+                    f"samples usable. keep= must depend on the entry alone; and files in the cache at "
+                    f"{self.options.cache_dir or 'its default place'} must not be changed by others"
+                )
+            self._digests[group] = span.behind
 
     def _heed(self, batch: Batch) -> None:
         """Count and report the samples of a batch that could not be used."""

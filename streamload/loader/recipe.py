@@ -8,6 +8,7 @@ import numpy as np
 
 from streamload.cache.follow import shard_of
 from streamload.cache.selection import Selection
+from streamload.cache.spare import remove_unused
 from streamload.cache.tier import open_tier
 from streamload.dataset import Recipe
 from streamload.loader.options import LoaderOptions
@@ -41,6 +42,7 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[
     storage = dict(options.storage_options) if options.storage_options else None
     settings = read_settings(options.cache_dir, options.cache_size, options.ahead)
     tier = open_tier(settings)
+    remove_unused(tier.root)
     order = _order(options, here, groups, sizes)
     processes = here.local_world_size * max(1, options.num_workers)
     logger.info(

@@ -1,20 +1,25 @@
 """Fill the shards that a run needs, in order of need, by some threads of a process (step F).
 
 Every worker of a node runs one of these with the same list: whoever claims a shard first fills it, the others
-pass on to the next. There is no queue: what is wanted is compared with what is there again and again.
+pass on to the next. There is no queue: what is wanted is compared with what is there again and again. Whoever
+fills shows life by touching its parts; one that doesn't for some seconds is stopped, and another takes over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import Shard
 from streamload.cache.locks import FileLock
-from streamload.cache.tier import Tier
+from streamload.cache.spare import Spare
+from streamload.cache.tier import Part, Tier
+from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 
@@ -23,6 +28,11 @@ logger = logging.getLogger("streamload")
 _HELD_SECONDS = 1.0  # how long a shard that is here is taken to stay
 _ELSEWHERE_SECONDS = 0.1  # until a shard that another process fills is looked at again
 _NO_ROOM_SECONDS = 0.2
+_MOST_TROUBLES = 3
+"""After so many failures of the disk it is left alone."""
+STOPPED_SECONDS = 5.0
+_TOUCHES = 5
+"""How often a filler shows life in the time after which it counts as stopped."""
 
 OpenOrigin = Callable[[Shard, threading.Event], Origin]
 
@@ -36,6 +46,10 @@ class Ahead:
         threads: how many shards this process fills at once.
         counts: where fills are counted.
         report: told, from a filling thread, how each look at a shard ended; PUBLISHED if it was there.
+        may_be_bare: whether a shard's samples can be read from its origin, so that its index is enough where
+            the shard itself can't be kept.
+        spare: where to fill what the tier can't take.
+        stopped_seconds: how long a filler, of any process, may show no life before another takes over.
     """
 
     def __init__(
@@ -46,11 +60,17 @@ class Ahead:
         threads: int,
         counts: Counts,
         report: Callable[[Shard, Filled], None] = lambda shard, result: None,
+        may_be_bare: Callable[[Shard], bool] = lambda shard: False,
+        spare: Spare | None = None,
+        stopped_seconds: float = STOPPED_SECONDS,
     ):
         self.tier = tier
         self._open_origin = open_origin
         self._counts = counts
         self._report = report
+        self._may_be_bare = may_be_bare
+        self._spare = spare
+        self._stopped_seconds = stopped_seconds
         self._stop = threading.Event()
         self._change = threading.Condition()
         # Guarded by _change:
@@ -60,12 +80,20 @@ class Ahead:
         self._not_before: dict[str, float] = {}
         self._refused_since: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # of shards that were refused: their origin needn't be asked again
+        self._bare: set[str] = set()  # of these only the index is asked for
+        self._elsewhere: set[str] = set()  # these go into the spare tier
+        self._troubles = 0
+        self._has_told = False
         self._error: BaseException | None = None
         self._verdicts: list[FileLock] = []
+        self._parts: set[Part] = set()
+        self._lives: dict[str, dict[Path, tuple[int, float]]] = {}
+        # By digest, of others' parts: the last touch, and when it was first seen.
         self._threads = [
             threading.Thread(target=self._work, name=f"streamload-fill-{i}", daemon=True)
             for i in range(threads)
         ]
+        self._threads.append(threading.Thread(target=self._show_life, name="streamload-life", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -84,13 +112,15 @@ class Ahead:
         with self._change:
             if wanted != self._wanted or len(needed) != self._needed:
                 self._wanted, self._needed = wanted, len(needed)
+                self._bare &= {shard.digest for shard in needed}
+                self._elsewhere &= {shard.digest for shard in needed}
                 self._change.notify_all()
 
     def check(self) -> None:
         """Raise what a filling thread could not deal with: a cache that can't be used.
 
         Raises:
-            CacheError: the tier can't be written, or a shard is larger than its limit.
+            CacheError: a tier can't take a shard that is needed, and nothing else can.
         """
         if self._error is not None:
             raise self._error
@@ -100,6 +130,47 @@ class Ahead:
         with self._change:
             since = self._refused_since.get(shard.digest)
         return 0.0 if since is None else time.monotonic() - since
+
+    def do_without(self, shard: Shard) -> bool:
+        """Be content with a shard's index as long as it is wanted; its samples are read from the origin then.
+
+        Returns:
+            False if they can't be, or if even the index has been asked for.
+        """
+        with self._change:
+            if shard.digest in self._bare or not self._may_be_bare(shard):
+                return False
+            self._bare.add(shard.digest)
+            self._begin_anew(shard)
+            return True
+
+    def do_elsewhere(self, shard: Shard, trouble: Exception | None = None) -> bool:
+        """Fill a shard into the spare tier as long as it is wanted.
+
+        Returns:
+            False if there is none, or if it has been asked for.
+        """
+        spare = self._spare.open() if self._spare is not None else None
+        with self._change:
+            if spare is None or shard.digest in self._elsewhere:
+                return False
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "the cache at %s doesn't take %s%s: such shards are kept in memory at %s, up to %d bytes",
+                    *(self.tier.root, shard.name, f" ({trouble})" if trouble else ""),
+                    *(spare.root, spare.limit_bytes),
+                )
+            self._troubles += trouble is not None and not isinstance(trouble, CacheFull)
+            self._elsewhere.add(shard.digest)
+            self._bare.discard(shard.digest)
+            self._begin_anew(shard)
+            return True
+
+    def _begin_anew(self, shard: Shard) -> None:
+        for known in (self._sizes, self._refused_since, self._not_before):
+            known.pop(shard.digest, None)
+        self._change.notify_all()
 
     def filling(self, shard: Shard) -> bool:
         """Whether a thread of this process is filling it."""
@@ -158,34 +229,109 @@ class Ahead:
 
     def _fill(self, shard: Shard) -> float:
         """Fill a shard if it has to be done and can be; returns the seconds until it is looked at again."""
-        if self.tier.published(shard.digest).exists():
+        tier = self._tier_of(shard)
+        try:
+            return self._fill_into(tier, shard)
+        except OSError as trouble:  # an origin's are settled where they come up
+            return self._make_do(shard, trouble)
+
+    def _tier_of(self, shard: Shard) -> Tier:
+        spare = self._spare.tier if self._spare is not None else None
+        if spare is not None and (shard.digest in self._elsewhere or self._troubles >= _MOST_TROUBLES):
+            return spare
+        return self.tier
+
+    def _make_do(self, shard: Shard, trouble: OSError) -> float:
+        """Where a tier fails a shard: keep less of it, keep it elsewhere, or leave it until it is needed."""
+        with self._change:
+            is_needed = shard in self._wanted[: self._needed]
+            if not is_needed:
+                self._refused_since.setdefault(shard.digest, time.monotonic())
+        if not is_needed:
+            return _NO_ROOM_SECONDS
+        if isinstance(trouble, CacheFull) and self.do_without(shard):
+            return 0.0
+        if self.do_elsewhere(shard, trouble):
+            return 0.0
+        if isinstance(trouble, CacheError):
+            raise trouble
+        raise CacheError(f"the cache at {self.tier.root} can't be used any more: {trouble}") from trouble
+
+    def _fill_into(self, tier: Tier, shard: Shard) -> float:
+        bare = shard.digest in self._bare
+        if tier.published(shard.digest).exists() or (bare and tier.bare(shard.digest).exists()):
+            self._note_refusal(tier, shard, bare, False)
             self._report(shard, Filled.PUBLISHED)
             return _HELD_SECONDS
-        part = self.tier.claim(shard.digest)
+        part = tier.claim(shard.digest, self._stopped(tier, shard))
         if part is None:
             with self._change:
                 self._refused_since.pop(shard.digest, None)
-            if self.tier.verdict(shard.digest).exists():
+            if tier.verdict(shard.digest).exists():
                 self._report(shard, Filled.GAVE_UP)
             return _ELSEWHERE_SECONDS
-        outcome = fill(
-            part,
-            shard,
-            lambda: self._open_origin(shard, self._stop),
-            size_bytes=self._sizes.get(shard.digest, 0),
-            wait=lambda: self._wait_of(shard),
-            stop=self._stop,
-        )
+        with self._change:
+            self._parts.add(part)
+            self._lives.pop(shard.digest, None)
+        try:
+            outcome = fill(
+                part,
+                shard,
+                lambda: self._open_origin(shard, self._stop),
+                size_bytes=self._sizes.get(shard.digest, 0),
+                wait=lambda: self._wait_of(shard),
+                stop=self._stop,
+                bare=bare,
+                refused=lambda waits: self._note_refusal(tier, shard, bare, waits),
+            )
+        finally:
+            with self._change:
+                self._parts.discard(part)
         if outcome.verdict is not None:
             self._verdicts.append(outcome.verdict)
         refused = outcome.result is Filled.NO_ROOM
-        with self._change:
-            if refused:
-                self._refused_since.setdefault(shard.digest, time.monotonic())
+        if self._note_refusal(tier, shard, bare, refused):
+            return 0.0
+        if refused:
+            with self._change:
                 self._sizes[shard.digest] = outcome.size_bytes
-            else:
-                self._refused_since.pop(shard.digest, None)
-        if outcome.result is Filled.PUBLISHED:
+        if outcome.result is Filled.PUBLISHED and not bare:
             self._counts.add("shards_published")
         self._report(shard, outcome.result)
         return _NO_ROOM_SECONDS if refused else _HELD_SECONDS
+
+    def _note_refusal(self, tier: Tier, shard: Shard, bare: bool, waits: bool) -> bool:
+        """Whether a fill that waits for room in the middle is to end: the shard is wanted in another way."""
+        with self._change:
+            is_outdated = self._tier_of(shard) is not tier or (shard.digest in self._bare) is not bare
+            if waits and not is_outdated:
+                self._refused_since.setdefault(shard.digest, time.monotonic())
+            else:
+                self._refused_since.pop(shard.digest, None)
+            return is_outdated
+
+    def _show_life(self) -> None:
+        """Touch the parts that this process fills, so that nobody takes them over."""
+        while not self._stop.wait(self._stopped_seconds / _TOUCHES):
+            with self._change:
+                parts = list(self._parts)
+            for part in parts:
+                part.touch()
+
+    def _stopped(self, tier: Tier, shard: Shard) -> list[Path]:
+        """The parts of a shard whose fillers have shown no life for long.
+
+        The time of a touch is compared with the one before, never with a clock: two machines may disagree.
+        """
+        now = time.monotonic()
+        with self._change:
+            before = self._lives.get(shard.digest, {})
+        seen: dict[Path, tuple[int, float]] = {}
+        for path in tier.parts(shard.digest):
+            with contextlib.suppress(FileNotFoundError):
+                touched = (path / "index").stat().st_mtime_ns
+                last, since = before.get(path, (touched, now))
+                seen[path] = (touched, since if touched == last else now)
+        with self._change:
+            self._lives[shard.digest] = seen
+        return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]

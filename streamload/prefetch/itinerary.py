@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from streamload.cache.follow import Shard
 from streamload.cache.runs import VISITS_KEPT, Run
@@ -38,6 +39,8 @@ class Itinerary:
         self._base = order.position
         self._known = References(*(np.empty(0, np.int64) for _ in References._fields))
         self._run = Run(tier.root / "runs")
+        self._hash = xxhash.xxh3_64()
+        self._hashed = self._base
         self._told: tuple[list[int], list[int]] | None = None
         self.tell_progress()
 
@@ -66,11 +69,24 @@ class Itinerary:
 
     def take(self, first: int, stop: int) -> References:
         """The references from position `first` to `stop`, fewer at the end; they are forgotten."""
+        self.digest(stop)
         skip, count = first - self._base, stop - self._base
         taken = References(*(part[skip:count] for part in self._known))
         self._known = References(*(part[count:] for part in self._known))
         self._base = stop
         return taken
+
+    def digest(self, position: int) -> int:
+        """A hash of all references before a position, from where this process began.
+
+        Args:
+            position: not before one that was asked for earlier, or taken; known, or behind the end.
+        """
+        start, stop = self._hashed - self._base, min(position, self._order.position) - self._base
+        if stop > start:
+            self._hash.update(np.column_stack([part[start:stop] for part in self._known]).tobytes())
+            self._hashed = self._base + stop
+        return self._hash.intdigest()
 
     def cursor(self, position: int) -> Cursor:
         """How to go on from a position that has been taken; the end, where the sequence ended before it."""

@@ -31,6 +31,7 @@ from streamload.shards.record import (
     pack_frame,
     pack_header,
     pack_record,
+    read_at,
     unpack_frame,
     unpack_meta,
     write_at,
@@ -241,7 +242,7 @@ class IndexReader:
         before, wanted = self.count, _POLL_BYTES
         while not self.ended:
             offset = self._header_bytes + self.count * RECORD.itemsize
-            data = os.pread(self._index, wanted, offset)
+            data = read_at(self._index, wanted, offset)
             if len(data) == wanted == _POLL_BYTES:
                 wanted = _READ_BYTES
             elif self._take(data) * RECORD.itemsize < _READ_BYTES:
@@ -289,10 +290,10 @@ class IndexReader:
         self._index = self._names = -1
 
     def _read_header(self) -> tuple[dict[str, object], int]:
-        start = os.pread(self._index, HEADER_START.size, 0)
+        start = read_at(self._index, HEADER_START.size, 0)
         try:
             header_bytes, meta_bytes = header_lengths(start)
-            return unpack_meta(start, os.pread(self._index, meta_bytes, HEADER_START.size)), header_bytes
+            return unpack_meta(start, read_at(self._index, meta_bytes, HEADER_START.size)), header_bytes
         except CacheCorrupt as exc:
             raise self._corrupt(str(exc)) from None
 
@@ -352,7 +353,7 @@ class IndexReader:
         self.count = count
 
     def _frame_at(self, start: int, length: int):  # type: ignore[no-untyped-def]
-        frame = os.pread(self._names, length, start)
+        frame = read_at(self._names, length, start)
         value = unpack_frame(frame) if len(frame) == length else None
         if value is None:
             raise self._corrupt(f"names at byte {start} fail their checksum")

@@ -154,6 +154,18 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Read up to `size` bytes at `offset`; what the disk can't give is damage like any other.
+
+    Raises:
+        CacheCorrupt: the disk fails.
+    """
+    try:
+        return os.pread(descriptor, size, offset)
+    except OSError as exc:
+        raise CacheCorrupt(f"an index can't be read: {exc.strerror}") from exc
+
+
 def write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
     """Write all of `data` at `offset`."""
     view = memoryview(data)

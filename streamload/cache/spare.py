@@ -1,0 +1,112 @@
+"""Where shards go when the tier on disk fails: a small one in memory, for as long as a process needs it.
+
+The disk is full, gone, read-only or broken; the training goes on. All processes of a node that use one tier
+share one spare, whose place follows from the tier's; the last of them takes it away, and where they were all
+killed, the next run does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+import xxhash
+
+from streamload.cache.locks import FileLock
+from streamload.cache.tier import Tier
+from streamload.metrics import Counts
+
+_MEMORY = Path("/dev/shm")
+_SHARE = 4
+"""It may take a quarter of what is free in memory, and of the place it is in."""
+_LEAST_BYTES = 1 << 20
+
+
+class Spare:
+    """The spare of a tier, made when it is first needed. Thread-safe.
+
+    Args:
+        root: of the tier that it stands in for.
+        counts: as the tier's.
+    """
+
+    def __init__(self, root: Path, counts: Counts):
+        self._of = root
+        self._counts = counts
+        self._change = threading.Lock()
+        self._user: FileLock | None = None
+        self.tier: Tier | None = None
+        """What holds shards; None as long as nothing is wrong."""
+
+    def open(self) -> Tier | None:
+        """The spare tier; None where there is no memory for one."""
+        with self._change:
+            if self.tier is None:
+                with contextlib.suppress(OSError):
+                    self.tier = self._make()
+            return self.tier
+
+    def close(self) -> None:
+        """Use it no more; whoever is the last takes it away. Once is enough."""
+        with self._change:
+            if self._user is None:
+                return
+            self._user.close()
+            self._user = self.tier = None
+            remove_unused(self._of)
+
+    def _make(self) -> Tier | None:
+        root = place(self._of)
+        if root is None:
+            return None
+        limit = _limit_bytes()
+        if limit < _LEAST_BYTES:
+            return None
+        while True:
+            tier = Tier(root, limit, self._counts)
+            self._user = FileLock.acquire(root / "users", shared=True, create=True)
+            if self._user is not None and (root / "tier.json").exists():
+                return tier
+            if self._user is not None:  # of a file that was being taken away with all the rest
+                self._user.close()
+
+
+def remove_unused(root: Path) -> None:
+    """Take the spare of a tier away if no process uses it."""
+    spare = place(root)
+    if spare is None or not _is_ours(spare):
+        return
+    with contextlib.suppress(OSError):
+        lock = FileLock.acquire(spare / "users")
+        if lock is not None:
+            with contextlib.closing(lock):
+                shutil.rmtree(spare, ignore_errors=True)
+
+
+def place(root: Path) -> Path | None:
+    """Where the spare of a tier is, if there is one; None where there can't be (the tier is in memory)."""
+    if not _MEMORY.is_dir() or root.is_relative_to(_MEMORY):
+        return None
+    return _MEMORY / f"streamload-{os.geteuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(root))}"
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _limit_bytes() -> int:
+    """How much the spare may take, in bytes: memory is needed for the training."""
+    free = shutil.disk_usage(_MEMORY).free
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = min(free, int(available.split()[1]) * 1024)
+    return free // _SHARE

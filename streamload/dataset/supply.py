@@ -1,0 +1,279 @@
+"""What one process reads from: samples that have arrived, and the fills that bring the others (F, G, H)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.cache.follow import Shard
+from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.cache.spare import Spare
+from streamload.cache.tier import Tier
+from streamload.dataset.messages import Recipe, Start
+from streamload.errors import CacheFull
+from streamload.handoff import Board
+from streamload.metrics import Counters
+from streamload.order.cursor import Cursor
+from streamload.order.group import GroupOrder
+from streamload.order.plan import shard_order
+from streamload.origins.origin import Origin, Version, has_ranges, open_origin, read_range
+from streamload.prefetch.ahead import Ahead
+from streamload.prefetch.itinerary import Itinerary
+from streamload.transforms.examples import Sample
+
+logger = logging.getLogger("streamload")
+
+_POLL_SECONDS = 0.004
+_SLOW_SECONDS = 30.0
+_NO_ROOM_SECONDS = 10.0
+_NO_ROOM_AGAIN_SECONDS = 1.0
+
+
+class Superseded(Exception):
+    """The rank has given another order, or is gone."""
+
+
+class Supply:
+    """The tier, its views and its fills, and the sequences that this process follows; it lasts over epochs.
+
+    Args:
+        recipe: what is read.
+        board: tells whether the training loop waits, and whether it has given another order.
+        counts: of this process.
+        worker, workers: which of how many this process is; 0 workers: the rank itself.
+    """
+
+    def __init__(self, recipe: Recipe, board: Board, counts: Counters, worker: int, workers: int):
+        self._parent = os.getppid() if workers else None
+        self._recipe = recipe
+        self._board = board
+        self._counts = counts
+        self._closing = threading.Event()
+        self._tier = Tier(recipe.tier_root, recipe.tier_limit_bytes, counts)
+        self._spare = Spare(recipe.tier_root, counts)
+        self._cache = ShardCache(
+            self._tier,
+            recipe.shards,
+            recipe.selection,
+            skip=recipe.skip,
+            counts=counts,
+            counted=lambda shard: shard % max(1, workers) == worker,
+            fetch=self._fetch,
+            spare=self._spare,
+        )
+        self._ahead = Ahead(
+            self._tier,
+            functools.partial(_open_origin, recipe, counts),
+            threads=recipe.fills,
+            counts=counts,
+            may_be_bare=lambda shard: has_ranges(shard.url),
+            spare=self._spare,
+        )
+        self._start: Start | None = None
+        self._itineraries: dict[int, Itinerary] = {}
+        self._full_seconds = _NO_ROOM_SECONDS
+        self._fills_ahead = False
+
+    def begin(self, start: Start) -> None:
+        """Begin an epoch."""
+        self._forget_itineraries()
+        self._cache.keep_open(())
+        self._start = start
+
+    def itinerary(self, group: int) -> Itinerary:
+        """The sequence of a group from where the epoch began."""
+        found = self._itineraries.get(group)
+        if found is None:
+            assert self._start is not None
+            found = self._itineraries[group] = self._begin(self._start, group)
+        return found
+
+    def has(self, group: int, position: int, waiting: Waiting) -> bool:
+        """Wait until all references before a position of a group are known; False if there are fewer."""
+        itinerary = self.itinerary(group)
+        while not itinerary.reaches(position):
+            if not itinerary.follow(self._cache):
+                self._pause(waiting, itinerary.blocked(self._cache))
+        return itinerary.has(position)
+
+    def arrived(self, shard: int) -> Numbers:
+        """The usable sample numbers of a shard so far, ascending."""
+        return self._cache.arrived(shard)[0]
+
+    def next_usable(self, shard: int, after: int) -> int:
+        """The first usable sample of a shard behind `after`, waited for; -1 if there is none."""
+        waiting = Waiting()
+        while True:
+            usable, ended = self._cache.arrived(shard)
+            later = usable[usable > after]
+            if len(later):
+                return int(later[0])
+            if ended:
+                return -1
+            self._pause(waiting, [shard])
+
+    def sample(self, shard: int, number: int) -> Sample:
+        """A sample's bytes; waited for where they have to be fetched again."""
+        waiting = Waiting()
+        while (found := self._cache.read(shard, number)) is None:
+            self._pause(waiting, [shard])
+        entry, data = found
+        members = {
+            extension: data[start - entry.start : start - entry.start + size]
+            for extension, start, size in entry.members
+        }
+        return Sample(entry.key, self._recipe.shards[shard].name, members)
+
+    def complain_if_barren(self) -> None:
+        """Raise NoValidSamples if nothing usable has been seen: there is no more to come."""
+        self._cache.complain_if_barren()
+
+    def fill_ahead(self) -> None:
+        """From now on fill what comes later, too: the first batch had the link for itself."""
+        self._fills_ahead = True
+
+    def let_go(self) -> None:
+        """Close the shards that no reference to come is in, and tell the others."""
+        in_use = {shard for itinerary in self._itineraries.values() for shard in itinerary.shards_in_use()}
+        self._cache.keep_open(in_use)
+        for itinerary in self._itineraries.values():
+            itinerary.tell_progress()
+
+    def close(self) -> None:
+        """Stop the fills and let go of the tier; once is enough."""
+        self._closing.set()
+        self._ahead.close()
+        self._forget_itineraries()
+        self._cache.close()
+        self._spare.close()
+
+    def _forget_itineraries(self) -> None:
+        for itinerary in self._itineraries.values():
+            itinerary.close()
+        self._itineraries = {}
+
+    def _begin(self, start: Start, group: int) -> Itinerary:
+        recipe, count, cursor = self._recipe, len(self._recipe.shards), start.cursors.get(str(group))
+        order = GroupOrder(
+            recipe.order,
+            count,
+            recipe.first_group + group,
+            start.epoch,
+            start=Cursor.from_json(cursor) if cursor else None,
+            passes=1 if recipe.one_pass else None,
+        )
+
+        def next_pass() -> npt.NDArray[np.int64]:
+            """An epoch that is one pass is followed by the next epoch's."""
+            if not recipe.one_pass or not recipe.train:
+                return np.empty(0, np.int64)
+            return shard_order(recipe.order, count, group, start.epoch + 1, 0)
+
+        return Itinerary(order, next_pass, recipe.shards, self._tier)
+
+    def _pause(self, waiting: Waiting, blocked: list[int]) -> None:
+        """Bytes aren't there yet: see to it that they come, and wait a moment."""
+        assert self._start is not None
+        orphaned = self._parent is not None and os.getppid() != self._parent
+        if orphaned or self._board.generation != self._start.generation:
+            raise Superseded
+        self.want(blocked)
+        self._ahead.check()
+        if blocked:
+            first = self._recipe.shards[blocked[0]]
+            if self._cache.view(blocked[0]).is_stuck:
+                self._ahead.do_elsewhere(first)
+            # While the training loop does something else, what has no room may get it by and by.
+            patience = min(
+                waiting.seconds(), self._ahead.refused_seconds(first), self._board.wanted_seconds()
+            )
+            if patience > self._full_seconds:
+                self._do_without(first)
+            if waiting.is_due():
+                view = self._cache.view(blocked[0])
+                who = "this process" if self._ahead.filling(first) else "another process, or nobody yet"
+                logger.warning("a batch has waited %.0f s for %r, filled by %s", waiting.seconds(), view, who)
+        with self._counts.timed("bytes_wait_ns"):
+            time.sleep(_POLL_SECONDS)
+
+    def _do_without(self, shard: Shard) -> None:
+        """Go on without room for a shard.
+
+        Raises:
+            CacheFull: it has to be stored, as its origin gives no ranges; or not even its index has room.
+        """
+        if not self._ahead.do_without(shard):
+            if not self._ahead.do_elsewhere(shard):
+                raise CacheFull(self._no_room(shard))
+            return
+        if self._full_seconds == _NO_ROOM_SECONDS:
+            logger.warning(
+                "%s; until then its samples, and those of others that have no room, are read one by one from "
+                "where they come from, which is slow",
+                self._no_room(shard),
+            )
+        self._full_seconds = _NO_ROOM_AGAIN_SECONDS
+
+    def _fetch(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
+        """Bytes of a shard of which only the index is kept."""
+        self._counts.add("range_reads")
+        origin = _open_origin(self._recipe, self._counts, shard, self._closing)
+        return read_range(origin, start, stop, version)
+
+    def _no_room(self, shard: Shard) -> str:
+        return (
+            f"no room for {shard.name} in the cache at {self._tier.root}: its limit of "
+            f"{self._tier.limit_bytes:,} bytes is less than the shards that have to be open at once "
+            f"({self._recipe.order.lanes} lanes and a window of {self._recipe.order.window} samples); "
+            f"raise cache_size or lower shuffle"
+        )
+
+    def want(self, blocked: Iterable[int] = ()) -> None:
+        """Tell the fills what is needed, in order of need, and the other processes how far this one is."""
+        needed = dict.fromkeys(blocked)
+        later: dict[int, None] = {}
+        for itinerary in self._itineraries.values():
+            needed.update(dict.fromkeys(itinerary.shards_in_use()))
+            if self._fills_ahead:
+                later.update(dict.fromkeys(itinerary.coming(self._shards_ahead())))
+        shards = self._recipe.shards
+        self._ahead.want(
+            [shards[shard] for shard in needed], [shards[shard] for shard in later if shard not in needed]
+        )
+
+    def _shards_ahead(self) -> int:
+        mean = self._cache.mean_bytes()
+        if not mean:
+            return 1
+        room = self._tier.limit_bytes / 4
+        return max(1, int(min(self._recipe.ahead_bytes, room) / mean))
+
+
+def _open_origin(recipe: Recipe, counts: Counters, shard: Shard, stop: threading.Event) -> Origin:
+    return open_origin(shard.url, recipe.storage_options, recipe.origin, counts, stop)
+
+
+class Waiting:
+    """How long a worker has been waiting for one thing, and when to say so again."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._told = 0
+
+    def seconds(self) -> float:
+        """How long, so far."""
+        return time.monotonic() - self._began
+
+    def is_due(self) -> bool:
+        """Whether a line should be logged: after each half minute once."""
+        if self.seconds() < _SLOW_SECONDS * (self._told + 1):
+            return False
+        self._told += 1
+        return True
