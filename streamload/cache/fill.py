@@ -290,11 +290,16 @@ class _Fill:
             version, entries = _verified(orphan.path)
         if version is None or not (version.etag or version.last_modified):
             entries = []  # nothing tells this version from another (a pipe's, say): begin anew
-        scanner = ShardScanner.after(entries[-1] if entries else None)
         if entries and version is not None:
-            self.make_room(version.size or scanner.position, patient=False)
-            self._begin(asdict(version))
-            with (orphan.path / "data").open("rb") as source:
+            self.make_room(version.size or ShardScanner.after(entries[-1]).position, patient=False)
+        try:
+            source = (orphan.path / "data").open("rb") if entries else None
+        except FileNotFoundError:  # it had to make room, or its stopped filler went on and is through with it
+            source, entries = None, []
+        scanner = ShardScanner.after(entries[-1] if entries else None)
+        if source is not None and version is not None:
+            with source:
+                self._begin(asdict(version))
                 while self._written < scanner.position:
                     self._write(source.read(min(_COPY_BYTES, scanner.position - self._written)))
             self._append(entries)
