@@ -43,6 +43,8 @@ _GROWTH = 8
 _SPARE_BYTES = 64 << 10
 _SPARE_BARE_BYTES = 8 << 10
 _NO_ROOM_SECONDS = 0.05
+_REFUSALS_LIMIT = 100
+"""How often a fill that grows asks for more room, before it gives back what it has."""
 _COPY_BYTES = 8 << 20
 
 
@@ -255,16 +257,18 @@ class _Fill:
 
         Args:
             data_bytes: the data so far, or all of it where its size is known.
-            patient: wait until there is room (else say at once that there is none).
+            patient: wait some seconds for room (else say at once that there is none).
         """
         needed = self._index_bytes + (0 if self._bare else data_bytes)
         if needed <= self._part.reserved_bytes:
             return
         growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
         spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES
+        refusals = 0
         while not self._part.reserve(needed + growth + spare, self._wait()):
-            if not patient or self._refused(True):
-                raise _NoRoom(data_bytes)
+            refusals += 1
+            if not patient or self._refused(True) or refusals > _REFUSALS_LIMIT:
+                raise _NoRoom(data_bytes)  # where two wait for each other's room, one has to give its own back
             if self._stop.wait(_NO_ROOM_SECONDS):
                 raise OriginStopped(f"{self._shard.name}: the fill was stopped while it waited for room")
         if patient:
