@@ -249,7 +249,13 @@ class ShardView:
 
     def _fetched(self, source: _Source, entry: Entry) -> memoryview:
         assert self._fetch is not None
-        data = memoryview(self._fetch(self.shard, source.version, entry.start, entry.stop))
+        try:
+            data = memoryview(self._fetch(self.shard, source.version, entry.start, entry.stop))
+        except DatasetChanged:  # nobody can read by this index any more, nor could the next run
+            for tier in self._tiers():
+                if source.path == tier.bare(self.shard.digest):
+                    tier.trash(source.path)
+            raise
         if not is_whole(entry, data):
             raise DatasetChanged(
                 f"{self.shard.name} gives other bytes for sample {entry.key} than when it was indexed"
