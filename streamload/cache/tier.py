@@ -281,7 +281,8 @@ class Tier:
         return False
 
     def sweep(self) -> None:
-        """Remove what dead processes left: verdicts that nobody stands by, and what was being deleted.
+        """Remove what dead processes left: verdicts that nobody stands by, parts of shards that were published
+        by somebody else, and what was being deleted.
 
         To be called when a run begins, so that it asks again for what an earlier one could not have.
         """
@@ -289,6 +290,10 @@ class Tier:
             for entry in os.scandir(self.root / "gone"):
                 if _DIGEST.fullmatch(entry.name):
                     self._stands(Path(entry.path))
+            for digest in sorted({path.name[:32] for path in (self.root / "parts").iterdir()}):
+                if _DIGEST.fullmatch(digest) and self.published(digest).exists():
+                    for orphan in self._orphans(digest, ()) or ():
+                        orphan.remove(self)
             runs.waits(self.root / "runs", ())
             leaving = self._in_trash()
         for path in leaving:
