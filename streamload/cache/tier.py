@@ -424,8 +424,11 @@ def open_tier(settings: Settings) -> Tier:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a small file at once: readers see the old or the new text, never a half."""
-    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    """Replace a small file at once: readers see the old or the new text, never a half. Under the lock.
+
+    The new text always has the same name, so that a kill leaves at most one, and the next call takes it.
+    """
+    fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)
     fresh.rename(path)
 
