@@ -309,11 +309,12 @@ class ShardView:
 
     def _open(self, path: Path) -> _Source | None:
         is_published = path.parent.name == "shards"
+        before = _directory(path) if is_published else None
         try:
             found = _Source.open(path, self.shard)
         except (FileNotFoundError, CacheCorrupt):
             found = None
-            if is_published and path.exists():
+            if before is not None and before == _directory(path):  # else it was published or evicted meanwhile
                 self._condemn(path)
         if found is not None and found.is_bare and self._fetch is None:
             found.close()
@@ -364,6 +365,14 @@ def is_whole(entry: Entry, data: memoryview) -> bool:
     for _, start, size in entry.members:
         digest.update(data[start - entry.start : start - entry.start + size])
     return digest.intdigest() == entry.checksum
+
+
+def _directory(path: Path) -> tuple[int, int] | None:
+    """Which directory is at `path` now; None if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _is_outdated(meta: dict[str, object], shard: Shard) -> bool:
