@@ -263,7 +263,11 @@ class ShardView:
         return data
 
     def _look_elsewhere(self) -> None:
-        """Go over to another source if it has more."""
+        """Go over to another source if it has more.
+
+        Raises:
+            DatasetChanged: the shard has ended with fewer samples than have been read of it.
+        """
         for path in self._places():
             if self._index is not None and path == self._index.path:
                 continue
@@ -274,7 +278,13 @@ class ShardView:
             if better and found.reader.count >= self.count:
                 self._adopt(found)
                 return
+            count, status, ended = found.reader.count, found.reader.status, found.reader.ended
             found.close()
+            if ended:
+                raise DatasetChanged(
+                    f"{self.shard.name} has ended ({status}) with {count} samples, but this run has begun to read "
+                    f"{self.count}"
+                )
 
     def _find_bytes(self, number: int) -> _Source | None:
         """A source from which sample `number` can be read; of the bare kind only where there is no other."""
