@@ -324,7 +324,9 @@ class ShardView:
             found = _Source.open(path, self.shard)
         except (FileNotFoundError, CacheCorrupt):
             found = None
-            if before is not None and before == _directory(path):  # else it was published or evicted meanwhile
+            if before is not None and before == _directory(
+                path
+            ):  # else it was published or evicted meanwhile
                 self._condemn(path)
         if found is not None and found.is_bare and self._fetch is None:
             found.close()

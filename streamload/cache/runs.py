@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ import numpy.typing as npt
 from streamload.cache.locks import FileLock
 
 _HEADER_BYTES = 8  # the number of visits
+_NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}")
+_ATTEMPTS = 100
 VISITS_KEPT = 4096
 """How many visits ahead a file tells of: 32 KiB. What comes later counts as never."""
 
@@ -36,12 +39,17 @@ class Run:
     """
 
     def __init__(self, directory: Path):
-        self._path = directory / f"{os.getpid()}.{secrets.token_hex(4)}"
         self._descriptor = -1
         self._lock: FileLock | None = None
         with contextlib.suppress(OSError):
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._lock = FileLock.acquire(self._path)
+            for _ in range(_ATTEMPTS):
+                self._path = directory / f"{os.getpid()}.{secrets.token_hex(4)}"
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o600)
+                self._lock = FileLock.acquire(self._path)
+                if self._lock is not None and self._path.exists():
+                    return
+                self.close()  # whoever saw it before it was locked took it for a dead process's: make another
 
     def announce(self, digests: Iterable[str]) -> None:
         """Say which shards are open and which come next, in order (a shard may come again)."""
@@ -69,21 +77,32 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
     """
     wanted = {short(digest): digest for digest in digests}
     found: dict[str, float] = {}
-    for path in sorted(directory.iterdir()):
+    for path in sorted(own(directory)):
         dead = FileLock.acquire(path)
         if dead is not None:
             path.unlink(missing_ok=True)
             dead.close()
             continue
-        coming = _coming(path)
+        coming = visits_of(path)
         for at in np.flatnonzero(np.isin(coming, np.fromiter(wanted, dtype="<u8", count=len(wanted)))):
             digest = wanted[int(coming[at])]
             found[digest] = min(found.get(digest, np.inf), float(at))
     return found
 
 
-def _coming(path: Path) -> npt.NDArray[np.uint64]:
-    """The visits that a run's file tells of."""
+def own(directory: Path) -> list[Path]:
+    """The files of runs, live or dead; what else lies there wasn't made by a run and is never touched."""
+    with os.scandir(directory) as entries:
+        return [Path(e.path) for e in entries if _NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
+
+
+def pid_of(path: Path) -> int:
+    """The process that made a run's file."""
+    return int(path.name.partition(".")[0])
+
+
+def visits_of(path: Path) -> npt.NDArray[np.uint64]:
+    """The shards that a run's file tells of, by `short` name: those that are open, then the next ones."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

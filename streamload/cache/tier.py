@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +38,14 @@ from streamload.settings import Settings
 FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{8}")
+ROOMS: Mapping[str, re.Pattern[str]] = {
+    "parts": _PART,
+    "shards": _DIGEST,
+    "bare": _DIGEST,
+    "gone": _DIGEST,
+    "trash": _PART,
+}
+"""How the directories are named that the tier makes in each of its rooms; all else there isn't its own."""
 _BLOCK = 4096
 _EVICTION_ROUNDS = 4
 _LAST_BLOCKS_BYTES = 4 * _BLOCK
@@ -191,22 +199,28 @@ class Tier:
 
     def parts(self, digest: str) -> list[Path]:
         """The parts of a shard, live or orphaned."""
-        return sorted((self.root / "parts").glob(f"{digest}.*"))
+        found = sorted((self.root / "parts").glob(f"{digest}.*"))
+        return [path for path in found if _PART.fullmatch(path.name) and not path.is_symlink()]
+
+    def own(self, room: str) -> Iterator[Path]:
+        """What the tier made in one of its rooms: real directories, by its names; the rest isn't touched."""
+        with os.scandir(self.root / room) as entries:
+            for entry in entries:
+                if ROOMS[room].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    yield Path(entry.path)
 
     def shards(self) -> Iterator[HeldShard]:
         """All that takes room: published shards, parts, bare indexes and verdicts."""
         for kind in ("shards", "parts", "bare", "gone"):
-            for entry in os.scandir(self.root / kind):
-                if (_PART if kind == "parts" else _DIGEST).fullmatch(entry.name):
-                    path = Path(entry.path)
-                    with contextlib.suppress(FileNotFoundError):
-                        used_at = path.stat().st_mtime
-                        yield HeldShard(entry.name[:32], path, self._size(path, kind), kind, used_at)
+            for path in self.own(kind):
+                with contextlib.suppress(FileNotFoundError):
+                    used_at = path.stat().st_mtime
+                    yield HeldShard(path.name[:32], path, self._size(path, kind), kind, used_at)
 
     @property
     def used_bytes(self) -> int:
         """What the tier takes now: published shards, verdicts, reservations, and what is being deleted."""
-        return sum(shard.size_bytes for shard in self.shards()) + sum(map(_bytes_below, self._in_trash()))
+        return sum(shard.size_bytes for shard in self.shards()) + sum(map(bytes_below, self.own("trash")))
 
     def claim(self, digest: str, stopped: Collection[Path] = ()) -> Part | None:
         """A new part to fill; None if the shard is here, was given up, or has a filler that is at work.
@@ -281,23 +295,26 @@ class Tier:
         return False
 
     def sweep(self) -> None:
-        """Remove what dead processes left: verdicts that nobody stands by, parts of shards that were published
-        by somebody else, and what was being deleted.
+        """Remove what dead processes left: verdicts that nobody stands by, parts of shards that are published
+        meanwhile, and what was being deleted.
 
         To be called when a run begins, so that it asks again for what an earlier one could not have.
         """
         with exclusive(self.root / "lock"):
-            for entry in os.scandir(self.root / "gone"):
-                if _DIGEST.fullmatch(entry.name):
-                    self._stands(Path(entry.path))
-            for digest in sorted({path.name[:32] for path in (self.root / "parts").iterdir()}):
-                if _DIGEST.fullmatch(digest) and self.published(digest).exists():
-                    for orphan in self._orphans(digest, ()) or ():
-                        orphan.remove(self)
+            for verdict in list(self.own("gone")):
+                self._stands(verdict)
+            for part in list(self.own("parts")):
+                self._drop_if_useless(part)
             runs.waits(self.root / "runs", ())
-            leaving = self._in_trash()
+            leaving = list(self.own("trash"))
         for path in leaving:
             shutil.rmtree(path, ignore_errors=True)
+
+    def out_of_sight(self, path: Path) -> Path:
+        """Take a directory of the tier away by one rename; where it is now, for its files to be deleted."""
+        target = self.root / "trash" / f"{path.name[:32]}.{secrets.token_hex(4)}"
+        path.rename(target)
+        return target
 
     def trash(self, path: Path) -> bool:
         """Take a directory of the tier away: first out of sight, by one rename, then its files.
@@ -306,7 +323,7 @@ class Tier:
             False if the disk doesn't allow it.
         """
         try:
-            shutil.rmtree(self._out_of_sight(path), ignore_errors=True)
+            shutil.rmtree(self.out_of_sight(path), ignore_errors=True)
         except FileNotFoundError:
             return not path.exists()
         except OSError:
@@ -322,8 +339,8 @@ class Tier:
         """Under the lock: note the reservation ([]), or say what has to be deleted first (None: can't be)."""
         with exclusive(self.root / "lock"):
             held = [shard for shard in self.shards() if shard.path != part.path]
-            leaving = self._in_trash()
-            leaving_bytes = sum(map(_bytes_below, leaving))
+            leaving = list(self.own("trash"))
+            leaving_bytes = sum(map(bytes_below, leaving))
             excess = sum(shard.size_bytes for shard in held) + leaving_bytes + size_bytes - self.limit_bytes
             if excess <= 0:
                 write_whole(part.path / "reserved", str(size_bytes))
@@ -337,15 +354,17 @@ class Tier:
             )
             if victims is None:
                 return None
-            return leaving + [self._out_of_sight(victim.path) for victim in victims]
+            return leaving + [self.out_of_sight(victim.path) for victim in victims]
 
-    def _out_of_sight(self, path: Path) -> Path:
-        target = self.root / "trash" / f"{path.name[:32]}.{secrets.token_hex(4)}"
-        path.rename(target)
-        return target
-
-    def _in_trash(self) -> list[Path]:
-        return [Path(entry.path) for entry in os.scandir(self.root / "trash")]
+    def _drop_if_useless(self, part: Path) -> None:
+        """Under the lock: take an orphan away whose shard is published, or whose filler never began."""
+        lock = FileLock.acquire(part / "index")
+        never_begun = lock is None and not (part / "index").exists()
+        if never_begun or (lock is not None and self.published(part.name[:32]).exists()):
+            with contextlib.suppress(FileNotFoundError):  # its filler lived, and has just moved it
+                self.out_of_sight(part)
+        if lock is not None:
+            lock.close()
 
     def _stands(self, verdict: Path) -> bool:
         """Whether a verdict still holds: somebody who has acted on it is alive. If not, it is removed."""
@@ -361,10 +380,10 @@ class Tier:
     def _size(self, path: Path, kind: str) -> int:
         if kind == "parts":
             with contextlib.suppress(FileNotFoundError, ValueError):
-                return max(int((path / "reserved").read_text()), _bytes_below(path))
-            return _bytes_below(path)
+                return max(int((path / "reserved").read_text()), bytes_below(path))
+            return bytes_below(path)
         if path not in self._published_bytes:  # a published shard doesn't change any more
-            self._published_bytes[path] = _bytes_below(path)
+            self._published_bytes[path] = bytes_below(path)
         return self._published_bytes[path]
 
     def _prepare(self) -> None:
@@ -442,10 +461,10 @@ def _is_closed(shard: HeldShard) -> bool:
     return True
 
 
-def _bytes_below(path: Path) -> int:
+def bytes_below(path: Path) -> int:
     """What a directory of files takes on disk, at least a block for each."""
     total = 0
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         for entry in os.scandir(path):
             with contextlib.suppress(FileNotFoundError):
                 total += max(_BLOCK, _blocks(entry.stat(follow_symlinks=False).st_size))
