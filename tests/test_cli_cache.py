@@ -1,11 +1,15 @@
-"""`streamload warm` and `streamload cache ls` on a real server and a real tier."""
+"""`streamload warm` and `streamload cache` on a real server and a real tier."""
 
+import io
 import json
 import sys
 
 import pytest
+from tiers import flip, listing, payload_start
 
+from streamload.cache.locks import FileLock
 from streamload.cli import main
+from streamload.testing.faults import Fault
 from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.server import ShardServer
 
@@ -101,3 +105,184 @@ def test_a_url_with_a_password_is_not_shown(shards, streamload, tmp_path):
     assert code == 0
     assert "00000.tar" in out
     assert "hush" not in out
+
+
+@pytest.fixture
+def held(shards, streamload, tmp_path):
+    """A tier that holds all shards, and the server that they came from."""
+    with ShardServer(shards) as server:
+        urls = f"{server.url}/{{00000..{SHARDS - 1:05d}}}.tar"
+        streamload("warm", urls, "--cache-dir", tmp_path / "tier", "--cache-size", "1GB")
+        yield server, tmp_path / "tier"
+
+
+def damage_one(tier):
+    """Flip a bit of the first shard's data; gives the digest."""
+    shard = sorted((tier / "shards").iterdir())[0]
+    flip(shard / "data", payload_start(shard, 1))
+    return shard.name
+
+
+def test_cache_stat_tells_how_full_the_cache_is(held, streamload):
+    _, tier = held
+    (tier / "notes.txt").write_text("mine")
+    before = listing(tier)
+    code, out, _ = streamload("cache", "stat", "--json", "--cache-dir", tier)
+    assert code == 0
+    report = json.loads(out)
+    assert report["published"]["count"] == SHARDS
+    assert report["samples"] == SHARDS * SAMPLES
+    assert report["used_bytes"] == report["published"]["size_bytes"] > 0
+    assert report["limit_bytes"] == 10**9
+    assert report["foreign"] == [{"path": str(tier / "notes.txt"), "what": "a file"}]
+    code, out, _ = streamload("cache", "stat", "--cache-dir", tier)
+    assert code == 0
+    assert "of at most 1.0 GB" in out
+    assert f"not the cache's, left alone: {tier / 'notes.txt'} (a file)" in out
+    assert any(line.split()[:3] == ["published", "shards", str(SHARDS)] for line in out.splitlines())
+    assert listing(tier) == before
+
+
+def test_cache_verify_says_that_all_is_good(held, streamload):
+    _, tier = held
+    code, out, err = streamload("cache", "verify", "--cache-dir", tier)
+    assert (code, err) == (0, "")
+    assert f"{SHARDS} shards and 0 parts with {SHARDS * SAMPLES} samples" in out
+    assert "all good" in out
+    code, out, _ = streamload("cache", "verify", "--json", "--jobs", "3", "--cache-dir", tier)
+    report = json.loads(out)
+    assert code == 0
+    assert report["read_bytes"] > 0
+    assert report | {"read_bytes": 0} == {
+        "cache_dir": str(tier),
+        "shards": SHARDS,
+        "parts": 0,
+        "gone": 0,
+        "samples": SHARDS * SAMPLES,
+        "read_bytes": 0,
+        "bad": [],
+        "foreign": [],
+    }
+
+
+def test_cache_verify_fails_with_what_is_bad_and_mends_it_on_request(held, streamload):
+    server, tier = held
+    digest = damage_one(tier)
+    code, out, _ = streamload("cache", "verify", "--cache-dir", tier)
+    assert code == 1
+    assert "fails its checksum" in out
+    assert "1 bad" in out
+    assert (tier / "shards" / digest).exists()
+    code, out, _ = streamload("cache", "verify", "--repair", "--json", "--cache-dir", tier)
+    (bad,) = json.loads(out)["bad"]
+    assert code == 0
+    assert (bad["digest"], bad["taken_out"], bad["repaired"]) == (digest, True, True)
+    assert bad["url"].startswith(server.url)
+    assert streamload("cache", "verify", "--cache-dir", tier)[0] == 0
+
+
+def test_cache_verify_fails_if_what_is_bad_cannot_be_fetched_again(held, streamload):
+    server, tier = held
+    damage_one(tier)
+    server.misbehave("*", Fault(status=403))
+    code, out, _ = streamload("cache", "verify", "--repair", "--cache-dir", tier)
+    assert code == 1
+    assert "not fetched again" in out
+    assert "1 bad" in out
+    assert streamload("cache", "verify", "--cache-dir", tier)[0] == 0  # what is there is good
+
+
+def test_cache_verify_fetches_by_the_urls_that_it_is_given(shards, streamload, tmp_path):
+    tier = tmp_path / "tier"
+    with ShardServer(shards) as server:
+        urls = f"{server.url}/{{00000..{SHARDS - 1:05d}}}.tar?version=2"
+        streamload("warm", urls, "--cache-dir", tier, "--cache-size", "1GB")
+        damage_one(tier)
+        code, out, _ = streamload("cache", "verify", "--repair", urls, "--cache-dir", tier)
+        assert code == 0
+        assert "fetched again" in out
+    assert streamload("cache", "verify", "--cache-dir", tier)[0] == 0
+
+
+def test_cache_gc_removes_garbage_and_evicts_down_to_a_limit(held, streamload):
+    _, tier = held
+    trash = tier / "trash" / f"{'d' * 32}.00000000"
+    trash.mkdir()
+    (trash / "data").write_bytes(bytes(4097))
+    code, out, _ = streamload("cache", "gc", "--dry-run", "--json", "--cache-dir", tier)
+    report = json.loads(out)
+    assert code == 0
+    assert (report["dry_run"], report["removed_bytes"]) == (True, 8192)
+    assert trash.exists()
+    code, out, _ = streamload("cache", "gc", "--cache-dir", tier)
+    assert code == 0
+    assert "removed 1 things, 8.2 KB" in out
+    assert f"trash/{trash.name}" in out
+    assert not trash.exists()
+    used = listed(streamload, tier)["used_bytes"]
+    code, out, _ = streamload("cache", "gc", "--limit", str(used - 1), "--json", "--cache-dir", tier)
+    report = json.loads(out)
+    assert code == 0
+    assert [item["why"] for item in report["removed"]] == ["over the limit"]
+    assert report["used_bytes"] == used - report["removed_bytes"] == listed(streamload, tier)["used_bytes"]
+    assert listed(streamload, tier)["limit_bytes"] == used - 1
+
+
+def test_cache_gc_with_a_limit_that_is_none_fails(held, streamload):
+    _, tier = held
+    code, _, err = streamload("cache", "gc", "--limit", "much", "--cache-dir", tier)
+    assert code == 2
+    assert "--limit='much' is not a size" in err
+    assert len(listed(streamload, tier)["shards"]) == SHARDS
+
+
+def test_cache_clear_asks_on_a_terminal_and_elsewhere_wants_to_be_told(held, streamload, monkeypatch):
+    _, tier = held
+    code, _, err = streamload("cache", "clear", "--cache-dir", tier)
+    assert code == 2
+    assert "say --yes" in err
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    code, _, err = streamload("cache", "clear", "--cache-dir", tier)
+    assert code == 1
+    assert f"Remove {SHARDS} things" in err
+    assert len(listed(streamload, tier)["shards"]) == SHARDS
+    code, out, _ = streamload("cache", "clear", "--dry-run", "--cache-dir", tier)
+    assert code == 0
+    assert f"would remove {SHARDS} things" in out
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert streamload("cache", "clear", "--cache-dir", tier)[0] == 0
+    assert listed(streamload, tier) == {
+        "cache_dir": str(tier),
+        "used_bytes": 0,
+        "limit_bytes": 10**9,
+        "shards": [],
+    }
+
+
+def test_cache_clear_says_what_stays_because_it_is_in_use(held, streamload):
+    _, tier = held
+    shard = sorted((tier / "shards").iterdir())[0]
+    reader = FileLock.acquire(shard / "names", shared=True)
+    code, out, _ = streamload("cache", "clear", "--yes", "--cache-dir", tier)
+    assert code == 0
+    assert "a process has it open" in out
+    assert f"removed {SHARDS - 1} things" in out
+    reader.close()
+    code, out, _ = streamload("cache", "clear", "--yes", "--json", "--cache-dir", tier)
+    assert [item["path"] for item in json.loads(out)["removed"]] == [f"shards/{shard.name}"]
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "clear"])
+def test_a_directory_that_is_no_cache_is_an_error_and_stays_as_it_is(command, streamload, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    code, _, err = streamload("cache", command, "--cache-dir", tmp_path)
+    assert code == 2
+    assert "there is no streamload cache" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+class Terminal(io.StringIO):
+    """What a user types."""
+
+    def isatty(self):
+        return True

@@ -77,6 +77,7 @@ def fill(
     stop: threading.Event,
     bare: bool = False,
     refused: Callable[[bool], bool] = lambda waits: False,
+    leave_verdict: bool = True,
 ) -> Outcome:
     """Fill a claimed part from its origin and publish it.
 
@@ -90,8 +91,10 @@ def fill(
         bare: keep the index alone; its readers get the bytes from the origin, by range.
         refused: told, with True, again and again while the fill waits for room in the middle of a shard, and
             with False when it has got it; what it returns ends the fill as one that had no room.
+        leave_verdict: whether a shard that can't be had is given up for all who read from the tier.
 
     Raises:
+        OriginError, ShardError: why it can't be had, where no verdict says so.
         CacheFull: no room on the disk, or the shard is larger than the tier.
     """
     job = _Fill(part, shard, wait, stop, bare, refused)
@@ -114,6 +117,13 @@ def fill(
         part.leave()
         return Outcome(Filled.STOPPED)
     except (OriginError, ShardError) as exc:
+        if not leave_verdict:
+            job.close()
+            if isinstance(exc, OriginError):
+                part.leave()
+            else:
+                part.discard()
+            raise
         job.record(type(exc).__name__, str(exc))
         return Outcome(Filled.GAVE_UP, part.give_up())
     except BaseException as exc:
@@ -294,8 +304,8 @@ class _Fill:
         version = None
         with contextlib.suppress(FileNotFoundError, CacheCorrupt):
             version, entries = _verified(orphan.path)
-        if version is None or not (version.etag or version.last_modified):
-            entries = []  # nothing tells this version from another (a pipe's, say): begin anew
+        if version is None or not _is_traceable(version):
+            entries = []  # begin anew
         if entries and version is not None:
             self.make_room(version.size or ShardScanner.after(entries[-1]).position, patient=False)
         try:
@@ -314,13 +324,26 @@ class _Fill:
         return scanner, version if entries else None
 
 
-def _verified(orphan: Path) -> tuple[Version, list[Entry]]:
-    """The version whose bytes an orphan holds, and its entries as far as they verify."""
+def can_be_taken_up(orphan: Path) -> bool:
+    """Whether a fill would go on behind what a dead filler left; else it begins anew. Reads one sample."""
+    with contextlib.suppress(OSError):
+        version, entries = _verified(orphan, 1)
+        return bool(entries) and _is_traceable(version)
+    return False
+
+
+def _is_traceable(version: Version) -> bool:
+    """Whether anything tells this version from another: of a pipe nothing does."""
+    return bool(version.etag or version.last_modified)
+
+
+def _verified(orphan: Path, most: int | None = None) -> tuple[Version, list[Entry]]:
+    """The version whose bytes an orphan holds, and its entries as far as they verify, at most so many."""
     entries: list[Entry] = []
     with contextlib.closing(IndexReader(orphan)) as index, (orphan / "data").open("rb") as data:
         index.refresh()
         version = version_of(index)
-        for number in range(0 if index.ended else index.count):
+        for number in range(0 if index.ended else index.count)[:most]:
             entry = index.entry(number)
             data.seek(entry.start)
             content = data.read(entry.stop - entry.start)

@@ -282,8 +282,8 @@ class ShardView:
             found.close()
             if ended:
                 raise DatasetChanged(
-                    f"{self.shard.name} has ended ({status}) with {count} samples, but this run has begun to read "
-                    f"{self.count}"
+                    f"{self.shard.name} has ended ({status}) with {count} samples, but this run has begun to "
+                    f"read {self.count}"
                 )
 
     def _find_bytes(self, number: int) -> _Source | None:

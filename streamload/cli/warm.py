@@ -31,7 +31,7 @@ def warm(
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
-    options = _options(storage_options)
+    options = storage_options_of(storage_options)
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -63,7 +63,12 @@ def warm(
         raise typer.Exit(1)
 
 
-def _options(text: str | None) -> dict[str, Any] | None:
+def storage_options_of(text: str | None) -> dict[str, Any] | None:
+    """The value of --storage-options.
+
+    Raises:
+        OptionError: it is no JSON object.
+    """
     if text is None:
         return None
     try:

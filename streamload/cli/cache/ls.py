@@ -1,36 +1,22 @@
-"""`streamload cache`: look at what a tier holds. It changes nothing."""
+"""`streamload cache ls`: the shards of a tier, one a line. It changes nothing."""
 
 import json
 from contextlib import closing
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from streamload.cli.cache.options import AsJson, CacheDir, tier_at
 
 if TYPE_CHECKING:
     from streamload.cache.ledger import HeldShard
     from streamload.cache.tier import Tier
 
-cache = typer.Typer(help="Look at what the cache holds.", no_args_is_help=True, rich_markup_mode=None)
-
 _STATES = {"shards": "complete", "parts": "arriving", "gone": "given up"}
 
 
-@cache.callback()
-def _group() -> None:
-    """Look at what the cache holds."""
-
-
-@cache.command("ls")
-def list_shards(
-    cache_dir: Annotated[str | None, typer.Option(help="The cache; as for make_loader by default.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+def list_shards(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     """List the shards that the cache holds, how much of each has arrived, and when it was last used."""
-    from streamload.cache.tier import Tier
-    from streamload.settings import read_settings
-
-    tier = Tier.open(read_settings(cache_dir=cache_dir).cache_dir)
+    tier = tier_at(cache_dir)
     rows = sorted((_describe(shard) for shard in tier.shards()), key=lambda row: (row["url"], row["digest"]))
     if as_json:
         report = {"cache_dir": str(tier.root), "used_bytes": tier.used_bytes, "limit_bytes": tier.limit_bytes}

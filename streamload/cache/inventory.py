@@ -1,0 +1,261 @@
+"""What lies in a tier's directory, and in which state: what the tier made, who uses it, what is not its own.
+
+It looks and changes nothing. A lock is tried for a moment to see who holds it, as eviction does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamload.cache import runs
+from streamload.cache.locks import FileLock
+from streamload.cache.tier import ROOMS, Tier, bytes_below
+from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
+
+_OWN_FILE = re.compile(r"data|index|names|reserved(\.[0-9a-f]{8})?")
+_RECORD = re.compile(r"lock|tier\.json(\.[0-9a-f]{8})?")
+_KINDS = (
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Something in a tier's directory that the tier did not make: it is never opened, moved or removed."""
+
+    path: Path
+    what: str
+    """"a symbolic link", "a file of another user (uid 1000)" …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many things of one kind there are, and the bytes of the budget that they take."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A process that has said what it will read; one process may say so in several files."""
+
+    pid: int
+    shards: int
+    """How many different shards it has open or will open, as far as it looks ahead."""
+    held: int
+    """How many of them are published in the tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a tier holds.
+
+    Attributes:
+        used_bytes: what counts against the limit: published shards, parts with what is reserved for them,
+            verdicts and trash.
+        free_bytes: of the disk.
+        published, live_parts, orphaned_parts, verdicts, trash, run_files: shares of the directory.
+        samples: in the published shards, as their indexes say.
+        open_shards: the published shards that a process has open, by URL without secrets.
+        runs: the live ones.
+        oldest_use, newest_use: when a published shard was last opened, in seconds since the epoch.
+        foreign: what the tier did not make.
+    """
+
+    root: Path
+    limit_bytes: int
+    used_bytes: int
+    free_bytes: int
+    published: Share
+    live_parts: Share
+    orphaned_parts: Share
+    verdicts: Share
+    trash: Share
+    run_files: Share
+    samples: int
+    open_shards: tuple[str, ...]
+    runs: tuple[LiveRun, ...]
+    oldest_use: float | None
+    newest_use: float | None
+    foreign: tuple[Foreign, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain values, ready for JSON."""
+        values = asdict(self)
+        values["root"] = str(self.root)
+        values["foreign"] = [{"path": str(found.path), "what": found.what} for found in self.foreign]
+        for name in ("oldest_use", "newest_use"):
+            values[name] = None if values[name] is None else as_time(values[name])
+        return values
+
+
+def take_inventory(tier: Tier) -> Inventory:
+    """Look at all that a tier's directory holds. Reads some bytes of each index, and no data.
+
+    What comes and goes meanwhile is seen or not, but never an error.
+    """
+    rooms: dict[str, list[tuple[Path, int]]] = {
+        name: [] for name in ("published", "live_parts", "orphaned_parts", "verdicts")
+    }
+    uses: list[float] = []
+    samples, open_shards, held = 0, [], set()
+    for shard in tier.shards():
+        if shard.kind == "parts":
+            name = "live_parts" if is_filled(shard.path) else "orphaned_parts"
+        else:
+            name = "published" if shard.kind == "shards" else "verdicts"
+        rooms[name].append((shard.path, shard.size_bytes))
+        if shard.kind == "shards":
+            uses.append(shard.used_at)
+            held.add(runs.short(shard.digest))
+            samples += count_samples(shard.path)
+            if is_read(shard.path):
+                open_shards.append(url_of(shard.path) or shard.digest)
+    trash = [(path, bytes_below(path)) for path in tier.own("trash")]
+    files = runs.own(tier.root / "runs")
+    shares = {name: Share(len(found), sum(size for _, size in found)) for name, found in rooms.items()}
+    return Inventory(
+        root=tier.root,
+        limit_bytes=tier.limit_bytes,
+        used_bytes=sum(share.size_bytes for share in shares.values()) + sum(size for _, size in trash),
+        free_bytes=shutil.disk_usage(tier.root).free,
+        trash=Share(len(trash), sum(size for _, size in trash)),
+        run_files=Share(len(files), sum(_size_of(path) for path in files)),
+        samples=samples,
+        open_shards=tuple(sorted(open_shards)),
+        runs=tuple(_live_runs(files, held)),
+        oldest_use=min(uses, default=None),
+        newest_use=max(uses, default=None),
+        foreign=tuple(foreign(tier)),
+        **shares,
+    )
+
+
+def foreign(tier: Tier) -> Iterator[Foreign]:
+    """All that the tier did not make, by where it lies."""
+    for path in _listed(tier.root):
+        if path.name not in (*ROOMS, "runs"):
+            yield from _judge(path, _RECORD.fullmatch(path.name) is not None, stat.S_ISREG)
+    for room in ROOMS:
+        for path in _listed(tier.root / room):
+            strange = list(_judge(path, ROOMS[room].fullmatch(path.name) is not None, stat.S_ISDIR))
+            yield from strange or (foreign_in(path) if room != "trash" else ())
+    own = set(runs.own(tier.root / "runs"))
+    for path in _listed(tier.root / "runs"):
+        yield from _judge(path, path in own, stat.S_ISREG)
+
+
+def foreign_in(path: Path) -> list[Foreign]:
+    """What the tier did not make in the directory of one shard."""
+    found: list[Foreign] = []
+    for inner in _listed(path):
+        found += _judge(inner, _OWN_FILE.fullmatch(inner.name) is not None, stat.S_ISREG)
+    return found
+
+
+def is_filled(part: Path) -> bool:
+    """Whether a part's filler is alive."""
+    return _is_held(part / "index", shared=True)
+
+
+def is_read(path: Path) -> bool:
+    """Whether anybody has a shard, part or verdict open."""
+    return _is_held(path / "names", shared=False)
+
+
+def count_samples(path: Path) -> int:
+    """How many samples the index of a shard has records of, from its size alone; 0 if it can't be read."""
+    with contextlib.suppress(OSError, ValueError), _opened(path / "index") as index:
+        header_bytes, _ = header_lengths(os.pread(index, HEADER_START.size, 0))
+        count = (os.fstat(index).st_size - header_bytes) // RECORD.itemsize
+        last = os.pread(index, RECORD.itemsize, header_bytes + (count - 1) * RECORD.itemsize)
+        has_end = np.frombuffer(last, RECORD)["flags"][0] & END
+        return count - bool(has_end)
+    return 0
+
+
+def url_of(path: Path) -> str:
+    """The URL without secrets of what a directory of the tier holds; empty where its index doesn't tell."""
+    with contextlib.suppress(OSError, ValueError), _opened(path / "index") as index:
+        start = os.pread(index, HEADER_START.size, 0)
+        _, meta_bytes = header_lengths(start)
+        return str(unpack_meta(start, os.pread(index, meta_bytes, HEADER_START.size)).get("url", ""))
+    return ""
+
+
+def as_time(seconds: float) -> str:
+    """Seconds since the epoch as a time in ISO 8601, UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = open_file(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(path: Path, *, shared: bool) -> bool:
+    """Whether somebody's lock is in the way of ours, which is given back at once."""
+    try:
+        lock = FileLock.acquire(path, shared=shared)
+    except OSError:
+        return False  # no file that anybody could have locked
+    if lock is None:
+        return path.exists()
+    lock.close()
+    return False
+
+
+def _live_runs(files: list[Path], held: set[int]) -> Iterator[LiveRun]:
+    visits: dict[int, set[int]] = {}
+    for path in files:
+        if _is_held(path, shared=True):
+            visits.setdefault(runs.pid_of(path), set()).update(runs.visits_of(path).tolist())
+    for pid, shards in sorted(visits.items()):
+        yield LiveRun(pid, len(shards), len(shards & held))
+
+
+def _judge(path: Path, has_own_name: bool, is_own_kind: Any) -> Iterator[Foreign]:
+    """A finding if `path` isn't something that the tier makes: by its name, its kind or its owner."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    what = next((words for is_kind, words in _KINDS if is_kind(status.st_mode)), "a special file")
+    if status.st_uid != os.geteuid():
+        yield Foreign(path, f"{what} of another user (uid {status.st_uid})")
+    elif not has_own_name or not is_own_kind(status.st_mode):
+        yield Foreign(path, what)
+
+
+def _listed(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:  # it went away, or may not be looked into
+        return []
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0

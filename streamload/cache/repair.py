@@ -1,0 +1,129 @@
+"""Fetch again what was damaged and has been taken out of a tier.
+
+Without a verdict: a shard that this process can't have (its credentials may be missing here) is none that the
+trainings beside it should give up.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from streamload import urls
+from streamload.cache import runs
+from streamload.cache.fill import Filled, fill
+from streamload.cache.follow import Shard, shard_of
+from streamload.cache.tier import Tier
+from streamload.cache.verify import Damage
+from streamload.errors import StreamloadError
+from streamload.origins.origin import Origin, OriginOptions, open_origin
+
+_HINT = "its index doesn't hold its whole URL: give the shards' URLS to fetch it now"
+_OPENED_FROM_AN_INDEX = frozenset({"http", "https", "s3", "gs", "az", "abfs", "hf"})
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What became of something damaged.
+
+    Attributes:
+        fate: in words.
+        is_done: whether the tier holds, or another process is about to hold, all that it should.
+    """
+
+    damage: Damage
+    fate: str
+    is_done: bool
+
+
+def repair(
+    tier: Tier,
+    damages: Iterable[Damage],
+    *,
+    known: Mapping[str, Shard] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: OriginOptions | None = None,
+    jobs: int = 2,
+) -> Iterator[Repair]:
+    """Fetch shards again that `verify(take_out=True)` has taken out.
+
+    A shard is fetched by the URL that the caller knows, else by the one in its index, if that is whole and
+    neither a command nor a path: those are opened only when the caller names them.
+
+    Args:
+        known: the shards that the caller names, by digest.
+        storage_options: for fsspec, or headers for http(s).
+        options: how patient to be.
+        jobs: how many are fetched at once.
+
+    Yields:
+        What became of each of them, in order.
+    """
+    storage = dict(storage_options) if storage_options else None
+    stop = threading.Event()
+
+    def work(damage: Damage) -> Repair:
+        shard = (known or {}).get(damage.digest) or _from_index(damage, storage)
+        if damage.room == "parts" or not damage.taken_out or shard is None:
+            return _without_fetching(damage)
+
+        def origin() -> Origin:
+            return open_origin(shard.url, storage, options, tier.counts, stop)
+
+        return _fetch(tier, damage, shard, origin, stop)
+
+    with ThreadPoolExecutor(jobs, thread_name_prefix="streamload-repair") as pool:
+        try:
+            yield from pool.map(work, damages)
+        finally:
+            stop.set()
+
+
+def _from_index(damage: Damage, storage: dict[str, Any] | None) -> Shard | None:
+    """The shard by the URL in its index; None if that isn't all of it, or isn't to be trusted."""
+    if urls.scheme(damage.url) not in _OPENED_FROM_AN_INDEX:
+        return None
+    shard = shard_of(damage.url, storage)
+    return shard if shard.digest == damage.digest else None
+
+
+def _without_fetching(damage: Damage) -> Repair:
+    if not damage.taken_out:
+        return Repair(damage, "stays: it is in use, or holds what the tier did not make", is_done=False)
+    if damage.room == "parts":
+        return Repair(damage, "taken out", is_done=True)
+    return Repair(damage, f"taken out; the next run that needs it fetches it ({_HINT})", is_done=False)
+
+
+def _fetch(
+    tier: Tier, damage: Damage, shard: Shard, origin: Callable[[], Origin], stop: threading.Event
+) -> Repair:
+    part = tier.claim(shard.digest)
+    if part is None:
+        if tier.published(shard.digest).exists():
+            return Repair(damage, "fetched again by another process", is_done=True)
+        if tier.verdict(shard.digest).exists():
+            return Repair(damage, "taken out; a running process has given this shard up", is_done=False)
+        return Repair(damage, "taken out; another process fetches it again", is_done=True)
+
+    def wait() -> float:
+        """As soon as the runs say: nothing that they need sooner goes for it."""
+        return runs.waits(tier.root / "runs", [shard.digest]).get(shard.digest, math.inf)
+
+    try:
+        outcome = fill(
+            part, shard, origin, size_bytes=damage.size_bytes, wait=wait, stop=stop, leave_verdict=False
+        )
+    except StreamloadError as exc:
+        return Repair(damage, f"taken out, but not fetched again: {exc}", is_done=False)
+    if outcome.result is Filled.OUTDATED:  # an orphan of another version was in the way, and is gone
+        return _fetch(tier, damage, shard, origin, stop)
+    fate = {
+        Filled.PUBLISHED: "fetched again",
+        Filled.NO_ROOM: "taken out; there is no room to fetch it again",
+    }
+    return Repair(damage, fate.get(outcome.result, "taken out"), is_done=outcome.result is Filled.PUBLISHED)

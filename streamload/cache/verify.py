@@ -1,0 +1,290 @@
+"""Whether what a tier holds is what arrived: each index, and each sample against its checksum.
+
+What is read is what a reader could be given: published shards, and orphaned parts as far as their entries go.
+Bytes between samples (headers and padding of the tar) are read by nobody, and aren't compared. Safe beside
+trainings: a shard is pinned while it is read, and one that goes or comes meanwhile is no error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from streamload import urls
+from streamload.cache.follow import Shard
+from streamload.cache.garbage import unused
+from streamload.cache.inventory import foreign_in, is_filled, url_of
+from streamload.cache.ledger import HeldShard
+from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.tier import Tier
+from streamload.errors import CacheCorrupt, StreamloadError
+from streamload.shards.index import IndexReader
+from streamload.shards.local import LocalVersion
+from streamload.shards.record import open_file
+from streamload.shards.samples import Entry
+
+_READ_BYTES = 1 << 20
+_LOOKS = 3
+_IN_LINE = 2
+"""Shards that are handed to each thread in advance."""
+_UNREADABLE = (OSError, StreamloadError, ValueError, TypeError, LookupError, ArithmeticError)
+"""What reading an index may raise whose records hold and whose content was made up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A shard, or an orphaned part of one, that isn't what arrived.
+
+    Attributes:
+        room: "shards" or "parts".
+        url: as its index names it, without secrets; empty if that can't be read.
+        cause: what is wrong, in words.
+        size_bytes: of the whole shard as far as that is known, else 0.
+        taken_out: whether it has been taken away.
+    """
+
+    digest: str
+    room: str
+    url: str
+    cause: str
+    size_bytes: int
+    taken_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One shard, or orphaned part, that has been looked at.
+
+    Attributes:
+        samples: how many have been read.
+        size_bytes: of data that have been read.
+        damage: None if all is well.
+    """
+
+    held: HeldShard
+    samples: int
+    size_bytes: int
+    damage: Damage | None
+
+
+def verify(
+    tier: Tier,
+    *,
+    known: Mapping[str, Shard] | None = None,
+    jobs: int = 2,
+    take_out: bool = False,
+    on_total: Callable[[int], None] = lambda count: None,
+) -> Generator[Verified | None, None, None]:
+    """Verify all that a tier holds, some shards side by side; a megabyte of memory for each of them.
+
+    Args:
+        known: shards that the caller has named, by digest: a local one is compared with its file, others with
+            the URL in their index. Nothing outside of the tier is opened for what isn't in here.
+        jobs: how many shards are read at once.
+        take_out: take what is damaged away, at once.
+        on_total: told how many there are, before the first is read.
+
+    Yields:
+        What was found, in order; None for a shard that went away before it was read.
+    """
+    shards = [s for s in tier.shards() if s.kind == "shards" or (s.kind == "parts" and not is_filled(s.path))]
+    shards.sort(key=lambda shard: (shard.kind != "shards", shard.digest))
+    on_total(len(shards))
+    halt = threading.Event()
+
+    def work(shard: HeldShard) -> Verified | None:
+        return _verify(tier, shard, (known or {}).get(shard.digest), take_out, halt)
+
+    with ThreadPoolExecutor(jobs, thread_name_prefix="streamload-verify") as pool:
+        line: deque[Future[Verified | None]] = deque()
+        try:
+            for shard in shards:
+                line.append(pool.submit(work, shard))
+                if len(line) >= _IN_LINE * jobs:
+                    yield line.popleft().result()
+            while line:
+                yield line.popleft().result()
+        finally:
+            halt.set()
+            for waiting in line:
+                waiting.cancel()
+
+
+class _Halted(Exception):
+    """Whoever asked doesn't want to know any more."""
+
+
+def _verify(
+    tier: Tier, held: HeldShard, known: Shard | None, take_out: bool, halt: threading.Event
+) -> Verified | None:
+    for _ in range(_LOOKS):
+        try:
+            directory = os.open(held.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            name = known.name if known is not None else ""
+            return Verified(held, 0, 0, Damage(held.digest, held.kind, name, _in_words(exc), 0))
+        try:
+            look = _Look(held, known, halt)
+            with contextlib.suppress(_Halted):
+                look.run()
+            url = url_of(held.path) or (known.name if known is not None else "")
+            if look.cause and not _is(held.path, directory):
+                continue  # what failed was on its way out: look at what is there now
+            damage = None
+            if look.cause:
+                taken_out = take_out and _take_out(tier, held, directory)
+                damage = Damage(held.digest, held.kind, url, look.cause, look.size_bytes, taken_out)
+            return Verified(held, look.samples, look.read_bytes, damage)
+        finally:
+            os.close(directory)
+    return None
+
+
+class _Look:
+    """One reading of one directory of the tier; `cause` is what was wrong."""
+
+    def __init__(self, held: HeldShard, known: Shard | None, halt: threading.Event):
+        self.cause = ""
+        self._held = held
+        self._known = known
+        self._halt = halt
+        self.samples = 0
+        self.read_bytes = 0
+        self.size_bytes = 0
+        """Of the whole shard; 0 if its index doesn't tell."""
+
+    def run(self) -> None:
+        """Read all of it."""
+        with contextlib.ExitStack() as closing:
+            reader = None
+            try:
+                pin = FileLock.acquire(self._held.path / "names", shared=True)
+                if pin is not None:
+                    closing.callback(pin.close)
+                reader = closing.enter_context(IndexReader(self._held.path))
+                data = -1 if _is_local(reader) else open_file(self._held.path / "data")
+                if data >= 0:
+                    closing.callback(os.close, data)
+                if self._held.kind == "shards":
+                    self.cause = self._check_whole(reader, data)
+            except _UNREADABLE as exc:
+                # A filler may die before it has written a header, or a sample: nothing to verify then.
+                if self._held.kind == "shards" or (reader is not None and reader.count):
+                    self.cause = _in_words(exc)
+                return
+            if not self.cause:
+                self._check_samples(reader, data)
+
+    def _check_whole(self, reader: IndexReader, data: int) -> str:
+        """What is wrong with a published shard before its samples are read; empty if nothing is."""
+        if not reader.ended:
+            state = "the next record fails its check" if reader.damaged else "there is no end"
+            return f"its index stops after {reader.count} samples: {state}"
+        if not reader.is_complete:
+            return f"its index says that it was given up: {reader.status}"
+        self.size_bytes = reader.size or 0
+        stated = reader.meta.get("size")
+        if stated is not None and stated != reader.size:
+            return f"its index says both {stated} and {reader.size} bytes"
+        if data >= 0 and os.fstat(data).st_size != reader.size:
+            return f"there are {os.fstat(data).st_size} bytes of data instead of {reader.size}"
+        return self._check_known(reader)
+
+    def _check_known(self, reader: IndexReader) -> str:
+        """What speaks against its being the shard that the caller knows."""
+        if self._known is None:
+            return ""
+        if self._known.local is not None:
+            now = LocalVersion.of(self._known.local)
+            is_same = now == (reader.meta.get("size"), reader.meta.get("mtime_ns"))
+            return "" if is_same else "its file was changed since it was indexed"
+        named = str(reader.meta.get("url", ""))
+        if urls.identity(named) != urls.identity(self._known.name):
+            return f"it is another shard: {named} in place of {self._known.name}"
+        return ""
+
+    def _check_samples(self, reader: IndexReader, data: int) -> None:
+        bad, first = 0, ""
+        for number in range(reader.count):
+            if self._halt.is_set():
+                raise _Halted
+            try:
+                entry = reader.entry(number)
+                is_good = data < 0 or self._checksum(entry, data) == entry.checksum
+                why = "" if is_good else f"sample {number} ({entry.key}) fails its checksum"
+            except CacheCorrupt:
+                why = f"sample {number}: its names fail their checksum"
+            except _UNREADABLE as exc:
+                why = f"sample {number}: {_in_words(exc)}"
+            self.samples += 1
+            if why:
+                bad += 1
+                first = first or why
+        if bad:
+            self.cause = first + (f", and {bad - 1} more of {reader.count}" if bad > 1 else "")
+
+    def _checksum(self, entry: Entry, data: int) -> int | None:
+        """The checksum of a sample's bytes as they are now; None if they are not there."""
+        digest = xxhash.xxh3_64()
+        for _, start, size in entry.members:
+            stop = start + size
+            while start < stop:
+                block = os.pread(data, min(_READ_BYTES, stop - start), start)
+                if not block:
+                    return None
+                digest.update(block)
+                start += len(block)
+                self.read_bytes += len(block)
+        return digest.intdigest() if entry.checksum is not None else None
+
+
+def _take_out(tier: Tier, held: HeldShard, directory: int) -> bool:
+    """Take a damaged directory away, if it still is the one that was looked at."""
+    if foreign_in(held.path):
+        return False
+    with exclusive(tier.root / "lock"):
+        if not _is(held.path, directory):
+            return False
+        if held.kind == "parts":
+            with unused(held) as is_unused:
+                if not is_unused:
+                    return False
+        tier.counts.add("checksum_failures")
+        leaving = tier.out_of_sight(held.path)
+    shutil.rmtree(leaving, ignore_errors=True)
+    return True
+
+
+def _is(path: Path, directory: int) -> bool:
+    """Whether `path` is (still) the directory that is open as `directory`."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(directory))
+    except FileNotFoundError:
+        return False
+
+
+def _is_local(reader: IndexReader) -> bool:
+    """Whether it is the index of a file of this machine, which has no data in the tier."""
+    return "mtime_ns" in reader.meta
+
+
+def _in_words(exc: BaseException) -> str:
+    if isinstance(exc, FileNotFoundError) and not isinstance(exc, StreamloadError):
+        return f"{Path(exc.filename).name} is missing" if exc.filename else "a file is missing"
+    if isinstance(exc, OSError) and exc.filename and exc.errno == errno.ELOOP:
+        return f"{Path(exc.filename).name} is a symbolic link"
+    if isinstance(exc, OSError) and exc.filename:
+        return f"{Path(exc.filename).name} can't be read: {exc.strerror}"
+    return str(exc) if isinstance(exc, StreamloadError) else f"{type(exc).__name__}: {exc}"

@@ -1,0 +1,62 @@
+"""`streamload cache stat`: how full a tier is, of what, and who uses it. It changes nothing."""
+
+import json
+from typing import TYPE_CHECKING
+
+from streamload.cli.cache.options import AsJson, CacheDir, tier_at
+
+if TYPE_CHECKING:
+    from streamload.cache.inventory import Inventory
+
+_SHARES = {
+    "published": "published shards",
+    "live_parts": "parts being filled",
+    "orphaned_parts": "parts without a filler",
+    "verdicts": "verdicts",
+    "trash": "trash",
+    "run_files": "files of runs",
+}
+
+
+def stat(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Show how full the cache is, of what, and which processes use it."""
+    from streamload.cache.inventory import take_inventory
+
+    found = take_inventory(tier_at(cache_dir))
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        _print(found)
+
+
+def _print(found: "Inventory") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from streamload.cache.inventory import as_time
+    from streamload.cli.cache.show import print_foreign
+    from streamload.metrics import format_bytes
+
+    console = Console(highlight=False)
+    console.print(
+        f"{found.root}: {format_bytes(found.used_bytes)} of at most {format_bytes(found.limit_bytes)}, "
+        f"{format_bytes(found.free_bytes)} free on the disk",
+        markup=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("what")
+    table.add_column("count", justify="right")
+    table.add_column("disk", justify="right")
+    for name, words in _SHARES.items():
+        share = getattr(found, name)
+        table.add_row(words, f"{share.count:,}", format_bytes(share.size_bytes))
+    table.add_row("samples", f"{found.samples:,}", "")
+    console.print(table)
+    if found.oldest_use is not None and found.newest_use is not None:
+        console.print(f"shards last used from {as_time(found.oldest_use)} to {as_time(found.newest_use)}")
+    for run in found.runs:
+        console.print(f"process {run.pid} will read {run.shards:,} shards, of which {run.held:,} are here")
+    for url in found.open_shards:
+        console.print(f"open: {url}", markup=False, soft_wrap=True)
+    print_foreign(console, found.foreign)

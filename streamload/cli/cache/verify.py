@@ -1,0 +1,164 @@
+"""`streamload cache verify`: read a tier and compare it with its checksums; fetch again what is bad."""
+
+import json
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.cli.cache.options import AsJson, CacheDir, tier_at
+
+if TYPE_CHECKING:
+    from streamload.cache.follow import Shard
+    from streamload.cache.repair import Repair
+    from streamload.cache.tier import Tier
+    from streamload.cache.verify import Damage, Verified
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What has been read so far."""
+
+    shards: int = 0
+    parts: int = 0
+    gone: int = 0
+    samples: int = 0
+    read_bytes: int = 0
+    damages: "list[Damage]" = field(default_factory=list)
+
+    def add(self, look: "Verified | None") -> None:
+        if look is None:
+            self.gone += 1
+            return
+        self.shards += look.held.kind == "shards"
+        self.parts += look.held.kind == "parts"
+        self.samples += look.samples
+        self.read_bytes += look.size_bytes
+        if look.damage is not None:
+            self.damages.append(look.damage)
+
+
+def verify(
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(help="The shards' URLs, as for make_loader: where to fetch those that are bad."),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Take out what is bad and fetch it again.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Shards to read, or fetch, at the same time.")] = 2,
+    storage_options: Annotated[
+        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
+    ] = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every shard in the cache and compare it with its checksums.
+
+    The exit code is 1 if something is bad; with --repair, if something bad could not be fetched again. The
+    cache knows URLs without secrets only, and opens no commands or paths from there: give URLS for those.
+    """
+    from streamload.cache.repair import repair as fetch_again
+    from streamload.cli.warm import storage_options_of
+
+    storage = storage_options_of(storage_options)
+    tier = tier_at(cache_dir)
+    known = _named(urls or [], storage)
+    tally = _read_all(tier, known, jobs, take_out=repair)
+    repairs: list[Repair] = []
+    if repair:
+        repairs = list(fetch_again(tier, tally.damages, known=known, storage_options=storage, jobs=jobs))
+    if as_json:
+        _print_json(tier, tally, repairs)
+    else:
+        _print_table(tier, tally, repairs)
+    if len(tally.damages) > sum(done.is_done for done in repairs):
+        raise typer.Exit(1)
+
+
+def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]":
+    """The shards that the command line names, by digest."""
+    if not urls:
+        return {}
+    from streamload.cache.follow import shard_of
+    from streamload.urls import expand_urls
+
+    return {shard.digest: shard for shard in (shard_of(url, storage) for url in expand_urls(urls))}
+
+
+def _read_all(tier: "Tier", known: "dict[str, Shard]", jobs: int, *, take_out: bool) -> _Tally:
+    """Verify all, with a progress bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from streamload.cache.verify import verify as look_at_all
+    from streamload.metrics import format_bytes
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards, {task.description}"),
+        TimeElapsedColumn(),
+    )
+    tally = _Tally()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("0 B read", total=None)
+
+        def begin(count: int) -> None:
+            bar.update(task, total=count)
+
+        with closing(look_at_all(tier, known=known, jobs=jobs, take_out=take_out, on_total=begin)) as found:
+            for look in found:
+                tally.add(look)
+                read = f"{format_bytes(tally.read_bytes)} read, {len(tally.damages)} bad"
+                bar.update(task, advance=1, description=read)
+    return tally
+
+
+def _print_json(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
+    from streamload.cache.inventory import foreign
+
+    bad = [asdict(damage) for damage in tally.damages]
+    for damage, done in zip(bad, repairs, strict=False):
+        damage |= {"fate": done.fate, "repaired": done.is_done}
+    report = {
+        "cache_dir": str(tier.root),
+        "shards": tally.shards,
+        "parts": tally.parts,
+        "gone": tally.gone,
+        "samples": tally.samples,
+        "read_bytes": tally.read_bytes,
+        "bad": bad,
+        "foreign": [{"path": str(found.path), "what": found.what} for found in foreign(tier)],
+    }
+    print(json.dumps(report, indent=2))
+
+
+def _print_table(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.cache.inventory import foreign
+    from streamload.cli.cache.show import print_foreign
+    from streamload.metrics import format_bytes
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("bad", "cause", "what became of it")[: 3 if repairs else 2]:
+        table.add_column(title, overflow="fold")
+    for place, damage in enumerate(tally.damages):
+        fate = [repairs[place].fate] if repairs else []
+        table.add_row(*map(escape, [damage.url or damage.digest, damage.cause, *fate]))
+    if tally.damages:
+        console.print(table)
+    print_foreign(console, list(foreign(tier)))
+    result = f"{len(tally.damages):,} bad" if tally.damages else "all good"
+    console.print(
+        f"{tally.shards:,} shards and {tally.parts:,} parts with {tally.samples:,} samples "
+        f"({format_bytes(tally.read_bytes)}) in {tier.root}: {result}",
+        markup=False,
+        soft_wrap=True,
+    )
