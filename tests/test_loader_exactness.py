@@ -83,14 +83,15 @@ def test_a_pass_is_every_sample_once_whatever_the_workers(
         assert list(seen(loader)) != passes[0]
 
 
-@pytest.mark.parametrize("origin", ["http", "pipe", "path"])
+@pytest.mark.parametrize("origin", ["http", "pipe", "curl", "path"])
 def test_the_origin_makes_no_difference(
     origin: str, shards: list[Path], server: ShardServer, tmp_path: Path
 ) -> None:
     names = f"{{00000..{len(shards) - 1:05d}}}.tar"
     urls = {
         "http": f"{server.url}/{names}",
-        "pipe": f"pipe:curl -fsSL {server.url}/{names}",
+        "pipe": f"pipe:curl --compressed -fsSL {server.url}/{names}",
+        "curl": f"pipe:curl -fsSL {server.url}/{names}",  # understood, so opened without curl
         "path": f"{shards[0].parent}/{names}",
     }[origin]
     prefix = urls.removesuffix(f"/{names}")

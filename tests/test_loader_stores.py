@@ -78,14 +78,15 @@ def test_a_public_bucket_needs_no_credentials(
     shutil.which("aws") is None and not (Path(sys.executable).parent / "aws").exists(),
     reason="the aws command isn't installed here",
 )
+@pytest.mark.parametrize("behind", ["", " | cat"], ids=["opened natively", "run"])
 def test_the_aws_command_in_a_pipe(
-    s3: tuple[S3Server, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    behind: str, s3: tuple[S3Server, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, paths = s3
     for name, value in server.environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert keys(make(f"pipe:aws s3 cp {URLS} -", tmp_path)) == oracle(paths)
+    assert keys(make(f"pipe:aws s3 cp {URLS} -{behind}", tmp_path)) == oracle(paths)
 
 
 def test_a_missing_object_and_a_wrong_key_are_typed(s3: tuple[S3Server, list[Path]], tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_command_may_wait_for_its_own_children_only(shard: Path) -> None:
 
 def test_curl_is_read(shard: Path) -> None:
     with ShardServer(shard.parent) as server:
-        assert read(f"curl -fsSL {server.url}/a.tar") == BODY
+        assert read(f"curl -fsSL {server.url}/a.tar | cat") == BODY
 
 
 def test_curl_fails_at_once_for_what_is_not_there(shard: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_page_with_an_error_status_is_an_error_with_curls_f(shard: Path) -> No
     with ShardServer(shard.parent) as server:
         server.misbehave("a.tar", Fault(status=500, body=b"<html>"))
         with pytest.raises(OriginCut, match=r"status 22 after 0 bytes; it said: curl: \(22\).*500"):
-            read(f"curl -fsSL {server.url}/a.tar")
+            read(f"curl -fsSL {server.url}/a.tar | cat")
 
 
 @pytest.mark.skipif(not shutil.which("aws", path=Path(sys.executable).parent), reason="needs the aws command")
@@ -110,9 +110,9 @@ def test_the_aws_command_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
         patient = OriginOptions(attempts=1, stall_seconds=60)
-        assert read(f"aws s3 cp {url} -", options=patient) == BODY
+        assert read(f"aws s3 cp {url} - | cat", options=patient) == BODY
         with pytest.raises(OriginNotFound):
-            read("aws s3 cp s3://bucket/b.tar -", options=patient)
+            read("aws s3 cp s3://bucket/b.tar - | cat", options=patient)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +19,7 @@ from streamload.origins.protocol import (
     Version,
 )
 from streamload.origins.retrying import RetryingOrigin
-from streamload.urls import scheme
+from streamload.urls import Opaque, Request, scheme, understand
 
 __all__ = [
     "Counts",
@@ -31,7 +33,7 @@ __all__ = [
     "read_range",
 ]
 
-
+_logger = logging.getLogger("streamload")
 _OWN = frozenset({"http", "https", "pipe", "file"})
 
 
@@ -57,7 +59,7 @@ def open_origin(
 
 def has_ranges(url: str) -> bool:
     """Whether any part of a shard can be asked for: a command begins at the first byte, always."""
-    return scheme(url) not in {"pipe", "file"}
+    return _opened_as(url) not in {"pipe", "file"}
 
 
 def read_range(origin: Origin, start: int, stop: int, version: Version) -> bytes:
@@ -81,7 +83,8 @@ def import_origins(urls: Iterable[str]) -> None:
 
     A library that isn't there is complained of when a shard is opened.
     """
-    for name in {scheme(url) for url in urls}:
+    examples = {url.split(maxsplit=1)[0] if scheme(url) == "pipe" else scheme(url): url for url in urls}
+    for name in {_opened_as(url) for url in examples.values()}:
         if name in _OWN:
             _kind(name)
         else:
@@ -90,8 +93,41 @@ def import_origins(urls: Iterable[str]) -> None:
             import_store(name)
 
 
+def _opened_as(url: str) -> str:
+    """The scheme of a URL, or of what its command is understood to ask for."""
+    asked = understand(url.removeprefix("pipe:")) if scheme(url) == "pipe" else None
+    return scheme(asked.url) if isinstance(asked, Request) else scheme(url)
+
+
 def _plain_origin(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
+    if scheme(url) == "pipe":
+        return _of_command(url, session)
     return _kind(scheme(url))(url, storage_options, session)
+
+
+def _of_command(url: str, session: Session) -> Origin:
+    """What a pipe's command asks for, if that is understood, else the command.
+
+    Options given for listed URLs aren't used: the command says all.
+    """
+    asked = understand(url.removeprefix("pipe:"))
+    if isinstance(asked, Opaque):
+        _say_once(f"pipe: {asked.program or 'other'} commands are run by bash: {asked.reason}")
+        return _kind("pipe")(url, {}, session)
+    _say_once(f"pipe: {asked.program} commands are opened natively: all of their words are understood")
+    if asked.program == "aws":
+        return _kind("s3")(asked.url, dict(asked.storage_options), session)
+    from streamload.origins.web import HttpOrigin
+
+    return HttpOrigin(
+        asked.url, session, asked.own_headers, common_headers=asked.headers, redirects=asked.redirects
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(line: str) -> None:
+    """Once in a process for each way that is taken, whatever the number of shards."""
+    _logger.info("%s", line)
 
 
 def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:

@@ -6,8 +6,10 @@ that gets bytes costs nothing more. Also refuses link-local addresses: metadata 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
+import logging
 import os
 import select
 import socket
@@ -15,6 +17,7 @@ import ssl
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +28,33 @@ from streamload.errors import OriginDenied, OriginStopped, OriginTimeout, Origin
 from streamload.origins.protocol import Session
 
 WAKE_SECONDS = 0.1
-_METADATA_ADDRESSES = {ipaddress.ip_address("fd00:ec2::254")}
+_METADATA_ADDRESSES = frozenset(
+    map(ipaddress.ip_address, ("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "100.100.100.200"))
+)
+
+
+class _Ours(threading.local):
+    under_way = False
+
+
+_ours = _Ours()
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    return not _ours.under_way
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_is_not_ours)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep a request of this thread out of urllib3's debug log, which shows URLs with their signatures."""
+    _ours.under_way = True
+    try:
+        yield
+    finally:
+        _ours.under_way = False
 
 
 class _Patient:
@@ -136,6 +165,16 @@ def _finish_connecting(sock: socket.socket, address: Any, session: Session) -> N
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, f"{address[0]}: {os.strerror(error)}") from None
+
+
+def refuse_metadata_host(host: str) -> None:
+    """Raise OriginDenied for a host that is written as an address of a metadata service, in any notation."""
+    try:
+        address = socket.inet_ntoa(socket.inet_aton(host))  # "0xa9fea9fe" is one, too
+    except (OSError, UnicodeError):
+        address = host.strip("[]")
+    with contextlib.suppress(ValueError):  # a name: what it means is looked at when connecting
+        _refuse_metadata(host, address)
 
 
 def _refuse_metadata(host: str, address: str) -> None:

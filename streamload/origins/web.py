@@ -32,10 +32,10 @@ from streamload.errors import (
 )
 from streamload.origins.failures import of_status
 from streamload.origins.protocol import Session, Version, same_version, strong
-from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools
+from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools, refuse_metadata_host, unlogged
 from streamload.urls import redact, redact_text
 
-_REDIRECTS = 10
+REDIRECTS = 10
 _REDIRECTING = {301, 302, 303, 307, 308}
 _CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)", re.IGNORECASE)
 
@@ -46,11 +46,22 @@ class HttpOrigin:
     Args:
         url: with user and password in it, if there are any.
         headers: sent to the URL's own host; a redirect to another host doesn't get them.
+        common_headers: sent to every host, in place of our own User-Agent for one.
+        redirects: how many are followed.
     """
 
-    def __init__(self, url: str, session: Session, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        session: Session,
+        headers: Mapping[str, str] | None = None,
+        *,
+        common_headers: Mapping[str, str] | None = None,
+        redirects: int = REDIRECTS,
+    ) -> None:
         self.url = redact(url)
         self._session = session
+        self._common, self._redirects = dict(common_headers or {}), redirects
         self._target, self._headers = _without_user(url, headers or {})
 
     def __repr__(self) -> str:
@@ -61,7 +72,7 @@ class HttpOrigin:
         pools = open_pools(self._session, self._target)
         response = None
         try:
-            response = self._request(pools, self._asked(start, expected))
+            response = self._request(pools, self._range(start, expected))
             if response.status == 416:
                 return self._nothing_left(pools, response, start, expected)
             self._refuse(response)
@@ -76,42 +87,64 @@ class HttpOrigin:
                 raise self._translated(exc, "no answer") from exc
             raise
 
-    def _asked(self, start: int, expected: Version | None) -> dict[str, str]:
-        headers = {"Accept-Encoding": "identity", "User-Agent": "streamload", **self._headers}
-        if start > 0:
-            headers["Range"] = f"bytes={start}-"
-            if expected is not None and expected.etag:
-                headers["If-Range"] = expected.etag
-        return headers
+    def _range(self, start: int, expected: Version | None) -> dict[str, str]:
+        if start == 0:
+            return {}
+        condition = {"If-Range": expected.etag} if expected is not None and expected.etag else {}
+        return {"Range": f"bytes={start}-", **condition}
 
-    def _request(self, pools: urllib3.PoolManager, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """Follow redirects, within http(s) only; headers of the user's stay with their host."""
-        target = self._target
+    def _request(self, pools: urllib3.PoolManager, what: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
+        """Follow redirects, within http(s) only; what proves who asks stays with the URL's host."""
+        target, headers = self._target, self._with_headers(what, self._headers)
         timeout = urllib3.Timeout(connect=self._session.options.connect_seconds, read=WAKE_SECONDS)
-        for _ in range(_REDIRECTS + 1):
+        for _ in range(self._redirects + 1):
             self._session.check(self.url)
             self._session.count("origin_requests")
-            response = pools.request(
-                "GET",
-                target,
-                headers=headers,
-                timeout=timeout,
-                preload_content=False,
-                redirect=False,
-                retries=False,
-            )
+            with unlogged():
+                response = pools.request(
+                    "GET",
+                    target,
+                    headers=headers,
+                    timeout=timeout,
+                    preload_content=False,
+                    redirect=False,
+                    retries=False,
+                )
             place = response.headers.get("Location")
             if response.status not in _REDIRECTING or not place:
                 return response
             response.close()
-            before, target = target, urljoin(target, place)
-            if urlsplit(target).scheme not in {"http", "https"}:
-                raise OriginDenied(
-                    f"{self.url} redirects to {redact(target)}: only http and https are followed"
-                )
-            if urlsplit(before).netloc != urlsplit(target).netloc:
-                headers = {name: value for name, value in headers.items() if name not in self._headers}
-        raise OriginError(f"{self.url} redirects more than {_REDIRECTS} times, last to {redact(target)}")
+            before, target = target, self._redirected(target, place)
+            if not _is_same_host(before, target):
+                headers = self._with_headers(what, {})
+        if self._redirects == 0:
+            raise OriginError(
+                f"{self.url} redirects to {redact(target)}, and the command doesn't follow: give curl -L"
+            )
+        raise OriginError(f"{self.url} redirects more than {self._redirects} times, last to {redact(target)}")
+
+    def _with_headers(self, what: Mapping[str, str], own: Mapping[str, str]) -> urllib3.HTTPHeaderDict:
+        """All headers of a request; of two with the same name the user's counts."""
+        headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity", "User-Agent": "streamload"})
+        for some in (self._common, own, what):
+            headers.update(some)
+        return headers
+
+    def _redirected(self, target: str, place: str) -> str:
+        """Where an answer from `target` sends us; refused if it isn't http(s), or where credentials are."""
+        try:
+            target = urljoin(target, place)
+            parts = urlsplit(target)
+            host, _port = parts.hostname, parts.port  # a port that is no number raises here
+        except ValueError:
+            raise OriginError(f"{self.url} redirects to what is no URL") from None
+        if parts.scheme not in {"http", "https"} or not host:
+            raise OriginDenied(f"{self.url} redirects to {redact(target)}: only http and https are followed")
+        try:
+            refuse_metadata_host(host)  # also where a proxy would go there for us
+        except OriginDenied as exc:
+            raise OriginDenied(f"{self.url} redirects elsewhere: {exc}") from None
+        return target
 
     def _refuse(self, response: urllib3.BaseHTTPResponse) -> None:
         if response.status not in {200, 206}:
@@ -269,6 +302,12 @@ def _said(response: urllib3.BaseHTTPResponse) -> str:
         body = b""
     code = re.search(rb"<Code>(\w{1,60})</Code>", body)
     return f"{said} ({code[1].decode()})" if code else said
+
+
+def _is_same_host(before: str, target: str) -> bool:
+    """Whether credentials for one URL may go to the other: not on the way from https to http."""
+    one, other = urlsplit(before), urlsplit(target)
+    return one.netloc == other.netloc and (one.scheme == other.scheme or other.scheme == "https")
 
 
 def _without_user(url: str, headers: Mapping[str, Any]) -> tuple[str, dict[str, str]]:

@@ -1,14 +1,18 @@
 """URLs of shards: lists of them from one pattern, their identity, and what of them may be shown.
 
 Step A of the journey. Everything here is a function of its arguments and of the environment variables that it
-names; nothing is opened and no file system is imported.
+names (of curl and aws commands also of whether they are configured by a file); no shard is opened and no file
+system is imported.
 """
 
+from streamload.urls.commands import Opaque, Request, understand
 from streamload.urls.identity import basename, digest, identity, is_local, local_path, scheme
 from streamload.urls.patterns import expand_urls
 from streamload.urls.redaction import redact, redact_text
 
 __all__ = [
+    "Opaque",
+    "Request",
     "basename",
     "digest",
     "expand_urls",
@@ -18,4 +22,5 @@ __all__ = [
     "redact",
     "redact_text",
     "scheme",
+    "understand",
 ]

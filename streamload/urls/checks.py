@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from streamload.errors import UrlError
 from streamload.urls.identity import DEFAULT_PORTS, local_path, scheme
-from streamload.urls.redaction import redact
+from streamload.urls.redaction import redact, redact_text
 
 _HALF_SCHEME = re.compile(r"(https?|s3|gs|gcs|hf|az|abfs):", re.IGNORECASE)
 _CHAINED = {"simplecache", "filecache", "blockcache", "zip", "tar"}
@@ -20,7 +20,9 @@ def check(url: str, known: set[str]) -> None:
     if not url.strip():
         raise UrlError("an empty URL in the list: look for a doubled or trailing '::'")
     if url.startswith("-"):
-        raise UrlError(f"{url!r} looks like an option, not like a URL: write ./{url} if it is a file")
+        raise UrlError(
+            f"{redact_text(url)!r} looks like an option, not like a URL: write ./ before it if it is a file"
+        )
     name = scheme(url)
     if name == "pipe":
         _check_command(url)
@@ -71,14 +73,17 @@ def _check_scheme(name: str, url: str) -> None:
 
 
 def _check_place(name: str, url: str) -> None:
+    place = url.partition("://")[2]
+    if place.startswith("-"):
+        raise UrlError(f"{redact(url)!r} looks like an option behind {name}://, not like a place")
     if name not in DEFAULT_PORTS:
-        if not url.partition("://")[2].strip("/"):
+        if not place.strip("/"):
             raise UrlError(f"{redact(url)!r} names no object: write {name}://bucket/path/shard.tar")
         return
     try:
         parts = urlsplit(url)
         host, _port = parts.hostname, parts.port  # a port that is no number raises here
-    except ValueError as exc:
-        raise UrlError(f"{redact(url)!r} is not a URL: {exc}") from exc
+    except ValueError:  # says what stands where the port should be: a password, if it holds a slash
+        raise UrlError(f"{redact(url)!r} is not a URL: look at its host, port and password") from None
     if not host or " " in parts.netloc:
         raise UrlError(f"{redact(url)!r} has no host: write {name}://host/path/shard.tar")

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from streamload.errors import UrlError
+from streamload.urls.commands import Request, understand
 from streamload.urls.redaction import redact_text
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -88,11 +89,16 @@ def basename(url: str) -> str:
 def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """Return what makes two URLs the same shard: endpoint, scheme, host, path, and query without signatures.
 
-    A signed URL keeps its identity when it is signed anew. User and password are never part of it; a pipe's
-    identity is its whole command, so this is for comparing and hashing: ``redact`` is for showing.
+    A signed URL keeps its identity when it is signed anew. User and password are never part of it. A pipe's
+    identity is its whole command, or that of the URL which a curl or aws command is understood to ask for
+    where the URL says all about which bytes those are. This is for comparing and hashing: ``redact`` is for
+    showing.
     """
     name = scheme(url)
     if name == "pipe":
+        request = understand(url.removeprefix("pipe:"))
+        if isinstance(request, Request) and request.named_by_url:
+            return identity(request.url, request.storage_options)
         return url
     if name == "file":
         return f"file://{os.path.abspath(local_path(url))}"  # noqa: PTH100  (resolve() would follow links)

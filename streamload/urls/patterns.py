@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
-from streamload.urls.redaction import redact
+from streamload.urls.redaction import redact, redact_text
 
 MAX_URLS = 4_000_000
 
@@ -51,7 +51,7 @@ def expand_urls(urls: str | Sequence[str]) -> list[str]:
 
 def _expand_pattern(pattern: str) -> Iterator[str]:
     if not isinstance(pattern, str):
-        raise UrlError(f"a URL is a string, not {type(pattern).__name__}: {pattern!r}")
+        raise UrlError(f"a URL is a string, not {type(pattern).__name__}: {redact_text(repr(pattern))}")
     for source in _SOURCES.split(pattern):
         yield from _Braces(_with_variables(source)).expand()
 

@@ -8,10 +8,13 @@ HIDDEN = "***"
 
 _WORD = r"(?:'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"|;&<>\\])+"
 _URL = re.compile(r"(https?|[A-Za-z][A-Za-z0-9+.-]{0,20})://([^\s'\"|;<>`]*)", re.IGNORECASE)
+_LETTERS = "[#0-9aBfgGiIjJklLMnNOpqRsSvVZ]*[HUubE]"  # curl's short options, up to one with a secret's value
 _OPTION = re.compile(
-    rf"(?<!\S)(-[A-Za-z#]*[HUub]\s+|-[HUub]|--(?:(?:proxy-)?header|(?:proxy-)?user|cookie|oauth2-bearer"
-    rf"|(?:http-|proxy-|ftp-)?password|pass|(?:sas-)?token|secret|auth)(?:\s+|=))({_WORD})"
+    rf"(?<![^\s'\"])(-[A-Za-z#]*[HUubE]['\"]?\s+|-{_LETTERS}|--(?:(?:proxy-)?header|(?:proxy-)?user|cookie"
+    r"|(?:proxy-)?cert|tlspassword|oauth2-bearer|(?:http-|proxy-|ftp-)?password|pass|(?:sas-)?token|secret|auth)"
+    rf"['\"]?(?:\s+|=))({_WORD})"
 )
+_QUOTED_OPTION = re.compile(rf"(?<!\S)((['\"])-{_LETTERS})(?:(?!\2).)+")
 _VALUE = re.compile(
     rf"(\b[\w-]{{0,80}}(?:secret|token|password|passwd|credential|api_?key|access_?key|auth|sas)[\w-]{{0,80}}=)({_WORD})",
     re.IGNORECASE,
@@ -21,6 +24,7 @@ _HEADER = re.compile(
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
+_NO_PORT = re.compile(r"^[^\[\]]*:(?!\d*$)")
 
 
 def redact(url: str) -> str:
@@ -36,6 +40,7 @@ def redact(url: str) -> str:
 def redact_text(text: str) -> str:
     """Return free text, as a command or what it wrote to stderr, without what could be a secret."""
     text = _URL.sub(lambda match: _bare(match.group(1), match.group(2)), text)
+    text = _QUOTED_OPTION.sub(rf"\1{HIDDEN}", text)
     text = _OPTION.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
     text = _VALUE.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
     text = _HEADER.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
@@ -48,4 +53,6 @@ def _bare(scheme: str, rest: str) -> str:
     location = re.split(r"[?#]" if web else r"\?", rest, maxsplit=1)[0]
     host, slash, path = location.partition("/")
     user, _, bare = host.rpartition("@")
+    if web and _NO_PORT.search(bare):  # a password with a slash in it, say: no telling what is what
+        return f"{scheme}://{HIDDEN}"
     return f"{scheme}://{bare if web or ':' in user else host}{slash}{path}"

@@ -1,0 +1,303 @@
+"""Commands of pipes that are understood well enough to be asked for without them: curl and aws (step A).
+
+``pipe:curl -sfL https://…`` is a GET, ``pipe:aws s3 cp s3://… -`` an object: opened as such, they resume at
+the byte where they broke, know their size, and are checked. A command is understood only if every word of it
+is, and if nothing around it says more than it does; else it is run. Opens nothing, and never raises.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from streamload.urls.shell import plain_words
+from streamload.urls.surroundings import around_aws, around_curl, around_shell, aws_config_has_endpoint
+
+NO_COMMAND = "it is no single curl or aws command in plain words"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an understood command asks for.
+
+    Attributes:
+        program: which command it is, "curl" or "aws".
+        url: http(s) of curl, without user and password; s3 of aws.
+        headers: of curl, for every host that a redirect leads to.
+        own_headers: of curl, for the URL's own host: what proves who asks.
+        redirects: of curl, how many are followed at most.
+        storage_options: of aws, for fsspec.
+        named_by_url: whether the URL and the endpoint say all about which bytes these are. Headers other than
+            those that prove who asks may choose others, and so may a profile.
+    """
+
+    program: str
+    url: str = field(repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    own_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    redirects: int = 0
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    named_by_url: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A command that has to be run, and why; nothing of its values is in the reason."""
+
+    program: str
+    reason: str
+
+
+class _Unknown(Exception):
+    """A word of a command that isn't understood."""
+
+
+def understand(command: str) -> Request | Opaque:
+    """Return what a command asks for, or why it has to be run.
+
+    Args:
+        command: of a pipe, without ``pipe:``.
+    """
+    words = plain_words(command)
+    program = _PROGRAMS.get(words[0]) if words else None
+    if words is None or program is None:
+        return Opaque("", NO_COMMAND)
+    try:
+        request = _curl(words[1:]) if program == "curl" else _aws(words[1:])
+    except _Unknown as exc:
+        return Opaque(program, str(exc))
+    reason = around_shell(program)
+    if reason is None and program == "curl":
+        secure = request.url.startswith("https:")
+        reason = around_curl(secure=secure, reads_config=not words[1].startswith("-q"))
+    elif reason is None:
+        reason = around_aws()
+    return request if reason is None else Opaque(program, reason)
+
+
+_PROGRAMS = {name: name.rpartition("/")[2] for name in ("curl", "/usr/bin/curl", "aws", "/usr/bin/aws")}
+_PROGRAMS["/usr/local/bin/aws"] = "aws"
+
+_SECONDS = re.compile(r"\d{1,7}(\.\d{1,6})?")
+_NUMBER = re.compile(r"\d{1,6}")
+_ANY = re.compile(r"[\x20-\x7e]+")
+_HTTP = re.compile(
+    r"(?P<scheme>https?://)"
+    r"(?:(?P<user>(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+:(?:[\w.~!$&'()*+,;=:-]|%[0-9A-Fa-f]{2})*)@)?"
+    r"(?P<place>[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?(?::(?:\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}))?"
+    r"(?:[/?](?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*)?)",
+    re.ASCII,
+)
+_DOTS = re.compile(r"/\.{1,2}(?=[/?]|$)|%2e", re.IGNORECASE)  # curl and urllib3 may tidy them up in two ways
+_HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]+):[ \t]*([\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)[ \t]*")
+
+# What changes neither the bytes nor whether they can be trusted: what is said on stderr, how the connection
+# is kept, whether an error's page is given (it is an error here, always).
+_CURL_FLAGS = frozenset({
+    "basic", "disable", "fail", "fail-with-body", "globoff", "http1.1", "http2", "location", "no-buffer",
+    "no-keepalive", "no-progress-meter", "progress-bar", "retry-all-errors", "retry-connrefused",
+    "show-error", "silent", "tcp-nodelay", "tlsv1.2", "verbose",
+})  # fmt: skip
+# Options with a value, and what it has to look like. Patience is ours: numbers of retries and seconds are
+# read and not used.
+_CURL_VALUES = {
+    "connect-timeout": _SECONDS,
+    "cookie": re.compile(r"[!-~]+=[ -~]*"),  # without '=' it is a file
+    "header": _HEADER,
+    "keepalive-time": _NUMBER,
+    "max-redirs": _NUMBER,
+    "max-time": _SECONDS,
+    "oauth2-bearer": re.compile(r"[!-~]+"),
+    "output": re.compile("-"),
+    "referer": re.compile(r"[!-:<-~]+"),  # ';auto' means something
+    "request": re.compile("GET"),
+    "retry": _NUMBER,
+    "retry-delay": _SECONDS,
+    "retry-max-time": _SECONDS,
+    "speed-limit": _NUMBER,
+    "speed-time": _NUMBER,
+    "url": _HTTP,
+    "user": re.compile(r"[^:]+:[ -~]*"),  # without ':' curl asks for the password
+    "user-agent": re.compile(r"[!-~](?:[ -~]*[!-~])?"),
+}
+_CURL_SHORT = {
+    "#": "progress-bar", "A": "user-agent", "H": "header", "L": "location", "N": "no-buffer",
+    "S": "show-error", "X": "request", "Y": "speed-limit", "b": "cookie", "e": "referer", "f": "fail",
+    "g": "globoff", "m": "max-time", "o": "output", "q": "disable", "s": "silent", "u": "user",
+    "v": "verbose", "y": "speed-time",
+}  # fmt: skip
+_CURL_REDIRECTS = 50
+
+# Headers that say how a body is to be sent, or which part of it: not the user's to give here.
+_NOT_OURS = frozenset({
+    "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect",
+    "host", "if-match", "if-modified-since", "if-none-match", "if-range", "if-unmodified-since",
+    "keep-alive", "proxy-authorization", "proxy-connection", "range", "te", "trailer",
+    "transfer-encoding", "upgrade",
+})  # fmt: skip
+_PROOFS = frozenset({"authorization", "cookie"})  # curl sends these to the URL's own host alone
+_CHOOSE_NOTHING = frozenset({"authorization", "user-agent"})
+
+
+def _curl(words: list[str]) -> Request:
+    given: dict[str, str] = {}
+    headers = _Headers()
+    for name, value in _curl_options(iter(words)):
+        if name == "header":
+            headers.add_line(value)
+        elif name in _CURL_VALUES and name in given:
+            raise _Unknown("several URLs" if name == "url" else f"--{name} is given twice")
+        else:
+            given[name] = value
+    if "url" not in given:
+        raise _Unknown("it has no URL")
+    match = _HTTP.fullmatch(given["url"])
+    if match is None or _DOTS.search(match["place"]):
+        raise _Unknown("its URL isn't a plain http(s) one")
+    user = unquote(match["user"]) if match["user"] else given.get("user")
+    if match["user"] and "user" in given:
+        raise _Unknown("it names a user twice")
+    if user is not None:
+        if not _ANY.fullmatch(user):
+            raise _Unknown("the user isn't plain ASCII")
+        headers.add("Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
+    if "cookie" in given and "location" in given:
+        raise _Unknown("which hosts get the cookies of -b with -L depends on curl's version")
+    if "oauth2-bearer" in given:
+        headers.add("Authorization", f"Bearer {given['oauth2-bearer']}")
+    for option, name in (("cookie", "Cookie"), ("user-agent", "User-Agent"), ("referer", "Referer")):
+        if option in given:
+            headers.add(name, given[option])
+    named_by_url = headers.names <= _CHOOSE_NOTHING
+    headers.add_default("User-Agent", "curl/8 (streamload)")  # some servers look for it
+    headers.add_default("Accept", "*/*")
+    return Request(
+        "curl",
+        match["scheme"] + match["place"],
+        headers={name: value for name, value in headers.items() if name.lower() not in _PROOFS},
+        own_headers={name: value for name, value in headers.items() if name.lower() in _PROOFS},
+        redirects=int(given.get("max-redirs", _CURL_REDIRECTS)) if "location" in given else 0,
+        named_by_url=named_by_url,
+    )
+
+
+def _curl_options(words: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Give each option by its long name with its value, taken apart as curl does; a URL as "url"."""
+    for word in words:
+        if not word.startswith("-"):
+            yield "url", word
+        elif word.startswith("--"):
+            name = word[2:]
+            if name not in _CURL_VALUES and name not in _CURL_FLAGS:
+                raise _Unknown(_not_known(word))
+            yield name, _value(name, "", words) if name in _CURL_VALUES else ""
+        else:
+            yield from _curl_letters(word[1:], words)
+
+
+def _curl_letters(letters: str, words: Iterator[str]) -> Iterator[tuple[str, str]]:
+    if not letters:
+        raise _Unknown("it has a lone '-'")
+    while letters:
+        name = _CURL_SHORT.get(letters[0])
+        if name is None:
+            raise _Unknown(_not_known(f"-{letters[0]}"))
+        letters = letters[1:]
+        if name in _CURL_VALUES:
+            yield name, _value(name, letters, words)
+            return
+        yield name, ""
+
+
+def _value(name: str, attached: str, words: Iterator[str]) -> str:
+    value = attached or next(words, "")
+    if not _CURL_VALUES[name].fullmatch(value):
+        what = "its URL isn't a plain http(s) one" if name == "url" else f"the value of --{name} isn't plain"
+        raise _Unknown(what)
+    return value
+
+
+class _Headers:
+    """Header lines by name, each of them once."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, tuple[str, str]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._lines)
+
+    def items(self) -> Iterable[tuple[str, str]]:
+        return self._lines.values()
+
+    def add_line(self, line: str) -> None:
+        match = _HEADER.fullmatch(line)
+        if match is None:
+            raise _Unknown("the value of --header isn't plain")
+        self.add(match[1], match[2])
+
+    def add(self, name: str, value: str) -> None:
+        if name.lower() in _NOT_OURS or name.lower() in self._lines:
+            raise _Unknown(f"the header {name[:40]} is given twice, or changes more than who asks")
+        self._lines[name.lower()] = (name, value)
+
+    def add_default(self, name: str, value: str) -> None:
+        self._lines.setdefault(name.lower(), (name, value))
+
+
+_BUCKET_AND_KEY = re.compile(
+    r"s3://[a-z0-9][a-z0-9.-]+[a-z0-9](?:/[A-Za-z0-9_=+@:,!'() .-]*[A-Za-z0-9_=+@:,!'().-])+"
+)
+_AWS_FLAGS = frozenset({"no-sign-request", "debug"})
+_CP_FLAGS = frozenset({"quiet", "only-show-errors", "no-progress"})
+_AWS_VALUES = {
+    "cli-connect-timeout": _NUMBER,
+    "cli-read-timeout": _NUMBER,
+    "endpoint-url": re.compile(r"https?://[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?(?::\d{1,5})?/?", re.ASCII),
+    "profile": re.compile(r"\w[\w.@+-]*", re.ASCII),
+    "region": re.compile(r"[a-z0-9][a-z0-9-]*"),
+}
+
+
+def _aws(words: list[str]) -> Request:
+    places: list[str] = []
+    given: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if word == "-" or not word.startswith("-"):
+            places.append(word)
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name in _AWS_VALUES:
+            value = value if equals else next(rest, "")
+            if not _AWS_VALUES[name].fullmatch(value):
+                raise _Unknown(f"the value of --{name} isn't plain")
+            if name in given:
+                raise _Unknown(f"--{name} is given twice")
+        elif equals or not (name in _AWS_FLAGS or (name in _CP_FLAGS and places[:2] == ["s3", "cp"])):
+            raise _Unknown(_not_known(word))
+        given[name] = value
+    if len(places) != 4 or places[:2] != ["s3", "cp"] or places[3] != "-":
+        raise _Unknown("it is something else than 's3 cp s3://bucket/key -'")
+    if not _BUCKET_AND_KEY.fullmatch(places[2]) or re.search(r"/\.{1,2}(/|$)", places[2]):
+        raise _Unknown("its URL isn't a plain s3 one")
+    # Without credentials aws fails, so this doesn't go on as nobody.
+    options: dict[str, Any] = {"anon": "no-sign-request" in given}
+    if "endpoint-url" in given:
+        options["endpoint_url"] = given["endpoint-url"]
+    if "region" in given:
+        options["client_kwargs"] = {"region_name": given["region"]}
+    if "profile" in given:
+        options["profile"] = given["profile"]
+    one_service = "endpoint-url" in given or not ("profile" in given or aws_config_has_endpoint())
+    return Request("aws", places[2], storage_options=options, named_by_url=one_service)
+
+
+def _not_known(word: str) -> str:
+    """A reason with an option's name in it, if it looks like one: not with a value that is attached to it."""
+    name = re.match(r"--[a-z][a-z0-9.-]{0,30}(?==|$)|-[A-Za-z0-9#:](?=$)", word)
+    return f"{name[0]} isn't among the options that are understood" if name else "an option isn't understood"

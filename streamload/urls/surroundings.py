@@ -1,0 +1,114 @@
+"""What around a curl or aws command could make it do something else than its own words say (step A).
+
+Looks at environment variables and at whether some files exist, and into one of them; changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pwd
+import re
+import shutil
+from pathlib import Path
+
+_SHELL = ("BASH_ENV", "BASHOPTS", "SHELLOPTS")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_CURLRC_PLACES = (".curlrc", "curlrc", ".config/curlrc", ".config/.curlrc")
+_PLUGINS = re.compile(rb"^\s*\[\s*plugins\s*\]", re.MULTILINE)
+
+
+def around_shell(program: str) -> str | None:
+    """Say what may change which program a command runs, or through which proxy; None: nothing does."""
+    for name in (*_SHELL, f"BASH_FUNC_{program}%%"):
+        if os.environ.get(name):
+            return f"{name} is set"
+    for name in _PROXIES:
+        if os.environ.get(name):
+            return f"the proxy {name} is set"
+    return None
+
+
+def around_curl(*, secure: bool, reads_config: bool) -> str | None:
+    """Say what changes what curl does; None: nothing does.
+
+    Args:
+        secure: the URL is https, so it matters which certificates are trusted.
+        reads_config: False for ``curl -q``.
+    """
+    bundle = os.environ.get("CURL_CA_BUNDLE")
+    if secure and bundle and bundle != os.environ.get("SSL_CERT_FILE"):
+        return "CURL_CA_BUNDLE is set"
+    if reads_config and _has_curlrc():
+        return "there is a .curlrc"
+    if _is_script("curl", os.environ.get("PATH", "")):
+        return "the curl in PATH is a script"
+    return None
+
+
+def around_aws() -> str | None:
+    """Say what changes what aws does, or what fsspec would do in its place; None: nothing does."""
+    if any(name.startswith("FSSPEC_") for name in os.environ):
+        return "an FSSPEC_ variable is set"
+    home = _home()
+    if os.path.lexists(f"{home}/.config/fsspec"):
+        return "there is a configuration of fsspec"
+    if os.path.lexists(f"{home}/.aws/cli/alias"):
+        return "there are aliases of aws"
+    if _PLUGINS.search(_aws_config()):
+        return "aws is configured with plugins"
+    return None
+
+
+def aws_config_has_endpoint() -> bool:
+    """Whether the configuration of aws may say which service is asked."""
+    return b"endpoint_url" in _aws_config()
+
+
+def _has_curlrc() -> bool:
+    """All places of all versions of curl, and a few more: one too many costs nothing but speed."""
+    folders = {os.environ.get(name, "") for name in ("CURL_HOME", "XDG_CONFIG_HOME")} | {_home(), _own_home()}
+    folders.discard("")
+    return any(os.path.lexists(f"{folder}/{place}") for folder in folders for place in _CURLRC_PLACES)
+
+
+def _home() -> str:
+    return os.environ.get("HOME") or _own_home()
+
+
+@functools.lru_cache(maxsize=1)
+def _own_home() -> str:
+    """The home directory in the user database; empty for a user who isn't in it, as in some containers."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        return ""
+
+
+@functools.lru_cache(maxsize=4)
+def _is_script(program: str, path: str) -> bool:
+    """Whether a program is somebody's wrapper around it."""
+    found = shutil.which(program, path=path)
+    try:
+        return found is not None and _start(found) == b"#!"
+    except OSError:
+        return True
+
+
+def _start(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        return file.read(2)
+
+
+def _aws_config() -> bytes:
+    path = os.environ.get("AWS_CONFIG_FILE") or f"{_home()}/.aws/config"
+    try:
+        path = os.path.expanduser(path)  # noqa: PTH111  (raises nothing)
+        return _content(path, os.stat(path).st_mtime_ns)  # noqa: PTH116
+    except (OSError, ValueError):
+        return b""
+
+
+@functools.lru_cache(maxsize=2)
+def _content(path: str, changed_ns: int) -> bytes:
+    return Path(path).read_bytes()
