@@ -51,6 +51,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.setattr(surroundings, "_own_home", lambda: str(place))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    surroundings._look.cache_clear()
     origins._say_once.cache_clear()
     return place
 

@@ -23,16 +23,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(surroundings, "_own_home", lambda: str(tmp_path))
+    surroundings._look.cache_clear()
     return tmp_path
 
 
 def asked(command: str) -> Request:
+    surroundings._look.cache_clear()
     request = understand(command)
     assert isinstance(request, Request), request
     return request
 
 
 def reason(command: str) -> str:
+    surroundings._look.cache_clear()
     request = understand(command)
     assert isinstance(request, Opaque), request
     return request.reason

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from streamload.urls.shell import plain_words
-from streamload.urls.surroundings import around_aws, around_curl, around_shell, aws_config_has_endpoint
+from streamload.urls.surroundings import look_around
 
 NO_COMMAND = "it is no single curl or aws command in plain words"
 
@@ -70,13 +70,9 @@ def understand(command: str) -> Request | Opaque:
         request = _curl(words[1:]) if program == "curl" else _aws(words[1:])
     except _Unknown as exc:
         return Opaque(program, str(exc))
-    reason = around_shell(program)
-    if reason is None and program == "curl":
-        secure = request.url.startswith("https:")
-        reason = around_curl(secure=secure, reads_config=not words[1].startswith("-q"))
-    elif reason is None:
-        reason = around_aws()
-    return request if reason is None else Opaque(program, reason)
+    secure, reads_config = request.url.startswith("https:"), not words[1].startswith("-q")
+    obstacle = look_around(program, secure=secure, reads_config=reads_config).obstacle
+    return request if obstacle is None else Opaque(program, obstacle)
 
 
 _PROGRAMS = {name: name.rpartition("/")[2] for name in ("curl", "/usr/bin/curl", "aws", "/usr/bin/aws")}
@@ -293,7 +289,7 @@ def _aws(words: list[str]) -> Request:
         options["client_kwargs"] = {"region_name": given["region"]}
     if "profile" in given:
         options["profile"] = given["profile"]
-    one_service = "endpoint-url" in given or not ("profile" in given or aws_config_has_endpoint())
+    one_service = "endpoint-url" in given or not ("profile" in given or look_around("aws").names_endpoint)
     return Request("aws", places[2], storage_options=options, named_by_url=one_service)
 
 

@@ -10,7 +10,9 @@ import os
 import pwd
 import re
 import shutil
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 _SHELL = ("BASH_ENV", "BASHOPTS", "SHELLOPTS")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -18,8 +20,39 @@ _CURLRC_PLACES = (".curlrc", "curlrc", ".config/curlrc", ".config/.curlrc")
 _PLUGINS = re.compile(rb"^\s*\[\s*plugins\s*\]", re.MULTILINE)
 
 
-def around_shell(program: str) -> str | None:
-    """Say what may change which program a command runs, or through which proxy; None: nothing does."""
+class Surroundings(NamedTuple):
+    """What was found around a command.
+
+    Attributes:
+        obstacle: what may change what it does; None: nothing does.
+        names_endpoint: whether the configuration of aws may say which service is asked.
+    """
+
+    obstacle: str | None
+    names_endpoint: bool = False
+
+
+def look_around(program: str, *, secure: bool = False, reads_config: bool = True) -> Surroundings:
+    """Return what is around a curl or aws command now; a list of shards has it looked at once a second.
+
+    Args:
+        program: "curl" or "aws".
+        secure: the URL is https, so it matters which certificates curl trusts.
+        reads_config: False for ``curl -q``.
+    """
+    return _look(program, secure, reads_config, int(time.monotonic()))
+
+
+@functools.lru_cache(maxsize=8)
+def _look(program: str, secure: bool, reads_config: bool, second: int) -> Surroundings:
+    obstacle = _around_shell(program)
+    if program == "aws":
+        return Surroundings(obstacle or _around_aws(), b"endpoint_url" in _aws_config())
+    return Surroundings(obstacle or _around_curl(secure, reads_config))
+
+
+def _around_shell(program: str) -> str | None:
+    """What may change which program a command runs, or through which proxy."""
     for name in (*_SHELL, f"BASH_FUNC_{program}%%"):
         if os.environ.get(name):
             return f"{name} is set"
@@ -29,13 +62,7 @@ def around_shell(program: str) -> str | None:
     return None
 
 
-def around_curl(*, secure: bool, reads_config: bool) -> str | None:
-    """Say what changes what curl does; None: nothing does.
-
-    Args:
-        secure: the URL is https, so it matters which certificates are trusted.
-        reads_config: False for ``curl -q``.
-    """
+def _around_curl(secure: bool, reads_config: bool) -> str | None:
     bundle = os.environ.get("CURL_CA_BUNDLE")
     if secure and bundle and bundle != os.environ.get("SSL_CERT_FILE"):
         return "CURL_CA_BUNDLE is set"
@@ -46,8 +73,8 @@ def around_curl(*, secure: bool, reads_config: bool) -> str | None:
     return None
 
 
-def around_aws() -> str | None:
-    """Say what changes what aws does, or what fsspec would do in its place; None: nothing does."""
+def _around_aws() -> str | None:
+    """What changes what aws does, or what fsspec would do in its place."""
     if any(name.startswith("FSSPEC_") for name in os.environ):
         return "an FSSPEC_ variable is set"
     home = _home()
@@ -58,11 +85,6 @@ def around_aws() -> str | None:
     if _PLUGINS.search(_aws_config()):
         return "aws is configured with plugins"
     return None
-
-
-def aws_config_has_endpoint() -> bool:
-    """Whether the configuration of aws may say which service is asked."""
-    return b"endpoint_url" in _aws_config()
 
 
 def _has_curlrc() -> bool:
@@ -85,7 +107,6 @@ def _own_home() -> str:
         return ""
 
 
-@functools.lru_cache(maxsize=4)
 def _is_script(program: str, path: str) -> bool:
     """Whether a program is somebody's wrapper around it."""
     found = shutil.which(program, path=path)
@@ -103,12 +124,6 @@ def _start(path: str) -> bytes:
 def _aws_config() -> bytes:
     path = os.environ.get("AWS_CONFIG_FILE") or f"{_home()}/.aws/config"
     try:
-        path = os.path.expanduser(path)  # noqa: PTH111  (raises nothing)
-        return _content(path, os.stat(path).st_mtime_ns)  # noqa: PTH116
+        return Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111  (raises nothing)
     except (OSError, ValueError):
         return b""
-
-
-@functools.lru_cache(maxsize=2)
-def _content(path: str, changed_ns: int) -> bytes:
-    return Path(path).read_bytes()
