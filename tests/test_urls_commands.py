@@ -79,6 +79,8 @@ def test_understanding_never_raises_and_never_reads_over_what_means_something_to
 @given(st.one_of(COMMANDS, st.lists(PIECES).map(lambda pieces: "curl 'a b'\"c 'd'\" " + " ".join(pieces))))
 @example("curl 'a'\"b\"c '' \"it's\" 'say \"so\"' a=b")
 @example("curl \t'\t' a ")
+@example('curl "$HOME"')
+@example('curl "\\a"')
 def test_words_are_those_of_bash(command: str) -> None:
     words = plain_words(command)
     if words is None or words[0] != "curl":
@@ -147,6 +149,10 @@ curl U 2>/dev/null
 curl \U
 curl $URL
 curl "$URL"
+curl -H "A: $HOME" U
+curl -H "A: `id`" U
+curl -H "A: \"b" U
+curl -H A:$'b' U
 curl `url`
 curl $(url)
 A=b curl U
