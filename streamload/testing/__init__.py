@@ -1,1 +1,1 @@
-"""Public helpers for tests and measurements: real photographs as shards, and a server that can misbehave."""
+"""Public helpers for tests and measurements: shards, misbehaving servers and origins, kills, broken disks."""

@@ -1,0 +1,142 @@
+"""An origin that fails where a script says: wraps any other, to test what stands on origins, and origins.
+
+    RetryingOrigin(FaultyOrigin(origin, Break(at=4096, how="cut")), session)
+
+What happens is decided by bytes, never by time, and counted in `happened`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from streamload.errors import OriginCut, OriginError, OriginTimeout, OriginUnavailable
+from streamload.origins.origin import Origin, Stream, Version
+
+How = Literal["cut", "end", "stall", "flip", "refuse"]
+
+__all__ = ["Break", "FaultyOrigin", "How"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """One thing that goes wrong with a shard.
+
+    Args:
+        at: the byte of the shard at which it happens; what is in front of it comes as it should.
+        how: "cut": the transfer breaks there (OriginCut). "end": it ends there as if that were all, which is
+            what a body without a stated length does when its connection closes. "stall": nothing comes for
+            `stall_seconds`, then OriginTimeout, as from an origin that keeps a deadline. "flip": one bit of
+            the byte is wrong, and nobody says so. "refuse": `open` fails, where it begins at this byte or
+            behind it.
+        times: how often it happens; then all is well.
+        stall_seconds: see "stall".
+        error: what "refuse" raises; OriginUnavailable by default.
+    """
+
+    at: int
+    how: How
+    times: int = 1
+    stall_seconds: float = 0.2
+    error: OriginError | None = None
+
+
+class FaultyOrigin:
+    """An origin with faults of its own; all else is the wrapped origin's. Not thread-safe, as no origin is.
+
+    Args:
+        origin: where the bytes come from.
+        breaks: what goes wrong. Several at one byte happen one after the other, in this order.
+
+    Attributes:
+        happened: how often each way of failing has happened so far: a test that never met its fault proves
+            nothing.
+    """
+
+    def __init__(self, origin: Origin, *breaks: Break) -> None:
+        self.url = origin.url
+        self.happened: Counter[How] = Counter()
+        self._origin = origin
+        self._left = [_Left(fault, fault.times) for fault in breaks]
+
+    def __repr__(self) -> str:
+        return f"FaultyOrigin({self._origin!r}, happened={dict(self.happened)})"
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Open the wrapped origin, unless this is where it refuses."""
+        for left in self._left:
+            fault = left.fault
+            if left.times and fault.how == "refuse" and fault.at <= start:
+                self._happens(left)
+                raise fault.error or OriginUnavailable(f"{self.url}: refused at byte {start}, as told")
+        return _FaultyStream(self, self._origin.open(start, expected), start)
+
+    def due(self, start: int, stop: int) -> Break | None:
+        """The first fault among the bytes from `start` to `stop`; it is counted as happening now."""
+        due = [
+            left
+            for left in self._left
+            if left.times and left.fault.how != "refuse" and start <= left.fault.at < stop
+        ]
+        if not due:
+            return None
+        first = min(due, key=lambda left: left.fault.at)
+        self._happens(first)
+        return first.fault
+
+    def _happens(self, left: _Left) -> None:
+        left.times -= 1
+        self.happened[left.fault.how] += 1
+
+
+@dataclass(slots=True)
+class _Left:
+    """A fault, and how often it is still to happen."""
+
+    fault: Break
+    times: int
+
+
+class _FaultyStream:
+    def __init__(self, owner: FaultyOrigin, stream: Stream, start: int) -> None:
+        self._owner, self._stream, self._position = owner, stream, start
+        self._closed = threading.Event()
+
+    @property
+    def version(self) -> Version:
+        return self._stream.version
+
+    def chunks(self) -> Iterator[bytes]:
+        """Give the wrapped origin's bytes up to where it breaks."""
+        for chunk in self._stream.chunks():
+            left = memoryview(chunk)
+            while left:
+                fault = self._owner.due(self._position, self._position + len(left))
+                sound = len(left) if fault is None else fault.at - self._position
+                if sound:
+                    self._position += sound
+                    yield bytes(left[:sound])
+                    left = left[sound:]
+                if fault is None:
+                    continue
+                if fault.how == "end":
+                    return
+                if fault.how == "flip":
+                    self._position += 1
+                    yield bytes([left[0] ^ 1])
+                    left = left[1:]
+                else:
+                    self._fail(fault)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._stream.close()
+
+    def _fail(self, fault: Break) -> None:
+        if fault.how == "cut":
+            raise OriginCut(f"{self._owner.url}: cut at byte {fault.at}, as told")
+        self._closed.wait(fault.stall_seconds)
+        raise OriginTimeout(f"{self._owner.url}: nothing for {fault.stall_seconds:g} s, as told")
