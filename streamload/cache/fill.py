@@ -22,6 +22,7 @@ from streamload.cache.locks import FileLock
 from streamload.cache.tier import Part
 from streamload.errors import (
     CacheCorrupt,
+    CacheError,
     CacheFull,
     DatasetChanged,
     OriginError,
@@ -29,6 +30,7 @@ from streamload.errors import (
     ShardCut,
     ShardError,
     ShardFormatError,
+    StreamloadError,
 )
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
@@ -56,7 +58,8 @@ class Filled(enum.Enum):
     NO_ROOM = "no room"
     STOPPED = "stopped"
     OUTDATED = "outdated"
-    """What a dead filler left was of another version; the next fill begins anew."""
+    """What a dead filler left was of another version, or somebody took the part away (where locks do nothing, or
+    the tier was cleared); the next fill begins anew."""
 
 
 class Outcome(NamedTuple):
@@ -128,12 +131,17 @@ def fill(
         return Outcome(Filled.GAVE_UP, part.give_up())
     except BaseException as exc:
         job.close()
+        taken_away = part.tier.root.is_dir() and not part.path.exists()
         part.discard()
-        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        if not isinstance(exc, OSError) or isinstance(exc, StreamloadError):
+            raise
+        if isinstance(exc, FileNotFoundError) and taken_away:
+            return Outcome(Filled.OUTDATED)
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CacheFull(
                 f"no space left for the cache at {part.tier.root}: free some, or lower cache_size"
             ) from exc
-        raise
+        raise CacheError(f"the cache at {part.tier.root} can't be written: {exc}") from exc
     if bare:
         part.publish_bare()
     else:
@@ -239,15 +247,16 @@ class _Fill:
             self._index.close()
             self._index = None
         if self._data >= 0:
-            os.close(self._data)
-            self._data = -1
+            data, self._data = self._data, -1  # closed once, even where that fails
+            os.close(data)
 
     def _begin(self, facts: dict[str, object]) -> None:
         if self._shard.local is None and not self._bare and self._data < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             self._data = os.open(self._part.path / "data", flags, 0o600)
         kind = {"bare": True} if self._bare else {}
-        self._index = IndexWriter(self._part.path, {"url": self._shard.name, **kind, **facts})
+        meta = {"url": self._shard.name, "digest": self._shard.digest, **kind, **facts}
+        self._index = IndexWriter(self._part.path, meta)
 
     def _write(self, chunk: bytes | memoryview) -> None:
         self.make_room(self._written + len(chunk), patient=True)

@@ -26,6 +26,7 @@ from streamload.errors import CacheCorrupt, DatasetChanged
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
+from streamload.shards.record import open_file
 from streamload.shards.samples import Entry
 
 _STANDSTILL_SECONDS = 0.25
@@ -85,8 +86,10 @@ class _Source:
         if self.is_bare:
             return
         try:
-            data = shard.local if shard.local is not None else path / "data"
-            self._data = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+            if shard.local is not None:
+                self._data = os.open(shard.local, os.O_RDONLY | os.O_CLOEXEC)
+            else:
+                self._data = open_file(path / "data")  # neither a link nor a FIFO
         except BaseException:
             self.reader.close()
             raise
@@ -334,7 +337,7 @@ class ShardView:
         if found is None:
             return None
         found.reader.refresh()
-        is_damaged = is_published and not found.reader.ended
+        is_damaged = is_published and not (found.reader.ended and is_of(found.reader, self.shard))
         if is_damaged or (self._index is None and _is_outdated(found.reader.meta, self.shard)):
             found.close()
             self._condemn(path)
@@ -367,6 +370,11 @@ def version_of(reader: IndexReader) -> Version:
     """Which version of its shard an index is of."""
     meta: dict[str, Any] = reader.meta
     return Version(meta.get("size"), meta.get("etag"), meta.get("last_modified"))
+
+
+def is_of(reader: IndexReader, shard: Shard) -> bool:
+    """Whether an index is of the shard under whose name it lies: nobody has moved it there."""
+    return reader.meta.get("digest", shard.digest) == shard.digest
 
 
 def is_whole(entry: Entry, data: memoryview) -> bool:

@@ -354,7 +354,14 @@ class Tier:
             )
             if victims is None:
                 return None
-            return leaving + [self.out_of_sight(victim.path) for victim in victims]
+            return leaving + [self._evicted(victim.path) for victim in victims]
+
+    def _evicted(self, path: Path) -> Path:
+        """As out_of_sight; in this moment whoever filled it may have taken it away."""
+        try:
+            return self.out_of_sight(path)
+        except FileNotFoundError:
+            return self.root / "trash" / path.name
 
     def _drop_if_useless(self, part: Path) -> None:
         """Under the lock: take an orphan away whose shard is published, or whose filler never began."""
@@ -403,6 +410,8 @@ class Tier:
 
     def _settle_limit(self, limit_bytes: int | None) -> int:
         record = self.root / "tier.json"
+        if record.exists() and not record.is_file():
+            raise CacheError(f"{record} is not a regular file: remove it, or choose another directory")
         with exclusive(self.root / "lock"):
             try:
                 known = json.loads(record.read_text())

@@ -62,6 +62,8 @@ class _Tally:
     settled: dict[str, Filled] = field(default_factory=dict)
 
     def report(self, shard: Shard, result: Filled) -> None:
+        if result is Filled.OUTDATED:
+            return  # it is filled anew
         with self.change:
             self.settled[shard.digest] = result
             self.change.notify_all()
