@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest pytest-openclip bench pins clean
+.PHONY: help demo test lint pytest pytest-openclip bench faults pins clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -38,6 +38,10 @@ pytest-openclip: $(OPENCLIP_READY)
 
 bench: $(READY) $(OPENCLIP_READY)  ## Measure beside the peers (about 30 minutes); writes benchmarks/results/*.json
 	for name in cold warm memory report; do $(BIN)/python -m benchmarks.$$name; done
+
+faults: $(READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/faults.json
+	$(BIN)/python -m benchmarks.faults
+	$(BIN)/python -m benchmarks.reliability
 
 # The stamp is written last: an interrupted set-up is taken up where it was, a finished one isn't done again.
 $(READY): pyproject.toml constraints.txt

@@ -57,7 +57,7 @@ def targets(results: dict[str, Result]) -> str:
                 sign, limit = "≥", target["at_least"]
             met = {True: "yes", False: "no", None: "not measured"}[target["met"]]
             rows.append([name, target["claim"], f"{sign} {_number(limit)}", _number(target["value"]), met])
-    return _table(["benchmark", "claim", "target", "measured", "reached"], rows)
+    return table(["benchmark", "claim", "target", "measured", "reached"], rows)
 
 
 def machine(results: dict[str, Result]) -> str:
@@ -99,7 +99,7 @@ def cold(result: Result) -> str:
         ]
         for name, row in result["medians"].items()
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def warm(result: Result) -> str:
@@ -113,7 +113,7 @@ def warm(result: Result) -> str:
         ]
         for name, row in result["medians"].items()
     ]
-    return _table(["contender", "images/s (rounds)", "× open_clip", "CPU µs an image"], rows)
+    return table(["contender", "images/s (rounds)", "× open_clip", "CPU µs an image"], rows)
 
 
 def memory(result: Result) -> str:
@@ -121,7 +121,7 @@ def memory(result: Result) -> str:
         [name, *(f"{row[f'{which}_bytes'] / 1e6:,.0f}" for which in ("peak", "steady", "before"))]
         for name, row in result["medians"].items()
     ]
-    return _table(["contender", "peak, MB", "steady, MB", "before the first batch was asked for, MB"], rows)
+    return table(["contender", "peak, MB", "steady, MB", "before the first batch was asked for, MB"], rows)
 
 
 def _read(path: Path) -> Result | None:
@@ -140,7 +140,7 @@ def _number(value: float | None) -> str:
     return f"{value / 1e6:,.0f} MB" if value >= 1e6 else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,0 +1,438 @@
+"""Rows 4 to 6 and 18: disks that are full or broken, bytes that rot, and tiers that others have been at."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.data import Data
+from benchmarks.faults.oracle import Attempt
+from benchmarks.faults.readers import Reading, read_in_child
+from benchmarks.faults.rows import Row
+from streamload.cache.follow import shard_of
+from streamload.testing.disks import (
+    failing_calls,
+    limited_file_size,
+    read_only,
+    resize_disk,
+    small_disk,
+    why_no_small_disk,
+    why_no_strace,
+)
+from streamload.testing.kills import Child, Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+_NOBODY = 65534
+
+READING_GOES_ON = False
+"""What is promised where a tier can't hold what is read: False: CacheError at once; True: reading goes on."""
+
+
+def check_tier_trouble(attempt: Attempt, data: Data, result: dict[str, Any]) -> None:
+    """What is promised when the tier fails: an error that names the tier, and until then nothing wrong."""
+    got = [(letter, what) for letter, what in data.differences(result["seen"]) if letter != "N"]
+    attempt.check_all(got)
+    if READING_GOES_ON:
+        attempt.check_no_error(result["error"])
+        attempt.check_all(data.differences(result["seen"]))
+    elif result["error"] is not None:
+        attempt.check_error(result["error"], "CacheError", str(attempt.place))
+
+
+def full(attempt: Attempt) -> None:
+    """A disk that is full at some byte, or has no inodes left, or refuses larger files; then there is room."""
+    data = attempt.borrow(attempt.seed, spawn=True)
+    reading = Reading(attempt.root, data.shards)
+    size = attempt.rng.randrange(16 << 10, int(0.9 * data.total_bytes))
+    inodes = attempt.rng.randrange(2, 24) if attempt.variant == "inodes" else None
+    size = size if attempt.variant == "bytes" else 1 << 30
+
+    def on_a_small_disk(stage: Stage) -> Any:
+        small_disk(attempt.root, size, inodes)
+        first = read_in_child(reading)
+        filled = os.statvfs(attempt.root)
+        resize_disk(attempt.root, 1 << 30, 1 << 20)
+        again = Attempt(attempt.seed, attempt.variant, attempt.place, attempt.short, attempt.borrow)
+        again.check_next_start(data)
+        return [first, filled.f_bavail * filled.f_frsize, filled.f_favail, again.wrong]
+
+    def with_small_files(stage: Stage) -> Any:
+        with limited_file_size(min(size, attempt.rng.randrange(4 << 10, data.largest_bytes // 2))):
+            first = read_in_child(reading)
+        again = Attempt(attempt.seed, attempt.variant, attempt.place, attempt.short, attempt.borrow)
+        again.check_next_start(data)
+        return [first, 0, 0, again.wrong]
+
+    with Child(with_small_files if attempt.variant == "file size" else on_a_small_disk) as child:
+        first, _, _, wrong = child.finish(60)
+    attempt.happened[attempt.variant] += 1  # by arithmetic: what is read is more than there is room for
+    check_tier_trouble(attempt, data, first)
+    attempt.check("E", READING_GOES_ON or first["error"] is not None, "it all fitted")
+    attempt.check_all(tuple(found) for found in wrong)
+
+
+def broken(attempt: Attempt) -> None:
+    """Calls on the tier's files fail; or the tier is made read-only, or taken away, while it is in use."""
+    data = attempt.borrow(attempt.seed, spawn=True)
+    {
+        "EIO on read": _eio_on_read,
+        "EIO on read of an index": _eio_on_read,
+        "EIO on write": _eio_on_write,
+        "EIO on close": _eio_on_close,
+        "read-only from the start": _read_only_disk,
+        "read-only in a run": _read_only_in_a_run,
+        "removed in a run": _removed_in_a_run,
+    }[attempt.variant](attempt, data)
+
+
+def _eio_on_read(attempt: Attempt, data: Data) -> None:
+    read_in_child(Reading(attempt.root, data.shards))
+    victim = attempt.rng.choice(data.shards)
+    in_index = attempt.variant.endswith("index")
+    path = attempt.root / "shards" / victim.digest / ("index" if in_index else "data")
+    when = f"{attempt.rng.randrange(1, 3 if in_index else 20)}"
+    result, failed = _under_strace(attempt, data, "pread64", "EIO", when, path)
+    attempt.happened[attempt.variant] += failed
+    attempt.check_no_error(result["error"])
+    attempt.check_all(data.differences(result["seen"]))
+    attempt.check("N", result["counts"]["origin_bytes"] > 0, "nothing was fetched again")
+    attempt.check_next_start(data)
+
+
+def _eio_on_write(attempt: Attempt, data: Data) -> None:
+    when = f"{attempt.rng.randrange(2, 12)}"
+    result, failed = _under_strace(attempt, data, "write", "EIO", when, None)
+    attempt.happened[attempt.variant] += failed
+    check_tier_trouble(attempt, data, result)
+    attempt.check_next_start(data)
+
+
+def _under_strace(
+    attempt: Attempt, data: Data, calls: str, error: str, when: str, path: Path | None
+) -> tuple[dict[str, Any], int]:
+    """Read all in a process some of whose calls fail; its result, and how many failed."""
+    log, out = attempt.place / "strace", attempt.place / "result"
+    job = json.dumps([str(attempt.root), data.urls, str(out)])
+    command = [sys.executable, "-m", "benchmarks.faults.disk", job]
+    command = failing_calls(command, calls, error, when=when, path=path, log=log)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    return json.loads(out.read_text()), log.read_text().count("(INJECTED)")
+
+
+def _eio_on_close(attempt: Attempt, data: Data) -> None:
+    """A close that reports what a write could not: it has closed, and says EIO."""
+    fails_at = attempt.rng.randrange(1, len(data.shards))
+
+    def work(stage: Stage) -> Any:
+        close, closed = os.close, 0
+
+        def failing(descriptor: int) -> None:
+            nonlocal closed
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
+            writes = name.endswith("/data") and "/parts/" in name and _is_for_writing(descriptor)
+            close(descriptor)
+            if writes:
+                closed += 1
+                if closed == fails_at:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.close = failing  # type: ignore[assignment]
+        result = read_in_child(Reading(attempt.root, data.shards))
+        return [result, closed]
+
+    with Child(work) as child:
+        result, closed = child.finish(60)
+    attempt.happened[attempt.variant] += closed >= fails_at
+    check_tier_trouble(attempt, data, result)
+    attempt.check_next_start(data)
+
+
+def _is_for_writing(descriptor: int) -> bool:
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+
+
+def _read_only_disk(attempt: Attempt, data: Data) -> None:
+    def work(stage: Stage) -> Any:
+        small_disk(attempt.root, 1 << 30)
+        read_in_child(Reading(attempt.root, data.shards[:3]))
+        read_only(attempt.root)
+        return read_in_child(Reading(attempt.root, data.shards))
+
+    with Child(work) as child:
+        result = child.finish(60)
+    attempt.happened[attempt.variant] += 1
+    check_tier_trouble(attempt, data, result)
+    attempt.check("E", READING_GOES_ON or result["error"] is not None, "no error")
+
+
+def _read_only_in_a_run(attempt: Attempt, data: Data) -> None:
+    """Every directory of the tier loses its write permission under a process that isn't root."""
+    at = attempt.rng.randrange(1, 60)
+
+    def close_the_doors(samples: int) -> None:
+        if samples == at:
+            for path in [attempt.root, *attempt.root.rglob("*")]:
+                if path.is_dir():
+                    with contextlib.suppress(FileNotFoundError):
+                        path.chmod(0o500)
+
+    def work(stage: Stage) -> Any:
+        attempt.place.chmod(0o777)
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        result = read_in_child(Reading(attempt.root, data.shards, between=close_the_doors))
+        for path in [attempt.root, *attempt.root.glob("*"), *attempt.root.glob("*/*")]:
+            if path.is_dir():
+                path.chmod(0o700)
+        again = Attempt(attempt.seed, attempt.variant, attempt.place, attempt.short, attempt.borrow)
+        again.check_next_start(data)
+        return [result, again.wrong]
+
+    with Child(work) as child:
+        result, wrong = child.finish(60)
+    attempt.happened[attempt.variant] += 1
+    check_tier_trouble(attempt, data, result)
+    attempt.check_all(tuple(found) for found in wrong)
+
+
+def _removed_in_a_run(attempt: Attempt, data: Data) -> None:
+    at = attempt.rng.randrange(1, 100)
+
+    def remove(samples: int) -> None:
+        if samples == at:
+            shutil.rmtree(attempt.root, ignore_errors=True)
+            attempt.happened[attempt.variant] += 1
+
+    result = read_in_child(Reading(attempt.root, data.shards, between=remove))
+    check_tier_trouble(attempt, data, result)
+    shutil.rmtree(attempt.root, ignore_errors=True)  # what a filler still wrote meanwhile is no tier
+    attempt.check_next_start(data)
+
+
+def rotten(attempt: Attempt) -> None:
+    """A published shard is changed on disk: the next reader finds out and fetches it again."""
+    data = attempt.borrow(attempt.seed)
+    read_in_child(Reading(attempt.root, data.shards))
+    victim, other = attempt.rng.sample(data.shards, 2)
+    change, _, file = attempt.variant.partition(" in ")
+    here = attempt.root / "shards" / victim.digest
+    there = attempt.root / "shards" / other.digest
+    content = bytearray((here / (file or "data")).read_bytes())
+    match change:
+        case "bit flipped":
+            at = _in_a_payload(data, victim.digest, attempt) if file == "data" else None
+            content[attempt.rng.randrange(len(content)) if at is None else at] ^= 1 << attempt.rng.randrange(
+                8
+            )
+            (here / file).write_bytes(content)
+        case "cut":
+            os.truncate(here / file, attempt.rng.randrange(len(content) // 2))
+        case "two files swapped":
+            _swap(here / file, there / file, attempt.place / "aside")
+        case "two shards swapped":
+            _swap(here, there, attempt.place / "aside")
+    attempt.happened[attempt.variant] += 1
+    result = read_in_child(Reading(attempt.root, data.shards))
+    attempt.check_no_error(result["error"])
+    attempt.check_all(data.differences(result["seen"]))
+    attempt.check_next_start(data)
+
+
+def _in_a_payload(data: Data, digest: str, attempt: Attempt) -> int:
+    """A byte that belongs to a sample: what is between the members is never read."""
+    content = data.content[digest]
+    while True:
+        at = content.find(b"\xff\xd8\xff", attempt.rng.randrange(len(content)))
+        if at >= 0:
+            return at + 3 + attempt.rng.randrange(500)
+
+
+def _swap(one: Path, other: Path, aside: Path) -> None:
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def meddled(attempt: Attempt) -> None:
+    """Something that isn't ours lies in the tier, or in its place: it is left alone, and nobody hangs."""
+    data = attempt.borrow(attempt.seed, spawn=True)
+    read_in_child(Reading(attempt.root, data.shards[:2]))
+    outside = attempt.place / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("not ours")
+    still_there = _meddle(attempt, data, outside)
+    before = still_there()
+    with Child(
+        lambda stage: read_in_child(Reading(attempt.root, data.shards, deadline_seconds=5.0))
+    ) as child:
+        ended = child.join(15.0) is not None
+        stage = child.kill()
+    attempt.happened[attempt.variant] += 1
+    attempt.check("L", ended, f"it hangs ({stage})")
+    attempt.check("B", still_there() == before, "what isn't ours was changed")
+    attempt.check("B", [path.name for path in outside.iterdir()] == ["precious"], "written outside the tier")
+    if ended:
+        result = child.result
+        attempt.check_all(
+            (letter, what)
+            for letter, what in data.differences(result["seen"])
+            if letter != "N" or result["error"] is None
+        )
+        if result["error"] is not None:
+            attempt.check_error(result["error"], "CacheError", str(attempt.place))
+
+
+def _meddle(attempt: Attempt, data: Data, outside: Path) -> Callable[[], Any]:
+    """Put something into the tier; returns how to see that it is as it was."""
+    root = attempt.root
+    new, old = data.shards[-1].digest, data.shards[0].digest
+    match attempt.variant:
+        case "foreign files":
+            foreign = [
+                root / "notes.txt",
+                root / "shards" / "notes.txt",
+                root / "parts" / "a b",
+                root / "trash.txt",
+            ]
+            for path in foreign:
+                path.write_text("mine")
+            (root / "shards" / "my folder").mkdir()
+            foreign.append(root / "shards" / "my folder" / "file")
+            foreign[-1].write_text("mine")
+            return lambda: [path.read_text() for path in foreign]
+        case "another version's tier":
+            (root / "tier.json").write_text(json.dumps({"format": 99, "limit_bytes": 1 << 30, "more": [1]}))
+            shown = sorted(path for path in root.rglob("*") if "runs" not in path.parts)
+            return lambda: [path.exists() for path in shown]
+        case "another version's shard":
+            index = root / "shards" / old / "index"
+            index.write_bytes(b"SLINDEX9" + index.read_bytes()[8:])
+            return lambda: None
+        case "link for a room":
+            shutil.rmtree(root / "trash")
+            (root / "trash").symlink_to(outside)
+        case "link for a shard":
+            (root / "shards" / new).symlink_to(outside)
+        case "link for a file":
+            (root / "lock").unlink()
+            (root / "lock").symlink_to(outside / "precious")
+        case "link for the record":
+            (root / "tier.json").unlink()
+            (root / "tier.json").symlink_to(outside / "precious")
+        case "FIFO for the record":
+            (root / "tier.json").unlink()
+            os.mkfifo(root / "tier.json")
+        case "FIFO for a shard's names":
+            (root / "shards" / old / "names").unlink()
+            os.mkfifo(root / "shards" / old / "names")
+        case "FIFO for a shard's data":
+            (root / "shards" / old / "data").unlink()
+            os.mkfifo(root / "shards" / old / "data")
+        case "socket for the lock":
+            (root / "lock").unlink()
+            with socket.socket(socket.AF_UNIX) as at:
+                at.bind(str(root / "lock"))
+        case "open to all":
+            root.chmod(0o777)
+            return lambda: stat.S_IMODE(root.stat().st_mode)
+        case "another owner":
+            os.chown(root, 12345, 12345)
+            return lambda: root.stat().st_uid
+    return lambda: (outside / "precious").read_text()
+
+
+def _needs_disk_and_strace() -> str:
+    return why_no_small_disk() or why_no_strace()
+
+
+def _needs_root() -> str:
+    return "" if os.geteuid() == 0 else "giving a directory to another owner needs root"
+
+
+ROWS = [
+    Row(
+        4,
+        "disk full",
+        "disk full at byte k; out of inodes; files may not grow",
+        "NBTE",
+        "A full disk is one error that names the tier; once there is room, the same tier goes on",
+        full,
+        count=150,
+        variants=("bytes", "inodes", "file size"),
+        needs=why_no_small_disk,
+    ),
+    Row(
+        5,
+        "disk broken",
+        "EIO on read, on write, on close; the tier made read-only or removed in a run",
+        "NBTE",
+        "A cached file that can't be read is fetched again; a tier that can't be written is one error",
+        broken,
+        count=120,
+        variants=(
+            "EIO on read",
+            "EIO on read of an index",
+            "EIO on write",
+            "EIO on close",
+            "read-only from the start",
+            "read-only in a run",
+            "removed in a run",
+        ),
+        needs=_needs_disk_and_strace,
+    ),
+    Row(
+        6,
+        "bytes rot",
+        "flipped bit, cut file, two files or two shards swapped in the tier",
+        "NDBTC",
+        "What the tier gives is what the origin gave, whatever happened to its files",
+        rotten,
+        count=400,
+        variants=(
+            *(f"{what} in {file}" for what in ("bit flipped", "cut") for file in ("data", "index", "names")),
+            *(f"two files swapped in {file}" for file in ("data", "index", "names")),
+            "two shards swapped",
+        ),
+    ),
+    Row(
+        18,
+        "tier meddled with",
+        "foreign files; another version's files; planted links, FIFOs, sockets; another owner; open to all",
+        "NBEL",
+        "What isn't streamload's is never deleted, never followed, and never waited for",
+        meddled,
+        count=130,
+        variants=(
+            "foreign files",
+            "another version's tier",
+            "another version's shard",
+            "link for a room",
+            "link for a shard",
+            "link for a file",
+            "link for the record",
+            "FIFO for the record",
+            "FIFO for a shard's names",
+            "FIFO for a shard's data",
+            "socket for the lock",
+            "open to all",
+            "another owner",
+        ),
+        needs=_needs_root,
+    ),
+]
+
+if __name__ == "__main__":
+    root, urls, out = json.loads(sys.argv[1])
+    found = read_in_child(Reading(Path(root), [shard_of(url, None) for url in urls]))
+    Path(out).write_text(json.dumps(found))

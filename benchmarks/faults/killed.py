@@ -1,0 +1,195 @@
+"""Rows 1 to 3: processes that fill are killed or stopped, at any moment, at each step, at each block."""
+
+import contextlib
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import steps
+from benchmarks.faults.data import Data
+from benchmarks.faults.oracle import Attempt, DiskWatch
+from benchmarks.faults.readers import Reading, read_in_child
+from benchmarks.faults.rows import Row
+from benchmarks.faults.stages import state_of, tell_stages
+from streamload.errors import CacheCorrupt
+from streamload.shards.index import IndexReader
+from streamload.shards.samples import ShardScanner
+from streamload.testing.kills import Child, ChildFailed, Hit, Moment, Stage, kill_loop
+
+READERS = 4
+_FILLERS_BYTES_PER_SECOND = 4e6
+"""Of each connection: a shard takes some 30 ms, so that kills find fills at all stages."""
+
+
+def kills(attempt: Attempt) -> None:
+    """Three readers work through a tier without room for all; a fourth is killed again and again."""
+    data = attempt.borrow(attempt.seed, spawn=True, bytes_per_second_per_connection=_FILLERS_BYTES_PER_SECOND)
+    limit = data.room_bytes(READERS)
+    late = attempt.rng.uniform
+    moments = {
+        "any": [Moment("", late(0, 0.12)), Moment("", late(0, 0.12))],
+        "filling": [Moment("filling", late(0, 0.04)), Moment("filling", late(0, 0.04))],
+        "claiming": [Moment("claiming", late(0, 0.0005)), Moment("claiming", late(0, 0.0005))],
+        "publishing": [Moment("publishing", late(0, 0.0003)), Moment("publishing", late(0, 0.0003))],
+        "evicting": [Moment("evicting", late(0, 0.0005)), Moment("evicting", late(0, 0.0005))],
+        "taking over": [Moment("filling", 0.03), Moment("taking over", late(0, 0.001))],
+    }[attempt.variant]
+
+    def reading(first: int) -> Reading:
+        shards = [*data.shards[first:], *data.shards[:first]]
+        return Reading(attempt.root, shards, limit)
+
+    def victim(stage: Stage) -> Any:
+        tell_stages(stage)
+        return read_in_child(reading(0))
+
+    def look(hit: Hit) -> None:
+        if hit.stage is not None:
+            attempt.happened[state_of(hit.stage, attempt.root, data)] += 1
+        attempt.check_all(data.published_differences(attempt.root) if attempt.root.exists() else [])
+
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(Child(lambda stage, first=first: read_in_child(reading(first))))
+            for first in range(1, READERS)
+        ]
+        watch = stack.enter_context(DiskWatch(attempt.root))
+        results = [kill_loop(victim, moments, after_kill=look)[1], *(child.finish(60) for child in others)]
+    watch.check(attempt, limit)
+    for result in results:
+        attempt.check_no_error(result["error"])
+        attempt.check_all(data.differences(result["seen"]))
+    attempt.check_next_start(data, limit)
+
+
+def each_step(attempt: Attempt) -> None:
+    """SIGKILL in front of each operation that changes the tier, one after the other, of one scenario."""
+    data = attempt.borrow(attempt.seed, spawn=True)
+    scenario = steps.Scenario.of(attempt.variant, data)
+    number = 0
+    while True:
+        root = attempt.place / f"tier-{number}"
+        scenario.prepare(root)
+        with Child(lambda stage: scenario.run(root, kill_at=number)) as child:  # noqa: B023
+            child.join(60)
+            ended = child.kill() is None and child.status == 0
+        if child.status not in {0, -9}:
+            raise ChildFailed(child.error)
+        attempt.check_all(data.published_differences(root))
+        attempt.check_next_start(data, scenario.limit_bytes, root)
+        if ended:
+            break
+        attempt.happened[attempt.variant] += 1
+        number += 1
+    if not steps.why_not_counted():
+        counted = steps.count_with_strace(scenario, attempt.place / "traced")
+        attempt.check("L", counted == number, f"killed at {number} steps, strace counts {counted}")
+        attempt.happened[f"{attempt.variant}, by strace"] += counted
+
+
+def filler_killed_at_a_block(attempt: Attempt) -> None:
+    """Four readers follow a shard up to a block; its filler dies; one of them carries on."""
+    _filler_lost_at_a_block(attempt, stopped=False)
+
+
+def filler_stopped_at_a_block(attempt: Attempt) -> None:
+    """The same with SIGSTOP: the filler holds all of its locks and does nothing."""
+    _filler_lost_at_a_block(attempt, stopped=True)
+
+
+def _filler_lost_at_a_block(attempt: Attempt, *, stopped: bool) -> None:
+    data = attempt.borrow(attempt.seed, spawn=True, counts=(60,))
+    shard, size = data.shards[0], data.largest_bytes
+    name = data.paths[0].name
+    blocks = size // 512
+    stop = 512 * (attempt.seed * 37 % (blocks - 1) + 1)
+    count, whole = _whole_samples(data, stop)
+    before = len(data.server.ranges(name))
+    data.server.stop_after(stop / size)
+    reading = Reading(attempt.root, [shard])
+    with ExitStack() as stack:
+        stack.callback(data.server.go_on)
+        filler = stack.enter_context(Child(lambda stage: read_in_child(reading)))
+        arrived = _wait_for_samples(attempt.root, shard.digest, count)
+        readers = [stack.enter_context(Child(lambda stage: read_in_child(reading))) for _ in range(READERS)]
+        attempt.check("L", arrived, f"the first {stop} bytes did not arrive")
+        if stopped:
+            filler.stop()
+        else:
+            filler.kill()
+        data.server.go_on()
+        attempt.happened["stopped" if stopped else "killed"] += 1
+        for reader in readers:
+            result = reader.finish(60)
+            attempt.check_no_error(result["error"])
+            attempt.check_all(data.differences(result["seen"]))
+    again = data.server.ranges(name)[before:]
+    attempt.check(
+        "N", len(again) == 2 and again[1][0] >= whole, f"{whole} bytes were whole; asked for: {again}"
+    )
+    attempt.check_all(data.published_differences(attempt.root))
+
+
+def _wait_for_samples(root: Path, digest: str, count: int) -> bool:
+    """Wait until a part of a shard has begun, and holds so many samples."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for path in (root / "parts").glob(f"{digest}.*"):
+            with contextlib.suppress(FileNotFoundError, CacheCorrupt), IndexReader(path) as index:
+                if index.count >= count:
+                    return True
+        time.sleep(0.002)
+    return False
+
+
+def _whole_samples(data: Data, stop: int) -> tuple[int, int]:
+    """How many samples are whole in the first `stop` bytes, and where the last ends: all that need not come again."""
+    entries = ShardScanner().feed(data.content[data.shards[0].digest][:stop])
+    return len(entries), entries[-1].stop if entries else 0
+
+
+ROWS = [
+    Row(
+        1,
+        "killed at random",
+        "SIGKILL of a filler at a random time, 4 processes on one tier",
+        "NDBTKC",
+        "A kill loses nothing that was verified and leaves nothing behind; who reads beside it notices nothing",
+        kills,
+        count=540,
+        variants=("any", "filling", "claiming", "publishing", "evicting", "taking over"),
+    ),
+    Row(
+        2,
+        "killed at each step",
+        "SIGKILL in front of each operation that changes the tier",
+        "NBTC",
+        "There is no moment in a fill, a publish, an eviction or a take-over at which a kill does harm",
+        each_step,
+        count=15,
+        variants=tuple(steps.SCENARIOS),
+    ),
+    Row(
+        3,
+        "filler killed",
+        "the filler is killed at a block, 4 readers attached",
+        "NB",
+        "A reader takes over, and what was verified isn't fetched again",
+        filler_killed_at_a_block,
+        count=200,
+        short=3,
+    ),
+]
+
+STOPPED = Row(
+    3,
+    "filler stopped",
+    "the filler is stopped (SIGSTOP) at a block, 4 readers attached",
+    "NB",
+    "A filler that hangs holds nobody up",
+    filler_stopped_at_a_block,
+    count=200,
+    short=3,
+)
+"""Not among the rows until a live filler that stands still is taken over: today its readers wait for it."""

@@ -1,0 +1,182 @@
+"""What must hold, by letter: one attempt's findings, a watch over the disk, and a look at what was left.
+
+N nothing lost · D nothing doubled · B byte-identical · T no temporary files or locks left after the next start ·
+K disk use never over the limit · C every published shard verifies offline · L no process, thread, descriptor or
+shared memory left, and an end in time · E one typed error that names the shard and the cause
+"""
+
+import contextlib
+import os
+import random
+import re
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import process_tree
+from benchmarks.faults.data import Data
+from benchmarks.faults.readers import Hang, Reading, read
+
+LETTERS = {
+    "N": "nothing lost",
+    "D": "nothing doubled",
+    "B": "byte-identical",
+    "T": "no temporary files or locks left after the next start",
+    "K": "disk use never over the limit",
+    "C": "every published shard verifies offline",
+    "L": "nothing left running, and an end in time",
+    "E": "one typed error that names shard and cause",
+}
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_ROOMS = {"parts", "shards", "bare", "gone", "runs", "trash"}
+
+
+@dataclass
+class Attempt:
+    """One attempt at a row: what it may use, and what it found.
+
+    Attributes:
+        variant: which form of the fault it is to meet.
+        place: an empty directory, removed afterwards.
+        short: whether it belongs to the tests, where everything is small.
+        happened: how often the fault happened, by kind; without any the attempt fails.
+        wrong: what did not hold: (letter, what).
+    """
+
+    seed: int
+    variant: str
+    place: Path
+    short: bool
+    borrow: Callable[..., Data]
+    happened: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(f"{self.seed} {self.variant}")
+
+    @property
+    def root(self) -> Path:
+        """Where the tier of this attempt is."""
+        return self.place / "tier"
+
+    def check(self, letter: str, holds: bool, otherwise: str) -> None:
+        """Note what is wrong, if it doesn't hold."""
+        if not holds:
+            self.wrong.append((letter, otherwise))
+
+    def check_all(self, wrong: Iterable[tuple[str, str]]) -> None:
+        self.wrong += wrong
+
+    def check_error(self, error: dict[str, Any] | None, kinds: str, names: str = "") -> None:
+        """E: an error of one of some kinds ("OriginError|ShardError") came, and names what it is about."""
+        if error is None:
+            self.check("E", False, "there was no error")
+        elif "Hang" in error["kinds"]:
+            self.check("L", False, error["text"])
+        else:
+            typed = set(kinds.split("|")) & set(error["kinds"])
+            said = f"{error['kinds'][0]}: {error['text'][:300]}"
+            self.check("E", bool(typed), f"not a {kinds}: {said}")
+            self.check("E", names in error["text"], f"it doesn't name {names}: {said}")
+
+    def check_no_error(self, error: dict[str, Any] | None) -> None:
+        if error is not None:
+            letter = "L" if "Hang" in error["kinds"] else "N"
+            self.check(letter, False, f"{error['kinds'][0]}: {error['text'][:400]}")
+
+    def check_next_start(self, data: Data, limit_bytes: int = 1 << 30, root: Path | None = None) -> None:
+        """T, N, B, C: a new reader gets everything, and then nothing is there that doesn't belong."""
+        root = root or self.root
+        found = read(Reading(root, data.shards, limit_bytes))
+        if found.error is not None:
+            self.check("L" if isinstance(found.error, Hang) else "N", False, f"next start: {found.error!r}")
+        self.check_all(data.differences(found.seen))
+        self.check_all(data.published_differences(root))
+        self.check_all(garbage(root))
+
+
+def garbage(root: Path) -> list[tuple[str, str]]:
+    """T: what lies in a tier that nobody uses and doesn't belong there."""
+    wrong = []
+    belongs = _ROOMS | {"tier.json", "lock"}
+    wrong += [("T", f"{name} was left") for name in sorted(os.listdir(root)) if name not in belongs]
+    for room in sorted(_ROOMS - {"shards"}):
+        if (root / room).is_dir():
+            wrong += [("T", f"{room}/{entry.name} was left") for entry in os.scandir(root / room)]
+    for shard in os.scandir(root / "shards"):
+        if not _DIGEST.fullmatch(shard.name):
+            wrong.append(("T", f"shards/{shard.name} was left"))
+        elif extra := {file.name for file in os.scandir(shard.path)} - {"data", "index", "names"}:
+            wrong.append(("T", f"a published shard holds {sorted(extra)}"))
+    return wrong
+
+
+class DiskWatch:
+    """K: looks every 10 ms at all that a tier takes: blocks of its files, and of unlinked ones still open.
+
+    Args:
+        root: of the tier; the open files are those of this process and all that descend from it.
+    """
+
+    def __init__(self, root: Path, every_seconds: float = 0.01):
+        self.peak_bytes = 0
+        self.samples = 0
+        self._root, self._every_seconds = root, every_seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="disk-watch")
+
+    def __enter__(self) -> "DiskWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def check(self, attempt: Attempt, limit_bytes: int) -> None:
+        over = self.peak_bytes - limit_bytes
+        attempt.check("K", over <= 0, f"{over:,} bytes over the limit of {limit_bytes:,}")
+
+    def _watch(self) -> None:
+        while not self._end.wait(self._every_seconds):
+            self.peak_bytes = max(self.peak_bytes, taken_bytes(self._root, process_tree.pids()))
+            self.samples += 1
+
+
+def taken_bytes(root: Path, pids: Iterable[int]) -> int:
+    """What the files below a directory take on disk now, with those that are unlinked but open."""
+    files: dict[tuple[int, int], int] = {}
+
+    def count(path: str) -> None:
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if stat.S_ISREG(status.st_mode):
+                files[status.st_dev, status.st_ino] = status.st_blocks * 512
+
+    for path in _below(str(root)):
+        count(path)
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                link = f"/proc/{pid}/fd/{descriptor}"
+                with contextlib.suppress(OSError):
+                    target = os.readlink(link)
+                    if target.startswith(f"{root}/") and target.endswith(" (deleted)"):
+                        count(link)
+    return sum(files.values())
+
+
+def _below(directory: str) -> Iterator[str]:
+    try:
+        entries = list(os.scandir(directory))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(entry.path)
+        else:
+            yield entry.path

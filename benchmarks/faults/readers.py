@@ -1,0 +1,131 @@
+"""A process that reads shards out of a tier and fills what isn't there, as a worker of the loader does."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.data import Samples, digest_of
+from streamload.cache.follow import Shard, ShardView
+from streamload.cache.runs import Run
+from streamload.cache.shard_cache import verdict_error
+from streamload.cache.tier import Tier
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, OriginOptions, open_origin
+from streamload.prefetch.ahead import Ahead
+from streamload.shards.samples import Entry
+
+QUICK = OriginOptions(
+    connect_seconds=0.5, stall_seconds=0.2, slow_seconds=0.4, backoff_seconds=0.01, backoff_limit_seconds=0.5
+)
+"""Deadlines for attempts: what takes seconds in training takes tenths here."""
+PATIENT = OriginOptions()
+_POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a process reads.
+
+    Attributes:
+        root, limit_bytes: of the tier.
+        shards: in this order, each once.
+        ahead: how many shards behind the one that is read are filled.
+        deadline_seconds: after which it is a hang.
+        between: called after each sample, with the number of samples so far.
+    """
+
+    root: Path
+    shards: Sequence[Shard]
+    limit_bytes: int = 1 << 30
+    origin: OriginOptions = QUICK
+    ahead: int = 1
+    threads: int = 1
+    deadline_seconds: float = 20.0
+    open_origin: Callable[[Shard, threading.Event, Counters], Origin] | None = None
+    between: Callable[[int], object] = lambda n: None
+
+
+@dataclass
+class Read:
+    """What came of a reading: samples by shard, counters, and the error that ended it."""
+
+    seen: dict[str, Samples] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class Hang(Exception):
+    """A reading came to no end in its time."""
+
+
+def read(reading: Reading) -> Read:
+    """Read all shards; an error ends it and is returned with what came before."""
+    counts, found = Counters(), Read()
+    try:
+        tier = Tier(reading.root, reading.limit_bytes, counts)
+        tier.sweep()
+        with (
+            contextlib.closing(Run(tier.root / "runs")) as run,
+            contextlib.closing(_ahead(reading, tier, counts)) as ahead,
+        ):
+            for place, shard in enumerate(reading.shards):
+                run.announce(coming.digest for coming in reading.shards[place:])
+                ahead.want([shard], reading.shards[place + 1 : place + 1 + reading.ahead])
+                _read_shard(reading, tier, ahead, shard, found)
+    except Exception as exc:
+        found.error = exc
+    found.counts = counts.snapshot().as_dict()
+    return found
+
+
+def read_in_child(reading: Reading) -> dict[str, Any]:
+    """The same as plain values, for a `Child`; what it raised stands there as its name and text."""
+    found = read(reading)
+    error = None
+    if found.error is not None:
+        kinds = [kind.__name__ for kind in type(found.error).__mro__]
+        error = {"kinds": kinds, "text": str(found.error)}
+    return {"seen": found.seen, "counts": found.counts, "error": error}
+
+
+def _read_shard(reading: Reading, tier: Tier, ahead: Ahead, shard: Shard, found: Read) -> None:
+    samples = found.seen.setdefault(shard.digest, [])
+    deadline = time.monotonic() + reading.deadline_seconds
+    with contextlib.closing(ShardView(tier, shard)) as view:
+        while True:
+            view.refresh()
+            while len(samples) < view.count and (sample := view.read(len(samples))) is not None:
+                samples.append(_plain(*sample))
+                reading.between(sum(map(len, found.seen.values())))
+            if view.ended and len(samples) == view.count:
+                break
+            ahead.check()
+            if time.monotonic() > deadline:
+                raise Hang(
+                    f"{view!r}: {len(samples)} samples after {reading.deadline_seconds:g} s; {ahead!r}"
+                )
+            time.sleep(_POLL_SECONDS)
+        reader = view.reader
+        if view.gave_up and reader is not None:
+            raise verdict_error(reader.status, reader.cause)
+
+
+def _plain(entry: Entry, data: memoryview) -> list[str]:
+    members = {
+        extension: bytes(data[start - entry.start : start - entry.start + size])
+        for extension, start, size in entry.members
+    }
+    return [entry.key, digest_of(members)]
+
+
+def _ahead(reading: Reading, tier: Tier, counts: Counters) -> Ahead:
+    def opened(shard: Shard, stop: threading.Event) -> Origin:
+        if reading.open_origin is not None:
+            return reading.open_origin(shard, stop, counts)
+        return open_origin(shard.url, options=reading.origin, counters=counts, stop=stop)
+
+    return Ahead(tier, opened, threads=reading.threads, counts=counts)

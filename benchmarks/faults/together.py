@@ -1,0 +1,139 @@
+"""Rows 14, 15 and 17: many processes at once, without locks, without room."""
+
+import fcntl
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.faults.data import Data
+from benchmarks.faults.disk import READING_GOES_ON
+from benchmarks.faults.oracle import Attempt, DiskWatch
+from benchmarks.faults.readers import Reading, read_in_child
+from benchmarks.faults.rows import Row
+from streamload.testing.kills import Child, Stage
+
+
+def same_cold_shard(attempt: Attempt) -> None:
+    """Many processes want the same shard at the same moment: each of its bytes is asked for once."""
+    data = attempt.borrow(attempt.seed, spawn=True, counts=(60,))
+    processes = 4 if attempt.short else 16
+    name = data.paths[0].name
+    before = len(data.server.ranges(name))
+    start = time.monotonic() + 0.15
+
+    def work(stage: Stage) -> Any:
+        time.sleep(max(0.0, start - time.monotonic()))
+        began = time.monotonic()
+        return [read_in_child(Reading(attempt.root, data.shards)), began]
+
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(work)) for _ in range(processes)]
+        results = [child.finish(60) for child in children]
+    for result, _ in results:
+        attempt.check_no_error(result["error"])
+        attempt.check_all(data.differences(result["seen"]))
+    ranges = sorted(data.server.ranges(name)[before:])
+    at = 0
+    for begin, stop in ranges:
+        attempt.check("N", begin == at, f"bytes asked for twice or never: {ranges}")
+        at = stop
+    attempt.check("N", at == data.largest_bytes, f"{at} bytes of {data.largest_bytes}")
+    attempt.happened["processes"] += len([began for _, began in results if began - start < 0.5])
+
+
+def useless_locks(attempt: Attempt) -> None:
+    """flock says yes to everybody, as on some network file systems."""
+    data = attempt.borrow(attempt.seed, spawn=True)
+
+    def work(first: int) -> Callable[[Stage], Any]:
+        def reads(stage: Stage) -> Any:
+            asked = 0
+
+            def yes(descriptor: Any, operation: int) -> None:
+                nonlocal asked
+                asked += 1
+
+            fcntl.flock = yes  # type: ignore[assignment]
+            shards = [*data.shards[first:], *data.shards[:first]]
+            return [read_in_child(Reading(attempt.root, shards)), asked]
+
+        return reads
+
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(work(first % 2))) for first in range(4)]
+        results = [child.finish(60) for child in children]
+    for result, asked in results:
+        attempt.happened["locks that were none"] += asked
+        attempt.check_no_error(result["error"])
+        attempt.check_all(data.differences(result["seen"]))
+    attempt.check_all(data.published_differences(attempt.root))
+
+
+def little_room(attempt: Attempt) -> None:
+    """Eight readers in a tier for two shards; or a tier that is smaller than any shard."""
+    data = attempt.borrow(attempt.seed, spawn=True)
+    if attempt.variant == "less than one shard":
+        _no_room(attempt, data)
+        return
+    limit = data.room_bytes(2)
+    readers = 3 if attempt.short else 8
+
+    def work(first: int) -> Callable[[Stage], Any]:
+        shards = [*data.shards[first:], *data.shards[:first]]
+        return lambda stage: read_in_child(Reading(attempt.root, shards, limit))
+
+    with ExitStack() as stack:
+        watch = stack.enter_context(DiskWatch(attempt.root))
+        children = [stack.enter_context(Child(work(n % len(data.shards)))) for n in range(readers)]
+        results = [child.finish(100) for child in children]
+    watch.check(attempt, limit)
+    for result in results:
+        attempt.check_no_error(result["error"])
+        attempt.check_all(data.differences(result["seen"]))
+    attempt.happened["evictions"] += sum(result["counts"]["shards_evicted"] for result in results)
+
+
+def _no_room(attempt: Attempt, data: Data) -> None:
+    limit = attempt.rng.randrange(4096, data.largest_bytes // 2)
+    result = read_in_child(Reading(attempt.root, data.shards, limit))
+    attempt.happened["too small a tier"] += 1
+    if READING_GOES_ON:
+        attempt.check_no_error(result["error"])
+        attempt.check_all(data.differences(result["seen"]))
+    else:
+        attempt.check_error(result["error"], "CacheFull", f"{limit:,}")
+
+
+ROWS = [
+    Row(
+        14,
+        "cold together",
+        "16 processes want the same cold shard at the same moment",
+        "NDB",
+        "Each byte is asked for once, whatever the number of processes",
+        same_cold_shard,
+        count=60,
+        short=2,
+    ),
+    Row(
+        15,
+        "locks that do nothing",
+        "`flock` that says yes to everybody",
+        "NDBC",
+        "Locks only save bandwidth: without them nothing is wrong",
+        useless_locks,
+        count=60,
+        short=2,
+    ),
+    Row(
+        17,
+        "little room",
+        "8 readers with a limit of 2 shards; a limit under 1 shard",
+        "NDBKE",
+        "Eight readers share room for two shards, within the limit and without a deadlock; too small is an error",
+        little_room,
+        count=40,
+        variants=("2 shards", "less than one shard"),
+    ),
+]

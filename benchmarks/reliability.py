@@ -1,0 +1,81 @@
+"""Writes the table of docs/reliability.md from results/faults.json.
+
+Command: python -m benchmarks.reliability
+"""
+
+import json
+from typing import Any
+
+from benchmarks.report import filled, table
+from benchmarks.turns import RESULTS, ROOT
+
+PAGE = ROOT / "docs/reliability.md"
+
+
+def main() -> None:
+    result = json.loads((RESULTS / "faults.json").read_text())
+    PAGE.write_text(
+        filled(
+            PAGE.read_text(),
+            {"faults": rows(result), "happened": happened(result), "machine": machine(result)},
+        )
+    )
+
+
+def passed(row: dict[str, Any]) -> bool:
+    """Whether all attempts at a row passed, or none could be made."""
+    return "left_out" in row or row["passes"] == row["attempts"]
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row in a line, and under it what went wrong."""
+    if "left_out" in row:
+        return f"{row['row']:3} {row['name']}: left out: {row['left_out']}"
+    happened = ", ".join(f"{name} {count}" for name, count in row["happened"].items())
+    line = f"{row['row']:3} {row['name']}: {score(row)} in {row['seconds']} s; {happened}"
+    if "webdataset" in row:
+        line += f"; webdataset {score(row['webdataset'])} in {row['webdataset']['seconds']} s"
+    return "\n".join([line, *(f"      {example}" for example in row["examples"])])
+
+
+def score(found: dict[str, Any]) -> str:
+    """Passes of attempts, and by which letters the others failed."""
+    failed = ", ".join(f"{letter} {count}" for letter, count in found["failed"].items())
+    return f"{found['passes']}/{found['attempts']}" + (f" ({failed})" if failed else "")
+
+
+def rows(result: dict[str, Any]) -> str:
+    head = ["#", "fault", "must hold", "it happened", "streamload", "webdataset", "what it shows"]
+    body = []
+    for row in result["rows"]:
+        if "left_out" in row:
+            ours, times = f"not run: {row['left_out']}", "–"
+        else:
+            ours, times = score(row), f"{sum(row['happened'].values()):,}×"
+        theirs = score(row["webdataset"]) if "webdataset" in row else "–"
+        fault = row["fault"].replace("|", "\\|")
+        body.append([str(row["row"]), fault, " ".join(row["holds"]), times, ours, theirs, row["proves"]])
+    return table(head, body)
+
+
+def happened(result: dict[str, Any]) -> str:
+    """How often each form of each fault happened."""
+    lines = []
+    for row in result["rows"]:
+        if row.get("happened"):
+            counts = ", ".join(f"{name} {count:,}" for name, count in row["happened"].items())
+            lines.append(f"- {row['row']}, {row['name']}: {counts}")
+    return "\n".join(lines)
+
+
+def machine(result: dict[str, Any]) -> str:
+    on = result["machine"]
+    found = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        f"{result['date']}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}, tiers on "
+        f"{result['temporary_files_on']}, {'with' if result['strace'] else 'without'} strace; {found}"
+    )
+
+
+if __name__ == "__main__":
+    main()

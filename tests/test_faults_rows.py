@@ -1,0 +1,95 @@
+"""Every row of the fault matrix in its short form; `make faults` makes all of its attempts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import reliability
+from benchmarks.faults.data import Data
+from benchmarks.faults.matrix import ROWS, Sources, run_row
+from benchmarks.faults.oracle import LETTERS, Attempt
+from benchmarks.faults.readers import Reading, read_in_child
+from benchmarks.faults.rows import Row
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def sources() -> Iterator[Sources]:
+    with Sources() as sources:
+        yield sources
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.number} {row.name}")
+def test_what_must_hold_holds(row: Row, sources: Sources) -> None:
+    result = run_row(row, sources, row.short or len(row.variants), short=True, with_peer=False)
+    if "left_out" in result:
+        pytest.skip(result["left_out"])
+    assert result["passes"] == result["attempts"], result["examples"]
+    assert result["happened"]
+
+
+def test_the_same_faults_are_met_by_webdataset(sources: Sources) -> None:
+    (row,) = (row for row in ROWS if row.name == "body cut")
+    met = run_row(row, sources, 2, short=True)["webdataset"]
+    assert met["attempts"] == 2
+    assert met["happened"]
+
+
+def of(attempt_function: Any) -> Row:
+    return Row(99, "a test's", "none", "N", "that the matrix can fail", attempt_function, count=1)
+
+
+def test_a_row_whose_fault_never_happens_does_not_pass(sources: Sources) -> None:
+    assert run_row(of(lambda attempt: None), sources, 1)["failed"] == {"fault": 1}
+
+
+def test_a_lost_a_doubled_and_a_changed_sample_are_told_apart(sources: Sources) -> None:
+    def attempt(attempt: Attempt) -> None:
+        data = attempt.borrow(0)
+        attempt.happened["by hand"] += 1
+        result = read_in_child(Reading(attempt.root, data.shards))
+        assert not data.differences(result["seen"])
+        one, two, three, *_ = result["seen"].values()
+        one.pop()
+        two.append(two[-1])
+        three[0] = [three[0][0], "0" * 16]
+        attempt.check_all(data.differences(result["seen"]))
+
+    assert run_row(of(attempt), sources, 1)["failed"] == {"N": 1, "D": 1, "B": 1}
+
+
+def test_garbage_in_a_tier_and_a_wrong_published_byte_are_seen(sources: Sources) -> None:
+    def attempt(attempt: Attempt) -> None:
+        data = attempt.borrow(0)
+        attempt.happened["by hand"] += 1
+        read_in_child(Reading(attempt.root, data.shards))
+        (attempt.root / "parts" / f"{'0' * 32}.12345678").mkdir()
+        path = attempt.root / "shards" / data.shards[0].digest / "data"
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+        attempt.check_next_start(data)
+
+    assert run_row(of(attempt), sources, 1)["failed"] == {"C": 1, "T": 1}
+
+
+def test_every_letter_is_one_of_the_oracles() -> None:
+    assert all(set(row.holds) <= set(LETTERS) for row in ROWS)
+
+
+def test_the_page_shows_the_results_that_are_committed() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
+    assert reliability.rows(result) in (ROOT / "docs" / "reliability.md").read_text()
+    assert {row["row"] for row in result["rows"]} == {row.number for row in ROWS}
+
+
+def test_data_is_what_tarfile_reads(tmp_path: Path) -> None:
+    data = Data(tmp_path / "data", 1, spawn=False, counts=[3])
+    (samples,) = data.samples.values()
+    data.close()
+    assert [key for key, _ in samples] == [f"00000{index:06d}" for index in range(3)]
