@@ -80,7 +80,7 @@ def test_understanding_never_raises_and_never_reads_over_what_means_something_to
 @example("curl 'a'\"b\"c '' \"it's\" 'say \"so\"' a=b")
 @example("curl \t'\t' a ")
 @example('curl "$HOME"')
-@example('curl "\\a"')
+@example(r'curl "a\\b"')
 def test_words_are_those_of_bash(command: str) -> None:
     words = plain_words(command)
     if words is None or words[0] != "curl":
