@@ -304,7 +304,7 @@ def test_a_run_announces_itself_though_others_remove_dead_runs_all_the_time(tmp_
     sweeper = context.Process(target=sweep_again_and_again, args=(tier.root, ready), daemon=True)
     sweeper.start()
     assert ready.wait(60)
-    for _ in range(2000):
+    for _ in range(1500):
         run = Run(tier.root / "runs")
         run.announce(["a" * 32])
         assert own(tier.root / "runs") == [run._path]

@@ -13,7 +13,7 @@ import pytest
 from tiers import SAMPLES, SHARDS, Filled, flip, in_a_child, listing, payload_start, swap
 
 from streamload.cache.follow import Shard, shard_of
-from streamload.cache.inventory import foreign
+from streamload.cache.inventory import Foreign, foreign
 from streamload.cache.locks import FileLock
 from streamload.cache.repair import Repair, repair
 from streamload.cache.tier import Tier
@@ -304,24 +304,36 @@ def test_a_shard_that_goes_or_comes_anew_meanwhile_is_no_error(filled: Filled) -
     assert rest[-1] is None
 
 
+@pytest.mark.parametrize("at", ["the end of the reading", "the decision"])
 def test_damage_that_somebody_else_has_mended_meanwhile_is_not_taken_out(
-    filled: Filled, monkeypatch: pytest.MonkeyPatch
+    at: str, filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The damaged shard is taken away and published anew between the reading and the verdict."""
-    flipped_in_data(filled)
+    """The damaged shard is taken away and published anew after it was read."""
     from streamload.cache import verify as module
 
-    read = module._Look.run
+    flipped_in_data(filled)
+    read, look_into = module._Look.run, module.foreign_in
+
+    def mend() -> None:
+        filled.tier.condemn(filled.digest(1))
+        assert warm(filled.urls, cache_dir=filled.root).shards_complete == SHARDS
 
     def run_and_mend(look: module._Look) -> None:
         read(look)
         if look.cause:
-            filled.tier.condemn(filled.digest(1))
-            assert warm(filled.urls, cache_dir=filled.root).shards_complete == SHARDS
+            mend()
 
-    monkeypatch.setattr(module._Look, "run", run_and_mend)
-    assert not damages(filled.tier, take_out=True)
+    def look_and_mend(path: Path) -> list[Foreign]:
+        mend()
+        return look_into(path)
+
+    if at == "the decision":
+        monkeypatch.setattr(module, "foreign_in", look_and_mend)
+    else:
+        monkeypatch.setattr(module._Look, "run", run_and_mend)
+    assert not any(damage.taken_out for damage in damages(filled.tier, take_out=True))
     assert filled.is_whole(1)
+    assert filled.shard(1).exists()
 
 
 def test_a_shard_is_pinned_while_it_is_read(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
