@@ -42,6 +42,7 @@ def claim(filled: Filled, number: int) -> Part:
 
 
 def test_an_inventory_tells_all_that_is_there_and_changes_nothing(filled: Filled) -> None:
+    filled.bare(3)
     orphan = filled.orphan(3)
     live = claim(filled, 2)
     assert live.reserve(50_000, 0)
@@ -54,7 +55,8 @@ def test_an_inventory_tells_all_that_is_there_and_changes_nothing(filled: Filled
     found = take_inventory(filled.tier)
     assert listing(filled.root) == before
     assert (found.published.count, found.samples) == (2, 2 * SAMPLES)
-    assert (found.live_parts.count, found.orphaned_parts.count) == (1, 1)
+    assert (found.live_parts.count, found.orphaned_parts.count, found.bare.count) == (1, 1, 1)
+    assert found.verdicts.count == 0
     assert found.live_parts.size_bytes >= 50_000
     assert orphan.exists()
     assert (found.trash.count, found.trash.size_bytes) == (1, 8192)
@@ -69,7 +71,7 @@ def test_an_inventory_tells_all_that_is_there_and_changes_nothing(filled: Filled
     assert not found.foreign
     again = json.loads(json.dumps(found.as_dict()))
     assert again["published"] == {"count": 2, "size_bytes": found.published.size_bytes}
-    assert set(again) == set(Inventory.__dataclass_fields__)
+    assert set(again) == {"cache_dir", *Inventory.__dataclass_fields__} - {"root"}
     reader.close()
     run.close()
     live.discard()
@@ -142,7 +144,9 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     superseded = filled.orphan(2)
     kept_aside = superseded.rename(tmp_path / superseded.name)
     assert warm(filled.urls[2], cache_dir=filled.root).shards_complete == 1
+    outlived = filled.bare(2, published=True)
     superseded = kept_aside.rename(filled.root / "parts" / kept_aside.name)
+    bare = filled.bare(1)
     rotten = filled.orphan(1)
     flip(rotten / "data", payload_start(rotten, 0))
     empty = claim(filled, 0)
@@ -162,7 +166,7 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     trash.mkdir()
     (trash / "data").write_bytes(bytes(4097))
     (filled.root / "runs" / "1.00000000").write_bytes(bytes(8))
-    half = filled.root / "tier.json.01234567"
+    half = filled.root / "tier.json.new"
     half.write_text("{")
     live = Run(filled.root / "runs")
     before = listing(filled.root)
@@ -174,6 +178,7 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
         f"parts/{never_begun.name}": "a fill would begin anew",
         f"gone/{'c' * 32}": "a verdict that nobody heeds",
         f"trash/{trash.name}": "was being deleted",
+        f"bare/{outlived.name}": "its shard is published",
         "runs/1.00000000": "its process is dead",
         half.name: "was being written",
     }
@@ -186,6 +191,7 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     assert would.used_bytes == did.used_bytes == filled.tier.used_bytes
     assert [item.url for item in did.removed if item.path == f"parts/{superseded.name}"] == [filled.urls[2]]
     assert good.exists()
+    assert bare.exists()
     assert filled.shard(2).exists()
     assert filled.tier.verdict("b" * 32).exists()
     assert own(filled.root / "runs") == [live._path]

@@ -165,13 +165,12 @@ def test_swapped_data_is_found_on_both_sides(filled: Filled) -> None:
     assert all(filled.is_whole(number) for number in range(SHARDS))
 
 
-def test_swapped_shards_are_found_where_the_shards_are_named(filled: Filled) -> None:
+def test_swapped_shards_are_found_by_their_names(filled: Filled) -> None:
     swap(filled.shard(0), filled.shard(2))
-    named = known(*filled.urls)
-    found = damages(filled.tier, known=named)
+    found = damages(filled.tier)
     assert {one.digest for one in found} == {filled.digest(0), filled.digest(2)}
     assert all("another shard" in one.cause for one in found)
-    assert all(done.is_done for done in repaired(filled.tier, named))
+    assert all(done.is_done for done in repaired(filled.tier, known(*filled.urls)))
     assert all(filled.is_whole(number) for number in range(SHARDS))
 
 
@@ -273,6 +272,32 @@ def test_an_orphan_is_verified_as_far_as_its_entries_go(filled: Filled) -> None:
     assert not filled.asked_for()
 
 
+def test_an_index_without_data_is_verified_by_itself(filled: Filled) -> None:
+    bare = filled.bare(2)
+    looks = [look for look in verify(filled.tier) if look is not None]
+    assert [look.samples for look in looks] == [SAMPLES] * SHARDS
+    assert looks[-1].size_bytes == 0
+    flip(bare / "names", 40)
+    (found,) = damages(filled.tier, take_out=True)
+    assert (found.room, found.taken_out) == ("bare", True)
+    assert not bare.exists()
+    assert [done.fate for done in repair(filled.tier, [found])] == ["taken out"]
+
+
+def test_a_shard_under_another_name_than_its_own_is_found_by_its_url_where_its_index_has_no_name(
+    filled: Filled,
+) -> None:
+    """As an earlier version wrote it."""
+    path = filled.shard(1)
+    (path / "index").unlink()
+    (path / "names").unlink()
+    with IndexWriter(path, {"url": filled.urls[2]}) as index:
+        index.finish(size=(path / "data").stat().st_size)
+    assert not damages(filled.tier)
+    (found,) = damages(filled.tier, known=known(*filled.urls))
+    assert "another shard" in found.cause
+
+
 def test_an_orphan_whose_filler_died_before_its_first_sample_is_no_damage(filled: Filled) -> None:
     filled.tier.trash(filled.shard(0))
     part = filled.tier.claim(filled.digest(0))
@@ -315,7 +340,7 @@ def test_damage_that_somebody_else_has_mended_meanwhile_is_not_taken_out(
     read, look_into = module._Look.run, module.foreign_in
 
     def mend() -> None:
-        filled.tier.condemn(filled.digest(1))
+        filled.tier.condemn(filled.shard(1))
         assert warm(filled.urls, cache_dir=filled.root).shards_complete == SHARDS
 
     def run_and_mend(look: module._Look) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -73,6 +74,22 @@ class Filled:
         self.asked = len(self.server.log)
         (found,) = self.tier.parts(shard.digest)
         return found
+
+    def bare(self, number: int, *, published: bool = False) -> Path:
+        """The index alone of a shard, as it is kept where there is no room for it; `published`: beside it."""
+        shard = shard_of(self.urls[number], None)
+        aside = self.root / "aside"
+        was_published = self.shard(number).exists()
+        if was_published:
+            self.shard(number).rename(aside)
+        part = self.tier.claim(shard.digest)
+        assert part is not None
+        fill(part, shard, lambda: open_origin(shard.url), wait=lambda: 0.0, stop=threading.Event(), bare=True)
+        if was_published and published:
+            aside.rename(self.shard(number))
+        elif was_published:
+            shutil.rmtree(aside)
+        return self.tier.bare(shard.digest)
 
     def is_whole(self, number: int) -> bool:
         """Whether a reader gets from the tier what `tarfile` reads at the origin."""

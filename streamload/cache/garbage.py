@@ -7,7 +7,6 @@ of the directory's, out of sight by one rename before its files are deleted. Wha
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,9 +21,10 @@ from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.tier import Tier, bytes_below
 
 _ROUNDS = 4
-_HALF_RECORD = re.compile(r"tier\.json\.[0-9a-f]{8}")
+_HALF_RECORD = "tier.json.new"
 _IN_USE = {
     "shards": "a process has it open",
+    "bare": "a process has it open",
     "parts": "a process fills or reads it",
     "gone": "a process heeds its verdict",
 }
@@ -79,7 +79,8 @@ def collect_garbage(
 ) -> Removal:
     """Remove what no run can use: orphaned parts, trash, files of dead runs, verdicts that nobody heeds.
 
-    An orphaned part goes if its shard is published meanwhile, or if a fill would not go on behind it.
+    An orphaned part goes if its shard is published meanwhile, or if a fill would not go on behind it; a bare
+    index if its shard is published.
 
     Args:
         all_parts: remove the other orphaned parts, too: their shards will be fetched from the first byte.
@@ -90,6 +91,8 @@ def collect_garbage(
     for shard in list(tier.shards()):
         if shard.kind == "gone":
             broom.take(shard, "a verdict that nobody heeds", silent=True)
+        elif shard.kind == "bare" and tier.published(shard.digest).exists():
+            broom.take(shard, "its shard is published", silent=True)
         elif shard.kind == "parts" and not is_filled(shard.path):
             why = _why_useless(tier, shard) or ("a part without a filler" if all_parts else "")
             if why:
@@ -175,9 +178,9 @@ class _Broom:
                 if dead is not None:
                     self._unlink(path, "its process is dead")
                     dead.close()
-            for path in self._tier.root.iterdir():
-                if _HALF_RECORD.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-                    self._unlink(path, "was being written")
+            half = self._tier.root / _HALF_RECORD
+            if half.is_file() and not half.is_symlink():
+                self._unlink(half, "was being written")
 
     def evict(self, limit_bytes: int) -> None:
         """Set the tier's limit, and evict what is over it: first what the live runs need last."""

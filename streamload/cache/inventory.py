@@ -23,8 +23,9 @@ from streamload.cache.locks import FileLock
 from streamload.cache.tier import ROOMS, Tier, bytes_below
 from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
 
-_OWN_FILE = re.compile(r"data|index|names|reserved(\.[0-9a-f]{8})?")
-_RECORD = re.compile(r"lock|tier\.json(\.[0-9a-f]{8})?")
+_OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?")
+_RECORD = re.compile(r"lock|tier\.json(\.new)?")
+_SHARES = {"shards": "published", "bare": "bare", "gone": "verdicts"}
 _KINDS = (
     (stat.S_ISREG, "a file"),
     (stat.S_ISDIR, "a directory"),
@@ -68,9 +69,9 @@ class Inventory:
 
     Attributes:
         used_bytes: what counts against the limit: published shards, parts with what is reserved for them,
-            verdicts and trash.
+            bare indexes, verdicts and trash.
         free_bytes: of the disk.
-        published, live_parts, orphaned_parts, verdicts, trash, run_files: shares of the directory.
+        published, live_parts, orphaned_parts, bare, verdicts, trash, run_files: shares of the directory.
         samples: in the published shards, as their indexes say.
         open_shards: the published shards that a process has open, by URL without secrets.
         runs: the live ones.
@@ -85,6 +86,7 @@ class Inventory:
     published: Share
     live_parts: Share
     orphaned_parts: Share
+    bare: Share
     verdicts: Share
     trash: Share
     run_files: Share
@@ -98,7 +100,7 @@ class Inventory:
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, ready for JSON."""
         values = asdict(self)
-        values["root"] = str(self.root)
+        values = {"cache_dir": str(values.pop("root")), **values}
         values["foreign"] = [{"path": str(found.path), "what": found.what} for found in self.foreign]
         for name in ("oldest_use", "newest_use"):
             values[name] = None if values[name] is None else as_time(values[name])
@@ -111,7 +113,7 @@ def take_inventory(tier: Tier) -> Inventory:
     What comes and goes meanwhile is seen or not, but never an error.
     """
     rooms: dict[str, list[tuple[Path, int]]] = {
-        name: [] for name in ("published", "live_parts", "orphaned_parts", "verdicts")
+        name: [] for name in (*_SHARES.values(), "live_parts", "orphaned_parts")
     }
     uses: list[float] = []
     samples, open_shards, held = 0, [], set()
@@ -119,7 +121,7 @@ def take_inventory(tier: Tier) -> Inventory:
         if shard.kind == "parts":
             name = "live_parts" if is_filled(shard.path) else "orphaned_parts"
         else:
-            name = "published" if shard.kind == "shards" else "verdicts"
+            name = _SHARES[shard.kind]
         rooms[name].append((shard.path, shard.size_bytes))
         if shard.kind == "shards":
             uses.append(shard.used_at)

@@ -35,8 +35,8 @@ class FileLock:
             create: make the file if it is missing.
             wait: wait for whoever is in the way.
         """
-        access = os.O_RDONLY if shared and not create else os.O_RDWR  # what is read may be read-only
-        # A FIFO in the file's place must not block.
+        # What is read may be read-only; a FIFO that somebody has put there must not block.
+        access = os.O_RDONLY if shared and not create else os.O_RDWR
         flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         try:

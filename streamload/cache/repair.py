@@ -68,7 +68,7 @@ def repair(
 
     def work(damage: Damage) -> Repair:
         shard = (known or {}).get(damage.digest) or _from_index(damage, storage)
-        if damage.room == "parts" or not damage.taken_out or shard is None:
+        if damage.room != "shards" or not damage.taken_out or shard is None:
             return _without_fetching(damage)
 
         def origin() -> Origin:
@@ -94,7 +94,7 @@ def _from_index(damage: Damage, storage: dict[str, Any] | None) -> Shard | None:
 def _without_fetching(damage: Damage) -> Repair:
     if not damage.taken_out:
         return Repair(damage, "stays: it is in use, or holds what the tier did not make", is_done=False)
-    if damage.room == "parts":
+    if damage.room != "shards":
         return Repair(damage, "taken out", is_done=True)
     return Repair(damage, f"taken out; the next run that needs it fetches it ({_HINT})", is_done=False)
 

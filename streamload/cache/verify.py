@@ -1,6 +1,7 @@
 """Whether what a tier holds is what arrived: each index, and each sample against its checksum.
 
-What is read is what a reader could be given: published shards, and orphaned parts as far as their entries go.
+What is read is what a reader could be given: published shards, bare indexes, and parts without a filler as
+far as their entries go.
 Bytes between samples (headers and padding of the tar) are read by nobody, and aren't compared. Safe beside
 trainings: a shard is pinned while it is read, and one that goes or comes meanwhile is no error.
 """
@@ -35,6 +36,7 @@ from streamload.shards.samples import Entry
 
 _READ_BYTES = 1 << 20
 _LOOKS = 3
+_WHOLE = ("shards", "bare")
 _IN_LINE = 2
 """Shards that are handed to each thread in advance."""
 _UNREADABLE = (OSError, StreamloadError, ValueError, TypeError, LookupError, ArithmeticError)
@@ -46,7 +48,7 @@ class Damage:
     """A shard, or an orphaned part of one, that isn't what arrived.
 
     Attributes:
-        room: "shards" or "parts".
+        room: "shards", "bare" or "parts".
         url: as its index names it, without secrets; empty if that can't be read.
         cause: what is wrong, in words.
         size_bytes: of the whole shard as far as that is known, else 0.
@@ -97,7 +99,7 @@ def verify(
     Yields:
         What was found, in order; None for a shard that went away before it was read.
     """
-    shards = [s for s in tier.shards() if s.kind == "shards" or (s.kind == "parts" and not is_filled(s.path))]
+    shards = [s for s in tier.shards() if s.kind in _WHOLE or (s.kind == "parts" and not is_filled(s.path))]
     shards.sort(key=lambda shard: (shard.kind != "shards", shard.digest))
     on_total(len(shards))
     halt = threading.Event()
@@ -174,14 +176,14 @@ class _Look:
                 if pin is not None:
                     closing.callback(pin.close)
                 reader = closing.enter_context(IndexReader(self._held.path))
-                data = -1 if _is_local(reader) else open_file(self._held.path / "data")
+                data = -1 if _is_bare(reader) else open_file(self._held.path / "data")
                 if data >= 0:
                     closing.callback(os.close, data)
-                if self._held.kind == "shards":
+                if self._held.kind in _WHOLE:
                     self.cause = self._check_whole(reader, data)
             except _UNREADABLE as exc:
                 # A filler may die before it has written a header, or a sample: nothing to verify then.
-                if self._held.kind == "shards" or (reader is not None and reader.count):
+                if self._held.kind in _WHOLE or (reader is not None and reader.count):
                     self.cause = _in_words(exc)
                 return
             if not self.cause:
@@ -203,14 +205,16 @@ class _Look:
         return self._check_known(reader)
 
     def _check_known(self, reader: IndexReader) -> str:
-        """What speaks against its being the shard that the caller knows."""
+        """What speaks against its being the shard that it is named for, and that the caller knows."""
+        named = str(reader.meta.get("url", ""))
+        if reader.meta.get("digest", self._held.digest) != self._held.digest:
+            return f"it is another shard: {named}"
         if self._known is None:
             return ""
         if self._known.local is not None:
             now = LocalVersion.of(self._known.local)
             is_same = now == (reader.meta.get("size"), reader.meta.get("mtime_ns"))
             return "" if is_same else "its file was changed since it was indexed"
-        named = str(reader.meta.get("url", ""))
         if urls.identity(named) != urls.identity(self._known.name):
             return f"it is another shard: {named} in place of {self._known.name}"
         return ""
@@ -275,9 +279,9 @@ def _is(path: Path, directory: int) -> bool:
         return False
 
 
-def _is_local(reader: IndexReader) -> bool:
-    """Whether it is the index of a file of this machine, which has no data in the tier."""
-    return "mtime_ns" in reader.meta
+def _is_bare(reader: IndexReader) -> bool:
+    """Whether the tier has no data beside an index: the file is of this machine, or read at its origin."""
+    return "mtime_ns" in reader.meta or reader.meta.get("bare") is True
 
 
 def _in_words(exc: BaseException) -> str:

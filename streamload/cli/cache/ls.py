@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from streamload.cache.ledger import HeldShard
     from streamload.cache.tier import Tier
 
-_STATES = {"shards": "complete", "parts": "arriving", "gone": "given up"}
+_STATES = {"shards": "complete", "parts": "arriving", "bare": "index only", "gone": "given up"}
 
 
 def list_shards(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:

@@ -12,6 +12,7 @@ _SHARES = {
     "published": "published shards",
     "live_parts": "parts being filled",
     "orphaned_parts": "parts without a filler",
+    "bare": "indexes without data",
     "verdicts": "verdicts",
     "trash": "trash",
     "run_files": "files of runs",

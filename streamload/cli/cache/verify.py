@@ -155,7 +155,8 @@ def _print_table(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
     if tally.damages:
         console.print(table)
     print_foreign(console, list(foreign(tier)))
-    result = f"{len(tally.damages):,} bad" if tally.damages else "all good"
+    mended = f", {sum(done.is_done for done in repairs):,} of them mended" if repairs else ""
+    result = f"{len(tally.damages):,} bad{mended}" if tally.damages else "all good"
     console.print(
         f"{tally.shards:,} shards and {tally.parts:,} parts with {tally.samples:,} samples "
         f"({format_bytes(tally.read_bytes)}) in {tier.root}: {result}",
