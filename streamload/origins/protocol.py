@@ -92,9 +92,11 @@ class OriginOptions:
         backoff_limit_seconds: … up to this.
         retry_after_limit_seconds: the longest that a Retry-After is obeyed.
         chunk_bytes: the most bytes of one chunk from a connection or pipe.
-        first_part_bytes: the first range that is asked of an object store; each next is twice as large …
-        part_limit_bytes: … up to this, as long as they arrive quickly.
-        parts: that are asked for at once.
+        first_get_bytes: the range with which a shard on a web server begins. If it comes as quickly …
+        quick_bytes_per_second: … as this, one connection goes on with all the rest, and else ranges.
+        first_part_bytes: the first of ranges side by side (of object stores always); each next is twice as …
+        part_limit_bytes: … large, up to this, as long as they arrive quickly.
+        parts: ranges of a shard that are asked for at once; with 1, a web server is asked for all at once.
     """
 
     connect_seconds: float = 10.0
@@ -106,6 +108,8 @@ class OriginOptions:
     backoff_limit_seconds: float = 15.0
     retry_after_limit_seconds: float = 60.0
     chunk_bytes: int = 512 * 1024
+    first_get_bytes: int = 4 * 1024 * 1024
+    quick_bytes_per_second: float = 8e6
     first_part_bytes: int = 256 * 1024
     part_limit_bytes: int = 8 * 1024 * 1024
     parts: int = 2

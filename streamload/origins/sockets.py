@@ -83,12 +83,12 @@ class _PatientTLSSocket(_Patient, ssl.SSLSocket):
     pass
 
 
-def open_pools(session: Session, url: str) -> urllib3.PoolManager:
-    """Return connection pools for one transfer, through the proxy that the environment names for the URL."""
+def open_pools(session: Session, url: str, connections: int = 1) -> urllib3.PoolManager:
+    """Return pools of connections to be kept, through the proxy that the environment names for the URL."""
     plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
     secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
     proxy = _proxy_for(url)
-    facts: dict[str, Any] = {"ssl_context": _tls_context(), "maxsize": 1}
+    facts: dict[str, Any] = {"ssl_context": _tls_context(), "maxsize": connections}
     pools = urllib3.ProxyManager(proxy, **facts) if proxy else urllib3.PoolManager(**facts)
     pools.pool_classes_by_scheme = {
         "http": type("_PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),

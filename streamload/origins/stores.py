@@ -13,9 +13,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 
@@ -29,10 +28,10 @@ from streamload.errors import (
 )
 from streamload.origins.failures import of_store
 from streamload.origins.protocol import Origin, Session, Stream, Version, same_version, strong
+from streamload.origins.ranged import OrderedParts
 from streamload.urls import redact, scheme
 
 _WAKE_SECONDS = 0.1
-_QUICK_SECONDS = 1.0
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
@@ -61,7 +60,7 @@ class StoreOrigin:
 
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
         self.url = redact(url)
-        self._target, self._session = url, session
+        self._target, self.session = url, session
         self._options = _with_patience(url, storage_options, session)
         self._files: Any = None
 
@@ -70,7 +69,7 @@ class StoreOrigin:
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
         """Ask the store for the object's version; its bytes are asked for by the stream's chunks()."""
-        self._session.check(self.url)
+        self.session.check(self.url)
         found = self.version()
         same_version(self.url, expected, found)
         if found.size is None:
@@ -94,6 +93,10 @@ class StoreOrigin:
         """Return one range, of a file system without asyncio."""
         data: bytes = self.files.cat_file(self._path, start=start, end=stop)
         return data
+
+    def is_checked_by_part(self, version: Version) -> bool:
+        """Whether each range is asked for under the condition that the object is still that version."""
+        return scheme(self._target) == "s3" and version.etag is not None
 
     async def fetch(self, start: int, stop: int, version: Version) -> bytes:
         """Return one range, inside the file system's event loop."""
@@ -121,14 +124,14 @@ class StoreOrigin:
         return path
 
     def _info(self) -> dict[str, Any]:
-        self._session.count("origin_requests")
+        self.session.count("origin_requests")
         files, path = self.files, self._path
         files.invalidate_cache(path)
         if not files.async_impl:
             info: dict[str, Any] = files.info(path)
         else:
             future = asyncio.run_coroutine_threadsafe(files._info(path), files.loop)
-            info = wait(future, self._session, self.url)
+            info = wait(future, self.session, self.url)
         if info.get("type") == "directory":
             raise OriginNotFound(f"{self.url} is no object, but a folder")
         return info
@@ -176,11 +179,47 @@ class HubOrigin:
 _HUB_OPTIONS = {"endpoint", "token"}
 
 
-class _Part(NamedTuple):
-    start: int
-    stop: int
-    answer: Callable[[], bytes]
-    cancel: Callable[[], object]
+class _StorePart:
+    """One range, asked for in the file system's event loop, or read in its turn where there is none."""
+
+    def __init__(self, origin: StoreOrigin, start: int, stop: int, version: Version) -> None:
+        self.size_bytes = stop - start
+        self.seconds: float | None = None
+        self._origin, self._start, self._stop, self._version = origin, start, stop, version
+        self._began = time.monotonic()
+        self._future: concurrent.futures.Future[bytes] | None = None
+        origin.session.count("origin_requests")
+        if origin.files.async_impl:
+            asked = origin.fetch(start, stop, version)
+            self._future = asyncio.run_coroutine_threadsafe(asked, origin.files.loop)
+            self._future.add_done_callback(self._note_seconds)
+
+    def chunks(self) -> Iterator[bytes]:
+        origin = self._origin
+        try:
+            data = self._answer()
+        except Exception as exc:
+            raise of_store(origin.url, exc) from exc
+        if len(data) != self._stop - self._start:
+            raise OriginCut(f"{origin.url}: {len(data)} bytes came for {self._start}–{self._stop}")
+        origin.session.count("origin_bytes", len(data))
+        yield data
+
+    def cancel(self) -> None:
+        if self._future is not None:
+            self._future.cancel()
+
+    def _answer(self) -> bytes:
+        if self._future is not None:
+            data: bytes = wait(self._future, self._origin.session, self._origin.url)
+            return data
+        self._began = time.monotonic()
+        data = self._origin.read(self._start, self._stop, self._version)
+        self._note_seconds()
+        return data
+
+    def _note_seconds(self, _: object = None) -> None:
+        self.seconds = time.monotonic() - self._began
 
 
 class _StoreStream:
@@ -188,60 +227,32 @@ class _StoreStream:
 
     def __init__(self, origin: StoreOrigin, version: Version, start: int) -> None:
         self.version = version
-        self._origin, self._session = origin, origin._session
-        self._asked = self._position = start
-        self._part_bytes = self._session.options.first_part_bytes
-        self._parts: deque[_Part] = deque()
+        self._origin, self._position = origin, start
+        options = origin.session.options
+        at_once = options.parts if origin.files.async_impl else 1
+        self._parts = OrderedParts(
+            lambda start, stop: _StorePart(origin, start, stop, version),
+            start,
+            version.size or 0,
+            at_once,
+            options,
+        )
 
     def chunks(self) -> Iterator[bytes]:
-        size = self.version.size or 0
-        at_once = self._session.options.parts if self._origin.files.async_impl else 1
-        while self._position < size:
-            while self._asked < size and len(self._parts) < at_once:
-                self._parts.append(self._ask(size))
-            part = self._parts.popleft()
-            began = time.monotonic()
-            try:
-                data = part.answer()
-            except Exception as exc:
-                raise of_store(self._origin.url, exc) from exc
-            finally:
-                part.cancel()
-            if len(data) != part.stop - part.start:
-                raise OriginCut(f"{self._origin.url}: {len(data)} bytes came for {part.start}–{part.stop}")
-            self._grow(time.monotonic() - began)
-            self._session.count("origin_bytes", len(data))
-            self._position = part.stop
-            if part.stop == size:
+        for chunk in self._parts.chunks():
+            self._position += len(chunk)
+            if self._position == self.version.size:
                 self._check_version()
-            yield data
+            yield chunk
 
     def close(self) -> None:
-        while self._parts:
-            self._parts.pop().cancel()
-
-    def _ask(self, size: int) -> _Part:
-        start = self._asked
-        stop = self._asked = min(size, start + self._part_bytes)
-        origin, version = self._origin, self.version
-        self._session.count("origin_requests")
-        if not origin.files.async_impl:
-            return _Part(start, stop, lambda: origin.read(start, stop, version), lambda: None)
-        future = asyncio.run_coroutine_threadsafe(origin.fetch(start, stop, version), origin.files.loop)
-        return _Part(start, stop, lambda: wait(future, self._session, origin.url), future.cancel)
-
-    def _grow(self, seconds: float) -> None:
-        """The next parts are larger as long as that costs no time, and smaller when they come slowly."""
-        options = self._session.options
-        if seconds < _QUICK_SECONDS:
-            self._part_bytes = min(options.part_limit_bytes, self._part_bytes * 2)
-        elif seconds > 2 * _QUICK_SECONDS:
-            self._part_bytes = max(options.first_part_bytes, self._part_bytes // 2)
+        self._parts.close()
 
     def _check_version(self) -> None:
         """All is there: was it one version all the time? S3 has been asked so with each part."""
-        if scheme(self._origin._target) != "s3" or self.version.etag is None:
-            same_version(self._origin.url, self.version, self._origin.version())
+        if self._origin.is_checked_by_part(self.version):
+            return
+        same_version(self._origin.url, self.version, self._origin.version())
 
 
 def wait(future: concurrent.futures.Future[Any], session: Session, url: str) -> Any:

@@ -1,13 +1,14 @@
-"""Shards on web servers: one streaming GET from a byte to the end, every answer checked (step F).
+"""Shards on web servers: what is asked of them, and the check of every answer (step F).
 
-Only requests what it needs: no HEAD (a signed URL refuses it), a Range only to resume. Retries nothing.
+No HEAD (a signed URL refuses it): the size is told with the first range. Retries nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 import urllib3
@@ -33,11 +34,39 @@ from streamload.errors import (
 from streamload.origins.failures import of_status
 from streamload.origins.protocol import Session, Version, same_version, strong
 from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools, refuse_metadata_host, unlogged
+from streamload.origins.web_stream import HttpStream
 from streamload.urls import redact, redact_text
 
 REDIRECTS = 10
 _REDIRECTING = {301, 302, 303, 307, 308}
 _CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)", re.IGNORECASE)
+
+
+class Answer(NamedTuple):
+    """An answer whose head has been found good.
+
+    Attributes:
+        response: its body is still to be read; None where there is none.
+        first, stop: the body's first byte, and the one behind its last (None: not stated).
+        start: the byte that was asked for.
+        is_part: a range of a stated length was asked for and is given, so the shard may go on behind it.
+    """
+
+    response: urllib3.BaseHTTPResponse | None
+    version: Version
+    first: int
+    start: int
+    stop: int | None
+    is_part: bool = False
+
+
+class _Place(NamedTuple):
+    url: str
+    is_own: bool  # it gets the headers that are for the listed URL's host alone
+
+
+class _NoRanges(Exception):
+    """A request for a first range was answered in a way that one for all of it may not be."""
 
 
 class HttpOrigin:
@@ -63,39 +92,115 @@ class HttpOrigin:
         self._session = session
         self._common, self._redirects = dict(common_headers or {}), redirects
         self._target, self._headers = _without_user(url, headers or {})
+        self._answered: _Place | None = None
+        self._at_once = session.options.parts
 
     def __repr__(self) -> str:
         return f"HttpOrigin({self.url!r})"
 
-    def open(self, start: int = 0, expected: Version | None = None) -> _HttpStream:
+    @property
+    def target(self) -> str:
+        """The URL as it is asked for, without user and password."""
+        return self._target
+
+    def open(self, start: int = 0, expected: Version | None = None) -> HttpStream:
         """Send the request and check the answer's head; the body is read by the stream's chunks()."""
         pools = open_pools(self._session, self._target)
+        try:
+            if self._at_once > 1:
+                with contextlib.suppress(_NoRanges):
+                    answer = self._ask(pools, start, expected, self._session.options.first_get_bytes)
+                    return HttpStream(self, self._session, pools, answer)
+                self.keep_to_one_connection()
+            return HttpStream(self, self._session, pools, self.ask(pools, start, expected))
+        except BaseException:
+            close_pools(pools)
+            raise
+
+    def ask(self, pools: urllib3.PoolManager, start: int, expected: Version | None) -> Answer:
+        """Ask for all from a byte to the end; the answer's head is checked."""
+        return self._ask(pools, start, expected, None)
+
+    def keep_to_one_connection(self) -> None:
+        """Don't ask for ranges side by side again: this server doesn't do well with them."""
+        self._at_once = 1
+
+    def read_range(
+        self, pools: urllib3.PoolManager, start: int, stop: int, version: Version
+    ) -> Iterator[bytes]:
+        """Give exactly the bytes of a range, from where the first answer came from. For any thread.
+
+        Raises:
+            OriginCut: they didn't come, or not as asked; a request over one connection finds out why.
+            DatasetChanged: they are of another version.
+        """
+        what = {"Range": f"bytes={start}-{stop - 1}"}
+        if version.etag:
+            what["If-Match"] = version.etag
+        response, position = None, start
+        try:
+            response = self._request(pools, what, self._answered)
+            if response.status == 412:
+                self._refuse(response)
+            if response.status != 206:
+                raise OriginCut(f"{self.url}: a range of it is answered with {response.status}")
+            self._refuse(response)
+            found, _, end = self._place(response, start, stop - start)
+            same_version(self.url, version, found)
+            if end != stop or found.size != version.size:
+                raise _NoRanges
+            while chunk := response.read1(self._session.options.chunk_bytes, decode_content=False):
+                position += len(chunk)
+                if position > stop:
+                    break
+                yield chunk
+            if position != stop:
+                raise OriginCut(f"{self.url}: a range ended at byte {position} instead of {stop}")
+        except _NoRanges:
+            raise OriginCut(f"{self.url} was asked for {start}-{stop - 1} and answers other bytes") from None
+        except HTTPError as exc:
+            raise OriginCut(str(self.translated(exc, "no byte"))) from exc
+        finally:
+            if response is not None and position != stop:
+                response.close()
+
+    def _ask(
+        self, pools: urllib3.PoolManager, start: int, expected: Version | None, most: int | None
+    ) -> Answer:
         response = None
         try:
-            response = self._request(pools, self._range(start, expected))
+            response = self._request(pools, self._range(start, expected, most))
             if response.status == 416:
-                return self._nothing_left(pools, response, start, expected)
+                return self._nothing_left(response, start, expected, most)
             self._refuse(response)
-            found, first, stop = self._place(response, start)
+            found, first, stop = self._place(response, start, most)
             same_version(self.url, expected, found)
-            return _HttpStream(self, self._session, pools, response, found, (first, start, stop))
+            is_part = response.status == 206 and most is not None
+            return Answer(response, found, first, start, stop, is_part)
         except BaseException as exc:
             if response is not None:
                 response.close()
-            close_pools(pools)
             if isinstance(exc, HTTPError):
-                raise self._translated(exc, "no answer") from exc
+                raise self.translated(exc, "no answer") from exc
             raise
 
-    def _range(self, start: int, expected: Version | None) -> dict[str, str]:
-        if start == 0:
+    def _range(self, start: int, expected: Version | None, most: int | None) -> dict[str, str]:
+        if start == 0 and most is None:
             return {}
+        stop = "" if most is None else start + most - 1
         condition = {"If-Range": expected.etag} if expected is not None and expected.etag else {}
-        return {"Range": f"bytes={start}-", **condition}
+        return {"Range": f"bytes={start}-{stop}", **condition}
 
-    def _request(self, pools: urllib3.PoolManager, what: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
-        """Follow redirects, within http(s) only; what proves who asks stays with the URL's host."""
-        target, headers = self._target, self._with_headers(what, self._headers)
+    def _request(
+        self, pools: urllib3.PoolManager, what: Mapping[str, str], at: _Place | None = None
+    ) -> urllib3.BaseHTTPResponse:
+        """Follow redirects, within http(s) only; what proves who asks stays with the URL's host.
+
+        Args:
+            at: where an earlier request was led to, so that this one needn't be.
+        """
+        target, is_own = at or _Place(self._target, True)
+        headers = self._with_headers(what, self._headers if is_own else {})
         timeout = urllib3.Timeout(connect=self._session.options.connect_seconds, read=WAKE_SECONDS)
         for _ in range(self._redirects + 1):
             self._session.check(self.url)
@@ -112,11 +217,13 @@ class HttpOrigin:
                 )
             place = response.headers.get("Location")
             if response.status not in _REDIRECTING or not place:
+                if at is None:
+                    self._answered = _Place(target, is_own)
                 return response
             response.close()
             before, target = target, self._redirected(target, place)
             if not _is_same_host(before, target):
-                headers = self._with_headers(what, {})
+                is_own, headers = False, self._with_headers(what, {})
         if self._redirects == 0:
             raise OriginError(
                 f"{self.url} redirects to {redact(target)}, and the command doesn't follow: give curl -L"
@@ -157,7 +264,9 @@ class HttpOrigin:
                 "its bytes and ranges would not be the tar's; store it without an encoding"
             )
 
-    def _place(self, response: urllib3.BaseHTTPResponse, start: int) -> tuple[Version, int, int | None]:
+    def _place(
+        self, response: urllib3.BaseHTTPResponse, start: int, most: int | None = None
+    ) -> tuple[Version, int, int | None]:
         """The version that answers, its body's first byte and the byte after its last, if that is stated."""
         etag, modified = strong(response.headers.get("ETag")), response.headers.get("Last-Modified")
         stated = response.headers.get("Content-Length", "")
@@ -169,35 +278,37 @@ class HttpOrigin:
         given = response.headers.get("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(given.strip())
         if match is None or match[1] is None or int(match[1]) != start or int(match[2]) < start:
+            if most is not None:
+                raise _NoRanges
             raise OriginError(f"{self.url} was asked for bytes from {start} and answers {given!r}")
         stop = int(match[2]) + 1
         size = None if match[3] == "*" else int(match[3])
         if (size is not None and stop > size) or (length is not None and length != stop - start):
+            if most is not None:
+                raise _NoRanges
             raise OriginError(f"{self.url} contradicts itself: {given!r} with a Content-Length of {length}")
         return Version(size, etag, modified), start, stop
 
     def _nothing_left(
-        self,
-        pools: urllib3.PoolManager,
-        response: urllib3.BaseHTTPResponse,
-        start: int,
-        expected: Version | None,
-    ) -> _HttpStream:
+        self, response: urllib3.BaseHTTPResponse, start: int, expected: Version | None, most: int | None
+    ) -> Answer:
         """416: right where the shard ends at `start`, and else another version."""
         match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
         total = int(match[3]) if match is not None and match[3] != "*" else None
         if total is None and expected is not None:
             total = expected.size
         if total != start:
+            if most is not None:
+                raise _NoRanges
             size = "an unknown number of" if total is None else total
             raise DatasetChanged(f"{self.url} has no byte {start} (416): it has {size} bytes now")
         found = Version(start, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
         same_version(self.url, expected, found)
         response.close()
-        return _HttpStream(self, self._session, pools, None, found, (start, start, start))
+        return Answer(None, found, start, start, start)
 
-    def _translated(self, exc: HTTPError, what: str) -> OriginError:
-        """An error of urllib3 as ours. What is our own already (from connecting) comes back with the URL."""
+    def translated(self, exc: HTTPError, what: str) -> OriginError:
+        """Return an error of urllib3 as ours; what is our own already (from connecting) gets the URL."""
         self._session.check(self.url)
         for inner in (exc, *exc.args, exc.__cause__):
             if isinstance(inner, OriginError):
@@ -210,87 +321,6 @@ class HttpOrigin:
         if isinstance(exc, ProtocolError | ProxyError | SSLError):
             return OriginUnavailable(f"{self.url}: {what}: {reason}")
         return OriginError(f"{self.url}: {reason}")
-
-
-class _HttpStream:
-    """The body of one answer; what stands before the byte asked for is read and dropped."""
-
-    def __init__(
-        self,
-        origin: HttpOrigin,
-        session: Session,
-        pools: urllib3.PoolManager,
-        response: urllib3.BaseHTTPResponse | None,
-        version: Version,
-        place: tuple[int, int, int | None],
-    ) -> None:
-        self.version = version
-        self._origin, self._session = origin, session
-        self._pools, self._response = pools, response
-        self._position, self._start, self._stop = place
-
-    def chunks(self) -> Iterator[bytes]:
-        """Give the bytes as they come off the socket, up to `chunk_bytes` at once."""
-        while self._response is not None:
-            begin = self._position
-            yield from self._body(self._response)
-            if self._is_end(self._response) or not self._goes_on(begin):
-                return
-
-    def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-        read1, size = response.read1, self._session.options.chunk_bytes
-        while True:
-            try:
-                chunk = read1(size, decode_content=False)
-            except HTTPError as exc:
-                raise self._broken(exc) from exc
-            if not chunk:
-                return
-            before, self._position = self._position, self._position + len(chunk)
-            self._session.count("origin_bytes", len(chunk))
-            if before >= self._start:
-                yield chunk
-            elif self._position > self._start:
-                yield chunk[self._start - before :]
-
-    def close(self) -> None:
-        """Close the connection; idempotent."""
-        if self._response is not None:
-            self._response.close()
-        close_pools(self._pools)
-
-    def _broken(self, exc: HTTPError) -> OriginError:
-        error = self._origin._translated(exc, "no byte")
-        if isinstance(error, OriginUnavailable):
-            return OriginCut(
-                f"{self._origin.url}: the connection broke at byte {self._position} of {self._of}"
-            )
-        return error
-
-    def _is_end(self, response: urllib3.BaseHTTPResponse) -> bool:
-        """The body is over; is the shard? A body that ends with its connection proves nothing."""
-        size, stop = self.version.size, self._stop
-        if (stop is not None and self._position < stop) or (size is not None and self._position < size):
-            raise OriginCut(f"{self._origin.url}: ended at byte {self._position} of {self._of}")
-        return stop is not None or "chunked" in response.headers.get("Transfer-Encoding", "").lower()
-
-    def _goes_on(self, begin: int) -> bool:
-        """Ask for what stands behind the body's end, and if there is something, read on from there."""
-        self.close()
-        more = self._origin.open(self._position, self.version)
-        if more._position == self._position and more._stop != self._position and self._position > begin:
-            self._pools, self._response = more._pools, more._response
-            self._stop, self.version = more._stop, more.version
-            return True
-        more.close()
-        size = more.version.size
-        if more._position == self._position != more._stop or (size is not None and size != self._position):
-            raise OriginCut(f"{self._origin.url}: ended at byte {self._position}, but goes on there")
-        return False
-
-    @property
-    def _of(self) -> str:
-        return "unknown" if self.version.size is None else str(self.version.size)
 
 
 def _said(response: urllib3.BaseHTTPResponse) -> str:

@@ -1,0 +1,96 @@
+"""Ordered ranges of one shard, some of them under way at once; they start small and grow (step F).
+
+Knows nothing of requests: object stores and web servers each give it what asks for one range.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from streamload.origins.protocol import OriginOptions
+
+_QUICK_SECONDS = 1.0
+_SMALLEST_SHARE = 8
+
+
+class Part(Protocol):
+    """One range on its way. It gives exactly its bytes, or raises.
+
+    Attributes:
+        size_bytes: how many it gives.
+        seconds: from asking to the arrival of its last byte; None until then.
+    """
+
+    size_bytes: int
+    seconds: float | None
+
+    def chunks(self) -> Iterator[bytes]:
+        """Give the bytes in order, once."""
+        ...
+
+    def cancel(self) -> None:
+        """End it; idempotent."""
+        ...
+
+
+class OrderedParts:
+    """Parts from one byte up to another, asked for side by side and given in order.
+
+    Args:
+        ask: asks for the range from one byte up to another.
+        at_once: how many are under way at most. Those that have come and wait for their turn hold at most
+            so many times `part_limit_bytes`.
+    """
+
+    def __init__(
+        self, ask: Callable[[int, int], Part], start: int, stop: int, at_once: int, options: OriginOptions
+    ) -> None:
+        self._ask, self._asked, self._stop = ask, start, stop
+        self._at_once, self._options = at_once, options
+        self._part_bytes = options.first_part_bytes
+        self._parts: deque[Part] = deque()
+
+    def chunks(self) -> Iterator[bytes]:
+        """Give the bytes in order; at the end, at an error and when left early, no part is under way."""
+        try:
+            while self._parts or self._asked < self._stop:
+                self._ask_more()
+                for chunk in self._parts[0].chunks():
+                    yield chunk
+                    self._ask_more()
+                self._grow(self._parts.popleft().seconds or 0.0)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what is under way; idempotent."""
+        while self._parts:
+            self._parts.pop().cancel()
+
+    def _ask_more(self) -> None:
+        limit = self._at_once * self._options.part_limit_bytes
+        while self._asked < self._stop:
+            under_way = sum(part.seconds is None for part in self._parts)
+            held = sum(part.size_bytes for part in self._parts)
+            size = self._next_bytes()
+            if under_way >= self._at_once or (self._parts and held + size > limit):
+                return
+            start, self._asked = self._asked, self._asked + size
+            self._parts.append(self._ask(start, self._asked))
+
+    def _next_bytes(self) -> int:
+        """Towards the end parts are smaller, so that all connections are of use up to it."""
+        left = self._stop - self._asked
+        share = max(
+            left // self._at_once, self._part_bytes // _SMALLEST_SHARE, self._options.first_part_bytes
+        )
+        return min(left, self._part_bytes, share)
+
+    def _grow(self, seconds: float) -> None:
+        """The next parts are larger as long as that costs no time, and smaller when they come slowly."""
+        if seconds < _QUICK_SECONDS:
+            self._part_bytes = min(self._options.part_limit_bytes, self._part_bytes * 2)
+        elif seconds > 2 * _QUICK_SECONDS:
+            self._part_bytes = max(self._options.first_part_bytes, self._part_bytes // 2)

@@ -1,0 +1,213 @@
+"""The bytes of one shard on a web server: a streaming answer, and what is read behind it (step F).
+
+A shard begins with one answer. Where that came quickly, the same connection goes on with all the rest; where
+it came slowly, as over a link that gives each connection only so much, the rest comes in ranges side by side.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import urllib3
+from urllib3.exceptions import HTTPError
+
+from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
+from streamload.origins.protocol import Session, Version
+from streamload.origins.ranged import OrderedParts
+from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools
+
+if TYPE_CHECKING:
+    from streamload.origins.web import Answer, HttpOrigin
+
+
+class HttpStream:
+    """The bodies of answers, one behind the other; what stands before the byte asked for is dropped."""
+
+    def __init__(
+        self, origin: HttpOrigin, session: Session, pools: urllib3.PoolManager, answer: Answer
+    ) -> None:
+        self.version = answer.version
+        self._origin, self._session = origin, session
+        self._pools, self._answer = pools, answer
+        self._position, self._start = answer.first, answer.start
+        self._waited_seconds, self._read_bytes = 0.0, 0
+        self._parts: _Parts | None = None
+
+    def chunks(self) -> Iterator[bytes]:
+        """Give the bytes as they come off the socket, up to `chunk_bytes` at once."""
+        while (response := self._answer.response) is not None:
+            begin = self._position
+            yield from self._body(response)
+            if self._answer.is_part and self._position == self._answer.stop:
+                size = self.version.size
+                if size == self._position:
+                    return
+                if size is not None and not self._is_quick():
+                    self._parts = _Parts(self._origin, self._session, self._position, self.version)
+                    yield from self._parts.chunks()
+                    return
+                self._take(self._origin.ask(self._pools, self._position, self.version))
+            elif self._is_end(response) or not self._goes_on(begin):
+                return
+
+    def close(self) -> None:
+        """Close the connections; idempotent."""
+        if self._parts is not None:
+            self._parts.close()
+        if self._answer.response is not None:
+            self._answer.response.close()
+        close_pools(self._pools)
+
+    def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+        read1, size = response.read1, self._session.options.chunk_bytes
+        while True:
+            began = time.monotonic()
+            try:
+                chunk = read1(size, decode_content=False)
+            except HTTPError as exc:
+                raise self._broken(exc) from exc
+            if not chunk:
+                return
+            self._waited_seconds += time.monotonic() - began
+            self._read_bytes += len(chunk)
+            before, self._position = self._position, self._position + len(chunk)
+            self._session.count("origin_bytes", len(chunk))
+            if before >= self._start:
+                yield chunk
+            elif self._position > self._start:
+                yield chunk[self._start - before :]
+
+    def _take(self, answer: Answer) -> None:
+        self.version = self.version.completed(answer.version)
+        self._answer, self._position, self._start = answer, answer.first, answer.start
+
+    def _is_quick(self) -> bool:
+        """Whether one connection has brought so much in the time spent waiting for it that it may go on."""
+        return self._read_bytes >= self._waited_seconds * self._session.options.quick_bytes_per_second
+
+    def _broken(self, exc: HTTPError) -> OriginError:
+        error = self._origin.translated(exc, "no byte")
+        if isinstance(error, OriginUnavailable):
+            return OriginCut(
+                f"{self._origin.url}: the connection broke at byte {self._position} of {self._of}"
+            )
+        return error
+
+    def _is_end(self, response: urllib3.BaseHTTPResponse) -> bool:
+        """The body is over; is the shard? A body that ends with its connection proves nothing."""
+        size, stop = self.version.size, self._answer.stop
+        if (stop is not None and self._position < stop) or (size is not None and self._position < size):
+            raise OriginCut(f"{self._origin.url}: ended at byte {self._position} of {self._of}")
+        return stop is not None or "chunked" in response.headers.get("Transfer-Encoding", "").lower()
+
+    def _goes_on(self, begin: int) -> bool:
+        """Ask for what stands behind the body's end, and if there is something, read on from there."""
+        more = self._origin.ask(self._pools, self._position, self.version)
+        if more.first == self._position != more.stop and self._position > begin:
+            self._take(more)
+            return True
+        if more.response is not None:
+            more.response.close()
+        size = more.version.size
+        if more.first == self._position != more.stop or (size is not None and size != self._position):
+            raise OriginCut(f"{self._origin.url}: ended at byte {self._position}, but goes on there")
+        return False
+
+    @property
+    def _of(self) -> str:
+        return "unknown" if self.version.size is None else str(self.version.size)
+
+
+class _Parts:
+    """The rest of a shard in ranges side by side, each read by a thread over a connection that is kept."""
+
+    def __init__(self, origin: HttpOrigin, session: Session, start: int, version: Version) -> None:
+        self._origin, self._session, self._version = origin, session, version
+        self._closed = _Either(session.stop)
+        own = Session(session.options, session.counts, self._closed)
+        self._pools = open_pools(own, origin.target, connections=session.options.parts)
+        self._parts = OrderedParts(
+            self._ask, start, version.size or 0, session.options.parts, session.options
+        )
+
+    def chunks(self) -> Iterator[bytes]:
+        for chunk in self._parts.chunks():
+            self._session.count("origin_bytes", len(chunk))
+            yield chunk
+
+    def close(self) -> None:
+        self._closed.set()
+        self._parts.close()
+        close_pools(self._pools)
+
+    def _ask(self, start: int, stop: int) -> _RangePart:
+        return _RangePart(
+            self._origin, self._session, self._pools, (start, stop), self._version, self._closed
+        )
+
+
+class _RangePart:
+    """One range, read by a thread of its own, given in order by whose turn it is."""
+
+    def __init__(
+        self,
+        origin: HttpOrigin,
+        session: Session,
+        pools: urllib3.PoolManager,
+        place: tuple[int, int],
+        version: Version,
+        closed: threading.Event,
+    ) -> None:
+        self.size_bytes = place[1] - place[0]
+        self.seconds: float | None = None
+        self._origin, self._session, self._pools = origin, session, pools
+        self._place, self._version, self._closed = place, version, closed
+        self._came: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="streamload-range", daemon=True)
+        self._thread.start()
+
+    def chunks(self) -> Iterator[bytes]:
+        while True:
+            try:
+                came = self._came.get(timeout=WAKE_SECONDS)
+            except queue.Empty:
+                self._session.check(self._origin.url)
+                continue
+            if came is None:
+                self._thread.join()
+                return
+            if isinstance(came, BaseException):
+                self._origin.keep_to_one_connection()
+                raise came
+            yield came
+
+    def cancel(self) -> None:
+        self._closed.set()  # one that fails ends all: who comes next begins anew at the byte
+        self._thread.join()
+
+    def _work(self) -> None:
+        began = time.monotonic()
+        try:
+            for chunk in self._origin.read_range(self._pools, *self._place, self._version):
+                if self._closed.is_set():
+                    raise OriginStopped(f"{self._origin.url}: this range isn't needed any more")
+                self._came.put(chunk)
+            self.seconds = time.monotonic() - began
+            self._came.put(None)
+        except BaseException as exc:
+            self._came.put(exc)
+
+
+class _Either(threading.Event):
+    """Set when it is set, or when another one is."""
+
+    def __init__(self, other: threading.Event) -> None:
+        super().__init__()
+        self._other = other
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._other.is_set()
