@@ -4,6 +4,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import logging
 import platform
 import shutil
 import signal
@@ -32,6 +33,9 @@ def main() -> int:
     )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    logging.getLogger("streamload").addHandler(
+        logging.NullHandler()
+    )  # what it warns of is what is done to it
     numbers = {int(number) for number in given.rows.split(",")} if given.rows else None
     rows = [row for row in ROWS if numbers is None or row.number in numbers]
     results = []

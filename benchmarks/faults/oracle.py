@@ -1,8 +1,8 @@
 """What must hold, by letter: one attempt's findings, a watch over the disk, and a look at what was left.
 
-N nothing lost · D nothing doubled · B byte-identical · T no temporary files or locks left after the next start ·
-K disk use never over the limit · C every published shard verifies offline · L no process, thread, descriptor or
-shared memory left, and an end in time · E one typed error that names the shard and the cause
+N nothing lost · D nothing doubled · B byte-identical · T no temporary files or locks left after the next
+start · K disk use never over the limit · C every published shard verifies offline · L no process, thread,
+descriptor or shared memory left, and an end in time · E one typed error that names the shard and the cause
 """
 
 import contextlib

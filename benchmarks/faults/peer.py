@@ -1,4 +1,4 @@
-"""The same faults on webdataset's `cache_dir`, used as its documentation says; what it promises is held to it.
+"""The same faults on webdataset's `cache_dir`, used as its documentation says.
 
     wds.WebDataset(urls, shardshuffle=False, cache_dir=...)
 
@@ -159,7 +159,7 @@ def cut(attempt: Attempt) -> None:
 
 
 def bad_answer(attempt: Attempt) -> None:
-    """Row 12: something that isn't a shard: an error, or (with its handler that goes on) the others exactly."""
+    """Row 12: something that isn't a shard: an error."""
     data = attempt.borrow(attempt.seed, counts=processes.COUNTS)
     kind = attempt.variant.partition(", ")[0]
     name = attempt.rng.choice(data.paths).name

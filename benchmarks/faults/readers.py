@@ -6,15 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.faults.data import Samples, digest_of
 from streamload.cache.follow import Shard, ShardView
 from streamload.cache.runs import Run
 from streamload.cache.shard_cache import verdict_error
+from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
-from streamload.origins.origin import Origin, OriginOptions, open_origin
+from streamload.origins.origin import (
+    Origin,
+    OriginOptions,
+    Version,
+    has_ranges,
+    open_origin,
+    read_range,
+)
 from streamload.prefetch.ahead import Ahead
 from streamload.shards.samples import Entry
 
@@ -35,6 +43,8 @@ class Reading:
         shards: in this order, each once.
         ahead: how many shards behind the one that is read are filled.
         deadline_seconds: after which it is a hang.
+        no_room_seconds: after which samples of a shard that finds no room are read by range.
+        stopped_seconds: after which a filler that shows no life is taken over from.
         between: called after each sample, with the number of samples so far.
     """
 
@@ -45,6 +55,8 @@ class Reading:
     ahead: int = 1
     threads: int = 1
     deadline_seconds: float = 20.0
+    no_room_seconds: float = 3.0
+    stopped_seconds: float = 0.6
     open_origin: Callable[[Shard, threading.Event, Counters], Origin] | None = None
     between: Callable[[int], object] = lambda n: None
 
@@ -70,12 +82,13 @@ def read(reading: Reading) -> Read:
         tier.sweep()
         with (
             contextlib.closing(Run(tier.root / "runs")) as run,
-            contextlib.closing(_ahead(reading, tier, counts)) as ahead,
+            contextlib.closing(Spare(reading.root, counts)) as spare,
+            contextlib.closing(_ahead(reading, tier, spare, counts)) as ahead,
         ):
             for place, shard in enumerate(reading.shards):
                 run.announce(coming.digest for coming in reading.shards[place:])
                 ahead.want([shard], reading.shards[place + 1 : place + 1 + reading.ahead])
-                _read_shard(reading, tier, ahead, shard, found)
+                _read_shard(reading, _Places(tier, spare), ahead, shard, found)
     except Exception as exc:
         found.error = exc
     found.counts = counts.snapshot().as_dict()
@@ -92,10 +105,24 @@ def read_in_child(reading: Reading) -> dict[str, Any]:
     return {"seen": found.seen, "counts": found.counts, "error": error}
 
 
-def _read_shard(reading: Reading, tier: Tier, ahead: Ahead, shard: Shard, found: Read) -> None:
+class _Places(NamedTuple):
+    """Where shards are: in the tier, and in memory what that doesn't take."""
+
+    tier: Tier
+    spare: Spare
+
+    def now(self) -> list[Tier]:
+        return [tier for tier in (self.tier, self.spare.tier) if tier is not None]
+
+
+def _read_shard(reading: Reading, places: _Places, ahead: Ahead, shard: Shard, found: Read) -> None:
     samples = found.seen.setdefault(shard.digest, [])
     deadline = time.monotonic() + reading.deadline_seconds
-    with contextlib.closing(ShardView(tier, shard)) as view:
+
+    def fetch(shard: Shard, version: Version, start: int, stop: int) -> bytes:
+        return read_range(open_origin(shard.url, options=reading.origin), start, stop, version)
+
+    with contextlib.closing(ShardView(places.now, shard, fetch)) as view:
         while True:
             view.refresh()
             while len(samples) < view.count and (sample := view.read(len(samples))) is not None:
@@ -104,6 +131,10 @@ def _read_shard(reading: Reading, tier: Tier, ahead: Ahead, shard: Shard, found:
             if view.ended and len(samples) == view.count:
                 break
             ahead.check()
+            if view.is_stuck:
+                ahead.do_elsewhere(shard)
+            if ahead.refused_seconds(shard) > reading.no_room_seconds:
+                _ = ahead.do_without(shard) or ahead.do_elsewhere(shard)
             if time.monotonic() > deadline:
                 raise Hang(
                     f"{view!r}: {len(samples)} samples after {reading.deadline_seconds:g} s; {ahead!r}"
@@ -122,10 +153,18 @@ def _plain(entry: Entry, data: memoryview) -> list[str]:
     return [entry.key, digest_of(members)]
 
 
-def _ahead(reading: Reading, tier: Tier, counts: Counters) -> Ahead:
+def _ahead(reading: Reading, tier: Tier, spare: Spare, counts: Counters) -> Ahead:
     def opened(shard: Shard, stop: threading.Event) -> Origin:
         if reading.open_origin is not None:
             return reading.open_origin(shard, stop, counts)
         return open_origin(shard.url, options=reading.origin, counters=counts, stop=stop)
 
-    return Ahead(tier, opened, threads=reading.threads, counts=counts)
+    return Ahead(
+        tier,
+        opened,
+        threads=reading.threads,
+        counts=counts,
+        may_be_bare=lambda shard: has_ranges(shard.url),
+        spare=spare,
+        stopped_seconds=reading.stopped_seconds,
+    )

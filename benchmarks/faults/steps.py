@@ -1,8 +1,8 @@
 """Row 2: the operations by which a fill changes its tier, counted one by one, and a kill in front of each.
 
 Python's audit events tell of files that are opened for writing, renamed, removed and made, from inside, in
-front of the operation; what isn't audited (write, pwrite, utime by descriptor) is wrapped. `strace` counts the
-same from outside: the two numbers have to be equal.
+front of the operation; what isn't audited (write, pwrite) is wrapped. `strace` counts the same from outside:
+the two numbers have to be equal.
 """
 
 import json

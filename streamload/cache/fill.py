@@ -58,8 +58,8 @@ class Filled(enum.Enum):
     NO_ROOM = "no room"
     STOPPED = "stopped"
     OUTDATED = "outdated"
-    """What a dead filler left was of another version, or somebody took the part away (where locks do nothing, or
-    the tier was cleared); the next fill begins anew."""
+    """What a dead filler left was of another version, or somebody took the part away (where locks do
+    nothing, or the tier was cleared); the next fill begins anew."""
 
 
 class Outcome(NamedTuple):
@@ -127,7 +127,8 @@ def fill(
             else:
                 part.discard()
             raise
-        job.record(type(exc).__name__, str(exc))
+        says_which = shard.name in str(exc)
+        job.record(type(exc).__name__, str(exc) if says_which else f"{shard.name}: {exc}")
         return Outcome(Filled.GAVE_UP, part.give_up())
     except BaseException as exc:
         job.close()
@@ -137,7 +138,7 @@ def fill(
             raise
         if isinstance(exc, FileNotFoundError) and taken_away:
             return Outcome(Filled.OUTDATED)
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CacheFull(
                 f"no space left for the cache at {part.tier.root}: free some, or lower cache_size"
             ) from exc

@@ -102,12 +102,9 @@ class _Left:
 
 class _FaultyStream:
     def __init__(self, owner: FaultyOrigin, stream: Stream, start: int) -> None:
+        self.version = stream.version
         self._owner, self._stream, self._position = owner, stream, start
         self._closed = threading.Event()
-
-    @property
-    def version(self) -> Version:
-        return self._stream.version
 
     def chunks(self) -> Iterator[bytes]:
         """Give the wrapped origin's bytes up to where it breaks."""
