@@ -299,9 +299,9 @@ class ShardView:
                 continue
             found = self._open(path)
             if found is not None and found.reader.count > number and (bare is None or not found.is_bare):
-                self._bytes = found
-                if bare is not None and bare is not self._index:
-                    bare.close()
+                old, self._bytes = self._bytes, found
+                if old is not None and old is not self._index:
+                    old.close()
                 return found
             if found is not None:
                 found.close()
