@@ -291,7 +291,7 @@ class Tier:
                 return True
             self.counts.add("shards_evicted", len(leaving))
             for path in leaving:
-                shutil.rmtree(path, ignore_errors=True)
+                self._delete(path)
         return False
 
     def sweep(self) -> None:
@@ -308,7 +308,7 @@ class Tier:
             runs.waits(self.root / "runs", ())
             leaving = list(self.own("trash"))
         for path in leaving:
-            shutil.rmtree(path, ignore_errors=True)
+            self._delete(path)
 
     def out_of_sight(self, path: Path) -> Path:
         """Take a directory of the tier away by one rename; where it is now, for its files to be deleted."""
@@ -319,11 +319,13 @@ class Tier:
     def trash(self, path: Path) -> bool:
         """Take a directory of the tier away: first out of sight, by one rename, then its files.
 
+        What somebody still reads stays in the trash, so that it counts, until he is through.
+
         Returns:
             False if the disk doesn't allow it.
         """
         try:
-            shutil.rmtree(self.out_of_sight(path), ignore_errors=True)
+            self._delete(self.out_of_sight(path))
         except FileNotFoundError:
             return not path.exists()
         except OSError:
@@ -339,9 +341,11 @@ class Tier:
         """Under the lock: note the reservation ([]), or say what has to be deleted first (None: can't be)."""
         with exclusive(self.root / "lock"):
             held = [shard for shard in self.shards() if shard.path != part.path]
-            leaving = list(self.own("trash"))
+            in_trash = list(self.own("trash"))
+            leaving = [path for path in in_trash if _is_unread(path)]
             leaving_bytes = sum(map(bytes_below, leaving))
-            excess = sum(shard.size_bytes for shard in held) + leaving_bytes + size_bytes - self.limit_bytes
+            trash_bytes = sum(map(bytes_below, in_trash))
+            excess = sum(shard.size_bytes for shard in held) + trash_bytes + size_bytes - self.limit_bytes
             if excess <= 0:
                 write_whole(part.path / "reserved", str(size_bytes))
                 return []
@@ -363,6 +367,11 @@ class Tier:
         except FileNotFoundError:
             return self.root / "trash" / path.name
 
+    def _delete(self, path: Path) -> None:
+        """Delete what is out of sight, unless somebody still reads it: until then it takes its room."""
+        if _is_unread(path):
+            shutil.rmtree(path, ignore_errors=True)
+
     def _drop_if_useless(self, part: Path) -> None:
         """Under the lock: take an orphan away whose shard is published, or whose filler never began."""
         lock = FileLock.acquire(part / "index")
@@ -380,8 +389,9 @@ class Tier:
         lock = FileLock.acquire(verdict / "names")
         if lock is None:
             return True
-        self.trash(verdict)
-        lock.close()
+        with contextlib.suppress(OSError), contextlib.closing(lock):
+            verdict = self.out_of_sight(verdict)
+        self._delete(verdict)
         return False
 
     def _size(self, path: Path, kind: str) -> int:
@@ -468,6 +478,15 @@ def _is_closed(shard: HeldShard) -> bool:
         return False
     lock.close()
     return True
+
+
+def _is_unread(path: Path) -> bool:
+    """Whether nobody reads a directory that is out of sight: nobody can begin to any more."""
+    lock = FileLock.acquire(path / "names")
+    if lock is not None:
+        lock.close()
+        return True
+    return not (path / "names").exists()
 
 
 def bytes_below(path: Path) -> int:
