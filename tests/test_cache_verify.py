@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tarfile
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -486,3 +488,23 @@ def test_verification_that_is_given_up_ends_its_threads(
         looks = verify(filled.tier, jobs=2)
         next(looks)
         looks.close()  # type: ignore[attr-defined]
+
+
+def test_a_large_sample_is_not_read_into_memory_at_once(tmp_path: Path) -> None:
+    size = 48 << 20
+    path = tmp_path / "large.tar"
+    with tarfile.open(path, "w") as tar, open("/dev/zero", "rb") as zeros:
+        info = tarfile.TarInfo("a.jpg")
+        info.size = size
+        tar.addfile(info, zeros)
+    tier = Tier(warm(f"pipe:cat {path}", cache_dir=tmp_path / "tier", cache_size="1GB").cache_dir)
+    tracemalloc.start()
+    try:
+        (look,) = verify(tier, jobs=1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert look is not None
+    assert look.damage is None
+    assert look.size_bytes == size
+    assert peak < 8 << 20

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from tiers import flip, listing, payload_start
+from tiers import Filled, flip, listing, payload_start
 
 from streamload.cache.locks import FileLock
 from streamload.cli import main
@@ -286,3 +286,16 @@ class Terminal(io.StringIO):
 
     def isatty(self):
         return True
+
+
+def test_cache_ls_and_stat_show_an_index_without_data_as_what_it_is(streamload, tmp_path):
+    filled = Filled(tmp_path)
+    try:
+        filled.bare(1)
+        states = {row["url"]: row["state"] for row in listed(streamload, filled.root)["shards"]}
+        assert states[filled.urls[1]] == "index only"
+        assert sorted(states.values())[:-1] == ["complete"] * (len(filled.urls) - 1)
+        _, out, _ = streamload("cache", "stat", "--cache-dir", filled.root)
+        assert any(line.split()[:4] == ["indexes", "without", "data", "1"] for line in out.splitlines())
+    finally:
+        filled.close()

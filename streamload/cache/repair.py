@@ -93,7 +93,11 @@ def _from_index(damage: Damage, storage: dict[str, Any] | None) -> Shard | None:
 
 def _without_fetching(damage: Damage) -> Repair:
     if not damage.taken_out:
-        return Repair(damage, "stays: it is in use, or holds what the tier did not make", is_done=False)
+        return Repair(
+            damage,
+            "stays: it is in use, holds what the tier did not make, or the disk refuses",
+            is_done=False,
+        )
     if damage.room != "shards":
         return Repair(damage, "taken out", is_done=True)
     return Repair(damage, f"taken out; the next run that needs it fetches it ({_HINT})", is_done=False)

@@ -265,8 +265,11 @@ def _take_out(tier: Tier, held: HeldShard, directory: int) -> bool:
             with unused(held) as is_unused:
                 if not is_unused:
                     return False
+        try:
+            leaving = tier.out_of_sight(held.path)
+        except OSError:  # the disk doesn't allow it
+            return False
         tier.counts.add("checksum_failures")
-        leaving = tier.out_of_sight(held.path)
     shutil.rmtree(leaving, ignore_errors=True)
     return True
 
