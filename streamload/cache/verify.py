@@ -248,6 +248,8 @@ class _Look:
                 block = os.pread(data, min(_READ_BYTES, stop - start), start)
                 if not block:
                     return None
+                if self._halt.is_set():
+                    raise _Halted
                 digest.update(block)
                 start += len(block)
                 self.read_bytes += len(block)
