@@ -340,3 +340,19 @@ def test_the_part_of_another_living_process_stays_until_that_is_killed(filled: F
     filler.join()
     assert take_inventory(filled.tier).orphaned_parts.count == 1
     assert len(collect_garbage(filled.tier).removed) == 1
+
+
+def test_trash_that_somebody_reads_still_stays_and_counts_until_he_is_through(filled: Filled) -> None:
+    reader = ShardView(filled.tier, shard_of(filled.urls[1], None))
+    filled.tier.trash(filled.shard(1))
+    (trash,) = (filled.root / "trash").iterdir()
+    for dry_run in (True, False):
+        removal = collect_garbage(filled.tier, limit_bytes=filled.tier.used_bytes - 1, dry_run=dry_run)
+        assert len(removal.removed) == 1
+        assert removal.removed[0].why == "over the limit"
+        assert [(item.path, item.url) for item in removal.kept] == [(f"trash/{trash.name}", filled.urls[1])]
+        assert trash.exists()
+    assert removal.used_bytes == filled.tier.used_bytes <= removal.limit_bytes
+    assert all(reader.read(number) is not None for number in range(SAMPLES))
+    reader.close()
+    assert removed(collect_garbage(filled.tier)) == {f"trash/{trash.name}": "was being deleted"}

@@ -7,7 +7,6 @@ of the directory's, out of sight by one rename before its files are deleted. Wha
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from streamload.cache import ledger, runs
 from streamload.cache.fill import can_be_taken_up
-from streamload.cache.inventory import Foreign, foreign, foreign_in, is_filled, url_of
+from streamload.cache.inventory import Foreign, foreign, foreign_in, is_filled, is_read, url_of
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.tier import Tier, bytes_below
@@ -27,6 +26,7 @@ _IN_USE = {
     "bare": "a process has it open",
     "parts": "a process fills or reads it",
     "gone": "a process heeds its verdict",
+    "trash": "a process has it open still; it goes once that is through",
 }
 
 
@@ -171,6 +171,7 @@ class _Broom:
         for path in list(self._tier.own("trash")):
             item = Item(self._name(path), url_of(path), bytes_below(path), "was being deleted")
             if path.exists():  # else whoever was deleting it is through
+                self._taken.add(path)
                 self._delete(path, item)
         with exclusive(self._tier.root / "lock"):
             for path in runs.own(self._tier.root / "runs"):
@@ -190,10 +191,11 @@ class _Broom:
         for _ in range(_ROUNDS):
             with exclusive(self._tier.root / "lock"):
                 held = [shard for shard in self._tier.shards() if shard.path not in self._taken]
-                excess_bytes = sum(shard.size_bytes for shard in held) - limit_bytes
+                in_trash = [path for path in self._tier.own("trash") if path not in self._taken]
+                used_bytes = sum(shard.size_bytes for shard in held) + sum(map(bytes_below, in_trash))
                 needed = runs.waits(self._tier.root / "runs", sorted({shard.digest for shard in held}))
                 chosen = ledger.victims(
-                    held, needed, newcomer_wait=-1.0, excess_bytes=excess_bytes, may_go=_may_go
+                    held, needed, newcomer_wait=-1.0, excess_bytes=used_bytes - limit_bytes, may_go=_may_go
                 )
                 if chosen is None:  # not as much as that may go: then all that may
                     chosen = [shard for shard in held if _may_go(shard)]
@@ -215,11 +217,13 @@ class _Broom:
         )
 
     def _delete(self, path: Path | None, item: Item) -> None:
+        """Delete what is out of sight, as far as nobody reads it still; until then it takes its room."""
+        if path is not None and is_read(path):
+            self._taken.discard(path)
+            self._keep(item, _IN_USE["trash"])
+            return
         if path is not None and not self._dry_run:
-            shutil.rmtree(path, ignore_errors=True)
-            if path.exists():
-                self._keep(item, f"could not be deleted in {self._name(path)}")
-                return
+            self._tier.delete(path)
         self._removed.append(item)
 
     def _unlink(self, path: Path, why: str) -> None:

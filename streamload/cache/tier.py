@@ -291,7 +291,7 @@ class Tier:
                 return True
             self.counts.add("shards_evicted", len(leaving))
             for path in leaving:
-                self._delete(path)
+                self.delete(path)
         return False
 
     def sweep(self) -> None:
@@ -308,7 +308,7 @@ class Tier:
             runs.waits(self.root / "runs", ())
             leaving = list(self.own("trash"))
         for path in leaving:
-            self._delete(path)
+            self.delete(path)
 
     def out_of_sight(self, path: Path) -> Path:
         """Take a directory of the tier away by one rename; where it is now, for its files to be deleted."""
@@ -325,7 +325,7 @@ class Tier:
             False if the disk doesn't allow it.
         """
         try:
-            self._delete(self.out_of_sight(path))
+            self.delete(self.out_of_sight(path))
         except FileNotFoundError:
             return not path.exists()
         except OSError:
@@ -367,7 +367,7 @@ class Tier:
         except FileNotFoundError:
             return self.root / "trash" / path.name
 
-    def _delete(self, path: Path) -> None:
+    def delete(self, path: Path) -> None:
         """Delete what is out of sight, unless somebody still reads it: until then it takes its room."""
         if _is_unread(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -391,7 +391,7 @@ class Tier:
             return True
         with contextlib.suppress(OSError), contextlib.closing(lock):
             verdict = self.out_of_sight(verdict)
-        self._delete(verdict)
+        self.delete(verdict)
         return False
 
     def _size(self, path: Path, kind: str) -> int:

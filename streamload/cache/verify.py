@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
@@ -272,7 +271,7 @@ def _take_out(tier: Tier, held: HeldShard, directory: int) -> bool:
         except OSError:  # the disk doesn't allow it
             return False
         tier.counts.add("checksum_failures")
-    shutil.rmtree(leaving, ignore_errors=True)
+    tier.delete(leaving)
     return True
 
 
