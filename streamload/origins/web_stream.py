@@ -47,6 +47,7 @@ class HttpStream:
                 if size == self._position:
                     return
                 if size is not None and not self._is_quick():
+                    close_pools(self._pools)  # not one connection more than parts
                     self._parts = _Parts(self._origin, self._session, self._position, self.version)
                     yield from self._parts.chunks()
                     return
