@@ -100,6 +100,13 @@ def test_a_quick_server_is_asked_for_all_the_rest_over_the_same_connection(serve
     assert_each_byte_was_asked_for_once(server)
 
 
+def test_a_quick_server_that_stops_doing_ranges_sends_what_was_read_again(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(first=1), Fault(ignore_range=True))
+    tally = Tally()
+    assert read(server, tally=tally, quick_bytes_per_second=0.0) == BODY
+    assert tally == {"origin_requests": 2, "origin_bytes": len(BODY) + 100_000}
+
+
 def test_a_shard_within_the_first_range_is_one_request(server: ShardServer) -> None:
     assert read(server, first_get_bytes=len(BODY)) == BODY
     assert len(server.log) == 1
