@@ -1,7 +1,6 @@
 """Which part of a shard's life a filling process is in, told from inside it without touching what is shipped.
 
-`tell_stages` wraps the tier's public methods in a forked process; where the process is within a fill is read
-from the disk once it is dead (`state_of`).
+`tell_stages` wraps the tier's public methods, and os.write, in a forked process.
 """
 
 import os
@@ -9,18 +8,16 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.data import Data
 from streamload.cache.tier import Part, Tier
 from streamload.testing.kills import Stage
 
-STATES = ("claiming", "filling", "publishing", "evicting", "taking over")
 
-
-def tell_stages(stage: Stage) -> None:
+def tell_stages(stage: Stage, data: Data) -> None:
     """From now on, this process says what it is doing. For a process that ends soon: it can't be undone."""
+    sizes = {digest: len(content) for digest, content in data.content.items()}
     now = threading.local()  # of each thread: "evicting" is told by an event without arguments of ours
 
     def enter(name: str) -> str:
@@ -50,13 +47,29 @@ def tell_stages(stage: Stage) -> None:
         if part is None:
             enter("reading")
         else:
-            enter(f"{'taking over' if part.orphan is not None else 'filling'} {part.path.name}")
+            now.part, now.written = part, 0
+            enter("taking over" if part.orphan is not None else "filling 0")
         return part
 
     def told_forget_orphan(part: Part) -> None:
         forget_orphan(part)
-        if getattr(now, "stage", "").startswith("taking over"):
-            enter(f"filling {part.path.name}")
+        if getattr(now, "stage", "") == "taking over":
+            filling()
+
+    def filling() -> None:
+        quarter = min(3, 4 * now.written // sizes[now.part.digest])
+        if now.stage != f"filling {quarter}":
+            enter(f"filling {quarter}")
+
+    write = os.write
+
+    def told_write(descriptor: int, chunk: Any) -> int:
+        written = write(descriptor, chunk)
+        if hasattr(now, "part"):  # of a thread that fills: what it writes so is data
+            now.written += written
+            if now.stage.startswith("filling"):
+                filling()
+        return written
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "os.rename" and getattr(now, "stage", "") == "reserving":
@@ -64,6 +77,7 @@ def tell_stages(stage: Stage) -> None:
             if "/trash/" in str(target) and "/shards/" in str(source):
                 enter("evicting")
 
+    os.write = told_write
     Tier.claim = told_claim  # type: ignore[method-assign]
     Part.forget_orphan = told_forget_orphan  # type: ignore[method-assign]
     Part.publish = within("publishing")(Part.publish)  # type: ignore[method-assign]
@@ -71,16 +85,9 @@ def tell_stages(stage: Stage) -> None:
     sys.addaudithook(hook)
 
 
-def state_of(stage: str, root: Path, data: Data) -> str:
+def state_of(stage: str) -> str:
     """The state that a kill hit, in the words of the table; of a fill also how far it was."""
-    name, _, part = stage.partition(" ")
-    if stage.startswith("taking over"):
-        return "taking over"
+    name, _, quarter = stage.partition(" ")
     if name != "filling":
-        return name or "starting"
-    try:
-        filled = (root / "parts" / part / "data").stat().st_size
-    except OSError:
-        filled = 0
-    quarter = min(3, 4 * filled // len(data.content[part[:32]]))
-    return f"{25 * quarter}–{25 * quarter + 25} % filled"
+        return stage or "starting"
+    return f"{25 * int(quarter)}–{25 * int(quarter) + 25} % filled"

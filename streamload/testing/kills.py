@@ -8,6 +8,7 @@ memory that outlives it; so a kill can be aimed at a stage, and what it really h
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -37,6 +38,7 @@ class Stage:
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 2 * _WORD_BYTES)  # the stage, then the one that is waited for
+        self._end: Moment | None = None
         self._bell, self._ring = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ring, False)
@@ -47,10 +49,19 @@ class Stage:
     def enter(self, name: str) -> None:
         """Say what is being done from now on."""
         self._write(0, name)
+        if self._end is not None and name.startswith(self._end.stage):
+            end, self._end = self._end, None
+            _kill_this_process_in(end.seconds)
         aim = self._word(_WORD_BYTES)
         if aim and name.startswith(aim):
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ring, b".")
+
+    def end_at(self, moment: Moment) -> None:
+        """Have the kernel kill this process at a moment: to the microsecond, whatever it is doing then."""
+        self._end = moment
+        if not moment.stage:
+            self.enter(str(self))
 
     def wait_for(self, name: str, seconds: float) -> bool:
         """Wait until a stage is entered whose name begins so; False if it isn't in time."""
@@ -83,6 +94,7 @@ class Child:
 
     Args:
         work: called in the process with its stage; what it returns has to be fit for JSON.
+        kill_at: when the kernel kills it (None: it lives).
         limit_seconds: after which the process ends by itself, whoever forgot about it.
 
     Attributes:
@@ -90,19 +102,27 @@ class Child:
         status: its exit status once it has ended (negative: the signal that ended it), None before.
         result: what the function returned, None before.
         error: the traceback of what it raised, empty if nothing.
+        killed_in: the stage in which a SIGKILL ended it, None if none did.
     """
 
-    def __init__(self, work: Callable[[Stage], Any], *, limit_seconds: float = 120.0) -> None:
+    def __init__(
+        self,
+        work: Callable[[Stage], Any],
+        *,
+        kill_at: Moment | None = None,
+        limit_seconds: float = 120.0,
+    ) -> None:
         self.stage = Stage()
         self.status: int | None = None
         self.result: Any = None
         self.error = ""
+        self.killed_in: str | None = None
         self._said = os.memfd_create("child")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork in a process with threads
             self.pid = os.fork()
         if not self.pid:
-            self._work(work, limit_seconds)
+            self._work(work, kill_at, limit_seconds)
 
     def __enter__(self) -> Child:
         return self
@@ -119,9 +139,8 @@ class Child:
             return None
         os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
-        stage = str(self.stage)
         self._ended(status)
-        return stage if self.status == -signal.SIGKILL else None
+        return self.killed_in
 
     def stop(self) -> str:
         """SIGSTOP, and wait until it holds; returns the stage that it hit."""
@@ -166,16 +185,20 @@ class Child:
         self.status = os.waitstatus_to_exitcode(status)
         said = os.pread(self._said, os.fstat(self._said).st_size, 0)
         os.close(self._said)
+        if self.status == -signal.SIGKILL:
+            self.killed_in = str(self.stage)
         self.stage.close()
         if said:
             self.result, self.error = json.loads(said)
 
-    def _work(self, work: Callable[[Stage], Any], limit_seconds: float) -> None:
+    def _work(self, work: Callable[[Stage], Any], kill_at: Moment | None, limit_seconds: float) -> None:
         """The process from the fork to its end; doesn't return."""
         said, status = "", 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, limit_seconds)
+            if kill_at is not None:
+                self.stage.end_at(kill_at)
             said = json.dumps([work(self.stage), ""])
             status = 0
         except BaseException:
@@ -222,24 +245,25 @@ def kill_loop(
     """
     hits = []
     for moment in moments:
-        with Child(work, limit_seconds=limit_seconds) as child:
-            if not moment.stage or _comes_to(child, moment.stage, limit_seconds):
-                child.join(moment.seconds)
-            hit = Hit(moment, child.kill())
-        if child.status not in {0, -signal.SIGKILL}:
-            raise ChildFailed(child.error or f"ended with status {child.status} by itself")
+        with Child(work, kill_at=moment, limit_seconds=limit_seconds) as child:
+            if child.join(limit_seconds) not in {0, -signal.SIGKILL}:
+                raise ChildFailed(child.error or f"ended with status {child.status} by itself")
+            hit = Hit(moment, child.killed_in)
         hits.append(hit)
         after_kill(hit)
     with Child(work, limit_seconds=limit_seconds) as child:
         return hits, child.finish(limit_seconds)
 
 
-def _comes_to(child: Child, stage: str, seconds: float) -> bool:
-    """Whether the process enters a stage before it ends."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if child.stage.wait_for(stage, 0.02):
-            return True
-        if child.join(0.0) is not None:
-            return False
-    return False
+def _kill_this_process_in(seconds: float) -> None:
+    """SIGKILL from a timer of the kernel, which needs no thread of this process to be awake."""
+    if seconds <= 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    event = (ctypes.c_int * 16)(0, 0, signal.SIGKILL, 0)  # sigevent: a value, the signal, SIGEV_SIGNAL
+    timer = ctypes.c_void_p()
+    whole, rest = divmod(max(1, round(seconds * 1e9)), 10**9)
+    when = (ctypes.c_long * 4)(0, 0, whole, rest)  # itimerspec: no interval, then the first time
+    if libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)):
+        raise OSError(ctypes.get_errno(), "no timer for a kill")
+    libc.timer_settime(timer, 0, when, None)
