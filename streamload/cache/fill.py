@@ -288,9 +288,8 @@ class _Fill:
         while not self._part.reserve(needed + growth + spare, self._wait()):
             refusals += 1
             if not patient or self._refused(True) or refusals > _REFUSALS_LIMIT:
-                raise _NoRoom(
-                    data_bytes
-                )  # where two wait for each other's room, one has to give its own back
+                # Where two wait for each other's room, one has to give its own back.
+                raise _NoRoom(data_bytes)
             if self._stop.wait(_NO_ROOM_SECONDS):
                 raise OriginStopped(f"{self._shard.name}: the fill was stopped while it waited for room")
         if patient:

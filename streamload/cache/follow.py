@@ -285,7 +285,7 @@ class ShardView:
             found.close()
             if ended:
                 raise DatasetChanged(
-                    f"{self.shard.name} has ended ({status}) with {count} samples, but this run has begun to "
+                    f"{self.shard.name} has ended ({status}) with {count} samples; this run has begun to "
                     f"read {self.count}"
                 )
 
@@ -327,9 +327,7 @@ class ShardView:
             found = _Source.open(path, self.shard)
         except (FileNotFoundError, CacheCorrupt):
             found = None
-            if before is not None and before == _directory(
-                path
-            ):  # else it was published or evicted meanwhile
+            if before is not None and before == _directory(path):  # else it was published just now
                 self._condemn(path)
         if found is not None and found.is_bare and self._fetch is None:
             found.close()

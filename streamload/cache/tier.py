@@ -295,8 +295,10 @@ class Tier:
         return False
 
     def sweep(self) -> None:
-        """Remove what dead processes left: verdicts that nobody stands by, parts of shards that are published
-        meanwhile, and what was being deleted.
+        """Remove what dead processes left.
+
+        That is: verdicts that nobody stands by, parts of shards that somebody else has published, and what
+        was being deleted.
 
         To be called when a run begins, so that it asks again for what an earlier one could not have.
         """
