@@ -85,9 +85,10 @@ def read(command: str, **options: Any) -> bytes:
 
 
 def headers(seen: Seen) -> dict[str, str]:
-    """What was sent, but for what each client says of itself and of its connection."""
+    """What was sent, but for what each client says of itself, and for which bytes it begins with."""
     lines = {name.lower(): value for name, value in seen.headers.items()}
-    lines.pop("accept-encoding", None)
+    for own in ("accept-encoding", "range"):
+        lines.pop(own, None)
     if re.match("curl/", lines["user-agent"]):
         del lines["user-agent"]
     return lines
