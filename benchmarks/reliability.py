@@ -72,8 +72,9 @@ def machine(result: dict[str, Any]) -> str:
     on = result["machine"]
     found = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        f"{result['date']}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}, tiers on "
-        f"{result['temporary_files_on']}, {'with' if result['strace'] else 'without'} strace; {found}"
+        f"{max(row['date'] for row in result['rows'])}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}, tiers on "
+        f"{result['temporary_files_on']}, {'with' if result['strace'] else 'without'} "
+        f"strace; {found}"
     )
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks import machine, reliability
 from benchmarks.faults import __doc__ as description
@@ -29,41 +30,51 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="each form of each fault once, small")
     parser.add_argument("--no-peer", action="store_true", help="leave webdataset out")
     parser.add_argument(
-        "--out", type=Path, help="file for the JSON; without --rows: benchmarks/results/faults.json"
+        "--out",
+        type=Path,
+        help="file for the JSON, whose other rows stay; default, for all rows: results/faults.json",
     )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    logging.getLogger("streamload").addHandler(
-        logging.NullHandler()
-    )  # what it warns of is what is done to it
+    # What it warns of is what is done to it here.
+    logging.getLogger("streamload").addHandler(logging.NullHandler())
     numbers = {int(number) for number in given.rows.split(",")} if given.rows else None
     rows = [row for row in ROWS if numbers is None or row.number in numbers]
-    results = []
+    out = given.out or (None if numbers or given.short or given.count else RESULTS)
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    results: list[dict[str, Any]] = []
     with Sources() as sources:
         for row in rows:
             full = max(len(row.variants), round(row.count * given.share))
             count = given.count or ((row.short or len(row.variants)) if given.short else full)
             result = run_row(row, sources, count, short=given.short, with_peer=not given.no_peer)
-            results.append(result)
+            results.append(result | {"date": today})
             print(reliability.said(result), flush=True)
-    out = given.out or (RESULTS if numbers is None and not given.short and not given.count else None)
-    if out is not None:
-        content = {
-            "benchmark": "faults",
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "machine": machine.describe(),
-            "versions": {
-                "python": platform.python_version(),
-                **{name: importlib.metadata.version(name) for name in ("streamload", "webdataset", "torch")},
-            },
-            "seeds": "attempt n of a row has seed n",
-            "temporary_files_on": _kind_of(tempfile.gettempdir()),
-            "strace": shutil.which("strace") is not None,
-            "rows": results,
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            if out is not None:  # after each row: a run that is broken off leaves what it has
+                _write(out, results)
     return 0 if all(reliability.passed(result) for result in results) else 1
+
+
+def _write(out: Path, results: list[dict[str, Any]]) -> None:
+    """Write the results; rows in the file that were not run this time stay."""
+    fresh = {(result["row"], result["name"]) for result in results}
+    before = json.loads(out.read_text())["rows"] if out.exists() else []
+    still = {(row.number, row.name) for row in ROWS} - fresh
+    rows = results + [row for row in before if (row["row"], row["name"]) in still]
+    content = {
+        "benchmark": "faults",
+        "machine": machine.describe(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("streamload", "webdataset", "torch")},
+        },
+        "seeds": "attempt n of a row has seed n",
+        "temporary_files_on": _kind_of(tempfile.gettempdir()),
+        "strace": shutil.which("strace") is not None,
+        "rows": sorted(rows, key=lambda row: (row["row"], row["name"])),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _kind_of(directory: str) -> str:
