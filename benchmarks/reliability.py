@@ -71,10 +71,11 @@ def happened(result: dict[str, Any]) -> str:
 def machine(result: dict[str, Any]) -> str:
     on = result["machine"]
     found = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    date = max(row["date"] for row in result["rows"])
+    strace = "with" if result["strace"] else "without"
     return (
-        f"{max(row['date'] for row in result['rows'])}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}, tiers on "
-        f"{result['temporary_files_on']}, {'with' if result['strace'] else 'without'} "
-        f"strace; {found}"
+        f"{date}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}, tiers on "
+        f"{result['temporary_files_on']}, {strace} strace; {found}"
     )
 
 

@@ -88,7 +88,6 @@ def test_the_page_shows_the_results_that_are_committed() -> None:
     assert [(row["row"], row["name"]) for row in result["rows"]] == sorted(
         (row.number, row.name) for row in ROWS
     )
-    assert not any(row.get("failed") for row in result["rows"])
 
 
 def test_data_is_what_tarfile_reads(tmp_path: Path) -> None:
