@@ -68,6 +68,10 @@ class Attempt:
         if not holds:
             self.wrong.append((letter, otherwise))
 
+    def check_seconds(self, seconds: float, limit: float, what: str) -> None:
+        """L: something took no longer than it may. Not in the tests, which measure no time."""
+        self.check("L", self.short or seconds <= limit, f"{what} {seconds:.1f} s, not {limit:g}")
+
     def check_all(self, wrong: Iterable[tuple[str, str]]) -> None:
         self.wrong += wrong
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import origin, processes
+from benchmarks.faults import origin, pipe, processes
 from benchmarks.faults.data import SAMPLES, Data, Samples, digest_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import Hang
@@ -178,11 +178,11 @@ def piped(attempt: Attempt) -> None:
     """Row 13: a command that fails at first: exact, or an error and exact at the next start."""
     data = attempt.borrow(attempt.seed)
     place = attempt.rng.randrange(len(data.shards))
-    command, times = origin.pipe_command(attempt, data.paths[place])
+    command, times = pipe.pipe_command(attempt, data.paths[place])
     urls = [f"pipe:cat {shlex.quote(str(path))}" for path in data.paths]
     urls[place] = f"pipe:{command}"
     result = _reading(urls, attempt.place / "cache")
-    attempt.happened[attempt.variant] += min(times, origin.runs_of(attempt))
+    attempt.happened[attempt.variant] += min(times, pipe.runs_of(attempt))
     _check_exact_or_error(attempt, data, urls, result)
     for _ in range(times):
         again = _reading(urls, attempt.place / "cache")

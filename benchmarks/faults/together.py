@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.faults.data import Data
 from benchmarks.faults.disk import check_goes_on
 from benchmarks.faults.oracle import Attempt, DiskWatch
-from benchmarks.faults.readers import Reading, read_in_child
+from benchmarks.faults.readers import PATIENT, Reading, read_in_child
 from benchmarks.faults.rows import Row
 from streamload.testing.kills import Child, Stage
 
@@ -25,7 +25,7 @@ def same_cold_shard(attempt: Attempt) -> None:
     def work(stage: Stage) -> Any:
         time.sleep(max(0.0, start - time.monotonic()))
         began = time.monotonic()
-        return [read_in_child(Reading(attempt.root, data.shards)), began]
+        return [read_in_child(Reading(attempt.root, data.shards, origin=PATIENT)), began]
 
     with ExitStack() as stack:
         children = [stack.enter_context(Child(work)) for _ in range(processes)]
