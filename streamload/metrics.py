@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 # Why a sample was left out or replaced.
 CAUSES = {
-    "missing": "it has no image or no caption where they were asked for",
+    "missing": "it has no image or no caption where they were asked for, or one of more than 64 MiB",
     "decode": "its image can't be decoded",
     "caption": "its caption can't be read as text, or lacks the field asked for",
 }

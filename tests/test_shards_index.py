@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
 from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
@@ -396,3 +397,37 @@ def test_names_are_json_that_other_tools_can_read(tmp_path):
     start = int(record["names_start"])
     frame = (tmp_path / "names").read_bytes()[start : start + int(record["names_length"])]
     assert json.loads(frame[8:]) == [ODD[0].key, [["jpg", 512, 0]]]
+
+
+def test_names_that_are_another_entrys_are_damage(tmp_path):
+    """Frames of equal length whose own checks hold, one in the other's place."""
+    written = entries_of(5)
+    write(tmp_path, written)
+    records = np.fromfile(tmp_path / "index", RECORD, offset=header_bytes(tmp_path))
+    starts, lengths = records["names_start"].tolist(), records["names_length"].tolist()
+    first, second = (slice(starts[n], starts[n] + lengths[n]) for n in (3, 4))
+    names = bytearray((tmp_path / "names").read_bytes())
+    names[first], names[second] = names[second], names[first]
+    (tmp_path / "names").write_bytes(names)
+    with IndexReader(tmp_path) as reader:
+        assert reader.entry(0) == written[0]
+        for number in (3, 4):
+            with pytest.raises(CacheCorrupt, match=f"not those of entry {number}"):
+                reader.entry(number)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("names_length", 0xFFFF_FFFF), ("names_start", (1 << 64) - 1), ("names_start", 1 << 40)],
+)
+def test_a_forged_place_of_names_is_damage_and_takes_no_memory(tmp_path, field, value):
+    write(tmp_path, entries_of(3), finish=False)
+    data = bytearray((tmp_path / "index").read_bytes())
+    record = np.frombuffer(data, RECORD, offset=header_bytes(tmp_path))[1:2]
+    record[field] = value
+    record["check"] = xxh3_64_intdigest(record.tobytes()[:56])
+    (tmp_path / "index").write_bytes(data)
+    with IndexReader(tmp_path) as reader:
+        assert reader.count == 3
+        with pytest.raises(CacheCorrupt, match="names at byte"):
+            reader.entry(1)

@@ -84,3 +84,17 @@ def test_a_version_changes_with_the_file(shard):
     assert LocalVersion.of(shard) == before
     os.utime(shard, ns=(1, 1))
     assert LocalVersion.of(shard) != before
+
+
+def test_damage_costs_no_sample_in_front_of_it(shard):
+    """However near, and though a file is read by pieces larger than a header."""
+    data = bytearray(shard.read_bytes())
+    whole = indexed(shard)
+    for number in (1, 2, 17, len(whole) - 1):
+        broken = shard.with_name("broken.tar")
+        broken.write_bytes(data[: whole[number].start - 512] + b"x" * 512 + data[whole[number].start :])
+        found, entries = [], index_local(broken)
+        with pytest.raises(ShardFormatError, match=r"broken\.tar: the tar is damaged at byte"):
+            found.extend(some for some in entries)
+        found = [entry for some in found for entry in some]
+        assert found == whole[: number - 1]  # the one before isn't known to be whole

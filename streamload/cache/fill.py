@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from streamload.cache.follow import Shard, is_whole, version_of
+from streamload.cache.follow import Shard, read_sample, version_of
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Part
 from streamload.errors import (
@@ -223,14 +223,16 @@ class _Fill:
             for start in range(0, len(view), BLOCK_BYTES):
                 self._append(scanner.feed(view[start : start + BLOCK_BYTES]))
             return []
+        known_stop = scanner.whole_stop
         try:
             return scanner.feed(chunk)
         except ShardFormatError:
             assert self._index is not None
-            again = ShardScanner(scanner.whole_stop, self._index.count)
+            again = ShardScanner(known_stop, self._index.count)
             with (self._part.path / "data").open("rb") as data, contextlib.suppress(ShardFormatError):
                 data.seek(again.position)
-                while block := data.read(BLOCK_BYTES):
+                # A block at a time, as damage is in a header; payloads in larger pieces.
+                while block := data.read(min(max(BLOCK_BYTES, again.skippable()), _COPY_BYTES)):
                     self._append(again.feed(block))
             raise
 
@@ -354,9 +356,7 @@ def _verified(orphan: Path, most: int | None = None) -> tuple[Version, list[Entr
         version = version_of(index)
         for number in range(0 if index.ended else index.count)[:most]:
             entry = index.entry(number)
-            data.seek(entry.start)
-            content = data.read(entry.stop - entry.start)
-            if len(content) < entry.stop - entry.start or not is_whole(entry, memoryview(content)):
+            if read_sample(data.fileno(), entry, lambda extensions: ()) is None:
                 break
             entries.append(entry)
     return version, entries

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from streamload.shards.local import LocalVersion
 from streamload.shards.record import open_file
 from streamload.shards.samples import Entry
 
+AT_ONCE_BYTES = 64 << 20
+"""The most of a sample that is read at once; of a larger one only the members that are needed are kept."""
+_PIECE_BYTES = 1 << 20
 _STANDSTILL_SECONDS = 0.25
 """How long a source may stand still before the view looks for another one."""
 _BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
@@ -36,11 +40,15 @@ _APPEAR_SECONDS = 0.01
 """How often a view that has no source looks for one."""
 
 
+Needed = Callable[[Collection[str]], Collection[str]]
+"""Extensions of a sample → those whose bytes are needed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """What a run knows of a shard before it has read any of it."""
 
-    url: str
+    url: str = field(repr=False)
     """As listed; it may hold secrets."""
     name: str
     """The URL without secrets: for messages, logs and `__url__`."""
@@ -86,10 +94,7 @@ class _Source:
         if self.is_bare:
             return
         try:
-            if shard.local is not None:
-                self._data = os.open(shard.local, os.O_RDONLY | os.O_CLOEXEC)
-            else:
-                self._data = open_file(path / "data")  # neither a link nor a FIFO
+            self._data = self._open_data(shard.local)
         except BaseException:
             self.reader.close()
             raise
@@ -113,13 +118,25 @@ class _Source:
             pin.close()
             raise
 
-    def bytes_of(self, entry: Entry) -> memoryview | None:
-        """The bytes from the entry's start to its stop; None if they aren't what was written."""
-        with contextlib.suppress(OSError):
-            data = os.pread(self._data, entry.stop - entry.start, entry.start)
-            if len(data) == entry.stop - entry.start and is_whole(entry, memoryview(data)):
-                return memoryview(data)
-        return None
+    def _open_data(self, local: Path | None) -> int:
+        """The data's descriptor; -1 where a verdict says why it isn't there. Neither a link nor a FIFO."""
+        try:
+            if local is None:
+                return open_file(self.path / "data")
+            descriptor = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+            raise FileNotFoundError(f"{local} is not a regular file")
+        except OSError:
+            if self.reader.ended and not self.reader.is_complete and not self.reader.count:
+                return -1
+            raise
+
+    def sample(self, number: int, needed: Needed | None) -> tuple[Entry, memoryview] | None:
+        """See `read_sample`."""
+        entry = self.reader.entry(number)
+        return read_sample(self._data, entry, needed)
 
     def close(self) -> None:
         self.reader.close()
@@ -197,10 +214,15 @@ class ShardView:
             self._look_elsewhere()
         return (self.count, self.ended) != before
 
-    def read(self, number: int) -> tuple[Entry, memoryview] | None:
+    def read(self, number: int, needed: Needed | None = None) -> tuple[Entry, memoryview] | None:
         """Sample `number`: its entry and the bytes from `entry.start` on; None if they aren't there (yet).
 
         Bytes that fail their checksum are taken out of the tier, so that they are fetched again.
+
+        Args:
+            number: of the sample in its shard.
+            needed: says which members of a sample of more than AT_ONCE_BYTES are needed: the entry has only
+                those then. None: all of them, however large.
 
         Raises:
             DatasetChanged: a local file, or the copy that was fetched again, isn't what the run began with.
@@ -212,12 +234,12 @@ class ShardView:
             if source is None:
                 return None
         with contextlib.suppress(CacheCorrupt):
-            entry = source.reader.entry(number)
             if source.is_bare:
+                entry = source.reader.entry(number)
                 return entry, self._fetched(source, entry)
-            data = source.bytes_of(entry)
-            if data is not None:
-                return entry, data
+            found = source.sample(number, needed)
+            if found is not None:
+                return found
             if self.shard.local is not None:
                 raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
         self.distrust()
@@ -375,6 +397,44 @@ def is_of(reader: IndexReader, shard: Shard) -> bool:
     return reader.meta.get("digest", shard.digest) == shard.digest
 
 
+def read_sample(
+    descriptor: int, entry: Entry, needed: Needed | None = None
+) -> tuple[Entry, memoryview] | None:
+    """A sample and its bytes from `entry.start` on; None if they aren't what was written.
+
+    All of it is verified. Of a sample of more than AT_ONCE_BYTES that goes by pieces, and an entry of the
+    members that are needed is returned, with the bytes of these alone.
+    """
+    size = entry.stop - entry.start
+    try:
+        if size > AT_ONCE_BYTES:
+            return _read_pieces(descriptor, entry, entry.sizes if needed is None else needed(entry.sizes))
+        data = os.pread(descriptor, size, entry.start)
+    except OSError:
+        return None
+    return (entry, memoryview(data)) if len(data) == size and is_whole(entry, memoryview(data)) else None
+
+
+def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[Entry, memoryview] | None:
+    digest, data = xxhash.xxh3_64(), bytearray()
+    members = []
+    for extension, start, size in entry.members:
+        if extension in kept:
+            members.append((extension, entry.start + len(data), size))
+        elif entry.checksum is None:
+            continue
+        for at in range(start, start + size, _PIECE_BYTES):
+            piece = os.pread(descriptor, min(_PIECE_BYTES, start + size - at), at)
+            if len(piece) < min(_PIECE_BYTES, start + size - at):
+                return None
+            digest.update(piece)
+            if extension in kept:
+                data += piece
+    if entry.checksum not in (None, digest.intdigest()):
+        return None
+    return replace(entry, members=tuple(members)), memoryview(data)
+
+
 def is_whole(entry: Entry, data: memoryview) -> bool:
     """Whether the bytes are those that were written."""
     if entry.checksum is None:
@@ -394,7 +454,7 @@ def _directory(path: Path) -> tuple[int, int] | None:
 
 
 def _is_outdated(meta: dict[str, object], shard: Shard) -> bool:
-    """Whether a local file was changed since its index was made."""
-    if shard.local is None:
+    """Whether a local file was changed since its index was made; not known of one that couldn't be opened."""
+    if shard.local is None or "mtime_ns" not in meta:
         return False
     return (meta.get("size"), meta.get("mtime_ns")) != LocalVersion.of(shard.local)

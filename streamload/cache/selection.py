@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.shards.index import IndexReader
-from streamload.shards.keys import KeySpec, usable
+from streamload.shards.keys import KeySpec, needed, usable
 from streamload.shards.samples import Entry
 
 Keep = Callable[[Entry], bool]
@@ -28,6 +28,10 @@ class Selection:
     image: KeySpec | None
     text: KeySpec | None
     keep: Keep | None = None
+
+    def needed(self, extensions: Collection[str]) -> set[str]:
+        """The members of a sample that are read of it."""
+        return needed(extensions, self.image, self.text)
 
     def of(self, reader: IndexReader, start: int) -> tuple[npt.NDArray[np.bool_], int]:
         """For each entry from number `start` on whether it is used, and how many lack what is asked for."""

@@ -30,6 +30,8 @@ logger = logging.getLogger("streamload")
 Numbers = npt.NDArray[np.int64]
 _PATIENCE_SHARDS = 3
 _PATIENCE_SAMPLES = 3_000
+_KEYS_SHOWN = 5
+_SHOWN_CHARACTERS = 200
 
 
 class ShardCache:
@@ -104,6 +106,7 @@ class ShardCache:
             if not view.gave_up and not view.is_bare and shard not in self._complete:
                 self._complete.add(shard)
                 self._count("shards_complete", shard)
+                self._warn(view, shard)
         return numbers, view.ended
 
     def view(self, shard: int) -> ShardView:
@@ -115,8 +118,8 @@ class ShardCache:
         return view
 
     def read(self, shard: int, number: int) -> tuple[Entry, memoryview] | None:
-        """The entry and bytes of a sample; None while they aren't in the tier."""
-        return self.view(shard).read(number)
+        """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
+        return self.view(shard).read(number, self._selection.needed)
 
     def keep_open(self, shards: Collection[int]) -> None:
         """Let go of all other shards: they may be evicted."""
@@ -153,6 +156,12 @@ class ShardCache:
         if n and self._counted(shard):
             self._counts.add(name, n)
 
+    def _warn(self, view: ShardView, shard: int) -> None:
+        """Say what is odd about a shard that is whole."""
+        if view.reader is not None and self._counted(shard):
+            for warning in view.reader.warnings:
+                logger.warning("shard %s: %s", view.shard.name, warning)
+
     def _heed(self, view: ShardView, shard: int) -> None:
         """A shard was given up: raise, or pass over it once and for all."""
         reader = view.reader
@@ -188,9 +197,9 @@ class _Barren:
         if self._fertile or view.reader is None:
             return
         self._samples += view.count - start
-        for number in range(start, min(view.count, start + 3)):
+        for number in range(start, min(view.count, start + _KEYS_SHOWN - len(self._keys))):
             entry = view.reader.entry(number)
-            self._keys.append(f"{entry.key} ({', '.join(ext for ext, _, _ in entry.members)})")
+            self._keys.append(_shown(f"{entry.key} ({', '.join(ext for ext, _, _ in entry.members)})"))
         if self._samples >= _PATIENCE_SAMPLES:
             self.complain()
 
@@ -208,13 +217,19 @@ class _Barren:
         """Say what was seen instead of a usable sample; nothing if one was seen."""
         if self._fertile:
             return
-        seen = "; ".join(self._keys[:5]) or "no samples at all"
+        seen = "; ".join(self._keys) or "no samples at all"
         causes = f"; given up: {'; '.join(dict.fromkeys(self._causes[:3]))}" if self._causes else ""
         raise errors.NoValidSamples(
             f"no usable sample in {len(self._ended)} shards and {self._samples} samples "
             f"(first: {', '.join(sorted(self._ended)[:2]) or 'unfinished'}). Seen: {seen}{causes}. "
             f"Check image_key, text_key and keep"
         )
+
+
+def _shown(text: str) -> str:
+    """Names out of a tar as a message may hold them: any length and any bytes are possible there."""
+    printable = text[:_SHOWN_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+    return printable if len(text) <= _SHOWN_CHARACTERS else f"{printable}…"
 
 
 def verdict_error(status: str, cause: str) -> errors.StreamloadError:

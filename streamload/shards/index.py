@@ -197,6 +197,7 @@ class IndexReader:
         self._verified = xxh3_64()
         self._layouts: dict[int, tuple[str, ...]] = {}
         self._layouts_seen = 0
+        self._names_bytes = 0
         self._path = Path(directory)
         self._index = self._names = -1
         try:
@@ -254,17 +255,26 @@ class IndexReader:
 
         Raises:
             IndexError: there is no such entry (yet).
-            CacheCorrupt: its names fail their checksum.
+            CacheCorrupt: its names fail their checksum, or are another entry's.
         """
         if not 0 <= number < self.count:
             raise IndexError(f"entry {number} of {self.count}")
         record = self._buffer[number].item()
-        _, _, flags, _, _, checksum, names_start, names_length, width, height, caption_bytes, _ = record
-        key, members = self._frame_at(names_start, names_length)
+        _, _, flags, start, stop, checksum, names_start, names_length, width, height, caption_bytes, _ = (
+            record
+        )
+        try:
+            key, named = self._frame_at(names_start, names_length)
+            members = tuple([(extension, first, size) for extension, first, size in named])
+            is_its_own = members[0][1] == start and members[-1][1] + members[-1][2] == stop
+        except (IndexError, TypeError, ValueError):
+            is_its_own = False
+        if not is_its_own:
+            raise self._corrupt(f"the names at byte {names_start} are not those of entry {number}")
         return Entry(
             number,
             key,
-            tuple(map(tuple, members)),
+            members,
             width,
             height,
             caption_bytes,
@@ -330,9 +340,10 @@ class IndexReader:
             return False
         try:
             verdict = self._frame_at(int(record["names_start"]), int(record["names_length"]))
-        except CacheCorrupt:
+            status, cause, warnings = str(verdict["status"]), str(verdict["cause"]), list(verdict["warnings"])
+        except (CacheCorrupt, KeyError, TypeError):
             return False
-        self.status, self.cause, self.warnings = verdict["status"], verdict["cause"], verdict["warnings"]
+        self.status, self.cause, self.warnings = status, cause, warnings
         self.size = int(record["stop"])
         self.ended, self.damaged = True, False
         return True
@@ -353,7 +364,9 @@ class IndexReader:
         self.count = count
 
     def _frame_at(self, start: int, length: int):  # type: ignore[no-untyped-def]
-        frame = read_at(self._names, length, start)
+        if start + length > self._names_bytes:  # asked once; what is beyond the file isn't asked for at all
+            self._names_bytes = os.fstat(self._names).st_size
+        frame = read_at(self._names, length, start) if start + length <= self._names_bytes else b""
         value = unpack_frame(frame) if len(frame) == length else None
         if value is None:
             raise self._corrupt(f"names at byte {start} fail their checksum")

@@ -16,6 +16,9 @@ from streamload.errors import OptionError
 from streamload.shards.index import IndexReader
 from streamload.shards.record import OWN_LAYOUT
 
+MEMBER_LIMIT_BYTES = 64 << 20
+"""The largest image or caption that is read; a sample with a larger one lacks what is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
@@ -61,7 +64,7 @@ class KeySpec:
 def usable(
     reader: IndexReader, image: KeySpec | None, text: KeySpec | None, start: int = 0
 ) -> npt.NDArray[np.bool_]:
-    """Which entries have what a run needs, from number `start` on.
+    """Which entries have what a run needs, none of it larger than MEMBER_LIMIT_BYTES, from number `start` on.
 
     Args:
         reader: an index, finished or not.
@@ -88,4 +91,17 @@ def usable(
     mask: npt.NDArray[np.bool_] = table[np.where(own, len(table) - 1, layouts)]
     for at in np.flatnonzero(own):
         mask[at] = serves(reader.entry(start + int(at)).sizes)
+    spans = reader.records["stop"][start:] - reader.records["start"][start:]
+    for at in np.flatnonzero(mask & (spans > MEMBER_LIMIT_BYTES)):
+        sizes = reader.entry(start + int(at)).sizes
+        mask[at] = all(sizes[extension] <= MEMBER_LIMIT_BYTES for extension in needed(sizes, image, text))
     return mask
+
+
+def needed(extensions: Collection[str], image: KeySpec | None, text: KeySpec | None) -> set[str]:
+    """The members of a sample that a run reads: those that its keys choose, or all where it has no keys."""
+    specs = [spec for spec in (image, text) if spec is not None]
+    if not specs:
+        return set(extensions)
+    chosen = [spec.choose(extensions) for spec in specs]
+    return {choice[0] for choice in chosen if choice is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from typing import NamedTuple
 
 from streamload.errors import DatasetChanged, OriginDenied, OriginError, OriginNotFound, ShardError
 from streamload.shards.samples import Entry, ShardScanner
+from streamload.shards.tar import BLOCK_BYTES
 
 _READ_BYTES = 8 << 10  # a header and the start of an image; more would read payloads for nothing
 _ENTRIES_AT_ONCE = 64
+_TAIL_BYTES = 1 << 20
+"""How far behind the end marker is looked for something else than zeros."""
 
 
 class LocalVersion(NamedTuple):
@@ -37,7 +41,7 @@ def index_local(path: str | os.PathLike[str], warnings: list[str] | None = None)
         warnings: receives what is to be said about the tar once the scan is through.
 
     Yields:
-        Entries, some at a time.
+        Entries, some at a time; before it raises, those of all samples that are whole.
 
     Raises:
         OriginNotFound, OriginDenied, OriginError: it can't be opened or read.
@@ -67,22 +71,49 @@ def _scan(descriptor: int, name: str, warnings: list[str] | None) -> Iterator[li
         raise OriginError(f"{name} is not a regular file; a stream is read by `pipe:cat …`")
     scanner = ShardScanner(checksums=False)
     entries: list[Entry] = []
-    while scanner.position < before.st_size and not scanner.ended:
-        scanner.skip(min(scanner.skippable(), before.st_size - scanner.position))
-        try:
-            block = os.pread(descriptor, _READ_BYTES, scanner.position)
-        except OSError as exc:
-            raise OriginError(f"{name} can't be read at byte {scanner.position}: {exc.strerror}") from exc
-        entries += scanner.feed(block)
-        if not block:
-            break
-        if len(entries) >= _ENTRIES_AT_ONCE:
-            yield entries
-            entries = []
-    last, found = scanner.finish()
+    count, known_stop = 0, 0
+    try:
+        for some in _entries(descriptor, name, scanner, before.st_size, _READ_BYTES):
+            entries += some
+            count, known_stop = count + len(some), scanner.whole_stop
+            if len(entries) >= _ENTRIES_AT_ONCE:
+                yield entries
+                entries = []
+        if scanner.ended:
+            scanner.feed(_read(descriptor, name, _TAIL_BYTES, scanner.position))
+        last, found = scanner.finish()
+    except ShardError:
+        # What stands in front of the damage: a piece that has it in it gives nothing, so block by block.
+        again = ShardScanner(known_stop, count, checksums=False)
+        with contextlib.suppress(ShardError):
+            for some in _entries(descriptor, name, again, before.st_size, BLOCK_BYTES):
+                entries += some
+        yield entries
+        raise
+    if scanner.position < before.st_size and not found:
+        found.append(f"{before.st_size - scanner.position:,} bytes behind the end marker were not read")
     after = os.fstat(descriptor)
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise DatasetChanged("it was written to while it was indexed; start again when it is whole")
     yield entries + last
     if warnings is not None:
         warnings += found
+
+
+def _entries(
+    descriptor: int, name: str, scanner: ShardScanner, size: int, read_bytes: int
+) -> Iterator[list[Entry]]:
+    """The entries from where the scanner stands, as it comes to them."""
+    while scanner.position < size and not scanner.ended:
+        scanner.skip(min(scanner.skippable(), size - scanner.position))
+        block = _read(descriptor, name, read_bytes, scanner.position)
+        yield scanner.feed(block)
+        if not block:
+            return
+
+
+def _read(descriptor: int, name: str, count: int, position: int) -> bytes:
+    try:
+        return os.pread(descriptor, count, position)
+    except OSError as exc:
+        raise OriginError(f"{name} can't be read at byte {position}: {exc.strerror}") from exc

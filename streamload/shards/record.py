@@ -93,7 +93,12 @@ def unpack_meta(start: bytes, meta: bytes) -> dict[str, object]:
     """
     if xxh3_64_intdigest(start[:16] + meta) != HEADER_START.unpack(start)[3]:
         raise CacheCorrupt("its header fails its checksum, or is not whole yet")
-    values: dict[str, object] = _from_json(meta.decode())[0]
+    try:
+        values = _from_json(meta.decode())[0]
+    except (ValueError, RecursionError) as exc:
+        raise CacheCorrupt(f"its header is no JSON: {exc}") from None
+    if not isinstance(values, dict):
+        raise CacheCorrupt(f"its header is a JSON {type(values).__name__}, not an object")
     if values.get("format") != _FORMAT:
         raise CacheCorrupt(f"it has format {values.get('format')!r}; this version reads {_FORMAT}")
     return values
@@ -129,9 +134,14 @@ def pack_frame(value: object) -> bytes:
 
 # The shape of a frame's JSON is its writer's, and its check says that it is as written.
 def unpack_frame(frame: bytes):  # type: ignore[no-untyped-def]
-    """The value of a frame; None if its check fails."""
+    """The value of a frame; None if its check fails, or if it is no JSON."""
     text = frame[8:]
-    return _from_json(text.decode("ascii"))[0] if xxh3_64_digest(text) == frame[:8] else None
+    if xxh3_64_digest(text) != frame[:8]:
+        return None
+    try:
+        return _from_json(text.decode("ascii"))[0]
+    except (ValueError, RecursionError):
+        return None
 
 
 def create_file(path: Path) -> int:
