@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class Recipe:
     """What a run reads and what it makes of it: the same in all processes of a rank."""
 
     shards: tuple[Shard, ...]
-    storage_options: dict[str, Any] | None
+    storage_options: dict[str, Any] | None = field(repr=False)
     origin: OriginOptions
     tier_root: Path
     tier_limit_bytes: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,9 @@ OnError = Literal["skip", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """What make_loader was asked for; its docstring says what each means."""
+    """What make_loader was asked for; its docstring says what each means. What may be secret has no repr."""
 
-    urls: tuple[str, ...]
+    urls: tuple[str, ...] = field(repr=False)
     tokenizer: Any
     preprocess: Preprocess | None
     batch_size: int
@@ -45,7 +45,7 @@ class LoaderOptions:
     cache_dir: str | Path | None
     cache_size: str | int | None
     ahead: str | int | None
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
     prefetch_factor: int
     multiprocessing_context: str | None
 

@@ -91,8 +91,8 @@ def open_pools(session: Session, url: str, connections: int = 1) -> urllib3.Pool
     facts: dict[str, Any] = {"ssl_context": _tls_context(), "maxsize": connections}
     pools = urllib3.ProxyManager(proxy, **facts) if proxy else urllib3.PoolManager(**facts)
     pools.pool_classes_by_scheme = {
-        "http": type("_PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
-        "https": type("_SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
+        "http": type("_PlainPool", (_Discreet, urllib3.HTTPConnectionPool), {"ConnectionCls": plain}),
+        "https": type("_SecurePool", (_Discreet, urllib3.HTTPSConnectionPool), {"ConnectionCls": secure}),
     }
     return pools
 
@@ -104,6 +104,30 @@ def close_pools(pools: urllib3.PoolManager) -> None:
         if pool is not None:
             pool.close()
     pools.clear()
+
+
+class _Discreet:
+    """Pools of urllib3 whose log lines show no query of ours: a signature may be in it."""
+
+    def urlopen(self, *args: Any, **options: Any) -> Any:
+        _asking.is_ours = True
+        try:
+            return super().urlopen(*args, **options)  # type: ignore[misc]
+        finally:
+            _asking.is_ours = False
+
+
+class _WithoutQueries(logging.Filter):
+    """Takes the queries out of what urllib3 logs while one of our pools asks."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(_asking, "is_ours", False) and isinstance(record.args, tuple):
+            record.args = tuple(a.partition("?")[0] if isinstance(a, str) else a for a in record.args)
+        return True
+
+
+_asking = threading.local()
+logging.getLogger("urllib3.connectionpool").addFilter(_WithoutQueries())
 
 
 class _Connecting:
