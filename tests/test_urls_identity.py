@@ -162,3 +162,8 @@ def test_secrets_in_what_a_command_said_are_not_shown():
     said = "> Authorization: Basic S3CRET\r\nhttps://h/a.tar?token=S3CRET failed\nset-cookie: S3CRET"
     assert "S3CRET" not in redact_text(said)
     assert "failed" in redact_text(said)
+
+
+def test_the_name_in_a_command_with_a_long_token_is_found_in_linear_time():
+    token = "x" * 300_000
+    assert basename(f"pipe:curl -H 'X: {token}' https://h/x/a.tar") == "a.tar"

@@ -145,3 +145,48 @@ def test_errors_of_patterns_show_no_secret():
         expand_urls("https://me:hunter2@host/{0..3.tar?token=hunter2")
     assert "hunter2" not in str(caught.value)
     assert "hunter2" not in repr(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("/x{{0..9999}{0..9999},b}.tar", "more than"),
+        ("/" + "{a,b}" * 5000, "more than"),
+        ("/" + "{" * 3000 + "a,b" + "}" * 3000, "nested more than 50 deep"),
+        ("/{0.." + "9" * 5000 + "}.tar", "more than 20 digits"),
+        ("/{" + "0" * 4000 + "..1}.tar", "more than 20 digits"),
+        ("/{0..9.." + "9" * 5000 + "}.tar", "more than 20 digits"),
+        ("~nobody-of-that-name/a.tar", "no home directory"),
+        ("/half-\ud800.tar", "surrogate"),
+        (" https://host/a.tar", "blanks around"),
+        ("{https://host/a.tar}", "scheme within the path"),
+    ],
+)
+def test_what_fuzzing_found_to_hang_to_fill_the_memory_or_to_raise_something_else(pattern, says):
+    with pytest.raises(UrlError, match=says) as caught:
+        expand_urls(pattern)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_text_of_many_dots_is_read_in_linear_time():
+    pattern = "/{" + "." * 200_000 + "!}"
+    assert expand_urls(pattern) == [pattern]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "s3://b/{0..9999999}::https://me:hunter2@host/a.tar",
+        "{https://me:hunter2@host/{0..3.tar,b}",
+        "https:/me:hunter2@host/a.tar?token=hunter2",
+        "https:////me:hunter2@host/a.tar",
+        "file://me:hunter2@host/a.tar",
+        "-H https://me:hunter2@host/a.tar",
+        " s3://key:hunter2@bucket/a.tar",
+        "${MISSING}https://me:hunter2@host/a.tar",
+    ],
+)
+def test_errors_show_no_secret_wherever_it_stands(pattern):
+    with pytest.raises(UrlError) as caught:
+        expand_urls(pattern)
+    assert "hunter2" not in str(caught.value)

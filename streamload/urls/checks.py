@@ -7,10 +7,11 @@ import re
 from urllib.parse import urlsplit
 
 from streamload.errors import UrlError
-from streamload.urls.identity import DEFAULT_PORTS, local_path, scheme
+from streamload.urls.identity import DEFAULT_PORTS, is_local, local_path, scheme
 from streamload.urls.redaction import redact, redact_text
 
 _HALF_SCHEME = re.compile(r"(https?|s3|gs|gcs|hf|az|abfs):", re.IGNORECASE)
+_HALF_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for bytes that aren't UTF-8
 _CHAINED = {"simplecache", "filecache", "blockcache", "zip", "tar"}
 _USUAL = "http, https, s3, gs, az, abfs, hf, file and pipe"
 
@@ -21,9 +22,13 @@ def check(url: str, known: set[str]) -> None:
         raise UrlError("an empty URL in the list: look for a doubled or trailing '::'")
     if url.startswith("-"):
         raise UrlError(
-            f"{redact_text(url)!r} looks like an option, not like a URL: write ./ before it if it is a file"
+            f"'{url[:2]}…' looks like an option, not like a URL: write ./{url[:2]}… if it is a file"
         )
+    if _HALF_SURROGATE.search(url):
+        raise UrlError(f"half of a surrogate pair in {redact_text(url)!r}: no file or address is named so")
     name = scheme(url)
+    if name == "file" and not is_local(url.strip()):
+        raise UrlError(f"blanks around {redact(url.strip())!r}: take them away")
     if name == "pipe":
         _check_command(url)
         return
@@ -46,8 +51,11 @@ def _check_command(url: str) -> None:
 
 
 def _check_path(url: str) -> None:
-    if _HALF_SCHEME.match(url):
-        raise UrlError(f"{redact(url)!r} has a scheme without '//': write https://host/path, s3://bucket/key")
+    if _HALF_SCHEME.match(url.lstrip()):
+        meant = redact(re.sub(":/*", "://", url.lstrip(), count=1))
+        raise UrlError(f"a scheme without '//': is {meant!r} meant? Write https://host/path, s3://bucket/key")
+    if "://" in re.sub("^file://", "", url, flags=re.IGNORECASE):
+        raise UrlError(f"a scheme within the path {redact_text(url)!r}: write the URL alone")
     if url in _CHAINED:
         raise UrlError(f"'{url}::' would chain file systems in fsspec; here '::' separates sources")
     local_path(url)

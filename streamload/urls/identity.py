@@ -12,13 +12,14 @@ from urllib.parse import SplitResult, urlsplit
 
 from streamload.errors import UrlError
 from streamload.urls.commands import Request, understand
-from streamload.urls.redaction import redact_text
+from streamload.urls.redaction import redact, redact_text
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file"}
-_TAR_NAME = re.compile(r"([^/\s'\"=]+\.tar(?:\.\w+)?)(?=[\s'\"?#;|&<>)]|$)")
+# Begins where a word begins: from each of its characters, a long token would take the square of its length.
+_TAR_NAME = re.compile(r"(?<![^/\s'\"=])([^/\s'\"=]+\.tar(?:\.\w+)?)(?=[\s'\"?#;|&<>)]|$)")
 
 _AMAZON = re.compile(r"https?://s3([.-][a-z0-9-]+)?\.amazonaws\.com")
 _ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "account_url", "account_host", "account_name", "host")
@@ -69,9 +70,15 @@ def local_path(url: str) -> Path:
     if match and not path.startswith("/"):
         host, _, rest = path.partition("/")
         if host != "localhost":
-            raise UrlError(f"{url!r} names the host {host!r}: a local file is a path or file:///path")
+            place = host.rpartition("@")[2]
+            raise UrlError(
+                f"file://{place}/… names the host {place!r}: a local file is a path or file:///path"
+            )
         path = "/" + rest
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as exc:
+        raise UrlError(f"{path.partition('/')[0]!r} in {path!r} is no home directory: {exc}") from exc
 
 
 def basename(url: str) -> str:
@@ -82,7 +89,7 @@ def basename(url: str) -> str:
         return name.group(1) if name else "pipe"
     if kind == "file":
         return local_path(url).name
-    path = urlsplit(url).path if kind in DEFAULT_PORTS else url.partition("?")[0]
+    path = urlsplit(url).path if kind in DEFAULT_PORTS else redact(url)
     return path.rsplit("/", 1)[-1]
 
 

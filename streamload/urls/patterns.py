@@ -11,18 +11,22 @@ import os
 import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
-from streamload.urls.redaction import redact, redact_text
+from streamload.urls.redaction import redact_text
 
 MAX_URLS = 4_000_000
 
+_DEEPEST = 50
+_MOST_DIGITS = 20
+_SHOWN_CHARACTERS = 300
 _SOURCES = re.compile(r"::(?![0-9A-Fa-f:.]*\])")  # not the '::' of http://[::1]/
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.-?(\d+))?")
-_MEANT_AS_RANGE = re.compile(r"[\w-]*\s*\.{2,}[\w.-]*|\d+\s*[-:…]\s*\d+")
+_MEANT_AS_RANGE = re.compile(r"[\w-]*\s*\.\.[\w.-]*|\d+\s*[-:…]\s*\d+")
 _ALPHABET = string.ascii_uppercase + string.ascii_lowercase
 
 
@@ -40,7 +44,7 @@ def expand_urls(urls: str | Sequence[str]) -> list[str]:
     expanded = itertools.chain.from_iterable(_expand_pattern(pattern) for pattern in patterns)
     result = list(itertools.islice(expanded, MAX_URLS + 1))
     if len(result) > MAX_URLS:
-        raise UrlError(f"more than {MAX_URLS:,} URLs in {redact(patterns[-1])!r}: is a range too long?")
+        raise UrlError(f"more than {MAX_URLS:,} URLs up to {_shown(patterns[-1])!r}: is a range too long?")
     if not result:
         raise UrlError("the list of URLs is empty: give at least one shard")
     known: set[str] = set()
@@ -65,13 +69,20 @@ def _with_variables(source: str) -> str:
             return os.environ[name]
         if source.startswith("pipe:"):
             return match.group(0)
-        raise UrlError(f"{match.group(0)} in {redact(source)!r}: the environment variable {name} is not set")
+        raise UrlError(f"{match.group(0)} in {_shown(source)!r}: the environment variable {name} is not set")
 
     for _ in range(10):
         before, source = source, _VARIABLE.sub(value, source)
         if source == before:
             break
     return source
+
+
+class _Several(NamedTuple):
+    """What some text stands for, and how much that is: known before any of it is made."""
+
+    total: int
+    texts: Iterable[str]
 
 
 class _Braces:
@@ -81,11 +92,13 @@ class _Braces:
         self.pattern = pattern
         self.shell = pattern.startswith("pipe:")
 
-    def expand(self) -> Iterator[str]:
-        return self._expand(self.pattern)
+    def expand(self) -> Iterable[str]:
+        return self._expand(self.pattern, 0).texts
 
-    def _expand(self, text: str) -> Iterator[str]:
-        parts: list[Iterable[str]] = []
+    def _expand(self, text: str, depth: int) -> _Several:
+        if depth > _DEEPEST:
+            raise UrlError(f"braces nested more than {_DEEPEST} deep in {_shown(self.pattern)!r}")
+        parts: list[_Several] = []
         literal, position = "", 0
         while position < len(text):
             char = text[position]
@@ -98,19 +111,23 @@ class _Braces:
                 if self.shell and literal.endswith("$"):  # ${VAR:-{a,b}} is the shell's
                     literal, position = literal + text[position : stop + 1], stop + 1
                     continue
-                choices = self._choices(inner)
+                choices = self._choices(inner, depth)
                 if choices is None:  # braces that mean themselves, around text that may hold others
-                    parts += [[literal + "{"], self._expand(inner), ["}"]]
+                    parts += [_one(literal + "{"), self._expand(inner, depth + 1), _one("}")]
                 else:
-                    parts += [[literal], choices]
+                    parts += [_one(literal), choices]
                 literal, position = "", stop + 1
             elif char == "}":
                 raise self._unbalanced()
             else:
                 literal += char
                 position += 1
-        parts.append([literal])
-        return ("".join(chosen) for chosen in itertools.product(*parts))
+        parts.append(_one(literal))
+        count = 1
+        for part in parts:
+            count = self._bounded(count * part.total)
+        chosen = itertools.product(*(part.texts for part in parts))
+        return _Several(count, map("".join, chosen))
 
     def _closing(self, text: str, start: int) -> int:
         depth, position = 0, start
@@ -124,7 +141,7 @@ class _Braces:
             position += 1
         raise self._unbalanced()
 
-    def _choices(self, inner: str) -> Iterable[str] | None:
+    def _choices(self, inner: str, depth: int) -> _Several | None:
         """What ``{inner}`` may be, or None where the braces mean themselves."""
         if numbers := _NUMBERS.fullmatch(inner):
             return self._numbers(*numbers.groups())
@@ -134,30 +151,48 @@ class _Braces:
             return None  # awk '{print $1, $2}', { a; b; }
         choices = _split_list(inner)
         if len(choices) > 1:
-            return itertools.chain.from_iterable(self._expand(choice) for choice in choices)
+            found = [self._expand(choice, depth + 1) for choice in choices]
+            count = self._bounded(sum(choice.total for choice in found))
+            return _Several(count, itertools.chain.from_iterable(choice.texts for choice in found))
         if _MEANT_AS_RANGE.fullmatch(inner):
-            raise UrlError(f"{{{inner}}} in {redact(self.pattern)!r} is no range: write {{0000..0123}}")
+            raise UrlError(f"{{{inner}}} in {_shown(self.pattern)!r} is no range: write {{0000..0123}}")
         return None
 
-    def _numbers(self, first: str, last: str, step: str | None) -> Iterable[str]:
+    def _numbers(self, first: str, last: str, step: str | None) -> _Several:
+        if max(len(first), len(last), len(step or "")) > _MOST_DIGITS:
+            raise UrlError(f"a number of more than {_MOST_DIGITS} digits in {_shown(self.pattern)!r}")
         start, stop, by = int(first), int(last), int(step or 1) or 1
-        if abs(stop - start) // by >= MAX_URLS:
-            raise UrlError(f"{{{first}..{last}}} in {redact(self.pattern)!r}: more than {MAX_URLS:,} URLs")
         padded = any(re.match(r"-?0\d", number) for number in (first, last))
         width = max(len(first), len(last)) if padded else 0
-        count = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
-        return (f"{number:0{width}d}" for number in count)
+        numbers = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
+        self._bounded(abs(stop - start) // by + 1)  # len() of a range has a limit of its own
+        return _Several(len(numbers), (f"{number:0{width}d}" for number in numbers))
+
+    def _bounded(self, count: int) -> int:
+        if count > MAX_URLS:
+            raise UrlError(f"more than {MAX_URLS:,} URLs in {_shown(self.pattern)!r}: is a range too long?")
+        return count
 
     def _unbalanced(self) -> UrlError:
         return UrlError(
-            f"a brace without its partner in {redact(self.pattern)!r}: a plain one is \\{{ or \\}}"
+            f"a brace without its partner in {_shown(self.pattern)!r}: a plain one is \\{{ or \\}}"
         )
 
 
-def _letters(first: str, last: str, step: str | None) -> Iterable[str]:
+def _one(text: str) -> _Several:
+    return _Several(1, (text,))
+
+
+def _shown(pattern: str) -> str:
+    """A pattern as an error may show it: any of its URLs may hold a secret, wherever it begins."""
+    text = "::".join(redact_text(source) for source in _SOURCES.split(pattern))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _letters(first: str, last: str, step: str | None) -> _Several:
     start, stop, by = _ALPHABET.index(first), _ALPHABET.index(last), int(step or 1) or 1
     order = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
-    return (_ALPHABET[place] for place in order)
+    return _Several(len(order), (_ALPHABET[place] for place in order))
 
 
 def _split_list(inner: str) -> list[str]:

@@ -7,7 +7,9 @@ import re
 HIDDEN = "***"
 
 _WORD = r"(?:'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"|;&<>\\])+"
-_URL = re.compile(r"(https?|[A-Za-z][A-Za-z0-9+.-]{0,20})://([^\s'\"|;<>`]*)", re.IGNORECASE)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})(:/+)([^\s'\"|;<>`]*)")
+_WEB = frozenset(("http", "https", "ftp", "ssh", "sftp"))
+_USUAL = _WEB | {"s3", "gs", "gcs", "hf", "az", "abfs"}  # known for what they are with one slash, too
 _LETTERS = "[#0-9aBfgGiIjJklLMnNOpqRsSvVZ]*[HUubE]"  # curl's short options, up to one with a secret's value
 _OPTION = re.compile(
     rf"(?<![^\s'\"])(-[A-Za-z#]*[HUubE]['\"]?\s+|-{_LETTERS}|--(?:(?:proxy-)?header|(?:proxy-)?user|cookie"
@@ -16,7 +18,7 @@ _OPTION = re.compile(
 )
 _QUOTED_OPTION = re.compile(rf"(?<!\S)((['\"])-{_LETTERS})(?:(?!\2).)+")
 _VALUE = re.compile(
-    rf"(\b[\w-]{{0,80}}(?:secret|token|password|passwd|credential|api_?key|access_?key|auth|sas)[\w-]{{0,80}}=)({_WORD})",
+    rf"(\b[\w-]{{0,80}}(?:secret|token|password|passwd|credential|signature|api_?key|access_?key|auth|sas)[\w-]{{0,80}}=)({_WORD})",
     re.IGNORECASE,
 )
 _HEADER = re.compile(
@@ -34,12 +36,12 @@ def redact(url: str) -> str:
     match = _URL.match(url)
     if match is None or match.group(1).lower() == "file":
         return url
-    return _bare(match.group(1), url[match.end(1) + 3 :])
+    return _bare(match.group(1), match.group(2), url[match.end(2) :])
 
 
 def redact_text(text: str) -> str:
     """Return free text, as a command or what it wrote to stderr, without what could be a secret."""
-    text = _URL.sub(lambda match: _bare(match.group(1), match.group(2)), text)
+    text = _URL.sub(lambda match: _bare(*match.groups()), text)
     text = _QUOTED_OPTION.sub(rf"\1{HIDDEN}", text)
     text = _OPTION.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
     text = _VALUE.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
@@ -47,12 +49,14 @@ def redact_text(text: str) -> str:
     return _BEARER.sub(rf"\1\2{HIDDEN}", text)
 
 
-def _bare(scheme: str, rest: str) -> str:
+def _bare(scheme: str, slashes: str, rest: str) -> str:
     """A URL without user, query and fragment; only in http does ``#`` or an ``@`` alone mean that."""
-    web = scheme.lower() in {"http", "https", "ftp", "ssh", "sftp"}
+    if slashes == ":/" and scheme.lower() not in _USUAL:
+        return f"{scheme}{slashes}{rest}"
+    web = scheme.lower() in _WEB
     location = re.split(r"[?#]" if web else r"\?", rest, maxsplit=1)[0]
     host, slash, path = location.partition("/")
     user, _, bare = host.rpartition("@")
     if web and _NO_PORT.search(bare):  # a password with a slash in it, say: no telling what is what
-        return f"{scheme}://{HIDDEN}"
-    return f"{scheme}://{bare if web or ':' in user else host}{slash}{path}"
+        return f"{scheme}{slashes}{HIDDEN}"
+    return f"{scheme}{slashes}{bare if web or ':' in user else host}{slash}{path}"
