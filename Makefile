@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest pytest-openclip bench faults pins clean
+.PHONY: help demo test lint pytest pytest-openclip fuzz faults bench pins clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -35,6 +35,12 @@ pytest: $(READY)
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
 	$(if $(OPENCLIP_TESTS),.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS))
+
+# Another seed each time; a failure shows the seed and the number of its case.
+CASES ?= 1000000
+SEED ?= $(shell date +%s)
+fuzz: $(READY)  ## Fuzz the parsers of tars, indexes and URLs (CASES=1000000 of each, SEED)
+	$(BIN)/python -m tests.fuzzing --cases $(CASES) --seed $(SEED)
 
 bench: $(READY) $(OPENCLIP_READY)  ## Measure beside the peers (about 30 minutes); writes benchmarks/results/*.json
 	for name in cold warm memory report; do $(BIN)/python -m benchmarks.$$name; done

@@ -1,0 +1,89 @@
+"""Some thousand cases of `make fuzz`, and what it has found: each find is a test of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzzing import indexes, runner, tars, urls
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(("target", "cases"), [("tars", 3000), ("indexes", 2000), ("urls", 3000)])
+def test_a_few_thousand_cases_hold(target, cases):
+    ends, failure = runner.run_here(target, cases, seed=7)
+    assert failure is None, str(failure)
+    assert ends.total() == cases
+    assert min(ends.values()) > cases // 100  # no way to end is left out
+
+
+def test_the_command_runs_in_all_processors_and_shows_a_failure_so_that_it_can_be_run_again(tmp_path):
+    command = [sys.executable, "-m", "tests.fuzzing", "--cases", "600", "--seed", "3", "--target", "urls"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert "urls: 600 cases of seed 3 in" in done.stdout
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text(
+        "import streamload.urls as u\nplain = u.expand_urls\nu.expand_urls = lambda urls: plain(urls)[:3]\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 1
+    assert "run it again with --target urls --seed 3 --case" in done.stderr
+    assert "input: Case(pattern=" in done.stderr
+
+
+def test_a_case_is_made_from_its_seed_and_number_alone():
+    for module in (tars, indexes, urls):
+        first, second = (module.make(runner.random.Random(5 << 40 | 77)) for _ in range(2))
+        assert first == second
+
+
+def planted(module, name, replacement, monkeypatch):
+    """How a target takes a fault that is planted: the failure of its first few thousand cases."""
+    owner, _, attribute = name.rpartition(".")
+    target = module
+    for part in owner.split(".") if owner else ():
+        target = getattr(target, part)
+    monkeypatch.setattr(target, attribute, replacement)
+    return runner.run_here(module.__name__.rpartition(".")[2], 3000, seed=1)[1]
+
+
+def test_a_parser_that_takes_the_last_long_name_is_found(monkeypatch):
+    plain = tars.TarParser._extend
+
+    def last_wins(self, body):
+        self._long_name = None
+        plain(self, body)
+
+    failure = planted(tars, "TarParser._extend", last_wins, monkeypatch)
+    assert "to tarfile" in failure.trace
+
+
+def test_a_parser_that_believes_any_checksum_is_found(monkeypatch):
+    monkeypatch.setattr("streamload.shards.tar._checksum_holds", lambda block: True)
+    _, failure = runner.run_here("tars", 3000, seed=1)
+    assert failure is not None
+
+
+def test_a_scanner_that_takes_up_one_block_late_is_found(monkeypatch):
+    from streamload.shards.samples import ShardScanner
+
+    def late(entry, *, checksums=True):
+        return ShardScanner(entry.stop + -entry.stop % 512 + 512, entry.number + 1, checksums=checksums)
+
+    failure = planted(tars, "ShardScanner.after", late, monkeypatch)
+    assert "from byte" in failure.trace
+
+
+def test_a_reader_that_checks_no_records_is_found(monkeypatch):
+    monkeypatch.setattr("streamload.shards.index.count_valid", lambda data, number: len(data) // 64)
+    _, failure = runner.run_here("indexes", 3000, seed=1)
+    assert failure is not None
+
+
+def test_a_redaction_that_forgets_users_is_found(monkeypatch):
+    failure = planted(urls, "urls.redact", lambda url: url.partition("?")[0], monkeypatch)
+    assert "shown" in failure.trace

@@ -1,0 +1,163 @@
+"""URLs made to harm: where a server may send us; a secret in a URL is in nothing that is left or shown."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+
+import pytest
+from hostile import END, outcomes, sample
+
+import streamload
+from streamload.errors import UrlError
+from streamload.loader.recipe import recipe_for
+from streamload.testing.server import Fault, ShardServer
+from streamload.topology import Topology
+
+SECRET = "S3CRET-canary"
+
+
+def serve(directory: Path) -> ShardServer:
+    for name in ("a", "b", "c"):
+        (directory / f"{name}.tar").write_bytes(sample(f"{name}-1") + sample(f"{name}-2") + END)
+    return ShardServer(directory)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+GOOD = ["a-1", "a-2", "c-1", "c-2"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "http://169.254.169.254/latest/meta-data/",
+        "http://2852039166/latest/",
+        "http://0xa9fea9fe/",
+        "http://[::ffff:169.254.169.254]/",
+        "http://[fd00:ec2::254]/",
+        "file:///etc/passwd",
+        "ftp://host/a.tar",
+        "pipe:cat /etc/passwd",
+    ],
+)
+def test_a_redirect_to_where_no_shard_can_be_is_refused(place: str, data: Path, tmp_path: Path) -> None:
+    with serve(data) as server:
+        server.misbehave("b.tar", Fault(status=302, headers={"Location": place}))
+        urls = [f"{server.url}/{name}.tar" for name in "abc"]
+        (found,) = outcomes([urls], tmp_path)
+        assert (found.keys, found.given_up) == (GOOD, 1)
+        (raised,) = outcomes([urls], tmp_path / "raising", on_error="raise")
+    assert raised.error in {"OriginDenied", "OriginNotFound"}  # of `pipe:` it is a relative address
+    assert "root:" not in found.log + raised.log
+
+
+def test_a_metadata_service_is_not_asked_even_if_it_is_listed(data: Path, tmp_path: Path) -> None:
+    with serve(data) as server:
+        urls = [f"{server.url}/a.tar", "http://169.254.169.254/latest/meta-data/", f"{server.url}/c.tar"]
+        (found,) = outcomes([urls], tmp_path)
+    assert (found.keys, found.given_up) == (GOOD, 1)
+    assert "link-local" in found.log
+
+
+def test_a_local_file_that_is_no_shard_is_not_read_on(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "passwords").write_text(f"a list of names and words: {SECRET}\n" * 100)
+    with serve(data) as server:
+        urls = [f"{server.url}/a.tar", f"file://{tmp_path}/passwords", f"{server.url}/c.tar"]
+        (found,) = outcomes([urls], tmp_path)
+    assert (found.keys, found.given_up) == (GOOD, 1)
+    assert "it begins with b'a list of names" in found.log  # to see what it is, and no more
+    assert SECRET not in found.log
+
+
+@pytest.mark.parametrize(
+    "url", ["-o/etc/passwd", "--output=x", "-", "a\0.tar", "http://h/\r\nX: y", "\ud800.tar"]
+)
+def test_urls_that_look_like_something_else_are_refused(url: str) -> None:
+    with pytest.raises(UrlError):
+        streamload.make_loader(url)
+
+
+FAULTS = {
+    "none": [],
+    "denied": [Fault(status=403, body=b"<Error><Code>SignatureDoesNotMatch</Code></Error>")],
+    "cut twice": [Fault(first=2, cut_after_bytes=700)],
+    "unavailable once": [Fault(first=1, status=503, headers={"Retry-After": "0"})],
+    "a page": [Fault(body=b"<html>sign in</html>")],
+    "another version": [
+        Fault(first=1, cut_after_bytes=700),
+        Fault(headers={"ETag": '"other"'}, body=b"x" * 9000),
+    ],
+    "a redirect": [Fault(first=1, status=302, headers={"Location": f"/c.tar?sig={SECRET}"})],
+    "a redirect in a ring": [Fault(status=302, headers={"Location": f"/b.tar?token={SECRET}"})],
+    "a redirect elsewhere": [
+        Fault(status=302, headers={"Location": f"http://me:{SECRET}@169.254.169.254/{SECRET}?x"})
+    ],
+    "a size that lies": [Fault(headers={"Content-Range": "bytes 5-9/10"}, status=206)],
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_a_secret_of_a_url_is_in_no_log_error_file_or_repr(
+    case: str, on_error: str, data: Path, tmp_path: Path
+) -> None:
+    with serve(data) as server:
+        server.misbehave("b.tar", *FAULTS[case])
+        place = server.url.partition("://")[2]
+        urls = [
+            f"http://me:{SECRET}@{place}/{name}.tar?X-Amz-Signature={SECRET}&y=1#{SECRET}" for name in "abc"
+        ]
+        (found,) = outcomes([urls], tmp_path, on_error=on_error)
+        names = {name.lower() for request in server.log for name in request.headers}
+        assert "authorization" in names  # it was sent, though
+    if case == "a redirect elsewhere":
+        found = found._replace(log=found.log.replace(f"169.254.169.254/{SECRET}", ""))  # a path is no secret
+    encoded = base64.b64encode(f"me:{SECRET}".encode()).decode()
+    assert SECRET not in found.log
+    assert encoded not in found.log
+    assert "urllib3" in found.log  # at DEBUG it talks
+    for path in (tmp_path / "cache-0").rglob("*"):
+        assert SECRET not in str(path)
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
+    options = {"key": "me", "secret": SECRET}
+    with serve(data) as server:
+        url = f"{server.url}/a.tar?token={SECRET}"
+        with streamload.make_loader(
+            [url], train=False, num_workers=0, cache_dir=tmp_path / "cache", storage_options=options
+        ) as loader:
+            recipe = recipe_for(loader.options, Topology(), 1)
+            for _ in loader:
+                shown = [
+                    loader,
+                    loader.options,
+                    loader.stats(),
+                    loader.stats().as_dict(),
+                    recipe,
+                    *recipe.shards,
+                ]
+                assert SECRET not in "".join(f"{thing!r} {thing!s}" for thing in shown)
+                assert SECRET not in repr(vars(loader))
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("missing.tar", "OriginNotFound"), ("folder", "OriginError"), ("fifo", "OriginError")]
+)
+def test_a_local_file_that_cannot_be_read_is_an_error_and_no_wait(
+    name: str, error: str, data: Path, tmp_path: Path
+) -> None:
+    with serve(data) as server:
+        (tmp_path / "folder").mkdir()
+        os.mkfifo(tmp_path / "fifo")
+        urls = [f"{server.url}/a.tar", str(tmp_path / name), f"{server.url}/c.tar"]
+        (found,) = outcomes([urls], tmp_path)
+        (raised,) = outcomes([urls], tmp_path / "raising", on_error="raise")
+    assert (found.keys, found.given_up, raised.error) == (GOOD, 1, error)
