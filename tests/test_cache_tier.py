@@ -56,6 +56,22 @@ def test_a_shard_with_a_living_filler_cannot_be_claimed(tmp_path: Path) -> None:
     assert taken.orphan.path == part.path
 
 
+def test_a_shard_that_is_published_while_a_claim_looks_is_not_claimed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_of(tmp_path)
+    part = fill(tier, A, 100)
+    listed = Tier.parts
+
+    def publish_first(self: Tier, digest: str) -> list[Path]:
+        part.publish()
+        return listed(self, digest)
+
+    monkeypatch.setattr(Tier, "parts", publish_first)
+    assert tier.claim(A) is None
+    assert [shard.kind for shard in tier.shards()] == ["shards"]
+
+
 def claim_and_die(root: Path, ready: multiprocessing.synchronize.Event) -> None:
     fill(Tier(root), A, 100)
     ready.set()

@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,9 +230,10 @@ class Tier:
             stopped: parts whose fillers have shown no life for long; they aren't waited for.
         """
         with exclusive(self.root / "lock"):
+            parts = self.parts(digest)  # listed first: one that is published meanwhile is seen below
             if self.published(digest).exists() or self._stands(self.verdict(digest)):
                 return None
-            found = self._orphans(digest, stopped)
+            found = self._orphans(parts, stopped)
             if found is None:
                 return None
             orphan = max(found, key=lambda orphan: orphan.index_bytes, default=None)
@@ -246,10 +247,10 @@ class Tier:
                 raise CacheError(f"{path} was taken by another process while it was made")
             return Part(self, digest, path, alive, orphan)
 
-    def _orphans(self, digest: str, stopped: Collection[Path]) -> list[Orphan] | None:
-        """The parts of a shard that nobody goes on with; None if somebody is at work. Under the lock."""
+    def _orphans(self, parts: Iterable[Path], stopped: Collection[Path]) -> list[Orphan] | None:
+        """Of a shard's parts those that nobody goes on with; None if somebody is at work. Under the lock."""
         found: list[Orphan] = []
-        for path in self.parts(digest):
+        for path in parts:
             lock = FileLock.acquire(path / "index")
             if lock is None and not (path / "index").exists():
                 self.trash(path)  # its filler died before it had begun
