@@ -110,12 +110,6 @@ def reservation_not_given_back() -> None:
 
 
 @_bug
-def reservations_of_others_ignored() -> None:
-    """The room that other fills have reserved, and not yet written to, counts as free."""
-    _set(tier.Tier, "_size", lambda self, path, kind: tier._bytes_below(path))
-
-
-@_bug
 def open_shard_evicted() -> None:
     """Whether somebody reads a shard isn't asked before it goes; its bytes stay as long as it is open."""
     _set(tier, "_is_closed", lambda shard: True)
