@@ -46,6 +46,7 @@ bench: $(READY) $(OPENCLIP_READY)  ## Measure beside the peers (about 30 minutes
 	for name in cold warm memory report; do $(BIN)/python -m benchmarks.$$name; done
 
 faults: $(READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/faults.json
+	$(BIN)/python -m tests.simulation --seeds 0:10000 --jobs $$(nproc)
 	$(BIN)/python -m benchmarks.faults
 	$(BIN)/python -m benchmarks.reliability
 
