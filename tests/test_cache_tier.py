@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamload.cache.locks import FileLock
+from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.runs import Run, waits
 from streamload.cache.tier import Part, Tier
 from streamload.errors import CacheError, CacheFull
@@ -230,3 +230,28 @@ def test_a_place_that_cannot_be_made_says_which_and_what_to_do(tmp_path: Path) -
         Tier(tmp_path / "file" / "tier", 1)
     with pytest.raises(CacheError, match="no streamload cache"):
         Tier.open(tmp_path)
+
+
+def hold_the_lock(root: Path, ready: multiprocessing.synchronize.Event) -> None:
+    with exclusive(root / "lock"):
+        ready.set()
+        signal.pause()
+
+
+def test_a_process_that_is_stopped_while_it_decides_blocks_nobody_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.cache.locks.PATIENCE_SECONDS", 0.3)
+    tier = tier_of(tmp_path)
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold_the_lock, args=(tier.root, ready))
+    process.start()
+    assert ready.wait(60)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(CacheError, match="doesn't go on"):
+        tier.claim(A)
+    process.kill()
+    process.join()
+    assert tier.claim(A) is not None

@@ -10,8 +10,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from streamload.errors import CacheError
+
+PATIENCE_SECONDS = 15.0
+"""How long a decision of another process may take; they take milliseconds."""
+_RETRY_SECONDS = 0.002
 
 _open: set[FileLock] = set()
 
@@ -63,10 +70,24 @@ class FileLock:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Wait for the lock on `path` and hold it for the block: for decisions, never for transfers."""
+    """Wait for the lock on `path` and hold it for the block: for decisions, never for transfers.
+
+    Raises:
+        CacheError: who holds it doesn't let go; a process that was stopped just there, say.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    deadline = time.monotonic() + PATIENCE_SECONDS
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise CacheError(
+                        f"{path} has been locked for {PATIENCE_SECONDS:g} s by a process that doesn't go on"
+                    ) from None
+                time.sleep(_RETRY_SECONDS)
         yield
     finally:
         os.close(descriptor)
