@@ -70,7 +70,7 @@ def test_garbage_in_a_tier_and_a_wrong_published_byte_are_seen(sources: Sources)
         data = attempt.borrow(0)
         attempt.happened["by hand"] += 1
         read_in_child(Reading(attempt.root, data.shards))
-        (attempt.root / "parts" / f"{'0' * 32}.12345678").mkdir()
+        (attempt.root / "tier.json.1").write_text("half a rec")
         path = attempt.root / "shards" / data.shards[0].digest / "data"
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
         attempt.check_next_start(data)
