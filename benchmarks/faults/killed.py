@@ -188,6 +188,7 @@ ROWS = [
         "There is no moment in a fill, a publish, an eviction or a take-over at which a kill does harm",
         each_step,
         count=15,
+        short=1,
         variants=tuple(steps.SCENARIOS),
     ),
     Row(
