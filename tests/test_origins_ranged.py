@@ -74,7 +74,7 @@ def test_ranges_side_by_side_ask_for_each_byte_once(server: ShardServer, start: 
     sizes = [(seen.stop or 0) - (seen.start or 0) for seen in server.log]
     if start == 0:
         assert sizes[:5] == [100_000, 50_000, 50_000, 50_000, 50_000]
-        assert max(sizes) == 200_000
+        assert 100_000 < max(sizes) <= 200_000  # they grow, by how quickly they come
         assert all("If-Match" in seen.headers for seen in server.log[1:])
 
 

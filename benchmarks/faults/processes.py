@@ -20,7 +20,7 @@ from streamload.testing.kills import Child, Stage
 
 COUNTS = (10, 10, 10, 10)
 _PATIENCE_SECONDS = 15.0
-_FEW_DESCRIPTORS = 48
+_FEW_DESCRIPTORS = 64
 _LITTLE_MEMORY_BYTES = 256 << 20
 
 _DENIED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>expired</Message></Error>"
@@ -154,7 +154,7 @@ def little(attempt: Attempt) -> None:
         _check_samples(attempt, sorted(key for key, _ in all_samples(data)), result["samples"])
         return
     data = attempt.borrow(attempt.seed, spawn=True)
-    few = attempt.variant == "48 descriptors"
+    few = attempt.variant == "64 descriptors"
 
     def work(stage: Stage) -> Any:
         if few:
@@ -307,12 +307,12 @@ ROWS = [
     Row(
         20,
         "little of the machine",
-        "/dev/shm of 1 MB; 48 descriptors; 256 MB of address space beyond what the start took",
+        "/dev/shm of 1 MB; 64 descriptors; 256 MB of address space beyond what the start took",
         "NDBL",
         "Batches larger than /dev/shm come through; fills and readers live on little",
         little,
         count=30,
-        variants=("/dev/shm of 1 MB", "48 descriptors", "256 MB of memory"),
+        variants=("/dev/shm of 1 MB", "64 descriptors", "256 MB of memory"),
         needs=why_no_small_disk,
     ),
 ]

@@ -39,8 +39,6 @@ class RandomBox:
         bounds = torch.stack([torch.tensor(scale), torch.log(torch.tensor(ratio))]).numpy()
         self._low = bounds[:, 0].astype(np.float64)
         self._span = (bounds[:, 1] - bounds[:, 0]).astype(np.float64)
-        values = torch.empty(_TRIES, 2)
-        self._tries, self._ratios = values.numpy(), values[:, 1]
         # torch's CPU generator is a Mersenne Twister, and seeded by the lower half, as numpy's is.
         self._bits = np.random.MT19937()
         self._seeder = np.random.RandomState(self._bits)
@@ -63,9 +61,9 @@ class RandomBox:
     def _shares_and_ratios(self, raw: npt.NDArray[np.uint64]) -> list[list[float]]:
         """What torch's `uniform_` makes of these numbers, in float32: of each two, area share and ratio."""
         unit = (raw & _UNIT_MASK).reshape(-1, 2) * _UNIT
-        self._tries[:] = unit * self._span + self._low
-        self._ratios.exp_()
-        tries: list[list[float]] = self._tries.tolist()
+        drawn = (unit * self._span + self._low).astype(np.float32)
+        torch.from_numpy(drawn)[:, 1].exp_()
+        tries: list[list[float]] = drawn.tolist()
         return tries
 
     def _central(self, height: int, width: int) -> Box:
