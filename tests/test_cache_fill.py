@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from streamload.cache.fill import Filled, Outcome, fill
 from streamload.cache.follow import ShardView, shard_of
 from streamload.cache.tier import Part, Tier
+from streamload.errors import CacheError
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
 from streamload.testing.faults import Fault
@@ -202,3 +205,21 @@ def test_a_damaged_shard_gives_what_is_in_front_of_the_damage_however_it_arrives
         assert view.reader.status == "ShardFormatError"
         assert view.count == len(samples_before)
         view.close()
+
+
+def test_a_view_outlives_a_tier_that_is_in_trouble(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path / "tier", 1 << 30)
+    shard = shard_of(f"{server.url}/00000.tar", None)
+    with contextlib.closing(ShardView(tier, shard)) as view:
+        for room in ("parts", "shards"):  # the second is what a part or a published shard lies in
+            (tier.root / room).rename(tier.root / f"{room}.away")
+            (tier.root / room).symlink_to(room)  # ELOOP, as any error but "not found" would do
+            time.sleep(0.02)
+            view.refresh()
+        assert view.count == 0
+        monkeypatch.setattr("streamload.cache.follow.PATIENCE_SECONDS", 0.1)
+        time.sleep(0.2)
+        with pytest.raises(CacheError, match=r"00000\.tar can't be read from the cache"):
+            view.refresh()

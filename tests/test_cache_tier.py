@@ -182,6 +182,15 @@ def test_the_second_publisher_drops_its_own(tmp_path: Path) -> None:
     assert not list((tier.root / "trash").iterdir())
 
 
+def test_who_stops_after_another_has_published_leaves_nothing(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    late = fill(tier, A, 100)
+    tier.published(A).mkdir()
+    late.leave()
+    assert not tier.parts(A)
+    assert not list((tier.root / "trash").iterdir())
+
+
 def test_a_verdict_stands_while_somebody_lives_who_has_acted_on_it(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
     verdict = fill(tier, A, 10).give_up()

@@ -367,7 +367,8 @@ def test_with_a_full_disk_the_training_goes_on(server: ShardServer, tmp_path: Pa
     with make(urls(server), tmp_path, cache_dir=small_disk / "cache") as loader:
         for _ in range(2):
             assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
-        assert loader.stats().range_reads > 0
+        # by range where there was room for an index, from memory where there wasn't
+        assert loader.stats().range_reads > 0 or spares(small_disk / "cache")
 
 
 def test_a_full_disk_is_an_error_only_where_there_is_no_other_place(

@@ -21,9 +21,9 @@ from typing import Any
 import xxhash
 
 from streamload import urls
-from streamload.cache.locks import FileLock
+from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.tier import Tier
-from streamload.errors import CacheCorrupt, DatasetChanged
+from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
@@ -163,6 +163,7 @@ class ShardView:
         self._index: _Source | None = None  # where the entries come from: never fewer than before
         self._bytes: _Source | None = None  # where samples are read: usually the same
         self._looked_at = 0.0
+        self._trouble_since: float | None = None
         self.was_complete = False
         """Whether the whole shard was in the tier when the view first found it."""
         self.refresh()
@@ -293,12 +294,7 @@ class ShardView:
         Raises:
             DatasetChanged: the shard has ended with fewer samples than have been read of it.
         """
-        for path in self._places():
-            if self._index is not None and path == self._index.path:
-                continue
-            found = self._open(path)
-            if found is None:
-                continue
+        for found in self._sources(self._index):
             better = self._index is None or found.reader.ended or found.reader.count > self.count
             if better and found.reader.count >= self.count:
                 self._adopt(found)
@@ -316,17 +312,13 @@ class ShardView:
         bare = self._bytes if self._bytes is not None and self._bytes.reader.count > number else None
         if not self._may_look(_APPEAR_SECONDS if bare is None else _STANDSTILL_SECONDS):
             return bare
-        for path in self._places():
-            if bare is not None and path == bare.path:
-                continue
-            found = self._open(path)
-            if found is not None and found.reader.count > number and (bare is None or not found.is_bare):
+        for found in self._sources(bare):
+            if found.reader.count > number and (bare is None or not found.is_bare):
                 old, self._bytes = self._bytes, found
                 if old is not None and old is not self._index:
                     old.close()
                 return found
-            if found is not None:
-                found.close()
+            found.close()
         return bare
 
     def _may_look(self, interval_seconds: float) -> bool:
@@ -336,11 +328,35 @@ class ShardView:
         self._looked_at = now
         return True
 
-    def _places(self) -> Iterator[Path]:
-        digest = self.shard.digest
+    def _sources(self, known: _Source | None) -> Iterator[_Source]:
+        """What can be opened of the shard but for what is known, the best first.
+
+        Raises:
+            CacheError: a tier has been in trouble for long, and nothing was found.
+        """
+        trouble = None
         for tier in self._tiers():
-            places = (tier.published(digest), tier.bare(digest), tier.verdict(digest), *tier.parts(digest))
-            yield from (path for path in places if path not in self._avoided)
+            try:
+                for path in self._places(tier):
+                    found = self._open(path) if known is None or path != known.path else None
+                    if found is not None:
+                        self._trouble_since = None
+                        yield found
+            except StreamloadError:
+                raise
+            except OSError as exc:  # too many open files, say: they may be fewer in a moment
+                trouble = exc
+        if trouble is None:
+            self._trouble_since = None
+        elif self._trouble_since is None:
+            self._trouble_since = time.monotonic()
+        elif time.monotonic() - self._trouble_since > PATIENCE_SECONDS:
+            raise CacheError(f"{self.shard.name} can't be read from the cache: {trouble}") from trouble
+
+    def _places(self, tier: Tier) -> list[Path]:
+        digest = self.shard.digest
+        places = (tier.published(digest), tier.bare(digest), tier.verdict(digest), *tier.parts(digest))
+        return [path for path in places if path not in self._avoided]
 
     def _open(self, path: Path) -> _Source | None:
         is_published = path.parent.name == "shards"
@@ -447,7 +463,7 @@ def is_whole(entry: Entry, data: memoryview) -> bool:
 
 def _directory(path: Path) -> tuple[int, int] | None:
     """Which directory is at `path` now; None if there is none."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = path.stat()
         return status.st_dev, status.st_ino
     return None

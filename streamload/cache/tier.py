@@ -93,14 +93,15 @@ class Part:
         return verdict
 
     def leave(self) -> None:
-        """Stop here; what was filled stays for whoever takes it up."""
-        self.forget_orphan()
-        self._alive.close()
+        """Stop here; what was filled stays for whoever takes it up, unless the shard is published."""
+        if self.tier.published(self.digest).exists():
+            self.tier.trash(self.path)
+        self._let_go()
 
     def discard(self) -> None:
         """Stop here and remove what was filled."""
         self.tier.trash(self.path)
-        self.leave()
+        self._let_go()
 
     def forget_orphan(self) -> None:
         """Remove the dead filler's part, not a stopped one's; what was of use in it has been copied."""
@@ -117,7 +118,11 @@ class Part:
             if not target.exists() and not self._was_taken_away():
                 raise CacheError(f"could not publish a shard as {target}: {exc}") from exc
             self.tier.trash(self.path)  # somebody was first: theirs is as good
-        self.leave()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.forget_orphan()
+        self._alive.close()
 
     def _was_taken_away(self) -> bool:
         """Whether somebody cleared the tier while this part was being filled."""

@@ -8,6 +8,7 @@ fills shows life by touching its parts; one that doesn't for some seconds is sto
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import Shard
-from streamload.cache.locks import FileLock
+from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Part, Tier
 from streamload.errors import CacheError, CacheFull
@@ -83,6 +84,7 @@ class Ahead:
         self._bare: set[str] = set()  # of these only the index is asked for
         self._elsewhere: set[str] = set()  # these go into the spare tier
         self._troubles = 0
+        self._short_since: float | None = None  # of descriptors
         self._has_told = False
         self._error: BaseException | None = None
         self._verdicts: list[FileLock] = []
@@ -231,9 +233,21 @@ class Ahead:
         """Fill a shard if it has to be done and can be; returns the seconds until it is looked at again."""
         tier = self._tier_of(shard)
         try:
-            return self._fill_into(tier, shard)
+            pause = self._fill_into(tier, shard)
         except OSError as trouble:  # an origin's are settled where they come up
-            return self._make_do(shard, trouble)
+            return _NO_ROOM_SECONDS if self._may_pass(trouble) else self._make_do(shard, trouble)
+        self._short_since = None
+        return pause
+
+    def _may_pass(self, trouble: OSError) -> bool:
+        """Whether it is only that many files are open now: no disk's fault, and soon fewer may be."""
+        cause = trouble.__cause__ if isinstance(trouble, CacheError) else trouble
+        if not isinstance(cause, OSError) or cause.errno not in (errno.EMFILE, errno.ENFILE):
+            return False
+        with self._change:
+            now = time.monotonic()
+            self._short_since = self._short_since or now
+            return now - self._short_since < PATIENCE_SECONDS
 
     def _tier_of(self, shard: Shard) -> Tier:
         spare = self._spare.tier if self._spare is not None else None
