@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fuzzing.tars import header
+from fuzzing.blocks import END, member
 from PIL import Image
 
 import streamload
@@ -30,8 +30,6 @@ CPU_SECONDS = 2
 _DEADLINE_SECONDS = 60.0
 _IMPORTED = ("pytest", "numpy", "torch", "PIL.Image", "streamload.loader", "streamload.origins.web",
              "streamload.transforms.decode")  # fmt: skip
-
-END = bytes(1024)
 
 
 class Outcome(NamedTuple):
@@ -51,40 +49,6 @@ class Outcome(NamedTuple):
     """The name of the error that ended it; empty: none did."""
     log: str
     """What was logged on the way, and the error's message."""
-
-
-def octal(size: int) -> bytes:
-    """A size as most tars have it."""
-    return b"%011o\0" % size
-
-
-def base_256(size: int) -> bytes:
-    """A size as large ones are written; negative ones as well."""
-    return (b"\xff" if size < 0 else b"\x80") + (size % (1 << 88)).to_bytes(11, "big")
-
-
-def padded(body: bytes) -> bytes:
-    """Filled up to whole blocks."""
-    return body + bytes(-len(body) % 512)
-
-
-def member(name: str | bytes, payload: bytes) -> bytes:
-    """A regular file."""
-    raw = name if isinstance(name, bytes) else name.encode("utf-8", "surrogateescape")
-    if len(raw) > 100:
-        long = header(b"././@LongLink", octal(len(raw) + 1), b"L") + padded(raw + b"\0")
-        return long + header(raw, octal(len(payload)), b"0") + padded(payload)
-    return header(raw, octal(len(payload)), b"0") + padded(payload)
-
-
-def pax(*records: tuple[bytes, bytes], kind: bytes = b"x") -> bytes:
-    """An extended header of pax."""
-    body = b""
-    for keyword, value in records:
-        record = b" " + keyword + b"=" + value + b"\n"
-        length = len(record) + len(str(len(record) + len(str(len(record)))))
-        body += b"%d" % length + record
-    return header(b"pax", octal(len(body)), kind) + padded(body)
 
 
 def picture(kind: str = "JPEG", size: tuple[int, int] = (24, 16), mode: str = "RGB", **options: Any) -> bytes:

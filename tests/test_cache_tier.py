@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import multiprocessing.process
+import multiprocessing.synchronize
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,22 +76,39 @@ def test_a_shard_that_is_published_while_a_claim_looks_is_not_claimed_again(
     assert [shard.kind for shard in tier.shards()] == ["shards"]
 
 
-def claim_and_die(root: Path, ready: multiprocessing.synchronize.Event) -> None:
+def claim_and_wait(root: Path, ready: multiprocessing.synchronize.Event) -> None:
     fill(Tier(root), A, 100)
     ready.set()
     signal.pause()
 
 
-def test_what_a_killed_filler_held_is_free_at_once(tmp_path: Path) -> None:
-    tier = tier_of(tmp_path)
+def decide_and_wait(root: Path, ready: multiprocessing.synchronize.Event) -> None:
+    with exclusive(root / "lock"):
+        ready.set()
+        signal.pause()
+
+
+@contextlib.contextmanager
+def waiting(
+    work: Callable[[Path, multiprocessing.synchronize.Event], None], tier: Tier
+) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A process that has come to where it waits; killed at the end."""
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    process = context.Process(target=claim_and_die, args=(tier.root, ready))
+    process = context.Process(target=work, args=(tier.root, ready))
     process.start()
-    assert ready.wait(60)
-    assert tier.claim(A) is None
-    process.kill()
-    process.join()
+    try:
+        assert ready.wait(60)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_what_a_killed_filler_held_is_free_at_once(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    with waiting(claim_and_wait, tier):
+        assert tier.claim(A) is None
     part = tier.claim(A)
     assert part is not None
     assert part.orphan is not None
@@ -241,26 +262,14 @@ def test_a_place_that_cannot_be_made_says_which_and_what_to_do(tmp_path: Path) -
         Tier.open(tmp_path)
 
 
-def hold_the_lock(root: Path, ready: multiprocessing.synchronize.Event) -> None:
-    with exclusive(root / "lock"):
-        ready.set()
-        signal.pause()
-
-
 def test_a_process_that_is_stopped_while_it_decides_blocks_nobody_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamload.cache.locks.PATIENCE_SECONDS", 0.3)
     tier = tier_of(tmp_path)
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=hold_the_lock, args=(tier.root, ready))
-    process.start()
-    assert ready.wait(60)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(CacheError, match="doesn't go on"):
-        tier.claim(A)
-    process.kill()
-    process.join()
+    with waiting(decide_and_wait, tier) as process:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(CacheError, match="doesn't go on"):
+            tier.claim(A)
     assert tier.claim(A) is not None

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing.tars import header
-from hostile import END, Outcome, among_good_ones, octal, outcomes, sample
+from fuzzing.blocks import END, header, octal
+from hostile import Outcome, among_good_ones, outcomes, sample
 
 GOOD = json.dumps({"caption": "a good one"}).encode()
 BEFORE, AFTER = sample("before", json=GOOD), sample("after", json=GOOD) + END

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hostile import END, among_good_ones, picture, sample
+from fuzzing.blocks import END
+from hostile import among_good_ones, picture, sample
 from PIL import Image
 
 BEFORE, AFTER = sample("before"), sample("after") + END

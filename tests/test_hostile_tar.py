@@ -17,22 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from fuzzing.tars import header, seal
-from hostile import (
-    END,
-    among_good_ones,
-    base_256,
-    member,
-    octal,
-    padded,
-    pax,
-    picture,
-    read_both_ways,
-    sample,
-)
+from fuzzing.blocks import END, base_256, header, long_name, member, octal, padded, pax, seal
+from hostile import among_good_ones, picture, read_both_ways, sample
 
 BEFORE, AFTER = sample("earlier") + sample("before"), sample("after") + END
-LONG = header(b"././@LongLink", octal(6), b"L") + padded(b"l.jpg\0")
+LONG = long_name(b"l.jpg")
 
 
 class Refused(NamedTuple):

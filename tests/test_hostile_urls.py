@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from hostile import END, outcomes, sample
+from fuzzing.blocks import END
+from hostile import outcomes, sample
 
 import streamload
 from streamload.errors import UrlError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import random
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from tally import Tally
 
 from streamload.errors import DatasetChanged, OriginNotFound, OriginStopped
 from streamload.origins.origin import Origin, OriginOptions, Version, open_origin
@@ -29,11 +29,6 @@ QUICK = OriginOptions(
     part_limit_bytes=200_000,
     chunk_bytes=70_000,
 )
-
-
-class Tally(collections.Counter[str]):
-    def add(self, name: str, n: int = 1) -> None:
-        self[name] += n
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import random
 import socket
 import ssl
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tally import Tally
 
 from streamload.errors import (
     DatasetChanged,
@@ -35,11 +35,6 @@ OTHER = random.Random(2).randbytes(1_000_003)
 QUICK = OriginOptions(
     attempts=4, backoff_seconds=0.01, stall_seconds=0.4, connect_seconds=2.0, chunk_bytes=64 * 1024
 )
-
-
-class Tally(collections.Counter[str]):
-    def add(self, name: str, n: int = 1) -> None:
-        self[name] += n
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import random
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tally import Tally
 
 from streamload.errors import (
     DatasetChanged,
@@ -34,11 +34,6 @@ from streamload.testing.server import ShardServer
 
 BODY = random.Random(1).randbytes(3_000_003)
 QUICK = OriginOptions(attempts=3, backoff_seconds=0.01, stall_seconds=0.5)
-
-
-class Tally(collections.Counter[str]):
-    def add(self, name: str, n: int = 1) -> None:
-        self[name] += n
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import random
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tally import Tally
 
 from streamload.errors import DatasetChanged, OriginError, OriginStopped
 from streamload.origins.origin import OriginOptions, open_origin
@@ -33,11 +33,6 @@ SIDE_BY_SIDE: dict[str, Any] = {
     "stall_seconds": 0.4,
     "chunk_bytes": 64 * 1024,
 }
-
-
-class Tally(collections.Counter[str]):
-    def add(self, name: str, n: int = 1) -> None:
-        self[name] += n
 
 
 @pytest.fixture

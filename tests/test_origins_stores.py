@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import logging
 import random
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tally import Tally
 
 from streamload.errors import (
     DatasetChanged,
@@ -39,11 +39,6 @@ QUICK = OriginOptions(
     first_part_bytes=100_000,
     part_limit_bytes=400_000,
 )
-
-
-class Tally(collections.Counter[str]):
-    def add(self, name: str, n: int = 1) -> None:
-        self[name] += n
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import tarfile
 import tracemalloc
 
 import pytest
+from fuzzing.blocks import END, base_256, header, long_name, octal, padded, pax, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from streamload.errors import ShardCut, ShardError, ShardFormatError
 from streamload.shards.tar import EXTENDED_LIMIT_BYTES, TarParser
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-END = bytes(1024)
 
 
 class LoudInfo(tarfile.TarInfo):
@@ -58,34 +58,6 @@ def parse(data, cuts=()):
             payloads[-1] += payload
     parser.finish()
     return members, payloads
-
-
-def header(name=b"a.jpg", size=b"00000000000\0", kind=b"0", prefix=b""):
-    block = struct.pack("100s8s8s8s12s12s8sc100s8s32s32s8s8s155s12x", name, *[b"0000644\0"] * 3, size,
-        b"00000000000\0", b" " * 8, kind, b"", b"ustar\00000", b"", b"", b"", b"", prefix)  # fmt: skip
-    return seal(block)
-
-
-def seal(block):
-    total = sum(block[:148]) + sum(block[156:]) + 256
-    return block[:148] + b"%06o\0 " % total + block[156:]
-
-
-def octal(size):
-    return b"%011o\0" % size
-
-
-def padded(body):
-    return body + bytes(-len(body) % 512)
-
-
-def pax(records, kind=b"x"):
-    body = b""
-    for keyword, value in records:
-        record = b" " + keyword + b"=" + value + b"\n"
-        length = len(record) + len(str(len(record) + len(str(len(record)))))
-        body += b"%d" % length + record
-    return header(b"pax", octal(len(body)), kind) + padded(body)
 
 
 def archive(members, tar_format, pax_headers=None):
@@ -130,21 +102,21 @@ def test_global_pax_headers_that_say_nothing_of_members_are_passed_over():
 @pytest.mark.parametrize("record", [(b"path", b"all.jpg"), (b"size", b"3")])
 def test_global_pax_headers_that_rename_or_resize_members_are_refused(record):
     with pytest.raises(ShardFormatError, match="global pax header"):
-        parse(pax([record], b"g") + header() + END)
+        parse(pax(record, kind=b"g") + header() + END)
 
 
 def test_sizes_in_base_256_and_in_pax_records_are_read():
-    by_base = header(size=b"\x80" + (700).to_bytes(11, "big")) + padded(bytes(700)) + END
-    by_pax = pax([(b"size", b"700")]) + header() + padded(bytes(700)) + END
+    by_base = header(size=base_256(700)) + padded(bytes(700)) + END
+    by_pax = pax((b"size", b"700")) + header() + padded(bytes(700)) + END
     for data in (by_base, by_pax):
         assert [tuple(member) for member in parse(data)[0]] == oracle(data)[0] != []
 
 
 def test_the_first_of_several_extended_headers_names_the_member_as_in_tarfile():
-    long_name = header(b"././@LongLink", octal(6), b"L") + padded(b"l.jpg\0")
-    other = header(b"././@LongLink", octal(6), b"L") + padded(b"o.jpg\0")
-    x = pax([(b"path", b"x.jpg"), (b"size", b"3")])
-    for first, second in itertools.permutations([long_name, other, x], 2):
+    first_long = long_name(b"l.jpg")
+    other = long_name(b"o.jpg")
+    x = pax((b"path", b"x.jpg"), (b"size", b"3"))
+    for first, second in itertools.permutations([first_long, other, x], 2):
         data = first + second + header(size=octal(3)) + padded(b"abc") + END
         assert [tuple(member) for member in parse(data)[0]] == oracle(data)[0] != []
 
@@ -263,15 +235,15 @@ def test_an_empty_shard_fails():
 HUGE = b"\x80" + (1 << 62).to_bytes(11, "big")
 HOSTILE = {
     "old GNU sparse member": header(kind=b"S"),
-    "pax sparse member": pax([(b"GNU.sparse.major", b"1")]),
-    "sparse 0.0": pax([(b"GNU.sparse.size", b"1073741824")]),
+    "pax sparse member": pax((b"GNU.sparse.major", b"1")),
+    "sparse 0.0": pax((b"GNU.sparse.size", b"1073741824")),
     "size of 2^62": header(size=HUGE),
     "negative size": header(size=b"\xff" * 12),
     "negative octal size": header(size=b"-0000000010\0"),
     "no number": header(size=b"12345678zzz\0"),
-    "pax size that is negative": pax([(b"size", b"-1")]) + header(),
-    "pax size of 10^5 digits": pax([(b"size", b"9" * 100_000)]) + header(),
-    "pax size of 2^62": pax([(b"size", b"%d" % (1 << 62))]) + header(),
+    "pax size that is negative": pax((b"size", b"-1")) + header(),
+    "pax size of 10^5 digits": pax((b"size", b"9" * 100_000)) + header(),
+    "pax size of 2^62": pax((b"size", b"%d" % (1 << 62))) + header(),
     "pax header of 64 MiB": header(size=octal(64 << 20), kind=b"x") + bytes(1 << 20),
     "long name of 64 MiB": header(size=octal(64 << 20), kind=b"L") + bytes(1 << 20),
     "chained long names": (header(size=octal(6), kind=b"L") + padded(b"l.jpg\0")) * 100_000,
@@ -301,7 +273,7 @@ def test_hostile_headers_are_refused_in_little_memory(case, at_start):
 
 def test_a_size_of_8_gib_that_lies_is_a_cut():
     with pytest.raises(ShardCut, match="lacks"):
-        parse(header(size=b"\x80" + (8 << 30).to_bytes(11, "big")) + bytes(5000))
+        parse(header(size=base_256(8 << 30)) + bytes(5000))
 
 
 def test_names_of_64_kb_are_read():
@@ -312,11 +284,9 @@ def test_names_of_64_kb_are_read():
 
 
 def seeds():
-    rich = pax([(b"path", b"p.jpg"), (b"mtime", b"1.5")]) + header(size=octal(30)) + padded(bytes(30))
-    yield (
-        rich + header(b"././@LongLink", octal(9), b"L") + padded(b"long.txt\0") + header(b"b", octal(3)) + END
-    )
-    yield pax([(b"comment", b"c")], b"g") + header(b"f/", kind=b"5") + header(prefix=b"pre") + rich + END
+    rich = pax((b"path", b"p.jpg"), (b"mtime", b"1.5")) + header(size=octal(30)) + padded(bytes(30))
+    yield (rich + long_name(b"long.txt") + header(b"b", octal(3)) + END)
+    yield pax((b"comment", b"c"), kind=b"g") + header(b"f/", kind=b"5") + header(prefix=b"pre") + rich + END
     for tar_format in FORMATS.values():
         yield archive(some_members(long_names=tar_format != tarfile.USTAR_FORMAT)[:6], tar_format)
 

@@ -1,6 +1,5 @@
 """The default transform: boxes from the sample's seed, Pillow's pixels within a level."""
 
-import functools
 import io
 import math
 import pickle
@@ -8,33 +7,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from photographs import SIZES, photograph
 from PIL import Image
 
 from streamload.transforms.augment import Box, RandomBox
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.default import DefaultTransform
 from streamload.transforms.resize import _goes_down_first, resize_and_crop_centre, resize_box
-
-SIZES = [
-    (500, 375),
-    (375, 500),
-    (640, 480),
-    (512, 512),
-    (300, 451),
-    (256, 900),
-    (900, 256),
-    (224, 224),
-    (150, 100),
-]
-
-
-@functools.cache
-def photograph(width, height, which=0):
-    from skimage import data
-    from sklearn.datasets import load_sample_images
-
-    source = [data.astronaut(), data.chelsea(), data.coffee(), *load_sample_images().images][which]
-    return np.array(Image.fromarray(source).resize((width, height), Image.Resampling.LANCZOS))
 
 
 def by_pillow(pixels, box, height, width):

@@ -3,14 +3,13 @@
 These run in the environment that has open_clip (`make test-openclip`).
 """
 
-import functools
 import pickle
 import random
 import warnings
 
-import numpy as np
 import pytest
 import torch
+from photographs import SIZES, photograph
 from PIL import Image
 
 from streamload.testing.torchvision_stub import define_torchvision_schemas
@@ -31,27 +30,7 @@ with warnings.catch_warnings():
     from open_clip.transform import image_transform
     from torchvision.transforms import RandomResizedCrop
 
-SIZES = [
-    (500, 375),
-    (375, 500),
-    (640, 480),
-    (512, 512),
-    (300, 451),
-    (256, 900),
-    (900, 256),
-    (224, 224),
-    (90, 60),
-]
 CAPTIONS = ["a cat", "", "Two cats, & a VERY long dog!!?! 🐈", "word " * 200, "naïve café <b>l&amp;r</b>"]
-
-
-@functools.cache
-def photograph(width, height, which):
-    from skimage import data
-    from sklearn.datasets import load_sample_images
-
-    source = [data.astronaut(), data.chelsea(), data.coffee(), *load_sample_images().images][which]
-    return np.array(Image.fromarray(source).resize((width, height), Image.Resampling.LANCZOS))
 
 
 def levels_of(normalised):

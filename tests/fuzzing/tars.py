@@ -15,7 +15,6 @@ import contextlib
 import io
 import itertools
 import random
-import struct
 import tarfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,16 +24,14 @@ from streamload.errors import ShardError
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import EXTENDED_LIMIT_HEADERS, TarParser
 
-BLOCK = 512
+from .blocks import BLOCK, FIELDS, TIME, header, seal
+
 _MEMBERS_LIMIT = 64  # a negative size can send tarfile back for ever
 
 Failure = tuple[type[ShardError], str]
 
 
 _NOISE = random.Random(0).randbytes(4 * BLOCK)
-_FIELDS = b"0000644\0" * 3
-_TIME = b"00000000000\0"
-_MIDDLE = struct.pack("100s8s32s32s8s8s", b"", b"ustar\00000", b"", b"", b"", b"")
 _NAMES = (
     b"a.jpg", b"a.txt", b"b.jpg", b"b.txt", b"a.JPG", b"a.seg.png", b"f/a.jpg", b"f.d/a.txt", b"plain", b"",
     b"/abs.jpg", b"../up.jpg", b".hid", b"x/.jpg", b"a b\n.txt", b"\xc3\xbc.jpg", b"\xff\xfe.jpg", b"dir/",
@@ -87,18 +84,6 @@ def make(rng: random.Random) -> bytes:
     if rng.random() < 0.55:
         _damage(out, headers, rng)
     return bytes(out)
-
-
-def header(name: bytes, size: bytes, kind: bytes, prefix: bytes = b"") -> bytes:
-    """A header whose checksum holds."""
-    head = name[:100].ljust(100, b"\0") + _FIELDS + size + _TIME
-    return seal(head + b" " * 8 + kind + _MIDDLE + prefix.ljust(167, b"\0"))
-
-
-def seal(block: bytes | bytearray) -> bytes:
-    """The block with a checksum that holds."""
-    total = sum(block) - sum(block[148:156]) + 256
-    return block[:148] + b"%06o\0 " % total + block[156:]
 
 
 def _number(rng: random.Random, value: int) -> bytes:
@@ -279,7 +264,7 @@ class _Info(tarfile.TarInfo):
         try:
             return super().frombuf(buf, encoding, errors)  # type: ignore[return-value]
         except tarfile.InvalidHeaderError as exc:
-            plain = buf[:100] + _FIELDS + buf[124:136] + _TIME + buf[148:329] + bytes(16) + buf[345:]
+            plain = buf[:100] + FIELDS + buf[124:136] + TIME + buf[148:329] + bytes(16) + buf[345:]
             if plain != buf and _is_sealed(buf):
                 return cls.frombuf(seal(plain), encoding, errors)
             raise _Unreadable(str(exc)) from exc
