@@ -198,26 +198,7 @@ def workers(attempt: Attempt) -> None:
     method, _, event = attempt.variant.partition(", ")
     cache = attempt.place / "cache"
 
-    def work(stage: Stage) -> Any:
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return _end(event, method, stage, data, cache)
-
-    with Child(work) as child:
-        if event in {"Ctrl-C", "SIGKILL"}:
-            child.stage.wait_for("a sample", 60)
-            if event == "Ctrl-C":
-                os.killpg(child.pid, signal.SIGINT)
-                child.join(_DEADLINE_SECONDS)
-                attempt.check("L", child.status is not None, "Ctrl-C did not end it")
-            else:
-                child.kill()
-        else:
-            attempt.check_all(tuple(found) for found in child.finish(90))
-        session = child.pid
-    attempt.happened[event] += 1
-    left = processes.gone_from(session)
-    attempt.check("L", not left, f"still running: {left}")
+    processes.end_training(attempt, event, lambda stage: _end(event, method, stage, data, cache))
     again = _reading(data.urls, cache)
     attempt.check_no_error(again["error"])
     attempt.check_all(_differences(data, data.urls, again["seen"]))
@@ -235,7 +216,7 @@ def _end(event: str, method: str, stage: Stage, data: Data, cache: Path) -> list
     )
     samples = iter(loader)
     got = [next(samples)]
-    stage.enter("a sample")
+    stage.enter(processes.TRAINING)
     if event in {"Ctrl-C", "SIGKILL"}:
         for _ in samples:
             time.sleep(0.1)

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from streamload.testing.disks import small_disk, why_no_small_disk
 from streamload.testing.faults import Fault
 from streamload.testing.kills import Child, Stage
 
+TRAINING = "training"
+"""The stage of a training that has its first samples."""
 COUNTS = (10, 10, 10, 10)
 _PATIENCE_SECONDS = 15.0
 _FEW_DESCRIPTORS = 16
@@ -83,28 +86,40 @@ def workers(attempt: Attempt) -> None:
 def _workers(attempt: Attempt, data: Data) -> None:
     method, _, event = attempt.variant.partition(", ")
 
+    options = {"num_workers": 2, "multiprocessing_context": method}
+    end_training(attempt, event, lambda stage: _end(event, stage, data, attempt, options))
+    attempt.check_next_start(data)
+
+
+def end_training(attempt: Attempt, event: str, train: Callable[[Stage], list[tuple[str, str]]]) -> None:
+    """Let a training run in a session of its own until the event ends it; L: nothing is left running.
+
+    Args:
+        attempt: what is wrong is noted there.
+        event: "Ctrl-C" and "SIGKILL" come from outside, any other is the training's own doing.
+        train: enters the stage TRAINING with its first samples; returns what is wrong after its event.
+    """
+
     def work(stage: Stage) -> Any:
         os.setsid()  # so that all that it starts can be told
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return _end(event, stage, data, attempt, {"num_workers": 2, "multiprocessing_context": method})
+        return train(stage)
 
     with Child(work) as child:
         if event == "Ctrl-C":
-            child.stage.wait_for("a batch", 60)
+            child.stage.wait_for(TRAINING, 60)
             os.killpg(child.pid, signal.SIGINT)
             child.join(_PATIENCE_SECONDS)
             attempt.check("L", child.status is not None, "Ctrl-C did not end it")
         elif event == "SIGKILL":
-            child.stage.wait_for("a batch", 60)
+            child.stage.wait_for(TRAINING, 60)
             child.kill()
         else:
-            result = child.finish(90)
-            attempt.check_all(tuple(found) for found in result)
+            attempt.check_all(tuple(found) for found in child.finish(90))
         session = child.pid
     attempt.happened[event] += 1
     left = gone_from(session)
     attempt.check("L", not left, f"still running: {left}")
-    attempt.check_next_start(data)
 
 
 def _end(
@@ -115,7 +130,7 @@ def _end(
     loader = _loader(data, attempt.root, options)
     batches = iter(loader)
     samples = [next(batches)]
-    stage.enter("a batch")
+    stage.enter(TRAINING)
     if event in {"Ctrl-C", "SIGKILL"}:
         for _ in batches:
             time.sleep(0.1)
