@@ -99,6 +99,26 @@ def test_the_size_is_known_before_the_bytes_where_the_origin_says_it(place: Plac
     stream.close()
 
 
+def test_a_version_is_that_of_the_bytes_and_costs_next_to_none(place: Place) -> None:
+    tally = Tally()
+    origin = place.origin(counters=tally)
+    version = origin.version()
+    assert tally["origin_bytes"] == 0
+    stream = place.origin().open()
+    assert version.difference(stream.version) is None
+    stream.close()
+    assert version == (stream.version if place.knows_versions else Version())
+    place.put(OTHER)
+    changed = version.difference(place.origin().version())
+    assert (changed is not None) is place.knows_versions
+
+
+def test_the_version_of_a_shard_that_is_missing_is_an_error(place: Place) -> None:
+    if place.knows_versions:
+        with pytest.raises(OriginNotFound):
+            place.origin(place.missing).version()
+
+
 def test_a_resumed_read_is_the_same_version(place: Place) -> None:
     origin = place.origin()
     first = origin.open()

@@ -370,3 +370,32 @@ def test_a_stopped_loader_does_not_wait_for_a_connection() -> None:
             open_origin(url, options=OriginOptions(connect_seconds=60), stop=stop).open()
         for other in waiting:
             other.close()
+
+
+# --- which version there is, by a request for one byte ---
+
+
+@pytest.mark.parametrize("fault", [Fault(), Fault(ignore_range=True)])
+def test_a_version_is_asked_for_by_one_byte_and_no_body_is_read(fault: Fault, server: ShardServer) -> None:
+    server.misbehave("a.tar", fault)
+    tally = Tally()
+    version = open_origin(f"{server.url}/a.tar", options=QUICK, counters=tally).version()
+    assert version.size == len(BODY)
+    assert version.etag
+    assert version.last_modified
+    (request,) = server.requests("a.tar")
+    assert (request.method, request.start, request.stop) == ("GET", 0, 1)
+    assert tally["origin_bytes"] == 0
+
+
+def test_an_empty_file_has_a_version_too(server: ShardServer) -> None:
+    (server.root / "empty.tar").write_bytes(b"")
+    assert open_origin(f"{server.url}/empty.tar", options=QUICK).version().size == 0
+
+
+def test_a_version_is_asked_for_again_after_a_failure(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(first=2, status=503))
+    assert open_origin(f"{server.url}/a.tar", options=QUICK).version().size == len(BODY)
+    server.misbehave("a.tar", Fault(status=503))
+    with pytest.raises(OriginUnavailable, match="4 attempts"):
+        open_origin(f"{server.url}/a.tar", options=QUICK).version()

@@ -41,6 +41,12 @@ class LocalOrigin:
             raise
         return stream
 
+    def version(self) -> Version:
+        """Size and time of the file."""
+        stream = self.open()
+        stream.close()
+        return stream.version
+
 
 class _LocalStream:
     def __init__(self, url: str, file: BinaryIO, session: Session, start: int) -> None:

@@ -73,6 +73,10 @@ class PipeOrigin:
             raise OriginError(f"{self.url}: can't be started, bash is needed: {exc.strerror}") from exc
         return _PipeStream(self, process, start, expected or Version())
 
+    def version(self) -> Version:
+        """Nothing: only the bytes themselves could tell, so the command isn't run."""
+        return Version()
+
 
 class _Prefix:
     """How many bytes a command has written since its start, and their hash."""

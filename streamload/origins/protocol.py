@@ -69,6 +69,14 @@ class Origin(Protocol):
         """
         ...
 
+    def version(self) -> Version:
+        """Ask which version the shard has now, for next to no bytes; empty where the origin knows none.
+
+        Raises:
+            OriginError: as for open().
+        """
+        ...
+
 
 class Counts(Protocol):
     """Where transfers are counted."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from streamload.errors import OriginCut, OriginError, OriginTimeout, OriginUnavailable
 from streamload.origins.protocol import Origin, Session, Stream, Version
 
+_Result = TypeVar("_Result")
 _MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 
 
@@ -34,6 +36,10 @@ class RetryingOrigin:
         stream = patience.open(self._origin, start, expected)
         version = stream.version if expected is None else expected.completed(stream.version)
         return _RetryingStream(self._origin, patience, stream, start, version)
+
+    def version(self) -> Version:
+        """Ask the origin, as often as it takes."""
+        return _Patience(self._session, self._rng, self.url).attempt(self._origin.version)
 
 
 class _RetryingStream:
@@ -74,10 +80,13 @@ class _Patience:
         self._progress_bytes = 0
 
     def open(self, origin: Origin, start: int, expected: Version | None) -> Stream:
+        return self.attempt(lambda: origin.open(start, expected))
+
+    def attempt(self, act: Callable[[], _Result]) -> _Result:
         while True:
             self._session.check(self._url)
             try:
-                return origin.open(start, expected)
+                return act()
             except OriginError as error:
                 self.wait(error)
 

@@ -147,9 +147,16 @@ class HubOrigin:
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
         """Resolve the address once, and open that."""
+        return self._resolved().open(start, expected)
+
+    def version(self) -> Version:
+        """Resolve the address once, and ask that."""
+        return self._resolved().version()
+
+    def _resolved(self) -> Origin:
         if self._web is None:
             self._web = self._resolve()
-        return self._web.open(start, expected)
+        return self._web
 
     def _resolve(self) -> Origin:
         from huggingface_hub import HfFileSystem, get_token, hf_hub_url

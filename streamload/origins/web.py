@@ -117,6 +117,23 @@ class HttpOrigin:
             close_pools(pools)
             raise
 
+    def version(self) -> Version:
+        """Ask for one byte and read the answer's head only: a signed URL refuses HEAD."""
+        pools = open_pools(self._session, self._target)
+        response = None
+        try:
+            response = self._request(pools, self._range(0, None, 1))
+            if response.status == 416:  # it has no byte
+                return Version(0, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
+            self._refuse(response)
+            return self._place(response, 0)[0]
+        except HTTPError as exc:
+            raise self.translated(exc, "no answer") from exc
+        finally:
+            if response is not None:
+                response.close()
+            close_pools(pools)
+
     def ask(self, pools: urllib3.PoolManager, start: int, expected: Version | None) -> Answer:
         """Ask for all from a byte to the end; the answer's head is checked."""
         return self._ask(pools, start, expected, None)
