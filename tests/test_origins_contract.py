@@ -40,6 +40,7 @@ class Place:
     missing: str
     storage_options: dict[str, Any] | None = None
     knows_versions: bool = True
+    has_ranges: bool = True
 
     def origin(self, url: str | None = None, **facts: Any) -> Origin:
         return open_origin(url or self.url, self.storage_options, facts.pop("options", QUICK), **facts)
@@ -76,9 +77,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(lambda body: files.pipe("/a.tar", body), "memory://a.tar", "memory://b.tar")
         files.rm("/a.tar")
     elif request.param == "pipe":
-        yield Place(rewrite, f"pipe:cat {file}", f"pipe:cat {file}.missing", knows_versions=False)
+        yield Place(
+            rewrite, f"pipe:cat {file}", f"pipe:cat {file}.missing", knows_versions=False, has_ranges=False
+        )
     else:
-        yield Place(rewrite, str(file), str(tmp_path / "b.tar"))
+        yield Place(rewrite, str(file), str(tmp_path / "b.tar"), has_ranges=False)
 
 
 @pytest.mark.parametrize("start", [0, 1, 49_999, 50_000, 123_456, len(BODY) - 1, len(BODY)])
@@ -117,6 +120,30 @@ def test_the_version_of_a_shard_that_is_missing_is_an_error(place: Place) -> Non
     if place.knows_versions:
         with pytest.raises(OriginNotFound):
             place.origin(place.missing).version()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 10), (49_999, 50_001), (100_000, 900_000), (5, len(BODY))])
+def test_a_read_gives_its_bytes_alone(place: Place, start: int, stop: int) -> None:
+    version = place.origin().version()
+    tally = Tally()
+    origin = place.origin(counters=tally)
+    for _ in range(2):
+        assert origin.read(start, stop, version) == BODY[start:stop]
+    if place.has_ranges:
+        assert tally["origin_bytes"] == 2 * (stop - start)
+    origin.close()
+    origin.close()
+
+
+def test_a_read_of_another_version_is_an_error(place: Place) -> None:
+    if place.knows_versions:
+        origin = place.origin()
+        version = origin.version()
+        assert origin.read(0, 10, version) == BODY[:10]
+        place.put(OTHER)
+        with pytest.raises(DatasetChanged, match=r"a\.tar"):
+            origin.read(10, 20, version)
+        origin.close()
 
 
 def test_a_resumed_read_is_the_same_version(place: Place) -> None:

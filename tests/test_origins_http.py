@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tally import Tally
 
@@ -399,3 +400,58 @@ def test_a_version_is_asked_for_again_after_a_failure(server: ShardServer) -> No
     server.misbehave("a.tar", Fault(status=503))
     with pytest.raises(OriginUnavailable, match="4 attempts"):
         open_origin(f"{server.url}/a.tar", options=QUICK).version()
+
+
+def connections_to(server: ShardServer) -> set[int]:
+    """The ports on this side of the connections that stand."""
+    port = int(server.url.rpartition(":")[2])
+    return {
+        found.laddr.port
+        for found in psutil.Process().net_connections()
+        if found.raddr and found.raddr.port == port and found.status == psutil.CONN_ESTABLISHED
+    }
+
+
+def test_reads_share_a_connection_and_ask_for_nothing_else(server: ShardServer, no_leaks: Any) -> None:
+    with no_leaks():
+        origin = open_origin(f"{server.url}/a.tar", options=QUICK)
+        version = origin.version()
+        used = set()
+        for start in (700_000, 5, 300_000):
+            assert origin.read(start, start + 20_000, version) == BODY[start : start + 20_000]
+            used |= connections_to(server)
+        assert len(used) == 1
+        assert [(seen.start, seen.sent) for seen in server.log[1:]] == [
+            (start, 20_000) for start in (700_000, 5, 300_000)
+        ]
+        origin.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(ignore_range=True),
+        Fault(first=1, cut_after_bytes=10_000),
+        Fault(first=1, silent=True),
+        Fault(first=2, status=503),
+        Fault(first=1, status=416),
+        Fault(first=1, headers={"Content-Range": "bytes 5-9/10"}),
+    ],
+    ids=str,
+)
+def test_a_read_that_fails_is_mended(fault: Fault, server: ShardServer) -> None:
+    origin = open_origin(f"{server.url}/a.tar", options=QUICK)
+    version = origin.version()
+    server.misbehave("a.tar", fault)
+    assert origin.read(300_000, 320_000, version) == BODY[300_000:320_000]
+    assert len(server.log) > 2
+    origin.close()
+
+
+def test_a_read_that_cannot_be_mended_is_an_error(server: ShardServer) -> None:
+    origin = open_origin(f"{server.url}/a.tar", options=QUICK)
+    version = origin.version()
+    server.misbehave("a.tar", Fault(status=403))
+    with pytest.raises(OriginDenied, match=r"a\.tar"):
+        origin.read(0, 10, version)
+    origin.close()

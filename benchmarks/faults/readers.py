@@ -21,7 +21,6 @@ from streamload.origins.origin import (
     Version,
     has_ranges,
     open_origin,
-    read_range,
 )
 from streamload.prefetch.ahead import Ahead
 from streamload.shards.samples import Entry
@@ -119,10 +118,12 @@ def _read_shard(reading: Reading, places: _Places, ahead: Ahead, shard: Shard, f
     samples = found.seen.setdefault(shard.digest, [])
     deadline = time.monotonic() + reading.deadline_seconds
 
-    def fetch(shard: Shard, version: Version, start: int, stop: int) -> bytes:
-        return read_range(open_origin(shard.url, options=reading.origin), start, stop, version)
+    origin = open_origin(shard.url, options=reading.origin)
 
-    with contextlib.closing(ShardView(places.now, shard, fetch)) as view:
+    def fetch(shard: Shard, version: Version, start: int, stop: int) -> bytes:
+        return origin.read(start, stop, version)
+
+    with contextlib.closing(origin), contextlib.closing(ShardView(places.now, shard, fetch)) as view:
         while True:
             view.refresh()
             while len(samples) < view.count and (sample := view.read(len(samples))) is not None:

@@ -23,7 +23,7 @@ from streamload.metrics import Counters
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
 from streamload.order.plan import shard_order
-from streamload.origins.origin import Origin, Version, has_ranges, open_origin, read_range
+from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
 from streamload.transforms.examples import Sample
@@ -34,6 +34,8 @@ _POLL_SECONDS = 0.004
 _SLOW_SECONDS = 30.0
 _NO_ROOM_SECONDS = 10.0
 _NO_ROOM_AGAIN_SECONDS = 1.0
+_ORIGINS_KEPT = 32
+"""Each may keep a connection from one sample to the next."""
 
 
 class Superseded(Exception):
@@ -78,6 +80,7 @@ class Supply:
         )
         self._start: Start | None = None
         self._itineraries: dict[int, Itinerary] = {}
+        self._origins: dict[str, Origin] = {}  # of shards whose samples are read by range
         self._full_seconds = _NO_ROOM_SECONDS
         self._fills_ahead = False
 
@@ -151,6 +154,9 @@ class Supply:
         self._closing.set()
         self._ahead.close()
         self._forget_itineraries()
+        for origin in self._origins.values():
+            origin.close()
+        self._origins.clear()
         self._cache.close()
         self._spare.close()
 
@@ -224,8 +230,13 @@ class Supply:
     def _fetch(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
         """Bytes of a shard of which only the index is kept."""
         self._counts.add("range_reads")
-        origin = _open_origin(self._recipe, self._counts, shard, self._closing)
-        return read_range(origin, start, stop, version)
+        origin = self._origins.pop(shard.digest, None)
+        if origin is None:
+            origin = _open_origin(self._recipe, self._counts, shard, self._closing)
+        self._origins[shard.digest] = origin  # the last in line
+        if len(self._origins) > _ORIGINS_KEPT:
+            self._origins.pop(next(iter(self._origins))).close()
+        return origin.read(start, stop, version)
 
     def _no_room(self, shard: Shard) -> str:
         return (

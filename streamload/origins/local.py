@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from streamload.errors import DatasetChanged, OriginCut, OriginDenied, OriginError, OriginNotFound
-from streamload.origins.protocol import Session, Version, same_version
+from streamload.origins.protocol import Origin, Session, Version, same_version
 from streamload.urls import local_path
 
 
-class LocalOrigin:
+class LocalOrigin(Origin):
     """A shard that is a file."""
 
     def __init__(self, url: str, session: Session) -> None:

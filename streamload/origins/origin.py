@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from streamload.errors import OriginCut
 from streamload.origins.protocol import (
     Counts,
     Origin,
@@ -30,7 +28,6 @@ __all__ = [
     "has_ranges",
     "import_origins",
     "open_origin",
-    "read_range",
 ]
 
 _logger = logging.getLogger("streamload")
@@ -60,22 +57,6 @@ def open_origin(
 def has_ranges(url: str) -> bool:
     """Whether any part of a shard can be asked for: a command begins at the first byte, always."""
     return _opened_as(url) not in {"pipe", "file"}
-
-
-def read_range(origin: Origin, start: int, stop: int, version: Version) -> bytes:
-    """Return a part of a shard of a known version.
-
-    Raises:
-        OriginError: by its subclass, after the origin's retries.
-        DatasetChanged: the shard isn't that version any more.
-    """
-    data = bytearray()
-    with contextlib.closing(origin.open(start, version)) as stream:
-        for chunk in stream.chunks():
-            data += chunk
-            if len(data) >= stop - start:
-                return bytes(data[: stop - start])
-    raise OriginCut(f"{origin.url}: ended at byte {start + len(data)}, before {stop}")
 
 
 def import_origins(urls: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from streamload.errors import (
     OriginNotFound,
     OriginTimeout,
 )
-from streamload.origins.protocol import Session, Version
+from streamload.origins.protocol import Origin, Session, Version
 from streamload.urls import redact, redact_text
 
 _WAKE_SECONDS = 0.1
@@ -47,7 +47,7 @@ _DENIED = re.compile(
 )
 
 
-class PipeOrigin:
+class PipeOrigin(Origin):
     """A shard that a command writes to its standard output.
 
     A command always begins at byte 0: to resume, what was read before is read again, compared by its hash

@@ -1,17 +1,18 @@
 """What every origin promises, and what all transfers of a loader share (step F).
 
 An origin gives a shard's bytes in order, from any byte to the end, and never mixes two versions of it.
-Nothing here moves bytes.
+Those that give ranges of their own have a better `read` than the one here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streamload.errors import DatasetChanged, OriginStopped
+from streamload.errors import DatasetChanged, OriginCut, OriginStopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Stream(Protocol):
 class Origin(Protocol):
     """Where one shard lives. Not thread-safe, not picklable; made in the process that uses it.
 
+    To be inherited from, for `read` and `close`.
+
     Attributes:
         url: as it may be shown, without secrets.
     """
@@ -76,6 +79,24 @@ class Origin(Protocol):
             OriginError: as for open().
         """
         ...
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Return the bytes from `start` up to `stop` of a shard of a known version.
+
+        Raises:
+            OriginError, DatasetChanged: as for open().
+        """
+        data = bytearray()
+        with contextlib.closing(self.open(start, version)) as stream:
+            for chunk in stream.chunks():
+                data += chunk
+                if len(data) >= stop - start:
+                    return bytes(data[: stop - start])
+        raise OriginCut(f"{self.url}: ended at byte {start + len(data)}, before {stop}")
+
+    def close(self) -> None:
+        """Give back what is kept from one read to the next; once is enough."""
+        return
 
 
 class Counts(Protocol):

@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 _MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 
 
-class RetryingOrigin:
+class RetryingOrigin(Origin):
     """An origin whose streams go on where they broke off."""
 
     def __init__(self, origin: Origin, session: Session, rng: random.Random | None = None) -> None:
@@ -40,6 +40,15 @@ class RetryingOrigin:
     def version(self) -> Version:
         """Ask the origin, as often as it takes."""
         return _Patience(self._session, self._rng, self.url).attempt(self._origin.version)
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Ask the origin, as often as it takes."""
+        patience = _Patience(self._session, self._rng, self.url)
+        return patience.attempt(lambda: self._origin.read(start, stop, version))
+
+    def close(self) -> None:
+        """Close the origin."""
+        self._origin.close()
 
 
 class _RetryingStream:

@@ -51,7 +51,7 @@ def import_store(name: str) -> None:
         fsspec.get_filesystem_class(name)
 
 
-class StoreOrigin:
+class StoreOrigin(Origin):
     """An object that an fsspec file system knows.
 
     Args:
@@ -90,6 +90,15 @@ class StoreOrigin:
             raise of_store(self.url, exc) from exc
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Ask for a range; the store's own version is asked for as well, unless the answer tells it."""
+        if self._files is None:  # then it isn't known either whether S3 is to be asked anonymously
+            same_version(self.url, version, self.version())
+        data = b"".join(_StorePart(self, start, stop, version).chunks())
+        if not self.is_checked_by_part(version):
+            same_version(self.url, version, self.version())
+        return data
+
+    def fetch_here(self, start: int, stop: int) -> bytes:
         """Return one range, of a file system without asyncio."""
         data: bytes = self.files.cat_file(self._path, start=start, end=stop)
         return data
@@ -137,7 +146,7 @@ class StoreOrigin:
         return info
 
 
-class HubOrigin:
+class HubOrigin(Origin):
     """A file on the Hugging Face Hub, or on a server that speaks like it; read as plain HTTP."""
 
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
@@ -152,6 +161,15 @@ class HubOrigin:
     def version(self) -> Version:
         """Resolve the address once, and ask that."""
         return self._resolved().version()
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Resolve the address once, and ask that."""
+        return self._resolved().read(start, stop, version)
+
+    def close(self) -> None:
+        """Close what the address led to."""
+        if self._web is not None:
+            self._web.close()
 
     def _resolved(self) -> Origin:
         if self._web is None:
@@ -221,7 +239,7 @@ class _StorePart:
             data: bytes = wait(self._future, self._origin.session, self._origin.url)
             return data
         self._began = time.monotonic()
-        data = self._origin.read(self._start, self._stop, self._version)
+        data = self._origin.fetch_here(self._start, self._stop)
         self._note_seconds()
         return data
 

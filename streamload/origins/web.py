@@ -32,7 +32,7 @@ from streamload.errors import (
     ShardFormatError,
 )
 from streamload.origins.failures import of_status
-from streamload.origins.protocol import Session, Version, same_version, strong
+from streamload.origins.protocol import Origin, Session, Version, same_version, strong
 from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools, refuse_metadata_host, unlogged
 from streamload.origins.web_stream import HttpStream
 from streamload.urls import redact, redact_text
@@ -69,7 +69,7 @@ class _NoRanges(Exception):
     """A request for a first range was answered in a way that one for all of it may not be."""
 
 
-class HttpOrigin:
+class HttpOrigin(Origin):
     """A shard at an http:// or https:// URL.
 
     Args:
@@ -94,6 +94,7 @@ class HttpOrigin:
         self._target, self._headers = _without_user(url, headers or {})
         self._answered: _Place | None = None
         self._at_once = session.options.parts
+        self._pools: urllib3.PoolManager | None = None  # kept from one read to the next
 
     def __repr__(self) -> str:
         return f"HttpOrigin({self.url!r})"
@@ -141,6 +142,22 @@ class HttpOrigin:
     def keep_to_one_connection(self) -> None:
         """Don't ask for ranges side by side again: this server doesn't do well with them."""
         self._at_once = 1
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Ask for a range over a connection that is kept; as a stream from a server that gives no ranges."""
+        self._pools = self._pools or open_pools(self._session, self._target)
+        try:
+            data = b"".join(self.read_range(self._pools, start, stop, version))
+        except OriginCut:
+            return super().read(start, stop, version)  # or it says why not
+        self._session.count("origin_bytes", len(data))
+        return data
+
+    def close(self) -> None:
+        """Close the connection that is kept."""
+        pools, self._pools = self._pools, None
+        if pools is not None:
+            close_pools(pools)
 
     def read_range(
         self, pools: urllib3.PoolManager, start: int, stop: int, version: Version

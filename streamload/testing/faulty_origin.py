@@ -44,7 +44,7 @@ class Break:
     error: OriginError | None = None
 
 
-class FaultyOrigin:
+class FaultyOrigin(Origin):
     """An origin with faults of its own; all else is the wrapped origin's. Not thread-safe, as no origin is.
 
     Args:
@@ -73,6 +73,10 @@ class FaultyOrigin:
                 self._happens(left)
                 raise fault.error or OriginUnavailable(f"{self.url}: refused at byte {start}, as told")
         return _FaultyStream(self, self._origin.open(start, expected), start)
+
+    def version(self) -> Version:
+        """Ask the wrapped origin."""
+        return self._origin.version()
 
     def due(self, start: int, stop: int) -> Break | None:
         """The first fault among the bytes from `start` to `stop`; it is counted as happening now."""

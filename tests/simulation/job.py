@@ -16,7 +16,7 @@ from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.errors import CacheFull, DatasetChanged
 from streamload.metrics import Counters
-from streamload.origins.origin import Origin, OriginOptions, Version, read_range
+from streamload.origins.origin import Origin, OriginOptions, Version
 from streamload.origins.protocol import Session
 from streamload.origins.retrying import RetryingOrigin
 from streamload.prefetch.ahead import Ahead
@@ -143,7 +143,7 @@ class Job:
 
     def _fetch(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
         self.counts.add("range_reads", 1)
-        return read_range(self._origin(shard, Event(self.world.engine), None), start, stop, version)
+        return self._origin(shard, Event(self.world.engine), None).read(start, stop, version)
 
 
 class _Reading:

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamload.cache.follow import Shard
 from streamload.errors import OriginCut, OriginNotFound, OriginStopped, OriginTimeout, OriginUnavailable
-from streamload.origins.origin import Stream, Version
+from streamload.origins.origin import Origin, Stream, Version
 from streamload.origins.protocol import same_version
 from streamload.shards.samples import Entry
 
@@ -145,7 +145,7 @@ class World:
         return self.engine.rng.randint(*self._chunk_bytes)
 
 
-class SimulatedOrigin:
+class SimulatedOrigin(Origin):
     """Where one shard lives, as one process asks for it.
 
     Args:
@@ -170,6 +170,9 @@ class SimulatedOrigin:
         content = truth.at(world.engine.now)
         same_version(self.url, expected, content.version)
         return _SimulatedStream(world, truth, content, start, self._process, self._stop)
+
+    def version(self) -> Version:
+        return self._truth.at(self._world.engine.now).version
 
 
 class _SimulatedStream:
