@@ -11,13 +11,20 @@ from streamload.urls.identity import DEFAULT_PORTS, is_local, local_path, scheme
 from streamload.urls.redaction import redact, redact_text
 
 _HALF_SCHEME = re.compile(r"(https?|s3|gs|gcs|hf|az|abfs):", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_ENDS = re.compile(r"[/?#]")
 _HALF_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for bytes that aren't UTF-8
 _CHAINED = {"simplecache", "filecache", "blockcache", "zip", "tar"}
 _USUAL = "http, https, s3, gs, az, abfs, hf, file and pipe"
 
 
 def check(url: str, known: set[str]) -> None:
-    """Raise UrlError for a URL that can't be opened; ``known`` collects the schemes that were found good."""
+    """Raise UrlError for a URL that can't be opened.
+
+    Args:
+        url: one, expanded.
+        known: collects the schemes and hosts that were found good, for the next URLs of a list.
+    """
     if not url.strip():
         raise UrlError("an empty URL in the list: look for a doubled or trailing '::'")
     if url.startswith("-"):
@@ -32,7 +39,7 @@ def check(url: str, known: set[str]) -> None:
     if name == "pipe":
         _check_command(url)
         return
-    if re.search(r"[\x00-\x1f\x7f]", url):
+    if _CONTROL.search(url):
         raise UrlError(f"a control character in {redact(url)!r}")
     if name == "file":
         _check_path(url)
@@ -40,7 +47,7 @@ def check(url: str, known: set[str]) -> None:
     if name not in known:
         _check_scheme(name, url)
         known.add(name)
-    _check_place(name, url)
+    _check_place(name, url, known)
 
 
 def _check_command(url: str) -> None:
@@ -80,13 +87,16 @@ def _check_scheme(name: str, url: str) -> None:
         raise UrlError(f"{name}:// needs a package that is not installed ({redact(url)!r}): {hint}")
 
 
-def _check_place(name: str, url: str) -> None:
+def _check_place(name: str, url: str, known: set[str]) -> None:
     place = url.partition("://")[2]
     if place.startswith("-"):
         raise UrlError(f"{redact(url)!r} looks like an option behind {name}://, not like a place")
     if name not in DEFAULT_PORTS:
         if not place.strip("/"):
             raise UrlError(f"{redact(url)!r} names no object: write {name}://bucket/path/shard.tar")
+        return
+    host_of = f"{name}://{_ENDS.split(place, maxsplit=1)[0]}"
+    if host_of in known:
         return
     try:
         parts = urlsplit(url)
@@ -95,3 +105,4 @@ def _check_place(name: str, url: str) -> None:
         raise UrlError(f"{redact(url)!r} is not a URL: look at its host, port and password") from None
     if not host or " " in parts.netloc:
         raise UrlError(f"{redact(url)!r} has no host: write {name}://host/path/shard.tar")
+    known.add(host_of)

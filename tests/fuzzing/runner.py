@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 TARGETS = ("tars", "indexes", "urls")
 MEMORY_BYTES = 512 << 20
-CASE_SECONDS = 10.0
+CASE_SECONDS = 60.0
 
 _BLOCK_CASES = 500
 
