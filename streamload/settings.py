@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeVar, get_args
 
 from streamload.errors import OptionError
 
@@ -21,10 +22,20 @@ VARIABLES = {
     "cache_dir": "STREAMLOAD_CACHE_DIR",
     "cache_size": "STREAMLOAD_CACHE_SIZE",
     "ahead": "STREAMLOAD_AHEAD",
+    "revalidate": "STREAMLOAD_REVALIDATE",
+    "eviction": "STREAMLOAD_EVICTION",
+    "free_disk": "STREAMLOAD_FREE_DISK",
 }
+
+Revalidate = Literal["never", "start", "always"]
+Eviction = Literal["plan", "lru"]
+_Choice = TypeVar("_Choice", bound=str)
 
 DEFAULT_CACHE_SIZE = "80%"
 DEFAULT_AHEAD = "1GiB"
+_LEAST_FREE_BYTES = 1_000_000_000
+_LEAST_FREE_SHARE = 0.02
+_MOST_KEPT_FREE_SHARE = 0.2
 
 # Kinds of file systems whose bytes are somewhere else: a copy there is not near. Every FUSE kind counts as
 # elsewhere too, except the one that is a local disk in another format.
@@ -81,6 +92,35 @@ class CacheSize:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeDisk:
+    """What a tier leaves free on its disk, whatever its limit: a number of bytes, or a share of the disk.
+
+    With neither it is the default: the larger of 1 GB and 2 % of the disk, but never more than a fifth of
+    what is free or held by the tier, so that a small disk is of use too.
+    """
+
+    size_bytes: int | None = None
+    share: float | None = None
+
+    def floor_bytes(self, total_bytes: int, available_bytes: int) -> int:
+        """The floor on a disk of `total_bytes`, of which `available_bytes` are free or the tier's."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        if self.share is not None:
+            return int(total_bytes * self.share)
+        floor = max(_LEAST_FREE_BYTES, int(total_bytes * _LEAST_FREE_SHARE))
+        return min(floor, int(available_bytes * _MOST_KEPT_FREE_SHARE))
+
+    def __str__(self) -> str:
+        if self.size_bytes is not None:
+            return f"{self.size_bytes} bytes"
+        return "1 GB or 2% of the disk" if self.share is None else f"{100 * self.share:g}%"
+
+
+DEFAULT_FREE_DISK = FreeDisk()
+
+
+@dataclass(frozen=True, slots=True)
 class FileSystem:
     """Where a path lives: the mount point, and the kind that the kernel gives it ("ext4", "nfs4", …)."""
 
@@ -106,12 +146,18 @@ class Settings:
         cache_dir: the directory of the tier on disk.
         cache_size: the most that it may hold.
         ahead_bytes: how far in front of the cursor shards are filled.
-        sources: of each of "cache_dir", "cache_size", "ahead": "argument", its variable's name, or "default".
+        revalidate: when the origin of a shard in the tier is asked whether it has changed.
+        eviction: which shards go when room is needed.
+        free_disk: what stays free on the tier's disk.
+        sources: of each name in VARIABLES: "argument", its variable's name, or "default".
     """
 
     cache_dir: Path
     cache_size: CacheSize
     ahead_bytes: int
+    revalidate: Revalidate
+    eviction: Eviction
+    free_disk: FreeDisk
     sources: Mapping[str, str]
 
 
@@ -119,6 +165,9 @@ def read_settings(
     cache_dir: str | os.PathLike[str] | None = None,
     cache_size: str | int | None = None,
     ahead: str | int | None = None,
+    revalidate: str | None = None,
+    eviction: str | None = None,
+    free_disk: str | int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """Resolve the settings from arguments, then the environment, then defaults.
@@ -127,6 +176,9 @@ def read_settings(
         cache_dir: directory of the tier; `~` is expanded and a relative path made absolute.
         cache_size: bytes, or text such as "500GB", "1.5TiB" or "80%".
         ahead: bytes, or text with a unit.
+        revalidate: "never", "start" or "always".
+        eviction: "plan" or "lru".
+        free_disk: bytes (0: nothing), text with a unit, or a percentage of the disk.
         environ: where to look for STREAMLOAD_* variables; the process's own by default.
 
     Raises:
@@ -152,12 +204,20 @@ def read_settings(
     directory = given("cache_dir", cache_dir)
     size = given("cache_size", cache_size)
     far = given("ahead", ahead)
+    asked, going, free = (
+        given("revalidate", revalidate),
+        given("eviction", eviction),
+        given("free_disk", free_disk),
+    )
     return Settings(
         cache_dir=default_cache_dir(environ)
         if directory is None
         else _directory(directory, label("cache_dir")),
         cache_size=parse_cache_size(DEFAULT_CACHE_SIZE if size is None else size, label("cache_size")),
         ahead_bytes=parse_size(DEFAULT_AHEAD if far is None else far, label("ahead")),
+        revalidate=_one_of("never" if asked is None else asked, get_args(Revalidate), label("revalidate")),
+        eviction=_one_of("plan" if going is None else going, get_args(Eviction), label("eviction")),
+        free_disk=DEFAULT_FREE_DISK if free is None else parse_free_disk(free, label("free_disk")),
         sources=sources,
     )
 
@@ -198,6 +258,18 @@ def parse_cache_size(value: object, name: str = "cache_size") -> CacheSize:
     return CacheSize(size_bytes=parse_size(value, name))
 
 
+def parse_free_disk(value: object, name: str = "free_disk") -> FreeDisk:
+    """What has to stay free on the disk, from bytes (0: nothing), text with a unit, or a percentage ("5%").
+
+    Raises:
+        OptionError: none of these.
+    """
+    if value in (0, "0") and not isinstance(value, bool):
+        return FreeDisk(size_bytes=0)
+    size = parse_cache_size(value, name)
+    return FreeDisk(size.size_bytes, size.share)
+
+
 def default_cache_dir(environ: Mapping[str, str], mounts: str | None = None) -> Path:
     """A place for the tier on a disk of this machine.
 
@@ -234,6 +306,13 @@ def file_system(path: Path, mounts: str | None = None) -> FileSystem:
         if real.is_relative_to(mount_point) and len(mount_point) >= len(found.mount_point):
             found = FileSystem(mount_point, rest.split(" ", 1)[0])
     return found
+
+
+def _one_of(value: object, allowed: tuple[_Choice, ...], name: str) -> _Choice:
+    for choice in allowed:
+        if value == choice:
+            return choice
+    raise OptionError(f"{name}={value!r}: it has to be one of {', '.join(map(repr, allowed))}")
 
 
 def _directory(value: object, name: str) -> Path:

@@ -7,8 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from streamload.cache.ledger import HeldShard, victims
+from streamload.cache.ledger import HeldShard, allowed_bytes, giving_way, victims
 
 
 def shard(name: str, size: int = 10, used_at: float = 0.0) -> HeldShard:
@@ -48,6 +50,39 @@ def test_nothing_that_is_needed_sooner_than_the_newcomer_goes_for_it() -> None:
 
 def test_room_that_is_there_already_costs_nobody() -> None:
     assert victims([shard("a")], {}, newcomer_wait=0, excess_bytes=0, may_go=lambda s: True) == []
+
+
+def test_under_lru_the_one_goes_that_was_opened_longest_ago_whatever_is_announced() -> None:
+    held = [shard("new", used_at=9.0), shard("old", used_at=1.0), shard("open", used_at=0.0)]
+    waits = {"old": 0.0, "open": 0.0}
+    chosen = victims(
+        held,
+        waits,
+        newcomer_wait=5,
+        excess_bytes=10,
+        may_go=lambda s: s.digest != "open",
+        eviction="lru",
+    )
+    assert digests(chosen) == ["old"]
+
+
+def test_where_not_enough_may_go_a_tier_that_has_to_shrink_gives_what_it_can() -> None:
+    held = [shard("soon"), shard("late"), shard("open")]
+    waits = {"soon": 0.0, "late": 5.0}
+    chosen = giving_way(held, waits, excess_bytes=100, may_go=lambda s: s.digest != "open")
+    assert digests(chosen) == ["late", "soon"]
+    assert digests(giving_way(held, waits, excess_bytes=5, may_go=lambda s: s.digest != "open")) == ["late"]
+    assert giving_way(held, waits, excess_bytes=-5, may_go=lambda s: True) == []
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_a_tier_at_what_it_is_allowed_leaves_the_floor_free_or_holds_nothing(
+    limit: int, stored: int, free: int, floor: int
+) -> None:
+    allowed = allowed_bytes(limit, stored, free, floor)
+    assert 0 <= allowed <= limit
+    assert allowed == 0 or free + stored - allowed >= floor
+    assert allowed == limit or free + stored - (allowed + 1) < floor
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,9 +12,11 @@ from streamload import settings
 from streamload.errors import OptionError
 from streamload.settings import (
     CacheSize,
+    FreeDisk,
     default_cache_dir,
     file_system,
     parse_cache_size,
+    parse_free_disk,
     parse_size,
     read_settings,
 )
@@ -43,6 +45,9 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "cache_dir": "argument",
         "cache_size": "STREAMLOAD_CACHE_SIZE",
         "ahead": "default",
+        "revalidate": "default",
+        "eviction": "default",
+        "free_disk": "default",
     }
 
 
@@ -50,6 +55,7 @@ def test_with_nothing_set_everything_has_a_default():
     found = read_settings(environ={})
     assert found.cache_dir.is_absolute()
     assert found.cache_size == CacheSize(share=0.8)
+    assert (found.revalidate, found.eviction, found.free_disk) == ("never", "plan", FreeDisk())
     assert set(found.sources.values()) == {"default"}
 
 
@@ -70,6 +76,56 @@ def test_a_bad_value_fails_naming_its_variable_or_argument():
         read_settings(cache_size="lots", environ={})
     with pytest.raises(OptionError, match="STREAMLOAD_AHEAD='-1'"):
         read_settings(environ={"STREAMLOAD_AHEAD": "-1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [("revalidate", "often", "'never', 'start', 'always'"), ("eviction", "fifo", "'plan', 'lru'")],
+)
+def test_a_word_that_is_not_among_those_allowed_fails_with_the_list(name, value, allowed):
+    with pytest.raises(OptionError, match=f"{name}='{value}': it has to be one of {allowed}"):
+        read_settings(**{name: value}, environ={})
+    variable = f"STREAMLOAD_{name.upper()}"
+    with pytest.raises(OptionError, match=f"{variable}='{value}': it has to be one of {allowed}"):
+        read_settings(environ={variable: value})
+
+
+def test_the_words_and_the_free_disk_are_read_from_variables_and_arguments():
+    environ = {
+        "STREAMLOAD_REVALIDATE": "start",
+        "STREAMLOAD_EVICTION": "lru",
+        "STREAMLOAD_FREE_DISK": "20GB",
+    }
+    found = read_settings(revalidate="always", environ=environ)
+    assert (found.revalidate, found.eviction) == ("always", "lru")
+    assert found.free_disk == FreeDisk(size_bytes=20 * 10**9)
+    assert found.sources["free_disk"] == "STREAMLOAD_FREE_DISK"
+
+
+@pytest.mark.parametrize(
+    ("value", "floor"), [(0, 0), ("0", 0), ("5GB", 5 * 10**9), (4096, 4096), ("10%", 10**11)]
+)
+def test_what_stays_free_is_a_size_or_a_share_of_the_whole_disk(value, floor):
+    assert parse_free_disk(value).floor_bytes(total_bytes=10**12, available_bytes=1) == floor
+
+
+@pytest.mark.parametrize("value", ["lots", -1, "-1GB", "0%", "101%", True, False, None])
+def test_what_is_no_size_can_not_be_kept_free(value):
+    with pytest.raises(OptionError, match="free_disk="):
+        parse_free_disk(value)
+
+
+@pytest.mark.parametrize(
+    ("total", "available", "floor"),
+    [
+        (10**13, 10**12, 2 * 10**11),  # 2 %
+        (10**10, 10**10, 10**9),  # 1 GB
+        (10**10, 10**9, 2 * 10**8),  # never more than a fifth of what there is
+        (10**13, 10**11, 2 * 10**10),
+    ],
+)
+def test_by_default_something_stays_free_on_every_disk(total, available, floor):
+    assert FreeDisk().floor_bytes(total, available) == floor
 
 
 @pytest.mark.parametrize("value", ["s3://bucket/cache", "", b"/tmp", 7, "a\0b"])

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import itertools
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from streamload.cache.follow import Shard, read_sample, version_of
 from streamload.cache.locks import FileLock
-from streamload.cache.tier import Part
+from streamload.cache.tier import Part, is_no_space
 from streamload.errors import (
     CacheCorrupt,
     CacheError,
@@ -38,6 +39,7 @@ from streamload.shards.local import LocalVersion, index_local
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
 
+_Result = TypeVar("_Result")
 _INDEX_SHARE = 64
 """One byte of index for so many of data is reserved in advance; more as it grows."""
 _GROWTH = 8
@@ -138,7 +140,7 @@ def fill(
             raise
         if isinstance(exc, FileNotFoundError) and taken_away:
             return Outcome(Filled.OUTDATED)
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if is_no_space(exc) or exc.errno == errno.EFBIG:
             raise CacheFull(
                 f"no space left for the cache at {part.tier.root}: free some, or lower cache_size"
             ) from exc
@@ -241,7 +243,8 @@ class _Fill:
         if self._index is None:
             self._begin({})
         assert self._index is not None
-        self._index.finish(status, size, cause=cause, warnings=warnings or [])
+        finish = functools.partial(self._index.finish, status, size, cause=cause, warnings=warnings or [])
+        self._stored(finish)
         self.close()
 
     def close(self) -> None:
@@ -265,14 +268,24 @@ class _Fill:
         self.make_room(self._written + len(chunk), patient=True)
         view = memoryview(chunk)
         while view and not self._bare:
-            view = view[os.write(self._data, view) :]
+            view = view[self._stored(functools.partial(os.write, self._data, view)) :]
         self._written += len(chunk)
+        self._part.tier.tend()
 
     def _append(self, entries: list[Entry]) -> None:
         if entries:
             assert self._index is not None
-            self._index.append(entries)
+            self._stored(functools.partial(self._index.append, entries))
             self._index_bytes = self._index.size_bytes
+
+    def _stored(self, write: Callable[[], _Result]) -> _Result:
+        """Write something; where the disk turns out to be full, once more after others have made way."""
+        try:
+            return write()
+        except OSError as exc:
+            if not is_no_space(exc) or not self._part.make_way(self._wait()):
+                raise
+        return write()
 
     def make_room(self, data_bytes: int, *, patient: bool) -> None:
         """See to it that so much data and the index are within what is reserved.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamload.settings import Eviction
+
 NEVER = math.inf
 
 
@@ -35,6 +37,7 @@ def victims(
     newcomer_wait: float,
     excess_bytes: int,
     may_go: Callable[[HeldShard], bool],
+    eviction: Eviction = "plan",
 ) -> list[HeldShard] | None:
     """The shards to evict so that `excess_bytes` become free, or None if that can't be had now.
 
@@ -44,14 +47,52 @@ def victims(
         newcomer_wait: the same for the shard that wants the room: what is needed sooner stays.
         excess_bytes: how much is missing.
         may_go: whether nobody has it open; asked only of those that would go.
+        eviction: "plan" is the rule above; under "lru" the one goes that was opened longest ago, whatever
+            the runs have announced.
     """
-    later = [shard for shard in held if waits.get(shard.digest, NEVER) > newcomer_wait]
-    later.sort(key=lambda shard: (-waits.get(shard.digest, NEVER), shard.used_at))
+    chosen = giving_way(
+        held,
+        waits,
+        newcomer_wait=newcomer_wait,
+        excess_bytes=excess_bytes,
+        may_go=may_go,
+        eviction=eviction,
+    )
+    return chosen if sum(shard.size_bytes for shard in chosen) >= excess_bytes else None
+
+
+def giving_way(
+    held: Iterable[HeldShard],
+    waits: Mapping[str, float],
+    *,
+    newcomer_wait: float = -1.0,
+    excess_bytes: int,
+    may_go: Callable[[HeldShard], bool],
+    eviction: Eviction = "plan",
+) -> list[HeldShard]:
+    """The same, but as many as may go where that isn't enough: for a tier that itself has to shrink."""
+    if eviction == "lru":
+        ranked = sorted(held, key=lambda shard: shard.used_at)
+    else:
+        ranked = [shard for shard in held if waits.get(shard.digest, NEVER) > newcomer_wait]
+        ranked.sort(key=lambda shard: (-waits.get(shard.digest, NEVER), shard.used_at))
     chosen: list[HeldShard] = []
-    for shard in later:
+    for shard in ranked:
         if excess_bytes <= 0:
             break
         if may_go(shard):
             chosen.append(shard)
             excess_bytes -= shard.size_bytes
-    return chosen if excess_bytes <= 0 else None
+    return chosen
+
+
+def allowed_bytes(limit_bytes: int, stored_bytes: int, free_bytes: int, floor_bytes: int) -> int:
+    """The most that a tier may take now: its limit, or less where that would leave too little free.
+
+    Args:
+        limit_bytes: of the tier.
+        stored_bytes: what it has on the disk.
+        free_bytes: what is free there.
+        floor_bytes: what has to stay free.
+    """
+    return min(limit_bytes, max(0, stored_bytes + free_bytes - floor_bytes))

@@ -18,22 +18,30 @@ above was not made here and is never touched.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
+import logging
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from streamload.cache import ledger, runs
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
 from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counters, Counts
-from streamload.settings import Settings
+from streamload.settings import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings
+
+logger = logging.getLogger("streamload")
 
 FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -48,8 +56,23 @@ ROOMS: Mapping[str, re.Pattern[str]] = {
 """How the directories are named that the tier makes in each of its rooms; all else there isn't its own."""
 _BLOCK = 4096
 _EVICTION_ROUNDS = 4
+TEND_SECONDS = 2.0
 _LAST_BLOCKS_BYTES = 4 * _BLOCK
 """What a part takes beyond its bytes: its files end within blocks, and one notes what is reserved."""
+
+
+class DiskUsage(Protocol):
+    """What `shutil.disk_usage` says of a disk, in bytes."""
+
+    @property
+    def total(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """What of it may still be written by this user."""
+        ...
 
 
 class Part:
@@ -76,6 +99,10 @@ class Part:
         """Show that this process is not stopped; to be done again and again."""
         with contextlib.suppress(FileNotFoundError):  # published, or taken away
             os.utime(self.path / "index")
+
+    def make_way(self, wait: float) -> bool:
+        """The disk is full although there was room: see `Tier.make_way`."""
+        return self.tier.make_way(max(self.reserved_bytes, _LAST_BLOCKS_BYTES), wait)
 
     def publish(self) -> None:
         """Hand the finished part over to the readers, by one rename."""
@@ -157,16 +184,38 @@ class Tier:
 
     Args:
         root: the directory; made with mode 0700 if it is missing.
-        limit_bytes: the budget of all files together. None: the limit it was last opened with.
+        limit_bytes: the budget of all files together, from now on and for all who use the tier: processes
+            that have it open follow within seconds. None: the limit it has.
         counts: where evictions, take-overs and damage are counted.
+        free_disk: what this process leaves free on the disk, whatever the limit says.
+        eviction: by which rule this process makes room.
+        disk_usage: says how much of a path's disk is free.
+        tend_seconds: how often `tend` looks.
 
     Raises:
         CacheError: the directory can't be used, or isn't ours.
     """
 
-    def __init__(self, root: Path | str, limit_bytes: int | None = None, counts: Counts | None = None):
+    def __init__(
+        self,
+        root: Path | str,
+        limit_bytes: int | None = None,
+        counts: Counts | None = None,
+        *,
+        free_disk: FreeDisk = DEFAULT_FREE_DISK,
+        eviction: Eviction = "plan",
+        disk_usage: Callable[[Path], DiskUsage] = shutil.disk_usage,
+        tend_seconds: float = TEND_SECONDS,
+    ):
         self.counts = counts if counts is not None else Counters()
         self.root = Path(root).expanduser().absolute()
+        self.free_disk = free_disk
+        self.eviction: Eviction = eviction
+        self._disk_usage = disk_usage
+        self._tending = threading.Lock()
+        self._tend_seconds = tend_seconds
+        self._tended_at = time.monotonic()
+        self._within_bytes = math.inf  # the lowest limit that it is known to keep to
         self._published_bytes: dict[Path, int] = {}
         try:
             self._prepare()
@@ -180,7 +229,7 @@ class Tier:
             ) from exc
 
     @classmethod
-    def open(cls, root: Path | str) -> Tier:
+    def open(cls, root: Path | str, *, free_disk: FreeDisk = DEFAULT_FREE_DISK) -> Tier:
         """An existing tier, with the limit that it has.
 
         Raises:
@@ -188,7 +237,7 @@ class Tier:
         """
         if not (Path(root).expanduser() / "tier.json").is_file():
             raise CacheError(f"there is no streamload cache at {root}")
-        return cls(root)
+        return cls(root, free_disk=free_disk)
 
     def published(self, digest: str) -> Path:
         """Where a shard is when it is whole."""
@@ -253,11 +302,14 @@ class Tier:
             return Part(self, digest, path, alive, orphan)
 
     def _orphans(self, parts: Iterable[Path], stopped: Collection[Path]) -> list[Orphan] | None:
-        """Of a shard's parts those that nobody goes on with; None if somebody is at work. Under the lock."""
+        """Those of a shard's parts that nobody goes on with; None if somebody is at work. Under the lock.
+
+        A part that has gone since it was listed was at work: by now its shard may be published.
+        """
         found: list[Orphan] = []
         for path in parts:
             lock = FileLock.acquire(path / "index")
-            if lock is None and not (path / "index").exists():
+            if lock is None and path.exists() and not (path / "index").exists():
                 self.trash(path)  # its filler died before it had begun
             elif lock is not None or path in stopped:
                 found.append(Orphan(path, lock))
@@ -283,22 +335,91 @@ class Tier:
             CacheFull: it doesn't fit even into the empty tier.
         """
         taken_bytes = _blocks(size_bytes) + _LAST_BLOCKS_BYTES
+        self._follow_limit()
         if taken_bytes > self.limit_bytes:
             raise CacheFull(
                 f"a shard takes {taken_bytes:,} bytes in the cache, whose limit is {self.limit_bytes:,}: "
                 f"raise cache_size (STREAMLOAD_CACHE_SIZE)"
             )
         for _ in range(_EVICTION_ROUNDS):
-            leaving = self._decide(part, taken_bytes, wait)
+            try:
+                leaving = self._decide(part, taken_bytes, wait)
+            except OSError as exc:
+                if not is_no_space(exc) or not self.make_way(taken_bytes, wait):
+                    raise
+                continue
             if leaving is None:
                 return False
             if not leaving:
                 part.reserved_bytes = size_bytes
                 return True
-            self.counts.add("shards_evicted", len(leaving))
-            for path in leaving:
-                self.delete(path)
+            self._delete(leaving)
         return False
+
+    def make_way(self, size_bytes: int, wait: float) -> bool:
+        """Evict for a write that found the disk (or the user's quota) full, which no budget had foreseen.
+
+        Args:
+            size_bytes: how much to evict, at most by a shard more.
+            wait: only shards that are needed later than this go.
+
+        Returns:
+            Whether anything went, so that another attempt is worth it.
+        """
+        with exclusive(self.root / "lock"):
+            leaving = [path for path in self.own("trash") if _is_unread(path)]
+            leaving += self._push_out(list(self.shards()), size_bytes, wait)[0]
+        self._delete(leaving)
+        return bool(leaving)
+
+    def tend(self) -> None:
+        """Keep to the limit and to the floor of free disk when nobody reserves. Call it often.
+
+        It looks every `tend_seconds`, at little cost where all is well. What is open stays in any case.
+        """
+        if time.monotonic() - self._tended_at < self._tend_seconds or not self._tending.acquire(
+            blocking=False
+        ):
+            return
+        try:
+            self._tended_at = time.monotonic()
+            with contextlib.suppress(OSError):  # whoever fills will say what is wrong with the tier
+                self._follow_limit()
+                if not self._is_surely_small() and not self.shrink():
+                    return
+                self._within_bytes = self.limit_bytes
+        finally:
+            self._tending.release()
+
+    def shrink(self) -> bool:
+        """Evict what is beyond the limit and what the floor of free disk asks for; whether it was enough."""
+        with exclusive(self.root / "lock"):
+            self._follow_limit()
+            held, in_trash = list(self.shards()), list(self.own("trash"))
+            leaving = [path for path in in_trash if _is_unread(path)]
+            leaving_bytes = sum(map(bytes_below, leaving))
+            used = sum(shard.size_bytes for shard in held) + sum(map(bytes_below, in_trash))
+            excess = used - self._allowed_bytes(used)
+            if excess <= 0:
+                return True
+            pushed, pushed_bytes = self._push_out(held, excess - leaving_bytes, wait=-1.0)
+        if pushed:
+            logger.info("cache %s: %d shards made way, %d bytes too many", self.root, len(pushed), excess)
+        self._delete(leaving + pushed)
+        return leaving_bytes + pushed_bytes >= excess
+
+    @property
+    def allowed_bytes(self) -> int:
+        """The most that it may take now: its limit, or less where the disk is short."""
+        return self._allowed_bytes(self.used_bytes)
+
+    @property
+    def bound(self) -> str:
+        """In words, what it is that it can't take more than."""
+        allowed = self.allowed_bytes
+        if allowed < self.limit_bytes:
+            return f"what the disk leaves to it ({allowed:,} bytes, with {self.free_disk} kept free)"
+        return f"its limit of {self.limit_bytes:,} bytes"
 
     def sweep(self) -> None:
         """Remove what dead processes left.
@@ -348,12 +469,13 @@ class Tier:
     def _decide(self, part: Part, size_bytes: int, wait: float) -> list[Path] | None:
         """Under the lock: note the reservation ([]), or say what has to be deleted first (None: can't be)."""
         with exclusive(self.root / "lock"):
-            held = [shard for shard in self.shards() if shard.path != part.path]
-            in_trash = list(self.own("trash"))
+            everything, in_trash = list(self.shards()), list(self.own("trash"))
             leaving = [path for path in in_trash if _is_unread(path)]
             leaving_bytes = sum(map(bytes_below, leaving))
-            trash_bytes = sum(map(bytes_below, in_trash))
-            excess = sum(shard.size_bytes for shard in held) + trash_bytes + size_bytes - self.limit_bytes
+            used = sum(shard.size_bytes for shard in everything) + sum(map(bytes_below, in_trash))
+            held = [shard for shard in everything if shard.path != part.path]
+            others = used - sum(shard.size_bytes for shard in everything if shard.path == part.path)
+            excess = others + size_bytes - self._allowed_bytes(used)
             if excess <= 0:
                 write_whole(part.path / "reserved", str(size_bytes))
                 return []
@@ -363,9 +485,11 @@ class Tier:
                 newcomer_wait=wait,
                 excess_bytes=excess - leaving_bytes,
                 may_go=_is_closed,
+                eviction=self.eviction,
             )
             if victims is None:
                 return None
+            self.counts.add("shards_evicted", len(victims))
             return leaving + [self._evicted(victim.path) for victim in victims]
 
     def _evicted(self, path: Path) -> Path:
@@ -375,10 +499,43 @@ class Tier:
         except FileNotFoundError:
             return self.root / "trash" / path.name
 
+    def _push_out(self, held: list[HeldShard], excess_bytes: int, wait: float) -> tuple[list[Path], int]:
+        """Under the lock: put out of sight as much as may go. What has to be deleted, and its bytes."""
+        gone = ledger.giving_way(
+            held,
+            runs.waits(self.root / "runs", sorted({shard.digest for shard in held})),
+            newcomer_wait=wait,
+            excess_bytes=excess_bytes,
+            may_go=_is_closed,
+            eviction=self.eviction,
+        )
+        self.counts.add("shards_evicted", len(gone))
+        return [self._evicted(shard.path) for shard in gone], sum(shard.size_bytes for shard in gone)
+
+    def _allowed_bytes(self, used_bytes: int) -> int:
+        disk = self._disk_usage(self.root)
+        stored = used_bytes - self._unwritten_bytes()
+        floor = self.free_disk.floor_bytes(disk.total, disk.free + stored)
+        return ledger.allowed_bytes(self.limit_bytes, stored, disk.free, floor)
+
+    def _unwritten_bytes(self) -> int:
+        """What is reserved and not yet on the disk."""
+        return sum(self._size(path, "parts") - bytes_below(path) for path in self.own("parts"))
+
+    def _is_surely_small(self) -> bool:
+        """Whether it is certain that nothing has to go, without a look at every shard."""
+        disk = self._disk_usage(self.root)
+        floor = self.free_disk.floor_bytes(disk.total, disk.total)
+        return self.limit_bytes >= self._within_bytes and disk.free - self._unwritten_bytes() >= floor
+
     def delete(self, path: Path) -> None:
         """Delete what is out of sight, unless somebody still reads it: until then it takes its room."""
         if _is_unread(path):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _delete(self, paths: list[Path]) -> None:
+        for path in paths:
+            self.delete(path)
 
     def _drop_if_useless(self, part: Path) -> None:
         """Under the lock: take an orphan away whose shard is published, or whose filler never began."""
@@ -426,6 +583,11 @@ class Tier:
             if (self.root / room).is_symlink():
                 raise CacheError(f"{self.root / room} is a symbolic link: a cache keeps to its own directory")
 
+    def _follow_limit(self) -> None:
+        """Take up the limit that another run may have given to the tier."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            self.limit_bytes = int(json.loads((self.root / "tier.json").read_text())["limit_bytes"])
+
     def _settle_limit(self, limit_bytes: int | None) -> int:
         record = self.root / "tier.json"
         if record.exists() and not record.is_file():
@@ -448,6 +610,11 @@ class Tier:
             limit = known_limit if limit_bytes is None else limit_bytes
             assert limit is not None
             if limit != known_limit:
+                if known_limit is not None:
+                    logger.info(
+                        "cache %s: its limit is %d bytes now, for all who use it; it was %d",
+                        *(self.root, limit, known_limit),
+                    )
                 write_whole(record, json.dumps({"format": FORMAT, "limit_bytes": limit}))
             return limit
 
@@ -459,14 +626,15 @@ def open_tier(settings: Settings) -> Tier:
         CacheError: the directory can't be used, or isn't ours.
     """
     root, held = settings.cache_dir, 0
+    open_one = functools.partial(Tier, root, free_disk=settings.free_disk, eviction=settings.eviction)
     if (root / "tier.json").is_file():
-        tier = Tier(root)
+        tier = open_one()
         tier.sweep()
         if settings.sources["cache_size"] == "default":
             return tier
         held = tier.used_bytes
     existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    return Tier(root, settings.cache_size.limit_bytes(shutil.disk_usage(existing).free, held))
+    return open_one(settings.cache_size.limit_bytes(shutil.disk_usage(existing).free, held))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -475,8 +643,18 @@ def write_whole(path: Path, text: str) -> None:
     The new text always has the same name, so that a kill leaves at most one, and the next call takes it.
     """
     fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text)
-    fresh.rename(path)
+    try:
+        fresh.write_text(text)
+        fresh.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
+def is_no_space(error: OSError) -> bool:
+    """Whether the disk, or what a user may have of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_closed(shard: HeldShard) -> bool:

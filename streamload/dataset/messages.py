@@ -11,6 +11,7 @@ from streamload.cache.selection import Selection
 from streamload.order.deal import Deal
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import OriginOptions
+from streamload.settings import Eviction, FreeDisk
 from streamload.transforms.examples import Examples
 
 
@@ -23,6 +24,10 @@ class Recipe:
     origin: OriginOptions
     tier_root: Path
     tier_limit_bytes: int
+    """Of a tier that has to be made anew; else the limit that it has by then counts."""
+    free_disk: FreeDisk
+    """What the tier leaves free on its disk."""
+    eviction: Eviction
     fills: int
     """Shards that each process fills at once."""
     ahead_bytes: int

@@ -58,7 +58,7 @@ class Supply:
         self._board = board
         self._counts = counts
         self._closing = threading.Event()
-        self._tier = Tier(recipe.tier_root, recipe.tier_limit_bytes, counts)
+        self._tier = _open_tier(recipe, counts)
         self._spare = Spare(recipe.tier_root, counts)
         self._cache = ShardCache(
             self._tier,
@@ -240,10 +240,10 @@ class Supply:
 
     def _no_room(self, shard: Shard) -> str:
         return (
-            f"no room for {shard.name} in the cache at {self._tier.root}: its limit of "
-            f"{self._tier.limit_bytes:,} bytes is less than the shards that have to be open at once "
+            f"no room for {shard.name} in the cache at {self._tier.root}: {self._tier.bound} "
+            f"is less than the shards that have to be open at once "
             f"({self._recipe.order.lanes} lanes and a window of {self._recipe.order.window} samples); "
-            f"raise cache_size or lower shuffle"
+            f"raise cache_size, make room on the disk, or lower shuffle"
         )
 
     def want(self, blocked: Iterable[int] = ()) -> None:
@@ -265,6 +265,18 @@ class Supply:
             return 1
         room = self._tier.limit_bytes / 4
         return max(1, int(min(self._recipe.ahead_bytes, room) / mean))
+
+
+def _open_tier(recipe: Recipe, counts: Counters) -> Tier:
+    """The tier with the limit that it has: another run may have given it one since this one began."""
+    is_there = (recipe.tier_root / "tier.json").is_file()
+    return Tier(
+        recipe.tier_root,
+        None if is_there else recipe.tier_limit_bytes,
+        counts,
+        free_disk=recipe.free_disk,
+        eviction=recipe.eviction,
+    )
 
 
 def _open_origin(recipe: Recipe, counts: Counters, shard: Shard, stop: threading.Event) -> Origin:

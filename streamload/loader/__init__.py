@@ -15,6 +15,7 @@ import torch
 from streamload.cache.selection import Keep
 from streamload.loader.loader import Loader
 from streamload.loader.options import LoaderOptions, OnError, Output
+from streamload.settings import Eviction
 from streamload.transforms.examples import MapSample, Preprocess
 from streamload.urls import expand_urls
 
@@ -47,6 +48,8 @@ def make_loader(
     cache_dir: str | Path | None = None,
     cache_size: str | int | None = None,
     ahead: str | int | None = None,
+    eviction: Eviction | None = None,
+    free_disk: str | int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     prefetch_factor: int = 2,
     multiprocessing_context: str | None = None,
@@ -90,6 +93,10 @@ def make_loader(
         cache_size: the most it may hold: bytes, "500GB", or "80%" of what is free plus what it holds
             (STREAMLOAD_CACHE_SIZE).
         ahead: how many bytes to fill in front of what is being read (STREAMLOAD_AHEAD).
+        eviction: what goes when room is needed: the shard that is needed last ("plan"), or the one that was
+            opened longest ago ("lru") (STREAMLOAD_EVICTION).
+        free_disk: what stays free on the cache's disk, whatever else fills it: bytes, "20GB", or "5%" of the
+            disk (STREAMLOAD_FREE_DISK).
         storage_options: for fsspec: credentials, endpoint, anon.
         prefetch_factor: batches that each worker makes in advance.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.

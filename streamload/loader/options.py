@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from streamload.cache.selection import Keep
 from streamload.errors import OptionError
+from streamload.settings import Eviction
 from streamload.transforms.examples import MapSample, Preprocess
 
 Output = Literal["tuple", "dict", "hf"]
@@ -45,6 +46,8 @@ class LoaderOptions:
     cache_dir: str | Path | None
     cache_size: str | int | None
     ahead: str | int | None
+    eviction: Eviction | None
+    free_disk: str | int | None
     storage_options: Mapping[str, Any] | None = field(repr=False)
     prefetch_factor: int
     multiprocessing_context: str | None
@@ -55,6 +58,8 @@ class LoaderOptions:
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
         _one_of("output", self.output, ("tuple", "dict", "hf"))
         _one_of("on_error", self.on_error, ("skip", "raise"))
+        if self.eviction is not None:
+            _one_of("eviction", self.eviction, get_args(Eviction))
         if not self.train and self.num_batches is not None:
             raise OptionError(
                 "num_batches= is for training: an evaluation gives each sample once (num_samples= may say "

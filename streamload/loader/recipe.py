@@ -40,7 +40,13 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[
         CacheError: the cache directory can't be used.
     """
     storage = dict(options.storage_options) if options.storage_options else None
-    settings = read_settings(options.cache_dir, options.cache_size, options.ahead)
+    settings = read_settings(
+        options.cache_dir,
+        options.cache_size,
+        options.ahead,
+        eviction=options.eviction,
+        free_disk=options.free_disk,
+    )
     tier = open_tier(settings)
     remove_unused(tier.root)
     order = _order(options, here, groups, sizes)
@@ -55,6 +61,8 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[
         origin=OriginOptions(),
         tier_root=tier.root,
         tier_limit_bytes=tier.limit_bytes,
+        free_disk=settings.free_disk,
+        eviction=settings.eviction,
         fills=-(-max(order.lanes, _FEWEST_FILLS) // processes),
         ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
         order=order,

@@ -192,6 +192,7 @@ class Ahead:
 
     def _work(self) -> None:
         while not self._stop.is_set():
+            self.tier.tend()
             job = self._take()
             if job is None:
                 continue
