@@ -19,11 +19,14 @@ import xxhash
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Tier
 from streamload.metrics import Counts
+from streamload.settings import FreeDisk
 
 _MEMORY = Path("/dev/shm")
 _SHARE = 4
 """It may take a quarter of what is free in memory, and of the place it is in."""
 _LEAST_BYTES = 1 << 20
+_NO_FLOOR = FreeDisk(size_bytes=0)
+"""Its limit is a share of what is free; a floor that is meant for disks would take all of a small memory."""
 
 
 class Spare:
@@ -67,7 +70,7 @@ class Spare:
         if limit < _LEAST_BYTES:
             return None
         while True:
-            tier = Tier(root, limit, self._counts)
+            tier = Tier(root, limit, self._counts, free_disk=_NO_FLOOR)
             self._user = FileLock.acquire(root / "users", shared=True, create=True)
             if self._user is not None and (root / "tier.json").exists():
                 return tier
