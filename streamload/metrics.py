@@ -32,6 +32,9 @@ COUNTERS: dict[str, str] = {
     "shards_complete": "different shards that this rank has seen whole in the tier, whoever filled them",
     "shards_taken_over": "fills that were carried on from a part which its filler had left",
     "shards_evicted": "shards deleted from the tier to make room",
+    "shards_revalidated": "shards in the tier whose origin was asked whether they have changed",
+    "shards_changed": "those that had: the old copy was taken away, and the shard fetched anew",
+    "shards_unverified": "those that were used unasked, as their origin gave no answer",
     "shards_given_up": "shards left out for good after their origin failed or ended early",
     "range_reads": "samples read from their origin, as the cache had no room for their shard",
     "checksum_failures": "samples whose bytes in the tier failed their checksum, and were fetched again",
@@ -128,6 +131,9 @@ class Snapshot:
     shards_complete: int = 0
     shards_taken_over: int = 0
     shards_evicted: int = 0
+    shards_revalidated: int = 0
+    shards_changed: int = 0
+    shards_unverified: int = 0
     shards_given_up: int = 0
     range_reads: int = 0
     checksum_failures: int = 0

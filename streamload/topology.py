@@ -5,12 +5,16 @@ its process group; it is never imported here. Nothing is communicated: what the 
 is all there is.
 """
 
+import hashlib
 import logging
 import os
 import re
+import secrets
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from streamload.errors import OptionError
@@ -119,6 +123,39 @@ def read_topology(
     if initialised is not None:
         return _placed(*initialised, launched, "torch.distributed")
     return launched or Topology()
+
+
+_started: Counter[str] = Counter()
+"""How many runs this process has begun, by who launched it and what they read."""
+_LAUNCHED_BY = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
+
+
+def run_name(here: Topology, shards: Sequence[str]) -> str:
+    """A name for the run that begins now: the same in all ranks of this node, and in no other run.
+
+    Ranks of a node know each other by the process that launched them and by how many runs over the same
+    shards they have begun. Where that isn't to be seen, each rank has a run of its own.
+    """
+    parent = os.getppid()
+    if here.local_world_size == 1 or not parent:
+        return secrets.token_hex(16)
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return secrets.token_hex(16)
+    launch = [os.environ.get(name, "") for name in _LAUNCHED_BY]
+    known = repr([here.world_size, here.node, namespace, parent, began, launch, list(shards)])
+    run = hashlib.blake2b(known.encode(), digest_size=12).hexdigest()
+    _started[run] += 1
+    return f"{run}{_started[run]:08x}"
 
 
 def _placed(rank: int, world_size: int, launched: Topology | None, source: str) -> Topology:

@@ -1,5 +1,6 @@
 """Topology: what the launchers say, what wins, and what can't be."""
 
+import multiprocessing
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.errors import OptionError
-from streamload.topology import Topology, read_topology
+from streamload.topology import Topology, read_topology, run_name
 
 
 def torchrun(rank, world, local_rank, local_world):
@@ -152,3 +153,28 @@ def test_reading_does_not_import_torch():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_run_has_a_name_of_its_own_and_each_further_one_another():
+    alone = [run_name(Topology(), ["a.tar"]) for _ in range(2)]
+    rank = Topology(1, 4, 1, 4, 0, 1, "torchrun")
+    together = [run_name(rank, ["a.tar"]) for _ in range(2)]
+    assert len({*alone, *together}) == 4
+
+
+def _name_of_a_run(rank, names):
+    names.put(run_name(Topology(rank, 2, rank, 2), ["a.tar"]))
+
+
+def test_the_ranks_that_one_process_has_launched_call_their_run_by_one_name():
+    context = multiprocessing.get_context("spawn")
+    names = context.Queue()
+    ranks = [context.Process(target=_name_of_a_run, args=(rank, names)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = {names.get(timeout=60) for _ in ranks}
+    for process in ranks:
+        process.join()
+    names.close()
+    names.join_thread()
+    assert len(found) == 1

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -74,6 +74,22 @@ Fetch = Callable[[Shard, Version, int, int], bytes]
 Raises:
     OriginError, DatasetChanged: they can't be had.
 """
+
+
+class Versions(Protocol):
+    """By which version of each shard a run goes (cache/freshness.py)."""
+
+    def is_current(self, shard: Shard) -> bool:
+        """Whether a reader may begin with what there is."""
+        ...
+
+    def agree(self, shard: Shard, version: Version) -> None:
+        """A reader begins with this version.
+
+        Raises:
+            DatasetChanged: the run has begun with another one.
+        """
+        ...
 
 
 class _Source:
@@ -153,10 +169,18 @@ class ShardView:
         tiers: where it is kept: in the first of these, or, where that failed, in the next.
         shard: which one.
         fetch: gives its bytes where only its index is kept; without it such a source counts as none.
+        versions: what a view may begin with; None: with whatever there is.
     """
 
-    def __init__(self, tiers: Tier | Callable[[], Sequence[Tier]], shard: Shard, fetch: Fetch | None = None):
+    def __init__(
+        self,
+        tiers: Tier | Callable[[], Sequence[Tier]],
+        shard: Shard,
+        fetch: Fetch | None = None,
+        versions: Versions | None = None,
+    ):
         self.shard = shard
+        self._versions = versions if shard.local is None else None
         self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
         self._avoided: set[Path] = set()
         self._fetch = fetch
@@ -166,8 +190,11 @@ class ShardView:
         self._trouble_since: float | None = None
         self.was_complete = False
         """Whether the whole shard was in the tier when the view first found it."""
+        was_published = not self._is_settled() and any(
+            tier.published(shard.digest).exists() for tier in self._tiers()
+        )
         self.refresh()
-        self.was_complete = self.ended and not self.gave_up and not self.is_bare
+        self.was_complete = was_published or (self.ended and not self.gave_up and not self.is_bare)
 
     def __repr__(self) -> str:
         where = self._index.path.parent.name if self._index else "nowhere"
@@ -355,8 +382,14 @@ class ShardView:
 
     def _places(self, tier: Tier) -> list[Path]:
         digest = self.shard.digest
-        places = (tier.published(digest), tier.bare(digest), tier.verdict(digest), *tier.parts(digest))
+        places = [tier.verdict(digest)]
+        if self._is_settled():
+            places = [tier.published(digest), tier.bare(digest), *places, *tier.parts(digest)]
         return [path for path in places if path not in self._avoided]
+
+    def _is_settled(self) -> bool:
+        """Whether it may be read; what has begun goes on as it is."""
+        return self._index is not None or self._versions is None or self._versions.is_current(self.shard)
 
     def _open(self, path: Path) -> _Source | None:
         is_published = path.parent.name == "shards"
@@ -378,12 +411,14 @@ class ShardView:
             found.close()
             self._condemn(path)
             return None
-        changed = self._index.version.difference(found.version) if self._index is not None else None
-        if changed is not None:
+        try:
+            if self._index is not None:
+                refuse_other(self.shard, self._index.version, found.version)
+            elif self._versions is not None and path.parent.name != "gone":
+                self._versions.agree(self.shard, found.version)
+        except DatasetChanged:
             found.close()
-            raise DatasetChanged(
-                f"{self.shard.name} is another version than the one that this run began to read: {changed}"
-            )
+            raise
         with contextlib.suppress(OSError):
             os.utime(path)
         return found
@@ -411,6 +446,15 @@ def version_of(reader: IndexReader) -> Version:
 def is_of(reader: IndexReader, shard: Shard) -> bool:
     """Whether an index is of the shard under whose name it lies: nobody has moved it there."""
     return reader.meta.get("digest", shard.digest) == shard.digest
+
+
+def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> None:
+    """Raise DatasetChanged where `found` can't be the version that a run began with."""
+    difference = begun_with.difference(found) if begun_with is not None else None
+    if difference is not None:
+        raise DatasetChanged(
+            f"{shard.name} is another version than the one that this run began to read: {difference}"
+        )
 
 
 def read_sample(

@@ -174,7 +174,7 @@ class _Broom:
                 self._taken.add(path)
                 self._delete(path, item)
         with exclusive(self._tier.root / "lock"):
-            for path in runs.own(self._tier.root / "runs"):
+            for path in [*runs.own(self._tier.root / "runs"), *runs.pages(self._tier.root / "runs")]:
                 dead = FileLock.acquire(path)
                 if dead is not None:
                     self._unlink(path, "its process is dead")

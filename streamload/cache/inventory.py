@@ -158,7 +158,7 @@ def foreign(tier: Tier) -> Iterator[Foreign]:
         for path in _listed(tier.root / room):
             strange = list(_judge(path, ROOMS[room].fullmatch(path.name) is not None, stat.S_ISDIR))
             yield from strange or (foreign_in(path) if room != "trash" else ())
-    own = set(runs.own(tier.root / "runs"))
+    own = {*runs.own(tier.root / "runs"), *runs.pages(tier.root / "runs")}
     for path in _listed(tier.root / "runs"):
         yield from _judge(path, path in own, stat.S_ISREG)
 

@@ -2,7 +2,8 @@
 
 A file holds the digests of the shards that the process has open and of those that it will open, in that
 order. From the files of all live processes follows how soon each shard is needed, which is all that eviction
-asks. The writer holds a lock on its file; a file without one belongs to nobody and goes.
+asks. The writer holds a lock on its file; a file without one belongs to nobody and goes. The pages of
+freshness.py lie here for that rule's sake.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from streamload.cache.locks import FileLock
 
 _HEADER_BYTES = 8  # the number of visits
 _NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}")
+_PAGE = re.compile(r"\w+(\.[0-9-]+)?\.page")
 _ATTEMPTS = 100
 VISITS_KEPT = 4096
 """How many visits ahead a file tells of: 32 KiB. What comes later counts as never."""
@@ -77,7 +79,7 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
     """
     wanted = {short(digest): digest for digest in digests}
     found: dict[str, float] = {}
-    for path in sorted(own(directory)):
+    for path in sorted([*own(directory), *pages(directory)]):
         dead = FileLock.acquire(path)
         if dead is not None:
             path.unlink(missing_ok=True)
@@ -96,6 +98,12 @@ def own(directory: Path) -> list[Path]:
         return [Path(e.path) for e in entries if _NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
 
 
+def pages(directory: Path) -> list[Path]:
+    """The pages of runs (cache/freshness.py), live or dead."""
+    with os.scandir(directory) as entries:
+        return [Path(e.path) for e in entries if _PAGE.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
+
+
 def pid_of(path: Path) -> int:
     """The process that made a run's file."""
     return int(path.name.partition(".")[0])
@@ -104,11 +112,9 @@ def pid_of(path: Path) -> int:
 def visits_of(path: Path) -> npt.NDArray[np.uint64]:
     """The shards that a run's file tells of, by `short` name: those that are open, then the next ones."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            count = int.from_bytes(file.read(_HEADER_BYTES), "little")
+            content = file.read(8 * min(count, VISITS_KEPT))
     except FileNotFoundError:
         return np.empty(0, dtype="<u8")
-    if len(content) < _HEADER_BYTES:
-        return np.empty(0, dtype="<u8")
-    count = int.from_bytes(content[:_HEADER_BYTES], "little")
-    visits = np.frombuffer(content, dtype="<u8", offset=_HEADER_BYTES, count=len(content) // 8 - 1)
-    return visits[:count]
+    return np.frombuffer(content, dtype="<u8", count=len(content) // 8)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload import errors
-from streamload.cache.follow import Fetch, Shard, ShardView
+from streamload.cache.follow import Fetch, Shard, ShardView, Versions
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import Selection
 from streamload.cache.spare import Spare
@@ -48,6 +48,7 @@ class ShardCache:
         counted: which shards this process counts, so that the workers of a rank count each of them once.
         fetch: gives the bytes of shards of which only the index is kept.
         spare: where shards are if the tier fails.
+        versions: which version of a shard is read (see ShardView).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ShardCache:
         counted: Callable[[int], bool],
         fetch: Fetch | None = None,
         spare: Spare | None = None,
+        versions: Versions | None = None,
     ):
         self.tier = tier
         self.shards = shards
@@ -70,6 +72,7 @@ class ShardCache:
         self._counted = counted
         self._fetch = fetch
         self._spare = spare
+        self._versions = versions
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, tuple[int, Numbers]] = {}
         self._complete: set[int] = set()
@@ -113,7 +116,8 @@ class ShardCache:
         """The open view of a shard; opened now if it isn't."""
         view = self._views.get(shard)
         if view is None:
-            view = self._views[shard] = ShardView(self._tiers, self.shards[shard], self._fetch)
+            view = ShardView(self._tiers, self.shards[shard], self._fetch, self._versions)
+            self._views[shard] = view
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
 

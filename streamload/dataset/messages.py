@@ -11,7 +11,7 @@ from streamload.cache.selection import Selection
 from streamload.order.deal import Deal
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import OriginOptions
-from streamload.settings import Eviction, FreeDisk
+from streamload.settings import Eviction, FreeDisk, Revalidate
 from streamload.transforms.examples import Examples
 
 
@@ -28,6 +28,9 @@ class Recipe:
     free_disk: FreeDisk
     """What the tier leaves free on its disk."""
     eviction: Eviction
+    revalidate: Revalidate
+    run: str
+    """A name that all processes of the run on this node have, and none of another run."""
     fills: int
     """Shards that each process fills at once."""
     ahead_bytes: int

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.cache.follow import Shard
+from streamload.cache.freshness import Freshness, briefly
 from streamload.cache.shard_cache import Numbers, ShardCache
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
@@ -60,6 +61,7 @@ class Supply:
         self._closing = threading.Event()
         self._tier = _open_tier(recipe, counts)
         self._spare = Spare(recipe.tier_root, counts)
+        self._freshness = _freshness(recipe, self._tier, counts)
         self._cache = ShardCache(
             self._tier,
             recipe.shards,
@@ -69,6 +71,7 @@ class Supply:
             counted=lambda shard: shard % max(1, workers) == worker,
             fetch=self._fetch,
             spare=self._spare,
+            versions=self._freshness,
         )
         self._ahead = Ahead(
             self._tier,
@@ -77,6 +80,7 @@ class Supply:
             counts=counts,
             may_be_bare=lambda shard: has_ranges(shard.url),
             spare=self._spare,
+            freshness=self._freshness,
         )
         self._start: Start | None = None
         self._itineraries: dict[int, Itinerary] = {}
@@ -89,6 +93,8 @@ class Supply:
         self._forget_itineraries()
         self._cache.keep_open(())
         self._start = start
+        self._freshness.begin(f"{start.epoch}-{start.step}-{start.generation}")
+        self._ahead.look_again()
 
     def itinerary(self, group: int) -> Itinerary:
         """The sequence of a group from where the epoch began."""
@@ -158,6 +164,7 @@ class Supply:
             origin.close()
         self._origins.clear()
         self._cache.close()
+        self._freshness.close()
         self._spare.close()
 
     def _forget_itineraries(self) -> None:
@@ -281,6 +288,17 @@ def _open_tier(recipe: Recipe, counts: Counters) -> Tier:
 
 def _open_origin(recipe: Recipe, counts: Counters, shard: Shard, stop: threading.Event) -> Origin:
     return open_origin(shard.url, recipe.storage_options, recipe.origin, counts, stop)
+
+
+def _freshness(recipe: Recipe, tier: Tier, counts: Counters) -> Freshness:
+    """By which versions of its shards the run goes."""
+
+    def ask(shard: Shard, stop: threading.Event) -> Version:
+        options = briefly(recipe.origin)
+        return open_origin(shard.url, recipe.storage_options, options, counts, stop).version()
+
+    asks = None if recipe.revalidate == "never" else ask
+    return Freshness(tier, recipe.run, each_epoch=recipe.revalidate != "start", ask=asks, counts=counts)
 
 
 class Waiting:

@@ -15,7 +15,7 @@ import torch
 from streamload.cache.selection import Keep
 from streamload.loader.loader import Loader
 from streamload.loader.options import LoaderOptions, OnError, Output
-from streamload.settings import Eviction
+from streamload.settings import Eviction, Revalidate
 from streamload.transforms.examples import MapSample, Preprocess
 from streamload.urls import expand_urls
 
@@ -48,6 +48,7 @@ def make_loader(
     cache_dir: str | Path | None = None,
     cache_size: str | int | None = None,
     ahead: str | int | None = None,
+    revalidate: Revalidate | None = None,
     eviction: Eviction | None = None,
     free_disk: str | int | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -93,6 +94,8 @@ def make_loader(
         cache_size: the most it may hold: bytes, "500GB", or "80%" of what is free plus what it holds
             (STREAMLOAD_CACHE_SIZE).
         ahead: how many bytes to fill in front of what is being read (STREAMLOAD_AHEAD).
+        revalidate: when the origin of a shard in the cache is asked whether it has changed: "never",
+            before its first use in a run ("start"), or in each epoch ("always") (STREAMLOAD_REVALIDATE).
         eviction: what goes when room is needed: the shard that is needed last ("plan"), or the one that was
             opened longest ago ("lru") (STREAMLOAD_EVICTION).
         free_disk: what stays free on the cache's disk, whatever else fills it: bytes, "20GB", or "5%" of the

@@ -11,7 +11,7 @@ import torch
 
 from streamload.cache.selection import Keep
 from streamload.errors import OptionError
-from streamload.settings import Eviction
+from streamload.settings import Eviction, Revalidate
 from streamload.transforms.examples import MapSample, Preprocess
 
 Output = Literal["tuple", "dict", "hf"]
@@ -46,6 +46,7 @@ class LoaderOptions:
     cache_dir: str | Path | None
     cache_size: str | int | None
     ahead: str | int | None
+    revalidate: Revalidate | None
     eviction: Eviction | None
     free_disk: str | int | None
     storage_options: Mapping[str, Any] | None = field(repr=False)
@@ -58,6 +59,8 @@ class LoaderOptions:
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
         _one_of("output", self.output, ("tuple", "dict", "hf"))
         _one_of("on_error", self.on_error, ("skip", "raise"))
+        if self.revalidate is not None:
+            _one_of("revalidate", self.revalidate, get_args(Revalidate))
         if self.eviction is not None:
             _one_of("eviction", self.eviction, get_args(Eviction))
         if not self.train and self.num_batches is not None:

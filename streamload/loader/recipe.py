@@ -7,6 +7,7 @@ import logging
 import numpy as np
 
 from streamload.cache.follow import shard_of
+from streamload.cache.forecast import forecast
 from streamload.cache.selection import Selection
 from streamload.cache.spare import remove_unused
 from streamload.cache.tier import open_tier
@@ -17,7 +18,7 @@ from streamload.order.plan import OrderOptions
 from streamload.origins.origin import OriginOptions
 from streamload.settings import read_settings
 from streamload.shards.keys import KeySpec
-from streamload.topology import Topology
+from streamload.topology import Topology, run_name
 from streamload.transforms.examples import Examples
 from streamload.transforms.tokenize import adapt_tokenizer
 
@@ -44,6 +45,7 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[
         options.cache_dir,
         options.cache_size,
         options.ahead,
+        revalidate=options.revalidate,
         eviction=options.eviction,
         free_disk=options.free_disk,
     )
@@ -51,18 +53,18 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[
     remove_unused(tier.root)
     order = _order(options, here, groups, sizes)
     processes = here.local_world_size * max(1, options.num_workers)
-    logger.info(
-        "cache %s: %d of %d bytes used; %d shards, %d lanes, window %d",
-        *(tier.root, tier.used_bytes, tier.limit_bytes, len(options.urls), order.lanes, order.window),
-    )
+    shards = tuple(shard_of(url, storage) for url in options.urls)
+    logger.info("cache %s: %s", tier.root, forecast(tier, shards, order.lanes, order.window, here.nodes))
     return Recipe(
-        shards=tuple(shard_of(url, storage) for url in options.urls),
+        shards=shards,
         storage_options=storage,
         origin=OriginOptions(),
         tier_root=tier.root,
         tier_limit_bytes=tier.limit_bytes,
         free_disk=settings.free_disk,
         eviction=settings.eviction,
+        revalidate=settings.revalidate,
+        run=run_name(here, options.urls),
         fills=-(-max(order.lanes, _FEWEST_FILLS) // processes),
         ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
         order=order,

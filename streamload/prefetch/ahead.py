@@ -17,6 +17,7 @@ from pathlib import Path
 
 from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import Shard
+from streamload.cache.freshness import Freshness
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Part, Tier
@@ -51,6 +52,7 @@ class Ahead:
             the shard itself can't be kept.
         spare: where to fill what the tier can't take.
         stopped_seconds: how long a filler, of any process, may show no life before another takes over.
+        freshness: by which versions the run goes; None takes what is published as it is.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Ahead:
         may_be_bare: Callable[[Shard], bool] = lambda shard: False,
         spare: Spare | None = None,
         stopped_seconds: float = STOPPED_SECONDS,
+        freshness: Freshness | None = None,
     ):
         self.tier = tier
         self._open_origin = open_origin
@@ -72,6 +75,7 @@ class Ahead:
         self._may_be_bare = may_be_bare
         self._spare = spare
         self._stopped_seconds = stopped_seconds
+        self._freshness = freshness
         self._stop = threading.Event()
         self._change = threading.Condition()
         # Guarded by _change:
@@ -117,6 +121,12 @@ class Ahead:
                 self._bare &= {shard.digest for shard in needed}
                 self._elsewhere &= {shard.digest for shard in needed}
                 self._change.notify_all()
+
+    def look_again(self) -> None:
+        """Look at all shards anew, now: what was settled about them may not hold any more."""
+        with self._change:
+            self._not_before.clear()
+            self._change.notify_all()
 
     def check(self) -> None:
         """Raise what a filling thread could not deal with: a cache that can't be used.
@@ -202,6 +212,8 @@ class Ahead:
                 pause = _NO_ROOM_SECONDS
                 self._error = exc
                 self._stop.set()
+            if self._freshness is not None:
+                self._freshness.filled(job)
             with self._change:
                 self._busy.discard(job.digest)
                 self._not_before[job.digest] = time.monotonic() + pause
@@ -256,6 +268,10 @@ class Ahead:
             return spare
         return self.tier
 
+    def _tiers(self) -> tuple[Tier, ...]:
+        spare = self._spare.tier if self._spare is not None else None
+        return (self.tier,) if spare is None else (self.tier, spare)
+
     def _make_do(self, shard: Shard, trouble: OSError) -> float:
         """Where a tier fails a shard: keep less of it, keep it elsewhere, or leave it until it is needed."""
         with self._change:
@@ -274,6 +290,9 @@ class Ahead:
 
     def _fill_into(self, tier: Tier, shard: Shard) -> float:
         bare = shard.digest in self._bare
+        if self._freshness is not None and self._freshness.has_to_ask(shard, self._tiers()):
+            is_settled = self._freshness.check(shard, self._stop, self._tiers())
+            return 0.0 if is_settled else _ELSEWHERE_SECONDS
         if tier.published(shard.digest).exists() or (bare and tier.bare(shard.digest).exists()):
             self._note_refusal(tier, shard, bare, False)
             self._report(shard, Filled.PUBLISHED)
@@ -292,7 +311,7 @@ class Ahead:
             outcome = fill(
                 part,
                 shard,
-                lambda: self._open_origin(shard, self._stop),
+                lambda: self._origin(shard),
                 size_bytes=self._sizes.get(shard.digest, 0),
                 wait=lambda: self._wait_of(shard),
                 stop=self._stop,
@@ -350,3 +369,7 @@ class Ahead:
         with self._change:
             self._lives[shard.digest] = seen
         return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
+
+    def _origin(self, shard: Shard) -> Origin:
+        origin = self._open_origin(shard, self._stop)
+        return origin if self._freshness is None else self._freshness.watched(shard, origin)

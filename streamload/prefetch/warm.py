@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -11,11 +12,12 @@ from typing import Any
 
 from streamload.cache.fill import Filled
 from streamload.cache.follow import Shard, shard_of
+from streamload.cache.freshness import Freshness, briefly
 from streamload.cache.runs import Run
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.tier import Tier, open_tier
 from streamload.metrics import Counters
-from streamload.origins.origin import open_origin
+from streamload.origins.origin import OriginOptions, Version, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.settings import read_settings
 from streamload.urls import expand_urls
@@ -100,8 +102,14 @@ def warm(
     tier = open_tier(settings)
     before = sum(tier.published(shard.digest).exists() for shard in shards)
     tally, counts = _Tally(), Counters()
+
+    def ask(shard: Shard, stop: threading.Event) -> Version:
+        return open_origin(shard.url, storage, briefly(OriginOptions()), counts, stop).version()
+
+    freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
     with (
         closing(Run(tier.root / "runs")) as run,
+        closing(freshness),
         closing(
             Ahead(
                 tier,
@@ -109,9 +117,11 @@ def warm(
                 threads=concurrency,
                 counts=counts,
                 report=tally.report,
+                freshness=freshness if settings.revalidate != "never" else None,
             )
         ) as ahead,
     ):
+        freshness.begin("")
         run.announce(shard.digest for shard in shards)  # so that none of them goes for a later one
         pending = shards
         while pending:

@@ -1,0 +1,366 @@
+"""Whether the copies in a tier are still what their origins have (`revalidate=`), agreed on by a run (F, G).
+
+A run's processes on a node share one page in the tier's `runs/`: a line for each shard says by which version
+of it the run goes. Whoever first looks at a published shard, or at an index without data, that has no line
+asks its origin, while the others wait; a fill writes the line that its origin gave it. No reader begins with
+a copy before its line is there, nor with one of another version than the line says. Under "start" the page
+lasts as long as any process of the run, under "always" it is turned with each epoch. Under "never" nobody is
+asked, and the first copy that is opened in an epoch writes the line: another run may replace a copy at any
+time.
+
+Local files need none of this: their size and time are compared whenever they are opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from streamload import urls
+from streamload.cache.follow import Shard, refuse_other, version_of
+from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.tier import Tier
+from streamload.errors import CacheCorrupt, OriginError, OriginStopped, ShardError
+from streamload.metrics import Counts
+from streamload.origins.origin import Origin, OriginOptions, Stream, Version
+from streamload.shards.index import IndexReader
+
+logger = logging.getLogger("streamload")
+
+Ask = Callable[[Shard, threading.Event], Version]
+"""Asks a shard's origin for its version; the event ends its waits."""
+
+_NO_VISITS = bytes(8)
+"""A page lies among the files of runs, and reads as one that visits nothing."""
+_SILENT_SECONDS = 60.0
+"""For so long an endpoint that gave no answer isn't asked about other shards."""
+
+
+class Freshness:
+    """What one process knows of its run's page, and how it writes there.
+
+    Thread-safe among the filling threads and the reader of a process; a forked child makes its own.
+
+    Args:
+        tier: whose runs share the page, and whose copies are compared.
+        run: the same name in all processes of the run on this node, and in no other run.
+        each_epoch: turn the page at each `begin` (else only the first one begins a page).
+        ask: asks an origin. None: what is published is taken as it is, though in one version.
+        counts: where answers are counted.
+        patience_seconds: how long another process may take to ask before this one asks as well.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        run: str,
+        *,
+        each_epoch: bool,
+        ask: Ask | None,
+        counts: Counts,
+        patience_seconds: float = 30.0,
+    ):
+        self._tier = tier
+        self._run = run
+        self._each_epoch = each_epoch
+        self._ask = ask
+        self._counts = counts
+        self._patience_seconds = patience_seconds
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._page: _Page | None = None
+        self._filling: dict[str, Version] = {}
+        self._waiting: dict[str, float] = {}  # since when another process is asking
+        self._told: set[str] = set()
+        self._silent: dict[str, float] = {}  # until when an endpoint that gave no answer is left alone
+
+    def begin(self, epoch: str) -> None:
+        """Begin an epoch; its name is the same in all processes of the run, and is never used again."""
+        with self._lock:
+            if self._page is not None and not self._each_epoch:
+                return
+            old, name = self._page, f"{self._run}.{epoch}" if self._each_epoch else self._run
+            self._page = _Page(self._tier, name)
+            for digest, version in self._filling.items():  # their origins have only just been asked
+                self._page.write(digest, version)
+        if old is not None:
+            old.close()
+
+    def is_current(self, shard: Shard) -> bool:
+        """Whether readers may begin with what the tier has of a shard. A look into memory where they may."""
+        return self._ask is None or shard.local is not None or self.version(shard.digest) is not None
+
+    def version(self, digest: str) -> Version | None:
+        """The version of a shard that the run goes by, once that is settled."""
+        with self._lock:
+            return None if self._page is None else self._page.version(digest)
+
+    def has_to_ask(self, shard: Shard, tiers: Sequence[Tier]) -> bool:
+        """Whether there is a copy, or an index without data, that readers may not begin with yet."""
+        return not self.is_current(shard) and any(True for _ in _copies(shard, tiers))
+
+    def check(self, shard: Shard, stop: threading.Event, tiers: Sequence[Tier] = ()) -> bool:
+        """Ask whether a shard that is held has changed; if so, take its copies away. Moves no data.
+
+        Args:
+            shard: which one.
+            stop: ends the waits of the question.
+            tiers: where copies may be; by default in the tier.
+
+        Returns:
+            False if another process is asking about it.
+        """
+        tiers = tiers or (self._tier,)
+        place = next((path for _, path in _copies(shard, tiers)), None)
+        claim = FileLock.acquire(place / "index") if place is not None else None
+        if place is not None and claim is None and place.exists() and not self._has_waited_long(shard):
+            return False
+        try:
+            if not self.is_current(shard):
+                self._settle(shard, stop, tiers)
+        except OriginStopped:
+            return False
+        finally:
+            if claim is not None:
+                claim.close()
+        with self._lock:
+            self._waiting.pop(shard.digest, None)
+        return True
+
+    def watched(self, shard: Shard, origin: Origin) -> Origin:
+        """The origin of a shard that is filled: what it gives is what the run goes by."""
+        return _Watched(origin, shard, self)
+
+    def agree(self, shard: Shard, version: Version) -> None:
+        """A reader or a fill begins with this version; the first of all decides.
+
+        Raises:
+            DatasetChanged: the run has begun with another one.
+        """
+        known = None
+        with self._lock:
+            if self._page is not None:
+                if self._page.version(shard.digest) is None:
+                    self._page.write(shard.digest, version)
+                known = self._page.version(shard.digest)
+        refuse_other(shard, known, version)
+
+    def fills(self, shard: Shard, version: Version) -> None:
+        """A fill begins with this version, which its origin has just told; see `agree`."""
+        self.agree(shard, version)
+        with self._lock:
+            self._filling[shard.digest] = version
+
+    def filled(self, shard: Shard) -> None:
+        """The fill is over, however it ended."""
+        with self._lock:
+            self._filling.pop(shard.digest, None)
+
+    def close(self) -> None:
+        """Let go of the page; once is enough."""
+        with self._lock:
+            if self._page is not None:
+                self._page.close()
+                self._page = None
+
+    def _has_waited_long(self, shard: Shard) -> bool:
+        """Whether another process, which may be stopped, has been asking about a shard for long."""
+        now = time.monotonic()
+        with self._lock:
+            return now - self._waiting.setdefault(shard.digest, now) > self._patience_seconds
+
+    def _settle(self, shard: Shard, stop: threading.Event, tiers: Sequence[Tier]) -> None:
+        """Ask, and write down what the run goes by; the claim on the shard is held."""
+        known: list[tuple[Tier, Path, Version]] = []
+        for tier, path in _copies(shard, tiers):
+            version = _version_at(path)
+            if version is not None:
+                known.append((tier, path, version))
+            elif path.exists() and not tier.condemn(path):
+                self._go_by(shard, Version())  # readers will pass it by
+                return
+        if not known:
+            return
+        now = self._answer(shard, stop)
+        if now is not None:
+            self._counts.add("shards_revalidated")
+        kept: Version | None = None
+        for tier, path, version in known:
+            difference = version.difference(kept or now or version)
+            if difference is None:
+                kept = kept or version
+            elif tier.trash(path):
+                if now is not None:
+                    self._counts.add("shards_changed")
+                    logger.info("%s has changed (%s): it is fetched anew", shard.name, difference)
+            else:
+                self._say(f"{path} stays", "%s has changed, but its old copy can't be removed", shard.name)
+                kept = kept or version
+        if kept is not None:
+            self._go_by(shard, kept)
+
+    def _go_by(self, shard: Shard, version: Version) -> None:
+        with self._lock:
+            if self._page is not None:
+                self._page.write(shard.digest, version)
+
+    def _answer(self, shard: Shard, stop: threading.Event) -> Version | None:
+        """What the origin says; None if it says nothing, and the copy is used as it is."""
+        endpoint = _endpoint(shard)
+        with self._lock:
+            is_silent = time.monotonic() < self._silent.get(endpoint, 0.0)
+        if not is_silent and self._ask is not None:
+            try:
+                found = self._ask(shard, stop)
+            except OriginStopped:
+                raise
+            except (OriginError, ShardError) as exc:
+                self._say(
+                    endpoint,
+                    "%s gave no answer on whether its shards have changed (%s); the copies in the cache are "
+                    "used as they are",
+                    *(endpoint, exc),
+                )
+                with self._lock:
+                    self._silent[endpoint] = time.monotonic() + _SILENT_SECONDS
+            else:
+                if found != Version():
+                    return found
+                self._say(
+                    f"{endpoint} knows none",
+                    "%s doesn't say which version a shard has: the copies in the cache are used as they are",
+                    endpoint,
+                )
+        self._counts.add("shards_unverified")
+        return None
+
+    def _say(self, key: str, message: str, *values: object) -> None:
+        """Log a warning once in the run."""
+        with self._lock:
+            is_new = key not in self._told and (self._page is None or self._page.version(key) is None)
+            self._told.add(key)
+            if self._page is not None:
+                self._page.write(key, Version())
+        if is_new:
+            logger.warning(message, *values)
+
+
+class _Page:
+    """One file that says which versions are gone by: appended to by all, read by all."""
+
+    def __init__(self, tier: Tier, name: str):
+        self._versions: dict[str, Version] = {}
+        self._read_bytes = len(_NO_VISITS)
+        self._pin: FileLock | None = None
+        self._file = -1
+        with contextlib.suppress(OSError):  # on a disk that takes no page, each process goes by its own
+            self._open(tier, tier.root / "runs" / f"{name}.page")
+
+    def _open(self, tier: Tier, path: Path) -> None:
+        with exclusive(tier.root / "lock"):  # under it alone files of the dead are removed
+            alone = FileLock.acquire(path, create=True)
+            if alone is not None:  # new, or of a run of which nobody is left
+                path.write_bytes(_NO_VISITS)
+                alone.close()
+            self._pin = FileLock.acquire(path, shared=True)
+            if self._pin is not None:
+                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def version(self, digest: str) -> Version | None:
+        """What has been settled for a shard; looks into the file only where it isn't known yet."""
+        if digest not in self._versions:
+            with contextlib.suppress(OSError):
+                self._read()
+        return self._versions.get(digest)
+
+    def write(self, digest: str, version: Version) -> None:
+        """Settle it; what another process has settled before stands."""
+        line = json.dumps([digest, *astuple(version)]) + "\n"
+        with contextlib.suppress(OSError):  # a full disk: then the others ask for themselves
+            if self._file >= 0:
+                os.write(self._file, line.encode())
+                self._read()
+        self._versions.setdefault(digest, version)
+
+    def close(self) -> None:
+        if self._pin is not None:
+            self._pin.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _read(self) -> None:
+        """Take in the whole lines that are new; the first of a shard counts."""
+        if self._file < 0:
+            return
+        size = os.fstat(self._file).st_size
+        text = os.pread(self._file, max(0, size - self._read_bytes), self._read_bytes)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # cut by a full disk
+                digest, *facts = json.loads(line)
+                self._versions.setdefault(digest, Version(*facts))
+
+
+class _Watched:
+    """An origin that tells of the version it gives before it gives any byte."""
+
+    def __init__(self, origin: Origin, shard: Shard, freshness: Freshness):
+        self.url = origin.url
+        self._origin, self._shard, self._freshness = origin, shard, freshness
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Open the origin for the version that the run goes by."""
+        agreed = self._freshness.version(self._shard.digest)
+        if expected is not None:
+            refuse_other(self._shard, agreed, expected)
+        stream = self._origin.open(start, expected or agreed)
+        try:
+            self._freshness.fills(self._shard, stream.version)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def version(self) -> Version:
+        """What the origin says."""
+        return self._origin.version()
+
+
+def _copies(shard: Shard, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Path]]:
+    """Where a shard is published, or its index alone is."""
+    for tier in tiers:
+        for path in (tier.published(shard.digest), tier.bare(shard.digest)):
+            if path.exists():
+                yield tier, path
+
+
+def _version_at(path: Path) -> Version | None:
+    """The version of a copy; None if it isn't sound, or has gone."""
+    try:
+        with IndexReader(path) as index:
+            return version_of(index)
+    except (OSError, CacheCorrupt):
+        return None
+
+
+def briefly(options: OriginOptions) -> OriginOptions:
+    """With less patience: a question about a shard that is there mustn't keep a training waiting."""
+    return replace(options, attempts=min(options.attempts, 3), retry_after_limit_seconds=5.0)
+
+
+def _endpoint(shard: Shard) -> str:
+    """Whom one asks about a shard: scheme and host; of a command the kind alone."""
+    if urls.scheme(shard.url) == "pipe":
+        return "a pipe: command"
+    parts = urlsplit(shard.name)
+    return f"{parts.scheme}://{parts.netloc}"
