@@ -15,7 +15,7 @@ from streamload.origins.origin import Origin, Stream, Version
 from streamload.origins.protocol import same_version
 from streamload.shards.samples import Entry
 
-from .engine import Engine, Process
+from .engine import Engine, Killed, Process
 
 Sample = tuple[str, dict[str, bytes]]
 KINDS = ("whole", "whole", "whole", "unmarked", "cut", "short", "damaged", "missing")
@@ -51,6 +51,8 @@ class Truth:
     contents: list[Content]
     """Its versions, the last from `changes_at` on."""
     changes_at: float = float("inf")
+    dies_at: float = float("inf")
+    """At which byte its first filler is killed; with that it changes."""
     filling: list[Process] = field(default_factory=list)
     """The processes that transfer it now."""
 
@@ -127,6 +129,8 @@ class World:
                 size = None
             etag = f'"{number}-{version}"' if knows_version else None
             truth.contents.append(Content(data, kept, Version(size, etag)))
+        if versions == 2 and rng.random() < 0.5:
+            truth.dies_at = rng.randrange(len(truth.contents[0].data))
         return truth
 
     def trouble(self, chance: float) -> bool:
@@ -194,6 +198,10 @@ class _SimulatedStream:
         world, url = self._world, self._truth.shard.url
         while self._position < len(self._content.data):
             world.pause(self._stop, url)
+            if self._process is not None and self._position >= self._truth.dies_at:
+                self._truth.changes_at, self._truth.dies_at = world.engine.now, float("inf")
+                world.engine.kill(self._process)
+                raise Killed
             if world.trouble(0.05):
                 raise OriginCut(f"{url}: the connection broke at byte {self._position}")
             if world.trouble(0.03):
