@@ -6,8 +6,12 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from streamload.settings import Settings
 
 _LIBRARIES = (
     "streamload",
@@ -23,6 +27,7 @@ _LIBRARIES = (
 )
 _OPTIONAL = ("transformers", "open_clip_torch")
 _LITTLE_ROOM_BYTES = 1_000_000_000
+_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,11 @@ class Finding:
     unusable: bool = False
 
 
-def doctor() -> None:
+def doctor(
+    urls: Annotated[
+        list[str] | None, typer.Argument(help="Shards, as for make_loader: how far the cache goes for them.")
+    ] = None,
+) -> None:
     """Show every setting, check the machine.
 
     Each value comes with where it was set. The exit code is 1 if something can't be used; the report then
@@ -54,7 +63,7 @@ def doctor() -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("", "", "value", "from"):
         table.add_column(title, overflow="fold")
-    findings = examine()
+    findings = [*examine(), *_data(urls or [])]
     for finding in findings:
         mark = "[red]✗[/]" if finding.unusable else "[yellow]![/]" if finding.advice else "[green]✓[/]"
         table.add_row(mark, finding.subject, escape(finding.value), finding.source)
@@ -91,8 +100,18 @@ def _settings() -> list[Finding]:
         Finding("cache directory", str(found.cache_dir), sources["cache_dir"]),
         Finding("cache size", limit, sources["cache_size"]),
         Finding("ahead", format_bytes(found.ahead_bytes), sources["ahead"]),
+        Finding("revalidate", found.revalidate, sources["revalidate"]),
+        Finding("eviction", found.eviction, sources["eviction"]),
+        Finding("free disk", _kept_free(found), sources["free_disk"]),
         *_cache_dir(found.cache_dir, size),
     ]
+
+
+def _kept_free(found: "Settings") -> str:
+    from streamload.metrics import format_bytes
+
+    disk = shutil.disk_usage(_nearest(found.cache_dir))
+    return f"{format_bytes(found.free_disk.floor_bytes(disk.total, disk.free))} ({found.free_disk})"
 
 
 def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
@@ -122,6 +141,28 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
             "room, or set STREAMLOAD_CACHE_DIR and STREAMLOAD_CACHE_SIZE.",
         )
     return [where, Finding("writable", "yes"), room]
+
+
+def _data(urls: list[str]) -> list[Finding]:
+    """How far the cache goes for some shards, at the loader's default batch size."""
+    from streamload.cache.follow import shard_of
+    from streamload.cache.forecast import forecast
+    from streamload.cache.tier import Tier
+    from streamload.errors import StreamloadError
+    from streamload.order.deal import default_lanes, default_window
+    from streamload.settings import read_settings
+    from streamload.urls import expand_urls
+
+    if not urls:
+        return []
+    try:
+        shards = [shard_of(url, None) for url in expand_urls(urls)]
+        settings = read_settings()
+        tier = Tier.open(settings.cache_dir, free_disk=settings.free_disk)
+    except StreamloadError as exc:
+        return [Finding("data", "nothing known yet", advice=str(exc))]
+    said = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))
+    return [Finding("data", f"{said}, at a batch size of {_BATCH_SIZE}")]
 
 
 def _why_not_writable(directory: Path) -> str:
