@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import machine
 from benchmarks.contenders.workload import Epoch, Job, Result
@@ -29,6 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 _LIMIT_SECONDS = 900
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,20 @@ def chosen(given: argparse.Namespace, all_of_them: Sequence[Contender]) -> list[
 
 
 @contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary directory for all that a benchmark makes."""
+    with tempfile.TemporaryDirectory(prefix="streamload-bench-") as directory:
+        yield Path(directory)
+
+
+@contextlib.contextmanager
 def photographs(samples: int, samples_per_shard: int) -> Iterator[tuple[Path, int]]:
     """Shards of photographs in a temporary directory, and their bytes."""
     from streamload.testing.photographs import write_photograph_shards
 
-    with tempfile.TemporaryDirectory(prefix="streamload-bench-") as directory:
-        paths = write_photograph_shards(Path(directory) / "shards", samples, samples_per_shard)
-        yield Path(directory), sum(path.stat().st_size for path in paths)
+    with scratch() as directory:
+        paths = write_photograph_shards(directory / "shards", samples, samples_per_shard)
+        yield directory, sum(path.stat().st_size for path in paths)
 
 
 @contextlib.contextmanager
@@ -139,7 +147,7 @@ def pattern(base: str, shards: int) -> str:
     return f"{base}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def rotated(contenders: Sequence[Contender], round_: int) -> list[Contender]:
+def rotated(contenders: Sequence[T], round_: int) -> list[T]:
     start = round_ % len(contenders)
     return [*contenders[start:], *contenders[:start]]
 
