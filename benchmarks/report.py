@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.turns import RESULTS, ROOT
 
 PAGES = (ROOT / "docs/performance.md", ROOT / "benchmarks/README.md")
-NAMES = ("cold", "warm", "memory")
+NAMES = ("cold", "warm", "memory", "hits", "fill", "verification")
 
 Result = dict[str, Any]
 
@@ -43,7 +43,14 @@ def filled(page: str, tables: dict[str, str]) -> str:
 
 
 def tables_of(results: dict[str, Result]) -> dict[str, str]:
-    makers = {"cold": cold, "warm": warm, "memory": memory}
+    makers = {
+        "cold": cold,
+        "warm": warm,
+        "memory": memory,
+        "hits": hits,
+        "fill": fill,
+        "verification": verification,
+    }
     tables = {name: makers[name](result) for name, result in results.items()}
     return {"targets": targets(results), "machine": machine(results), **tables}
 
@@ -122,6 +129,51 @@ def memory(result: Result) -> str:
         for name, row in result["medians"].items()
     ]
     return table(["contender", "peak, MB", "steady, MB", "before the first batch was asked for, MB"], rows)
+
+
+def hits(result: Result) -> str:
+    """The last round's epochs; the targets hold for those of all rounds."""
+    head = ["room", "epoch", "limit, MB", "live, MB", "data, MB", "(limit − live) / data", "hits (rounds)"]
+    head += ["counted by the loaders"]
+    last = max(row["round"] for row in result["rounds"])
+    rows = []
+    for row in (row for row in result["rounds"] if row["round"] == last):
+        same = [
+            r["hits"] for r in result["rounds"] if (r["label"], r["epoch"]) == (row["label"], row["epoch"])
+        ]
+        sizes = [f"{row[f'{which}_bytes'] / 1e6:.1f}" for which in ("limit", "live", "data")]
+        rows.append(
+            [
+                row["label"],
+                str(row["epoch"]),
+                *sizes,
+                f"{row['expected']:.1%}" if row["epoch"] > 1 else "–",
+                f"{row['hits']:.1%} ({min(same):.1%}–{max(same):.1%})",
+                f"{row['hits_counted']:.1%}",
+            ]
+        )
+    return table(head, rows)
+
+
+def fill(result: Result) -> str:
+    rows = [
+        [name, *(f"{row[f'bytes_per_{of}'] / 1e6:,.0f}" for of in ("cpu_second", "second"))]
+        for name, row in result["medians"].items()
+    ]
+    return table(["", "MB/s of CPU time", "MB/s by the clock"], rows)
+
+
+def verification(result: Result) -> str:
+    rows = [
+        [
+            name,
+            f"{row['cpu_us_per_image']:,.0f}",
+            f"{row['check_us_per_image']:.1f}" if row["checked"] else "–",
+            f"{row['share']:.2%}" if row["checked"] else "–",
+        ]
+        for name, row in result["medians"].items()
+    ]
+    return table(["", "CPU µs an image", "of it for the check, µs", "share"], rows)
 
 
 def _read(path: Path) -> Result | None:

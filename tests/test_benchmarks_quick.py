@@ -19,6 +19,13 @@ METRICS = {
 }
 
 
+OWN_METRICS = {
+    "hits": {"hits", "hits_counted", "expected", "limit_bytes", "live_bytes", "data_bytes"},
+    "fill": {"bytes_per_cpu_second", "bytes_per_second", "cpu_ns_per_byte"},
+    "verification": {"checked", "check_us_per_image", "cpu_us_per_image", "share"},
+}
+
+
 def run_quickly(name: str, out: Path, *more: str) -> dict[str, Any]:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out)]
     command += ["--python", sys.executable, *more]
@@ -39,6 +46,24 @@ def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str,
     (medians,) = result["medians"].values()
     assert medians.keys() >= METRICS[name]
     assert result["targets"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["hits", "fill", "verification"])
+def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
+    result = run_quickly(name, tmp_path / f"{name}.json")
+
+    assert {"python", "streamload"} <= set().union(*result["versions"].values())
+    assert result["seeds"] == [0]
+    assert all(medians.keys() >= OWN_METRICS[name] for medians in result["medians"].values())
+    assert all(target["value"] is not None for target in result["targets"])
+    assert report.tables_of({name: result})[name].count("\n") > 2
+    if name == "hits":
+        assert [row["epoch"] for row in result["rounds"]] == [1, 2, 3] * 2
+        assert {row["samples"] for row in result["rounds"]} == {64 * 24}
+        assert result["rounds"][0]["fetched_bytes"] >= result["settings"]["bytes"]
+    if name == "verification":  # every sample of the epoch, and none
+        assert [row["checked"] for row in result["rounds"]] == [256, 0]
 
 
 @pytest.mark.timeout(400)

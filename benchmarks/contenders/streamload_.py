@@ -1,15 +1,22 @@
 """streamload as its README uses it."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import streamload
 from benchmarks.contenders.workload import Job, Result, open_clip_preprocess, tokenizer, train, versions
 
 
 def main() -> None:
-    job = Job.from_argument()
+    run(Job.from_argument()).print()
+
+
+def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any) -> Result:
+    """Do the job; `more` is for make_loader."""
     preprocess = open_clip_preprocess() if job.preprocess == "open_clip" else None
     tokenize = tokenizer(job)
+    epochs = []
     with streamload.make_loader(
         job.urls,
         tokenize,
@@ -19,11 +26,14 @@ def main() -> None:
         shuffle=job.shuffle,
         seed=job.seed,
         cache_dir=job.cache_dir,
+        **more,
     ) as loader:
         imported = time.monotonic()
-        epochs = [train(loader, job, epoch) for epoch in range(job.epochs)]
+        for epoch in range(job.epochs):
+            epochs.append(train(loader, job, epoch))
+            after_epoch()
         notes = {"stats": loader.stats().as_dict()}
-    Result(imported, epochs, versions("streamload", "torch", "simplejpeg", "pillow"), notes).print()
+    return Result(imported, epochs, versions("streamload", "torch", "simplejpeg", "pillow"), notes)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Job:
         tokenizer: "words" or "open_clip".
         shuffle: the window where the loader lets one choose; None for its default.
         packages: a folder whose packages stand behind the interpreter's own; None for none.
+        checks: of streamload, how the check of each sample that is read runs: "shipped", or for
+            verification.py "timed" or "off".
     """
 
     urls: str
@@ -47,6 +49,7 @@ class Job:
     shuffle: int | None = None
     cache_dir: str | None = None
     packages: str | None = None
+    checks: str = "shipped"
 
     @classmethod
     def from_argument(cls) -> "Job":
