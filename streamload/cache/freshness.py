@@ -311,7 +311,7 @@ class _Page:
                 self._versions.setdefault(digest, Version(*facts))
 
 
-class _Watched:
+class _Watched(Origin):
     """An origin that tells of the version it gives before it gives any byte."""
 
     def __init__(self, origin: Origin, shard: Shard, freshness: Freshness):
