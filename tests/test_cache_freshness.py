@@ -382,8 +382,7 @@ def test_answers_end_with_the_last_process_of_their_run(node: Node) -> None:
         assert process.check(node.shard, node.stop)
         assert process.is_current(node.shard)
         process.close()
-    node.tier.sweep()
-    assert not list((node.tier.root / "runs").iterdir())
+        assert not list((node.tier.root / "runs").iterdir())
 
 
 def test_a_page_is_turned_with_each_epoch_only_where_that_was_asked_for(node: Node) -> None:

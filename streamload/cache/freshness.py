@@ -259,20 +259,22 @@ class _Page:
     def __init__(self, tier: Tier, name: str):
         self._versions: dict[str, Version] = {}
         self._read_bytes = len(_NO_VISITS)
+        self._lock_path = tier.root / "lock"
+        self._path = tier.root / "runs" / f"{name}.page"
         self._pin: FileLock | None = None
         self._file = -1
         with contextlib.suppress(OSError):  # on a disk that takes no page, each process goes by its own
-            self._open(tier, tier.root / "runs" / f"{name}.page")
+            self._open()
 
-    def _open(self, tier: Tier, path: Path) -> None:
-        with exclusive(tier.root / "lock"):  # under it alone files of the dead are removed
-            alone = FileLock.acquire(path, create=True)
+    def _open(self) -> None:
+        with exclusive(self._lock_path):  # under it alone files of the dead are removed
+            alone = FileLock.acquire(self._path, create=True)
             if alone is not None:  # new, or of a run of which nobody is left
-                path.write_bytes(_NO_VISITS)
+                self._path.write_bytes(_NO_VISITS)
                 alone.close()
-            self._pin = FileLock.acquire(path, shared=True)
+            self._pin = FileLock.acquire(self._path, shared=True)
             if self._pin is not None:
-                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+                self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def version(self, digest: str) -> Version | None:
         """What has been settled for a shard; looks into the file only where it isn't known yet."""
@@ -291,11 +293,19 @@ class _Page:
         self._versions.setdefault(digest, version)
 
     def close(self) -> None:
-        if self._pin is not None:
-            self._pin.close()
+        """Let go of it; the last process of the run takes it away."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        if self._pin is None:
+            return
+        self._pin.close()
+        self._pin = None
+        with contextlib.suppress(OSError), exclusive(self._lock_path):
+            alone = FileLock.acquire(self._path)
+            if alone is not None:
+                self._path.unlink(missing_ok=True)
+                alone.close()
 
     def _read(self) -> None:
         """Take in the whole lines that are new; the first of a shard counts."""

@@ -121,7 +121,8 @@ def warm(
             )
         ) as ahead,
     ):
-        freshness.begin("")
+        if settings.revalidate != "never":
+            freshness.begin("")
         run.announce(shard.digest for shard in shards)  # so that none of them goes for a later one
         pending = shards
         while pending:
