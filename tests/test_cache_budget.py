@@ -19,8 +19,9 @@ import streamload
 from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import ShardView, shard_of
 from streamload.cache.locks import FileLock
+from streamload.cache.part import Part
 from streamload.cache.runs import Run
-from streamload.cache.tier import Part, Tier, open_tier
+from streamload.cache.tier import Tier, open_tier
 from streamload.origins.origin import open_origin
 from streamload.settings import FreeDisk, read_settings
 from streamload.testing.server import ShardServer
@@ -88,7 +89,7 @@ def test_a_fill_leaves_the_floor_free_whatever_the_limit_says(disk: Disk) -> Non
     assert held(tier) == {"b"}
     assert disk.free >= 500 * KIB
     assert begin(tier, C, 600 * KIB) is None
-    assert tier.bound.startswith("what the disk leaves to it")
+    assert tier.room.bound.startswith("what the disk leaves to it")
 
 
 def test_what_is_reserved_and_not_yet_written_counts(disk: Disk) -> None:
@@ -119,15 +120,15 @@ def test_when_others_fill_the_disk_the_tier_makes_way_down_to_the_floor_but_not_
     reader = FileLock.acquire(tier.published(B) / "names", shared=True)
     assert reader is not None
     disk.others = 200 * KIB
-    tier.tend()
+    tier.room.tend()
     assert held(tier) == {"b", "c"}
     assert disk.free >= 200 * KIB
     disk.others = 700 * KIB
     for _ in range(2):
-        tier.tend()
+        tier.room.tend()
         assert held(tier) == {"b"}
     reader.close()
-    tier.tend()
+    tier.room.tend()
     assert held(tier) == set()
     disk.others = 0
     publish(tier, A, 200 * KIB)
@@ -138,9 +139,9 @@ def test_a_fill_that_was_granted_its_room_counts_when_others_fill_the_disk(disk:
     publish(tier, A, 200 * KIB)
     part = begin(tier, B, 400 * KIB)
     assert part is not None
-    tier.tend()
+    tier.room.tend()
     disk.others = 250 * KIB
-    tier.tend()
+    tier.room.tend()
     assert held(tier) == {"b"}
     (part.path / "data").write_bytes(bytes(400 * KIB))
     part.publish()
@@ -151,8 +152,8 @@ def test_nothing_goes_while_there_is_enough_free(disk: Disk) -> None:
     tier = tier_on(disk, 100 * KIB, tend_seconds=0)
     for digest in (A, B, C):
         publish(tier, digest, 200 * KIB)
-    tier.tend()
-    tier.tend()
+    tier.room.tend()
+    tier.room.tend()
     assert held(tier) == {"a", "b", "c"}
 
 
@@ -198,9 +199,9 @@ def test_a_lower_limit_is_kept_to_by_those_who_run_already(tmp_path: Path) -> No
     running = Tier(tmp_path / "tier", 900 * KIB, tend_seconds=0)
     for digest in (A, B, C):
         publish(running, digest, 200 * KIB)
-    running.tend()
+    running.room.tend()
     Tier(tmp_path / "tier", 500 * KIB)
-    running.tend()
+    running.room.tend()
     assert len(held(running)) == 2
     assert running.used_bytes <= running.limit_bytes == 500 * KIB
 

@@ -12,7 +12,8 @@ import pytest
 
 from streamload.cache.fill import Filled, Outcome, fill
 from streamload.cache.follow import ShardView, shard_of
-from streamload.cache.tier import Part, Tier
+from streamload.cache.part import Part
+from streamload.cache.tier import Tier
 from streamload.errors import CacheError
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin

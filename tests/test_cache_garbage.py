@@ -17,8 +17,9 @@ from streamload.cache.follow import ShardView, shard_of
 from streamload.cache.garbage import Removal, clear, collect_garbage
 from streamload.cache.inventory import Inventory, take_inventory
 from streamload.cache.locks import FileLock
+from streamload.cache.part import Part
 from streamload.cache.runs import Run, own, waits
-from streamload.cache.tier import Part, Tier
+from streamload.cache.tier import Tier
 from streamload.prefetch.warm import warm
 from streamload.testing.shards import write_shards
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.part import Part
 from streamload.cache.runs import Run, waits
-from streamload.cache.tier import Part, Tier
+from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull
 
 A, B, C = (letter * 32 for letter in "abc")
@@ -220,6 +221,16 @@ def test_a_verdict_stands_while_somebody_lives_who_has_acted_on_it(tmp_path: Pat
     verdict.close()
     assert tier.claim(A) is not None
     assert not tier.verdict(A).exists()
+
+
+def test_a_verdict_of_which_only_a_half_is_left_stands_for_nobody(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    verdict = fill(tier, A, 10).give_up()
+    assert verdict is not None
+    (tier.verdict(A) / "names").unlink()
+    assert tier.claim(A) is not None
+    assert not tier.verdict(A).exists()
+    verdict.close()
 
 
 def test_what_the_tier_did_not_make_stays(tmp_path: Path) -> None:

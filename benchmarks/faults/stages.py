@@ -11,7 +11,8 @@ from functools import wraps
 from typing import Any
 
 from benchmarks.faults.data import Data
-from streamload.cache.tier import Part, Tier
+from streamload.cache.part import Part
+from streamload.cache.tier import Tier
 from streamload.testing.kills import Stage
 
 

@@ -20,7 +20,8 @@ from typing import NamedTuple, TypeVar
 
 from streamload.cache.follow import Shard, read_sample, version_of
 from streamload.cache.locks import FileLock
-from streamload.cache.tier import Part, is_no_space
+from streamload.cache.part import Part
+from streamload.cache.room import is_no_space
 from streamload.errors import (
     CacheCorrupt,
     CacheError,
@@ -270,7 +271,7 @@ class _Fill:
         while view and not self._bare:
             view = view[self._stored(functools.partial(os.write, self._data, view)) :]
         self._written += len(chunk)
-        self._part.tier.tend()
+        self._part.room.tend()
 
     def _append(self, entries: list[Entry]) -> None:
         if entries:

@@ -71,7 +71,7 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
     """
     digests = {shard.digest for shard in shards}
     count = -(-len(digests) // nodes)
-    used_bytes, allowed_bytes = tier.used_bytes, tier.allowed_bytes
+    used_bytes, allowed_bytes = tier.used_bytes, tier.room.allowed_bytes
     held = [shard for shard in tier.shards() if shard.kind == "shards" and shard.digest in digests]
     samples: list[int] = []
     for shard in held[:_SHARDS_LOOKED_INTO]:

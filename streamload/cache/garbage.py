@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.cache import ledger, runs
+from streamload.cache import runs
+from streamload.cache.directory import bytes_below
 from streamload.cache.fill import can_be_taken_up
 from streamload.cache.inventory import Foreign, foreign, foreign_in, is_filled, is_read, url_of
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
-from streamload.cache.tier import Tier, bytes_below
+from streamload.cache.tier import Tier
 
 _ROUNDS = 4
 _HALF_RECORD = "tier.json.new"
@@ -187,18 +188,9 @@ class _Broom:
         """Set the tier's limit, and evict what is over it: first what the live runs need last."""
         self._limit_bytes = limit_bytes
         if not self._dry_run:
-            self._tier = Tier(self._tier.root, limit_bytes, self._tier.counts)
+            self._tier.room.set_limit(limit_bytes)
         for _ in range(_ROUNDS):
-            with exclusive(self._tier.root / "lock"):
-                held = [shard for shard in self._tier.shards() if shard.path not in self._taken]
-                in_trash = [path for path in self._tier.own("trash") if path not in self._taken]
-                used_bytes = sum(shard.size_bytes for shard in held) + sum(map(bytes_below, in_trash))
-                needed = runs.waits(self._tier.root / "runs", sorted({shard.digest for shard in held}))
-                chosen = ledger.victims(
-                    held, needed, newcomer_wait=-1.0, excess_bytes=used_bytes - limit_bytes, may_go=_may_go
-                )
-                if chosen is None:  # not as much as that may go: then all that may
-                    chosen = [shard for shard in held if _may_go(shard)]
+            chosen = self._tier.room.excess(limit_bytes, _may_go, self._taken)
             for shard in chosen:
                 self.take(shard, "over the limit", silent=True)
             if not chosen or self._dry_run:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from streamload.cache import runs
+from streamload.cache.directory import ROOMS, bytes_below
 from streamload.cache.locks import FileLock
-from streamload.cache.tier import ROOMS, Tier, bytes_below
+from streamload.cache.tier import Tier
 from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
 
 _OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?")

@@ -247,7 +247,7 @@ class Supply:
 
     def _no_room(self, shard: Shard) -> str:
         return (
-            f"no room for {shard.name} in the cache at {self._tier.root}: {self._tier.bound} "
+            f"no room for {shard.name} in the cache at {self._tier.root}: {self._tier.room.bound} "
             f"is less than the shards that have to be open at once "
             f"({self._recipe.order.lanes} lanes and a window of {self._recipe.order.window} samples); "
             f"raise cache_size, make room on the disk, or lower shuffle"

@@ -19,8 +19,9 @@ from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import Shard
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
+from streamload.cache.part import Part
 from streamload.cache.spare import Spare
-from streamload.cache.tier import Part, Tier
+from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
@@ -202,7 +203,7 @@ class Ahead:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            self.tier.tend()
+            self.tier.room.tend()
             job = self._take()
             if job is None:
                 continue

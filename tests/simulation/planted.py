@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamload.cache import fill, tier
+from streamload.cache import fill, part, room, tier
 from streamload.errors import ShardCut
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.prefetch import ahead
@@ -94,11 +94,11 @@ def claim_dropped_early() -> None:
     """The lock that says that a part has a filler is given back once the part is made."""
     claim = tier.Tier.claim
 
-    def careless(self: tier.Tier, digest: str, stopped: Any = ()) -> tier.Part | None:
-        part = claim(self, digest, stopped)
-        if part is not None:
-            part._alive.close()
-        return part
+    def careless(self: tier.Tier, digest: str, stopped: Any = ()) -> part.Part | None:
+        claimed = claim(self, digest, stopped)
+        if claimed is not None:
+            claimed._alive.close()
+        return claimed
 
     _set(tier.Tier, "claim", careless)
 
@@ -106,13 +106,13 @@ def claim_dropped_early() -> None:
 @_bug
 def reservation_not_given_back() -> None:
     """A fill that finds no room leaves its part as it is, with what is reserved for it."""
-    _set(tier.Part, "discard", lambda self: None)
+    _set(part.Part, "discard", lambda self: None)
 
 
 @_bug
 def open_shard_evicted() -> None:
     """Whether somebody reads a shard isn't asked before it goes; its bytes stay as long as it is open."""
-    _set(tier, "_is_closed", lambda shard: True)
+    _set(room, "_is_closed", lambda shard: True)
 
 
 @_bug
@@ -159,7 +159,7 @@ def two_versions_mixed() -> None:
 def publish_in_two_steps() -> None:
     """A shard is published file by file into its new directory."""
 
-    def stepwise(self: tier.Part, room: str) -> None:
+    def stepwise(self: part.Part, room: str) -> None:
         target = self.tier.root / room / self.digest
         (self.path / "reserved").unlink(missing_ok=True)
         target.mkdir(mode=0o700, exist_ok=True)
@@ -168,7 +168,7 @@ def publish_in_two_steps() -> None:
         self.path.rmdir()
         self.leave()
 
-    _set(tier.Part, "_move", stepwise)
+    _set(part.Part, "_move", stepwise)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

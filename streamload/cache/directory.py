@@ -1,0 +1,198 @@
+"""What lies where in a tier's directory, what it takes, and how it leaves (step F): by one rename.
+
+    tier.json                 format of the directory, its limit
+    lock                      held while something is decided, never while bytes move
+    parts/<digest>.<nonce>/   a shard on its way: data, index, names, reserved
+    shards/<digest>/          a published shard: the same directory, renamed
+    bare/<digest>/            the index alone of one that had no room: its samples are read from the origin
+    gone/<digest>/            a shard that was given up: the verdict, and the samples it gave before
+    runs/                     who reads what (cache/runs.py)
+    trash/                    being deleted
+
+What isn't named as above was not made here and is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from streamload.cache.ledger import HeldShard
+from streamload.cache.locks import FileLock
+from streamload.errors import CacheError
+from streamload.metrics import Counts
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{8}")
+ROOMS: Mapping[str, re.Pattern[str]] = {
+    "parts": _PART,
+    "shards": _DIGEST,
+    "bare": _DIGEST,
+    "gone": _DIGEST,
+    "trash": _PART,
+}
+"""How the directories are named that the tier makes in each of its rooms; all else there isn't its own."""
+BLOCK_BYTES = 4096
+"""In which a disk gives out its room."""
+
+
+class Directory:
+    """The directory of a tier, whatever its limit.
+
+    Args:
+        root: where it is.
+        counts: where damage is counted.
+    """
+
+    def __init__(self, root: Path | str, counts: Counts):
+        self.root = Path(root).expanduser().absolute()
+        self.counts = counts
+        self._published_bytes: dict[Path, int] = {}
+
+    def published(self, digest: str) -> Path:
+        """Where a shard is when it is whole."""
+        return self.root / "shards" / digest
+
+    def bare(self, digest: str) -> Path:
+        """Where the index of a shard is whose bytes had no room."""
+        return self.root / "bare" / digest
+
+    def verdict(self, digest: str) -> Path:
+        """Where the record of a shard is that was given up."""
+        return self.root / "gone" / digest
+
+    def parts(self, digest: str) -> list[Path]:
+        """The parts of a shard, live or orphaned."""
+        found = sorted((self.root / "parts").glob(f"{digest}.*"))
+        return [path for path in found if _PART.fullmatch(path.name) and not path.is_symlink()]
+
+    def own(self, room: str) -> Iterator[Path]:
+        """What the tier made in one of its rooms: real directories, by its names; the rest isn't touched."""
+        with os.scandir(self.root / room) as entries:
+            for entry in entries:
+                if ROOMS[room].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    yield Path(entry.path)
+
+    def shards(self) -> Iterator[HeldShard]:
+        """All that takes room: published shards, parts, bare indexes and verdicts."""
+        for kind in ("shards", "parts", "bare", "gone"):
+            for path in self.own(kind):
+                with contextlib.suppress(FileNotFoundError):
+                    used_at = path.stat().st_mtime
+                    yield HeldShard(path.name[:32], path, self._size(path, kind), kind, used_at)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tier takes now: published shards, verdicts, reservations, and what is being deleted."""
+        return sum(shard.size_bytes for shard in self.shards()) + sum(map(bytes_below, self.own("trash")))
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """What of that is reserved and not yet on the disk."""
+        return sum(self._size(path, "parts") - bytes_below(path) for path in self.own("parts"))
+
+    def out_of_sight(self, path: Path) -> Path:
+        """Take a directory of the tier away by one rename; where it is now, for its files to be deleted."""
+        target = self.root / "trash" / f"{path.name[:32]}.{secrets.token_hex(4)}"
+        path.rename(target)
+        return target
+
+    def delete(self, path: Path) -> None:
+        """Delete what is out of sight, unless somebody still reads it: until then it takes its room."""
+        if is_unread(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def trash(self, path: Path) -> bool:
+        """Take a directory of the tier away: first out of sight, by one rename, then its files.
+
+        What somebody still reads stays in the trash, so that it counts, until he is through.
+
+        Returns:
+            False if the disk doesn't allow it.
+        """
+        try:
+            self.delete(self.out_of_sight(path))
+        except FileNotFoundError:
+            return not path.exists()
+        except OSError:
+            return False
+        return True
+
+    def condemn(self, path: Path) -> bool:
+        """Take away a shard whose bytes can't be trusted; False if the disk doesn't allow it."""
+        self.counts.add("checksum_failures", 1)
+        return self.trash(path)
+
+    def _size(self, path: Path, kind: str) -> int:
+        if kind == "parts":
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                return max(int((path / "reserved").read_text()), bytes_below(path))
+            return bytes_below(path)
+        if path not in self._published_bytes:  # a published shard doesn't change any more
+            self._published_bytes[path] = bytes_below(path)
+        return self._published_bytes[path]
+
+    def _prepare(self) -> None:
+        """Make what is missing of it.
+
+        Raises:
+            CacheError: it isn't ours alone.
+        """
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.root.stat()
+        if status.st_uid != os.geteuid():
+            raise CacheError(f"the cache directory {self.root} belongs to another user (uid {status.st_uid})")
+        if stat.S_IMODE(status.st_mode) & 0o022:
+            raise CacheError(
+                f"others may write into the cache directory {self.root} "
+                f"(mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it, or choose another"
+            )
+        for room in (*ROOMS, "runs"):
+            (self.root / room).mkdir(mode=0o700, exist_ok=True)
+            if (self.root / room).is_symlink():
+                raise CacheError(f"{self.root / room} is a symbolic link: a cache keeps to its own directory")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a small file at once: readers see the old or the new text, never a half. Under the lock.
+
+    The new text always has the same name, so that a kill leaves at most one, and the next call takes it.
+    """
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        fresh.write_text(text)
+        fresh.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
+def is_unread(path: Path) -> bool:
+    """Whether nobody reads a directory that is out of sight: nobody can begin to any more."""
+    lock = FileLock.acquire(path / "names")
+    if lock is not None:
+        lock.close()
+        return True
+    return not (path / "names").exists()
+
+
+def bytes_below(path: Path) -> int:
+    """What a directory of files takes on disk, at least a block for each."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        for entry in os.scandir(path):
+            with contextlib.suppress(FileNotFoundError):
+                total += max(BLOCK_BYTES, blocks_bytes(entry.stat(follow_symlinks=False).st_size))
+    return total
+
+
+def blocks_bytes(size_bytes: int) -> int:
+    """What a file of this size takes on disk."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
