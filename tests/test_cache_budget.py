@@ -17,10 +17,11 @@ import pytest
 
 import streamload
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import ShardView, shard_of
+from streamload.cache.follow import ShardView
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.runs import Run
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier, open_tier
 from streamload.origins.origin import open_origin
 from streamload.settings import FreeDisk, read_settings

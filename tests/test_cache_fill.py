@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from streamload.cache.fill import Filled, Outcome, fill
-from streamload.cache.follow import ShardView, shard_of
+from streamload.cache.follow import ShardView
 from streamload.cache.part import Part
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError
 from streamload.metrics import Counters

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streamload
-from streamload.cache.follow import shard_of
 from streamload.cache.forecast import Forecast, forecast, live_shards
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.cli.doctor import _data
 from streamload.testing.server import ShardServer

@@ -15,9 +15,10 @@ import pytest
 
 import streamload
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import Shard, ShardView, shard_of
+from streamload.cache.follow import ShardView
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import DatasetChanged
 from streamload.metrics import Counters

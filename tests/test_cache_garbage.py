@@ -13,12 +13,13 @@ import pytest
 from tiers import SAMPLES, SHARDS, Filled, flip, listing, payload_start, until
 
 from streamload.cache.fill import fill
-from streamload.cache.follow import ShardView, shard_of
+from streamload.cache.follow import ShardView
 from streamload.cache.garbage import Removal, clear, collect_garbage
 from streamload.cache.inventory import Inventory, take_inventory
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.runs import Run, own, waits
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.prefetch.warm import warm
 from streamload.testing.shards import write_shards

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from tiers import SAMPLES, SHARDS, Filled, flip, in_a_child, listing, payload_start, swap
 
-from streamload.cache.follow import Shard, shard_of
 from streamload.cache.inventory import Foreign, foreign
 from streamload.cache.locks import FileLock
 from streamload.cache.repair import Repair, repair
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.cache.verify import Damage, verify
 from streamload.origins.origin import OriginOptions

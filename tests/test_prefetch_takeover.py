@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from streamload.cache.follow import Shard, ShardView, shard_of
+from streamload.cache.follow import ShardView
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin

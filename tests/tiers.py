@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from streamload.cache.fill import fill
-from streamload.cache.follow import ShardView, shard_of
+from streamload.cache.follow import ShardView
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.origins.origin import open_origin
 from streamload.prefetch.warm import warm

@@ -6,7 +6,7 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from streamload.cache.follow import Shard, shard_of
+from streamload.cache.shard import Shard, shard_of
 from streamload.shards.index import IndexReader
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards

@@ -15,7 +15,7 @@ from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import Reading, read_in_child
 from benchmarks.faults.rows import Row
-from streamload.cache.follow import shard_of
+from streamload.cache.shard import shard_of
 from streamload.testing.disks import (
     failing_calls,
     limited_file_size,

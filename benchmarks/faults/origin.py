@@ -16,7 +16,7 @@ from benchmarks.faults.data import SAMPLES, Data, samples_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import PATIENT, QUICK, Reading, read_in_child
 from benchmarks.faults.rows import Row
-from streamload.cache.follow import shard_of
+from streamload.cache.shard import shard_of
 from streamload.testing.disks import shown_instead, why_no_small_disk
 from streamload.testing.faults import Fault
 from streamload.testing.kills import Child, Stage

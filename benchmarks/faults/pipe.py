@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import QUICK, Reading, read_in_child
 from benchmarks.faults.rows import Row
-from streamload.cache.follow import shard_of
+from streamload.cache.shard import shard_of
 
 
 def piped(attempt: Attempt) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.faults.data import Samples, digest_of
-from streamload.cache.follow import Shard, ShardView
+from streamload.cache.follow import ShardView
 from streamload.cache.runs import Run
+from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import verdict_error
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier

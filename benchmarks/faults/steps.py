@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.faults.data import Data
 from benchmarks.faults.readers import QUICK
 from streamload.cache.fill import fill
-from streamload.cache.follow import Shard, shard_of
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.origins.origin import Origin, Stream, Version, open_origin
 from streamload.testing.disks import why_no_strace

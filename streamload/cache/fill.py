@@ -18,10 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from streamload.cache.follow import Shard, read_sample, version_of
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
+from streamload.cache.reading import read_sample
 from streamload.cache.room import is_no_space
+from streamload.cache.shard import Shard, version_of
 from streamload.errors import (
     CacheCorrupt,
     CacheError,

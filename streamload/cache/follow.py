@@ -9,63 +9,26 @@ and whoever asks decides how long to ask again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import xxhash
-
-from streamload import urls
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
+from streamload.cache.reading import Needed, is_whole
+from streamload.cache.shard import Shard, is_of, is_outdated, refuse_other
+from streamload.cache.source import Source
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
-from streamload.shards.local import LocalVersion
-from streamload.shards.record import open_file
 from streamload.shards.samples import Entry
 
-AT_ONCE_BYTES = 64 << 20
-"""The most of a sample that is read at once; of a larger one only the members that are needed are kept."""
-_PIECE_BYTES = 1 << 20
 _STANDSTILL_SECONDS = 0.25
 """How long a source may stand still before the view looks for another one."""
-_BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
 _APPEAR_SECONDS = 0.01
 """How often a view that has no source looks for one."""
-
-
-Needed = Callable[[Collection[str]], Collection[str]]
-"""Extensions of a sample → those whose bytes are needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What a run knows of a shard before it has read any of it."""
-
-    url: str = field(repr=False)
-    """As listed; it may hold secrets."""
-    name: str
-    """The URL without secrets: for messages, logs and `__url__`."""
-    digest: str
-    """Its name in the tier."""
-    local: Path | None = None
-    """The file itself where it is on this machine: then only its index is kept in the tier."""
-
-
-def shard_of(url: str, storage_options: dict[str, Any] | None) -> Shard:
-    """What is known of a shard from its URL alone."""
-    return Shard(
-        url=url,
-        name=urls.redact(url),
-        digest=urls.digest(url, storage_options),
-        local=urls.local_path(url) if urls.is_local(url) else None,
-    )
 
 
 Fetch = Callable[[Shard, Version, int, int], bytes]
@@ -92,76 +55,6 @@ class Versions(Protocol):
         ...
 
 
-class _Source:
-    """A directory with entries and bytes of a shard, or with entries alone; open for reading and pinned."""
-
-    def __init__(self, path: Path, shard: Shard, pin: FileLock):
-        self.pin = pin
-        self.path = path
-        try:
-            self.reader = IndexReader(path)
-        except OSError as exc:
-            if exc.errno not in _BROKEN:
-                raise
-            raise CacheCorrupt(f"{path} can't be read: {exc.strerror}") from exc
-        self.version = version_of(self.reader)
-        self.is_bare = self.reader.meta.get("bare") is True
-        self._data = -1
-        if self.is_bare:
-            return
-        try:
-            self._data = self._open_data(shard.local)
-        except BaseException:
-            self.reader.close()
-            raise
-
-    @classmethod
-    def open(cls, path: Path, shard: Shard) -> _Source | None:
-        """The source at `path`; None while it is being taken away.
-
-        Raises:
-            FileNotFoundError: there is none, or one of its files is missing (yet).
-            CacheCorrupt: its index has no header (yet), or a damaged one.
-        """
-        pin = FileLock.acquire(path / "names", shared=True)
-        if pin is None:
-            if (path / "names").exists():
-                return None
-            raise FileNotFoundError(f"there is no {path / 'names'}")
-        try:
-            return cls(path, shard, pin)
-        except BaseException:
-            pin.close()
-            raise
-
-    def _open_data(self, local: Path | None) -> int:
-        """The data's descriptor; -1 where a verdict says why it isn't there. Neither a link nor a FIFO."""
-        try:
-            if local is None:
-                return open_file(self.path / "data")
-            descriptor = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return descriptor
-            os.close(descriptor)
-            raise FileNotFoundError(f"{local} is not a regular file")
-        except OSError:
-            if self.reader.ended and not self.reader.is_complete and not self.reader.count:
-                return -1
-            raise
-
-    def sample(self, number: int, needed: Needed | None) -> tuple[Entry, memoryview] | None:
-        """See `read_sample`."""
-        entry = self.reader.entry(number)
-        return read_sample(self._data, entry, needed)
-
-    def close(self) -> None:
-        self.reader.close()
-        self.pin.close()
-        if self._data >= 0:
-            os.close(self._data)
-            self._data = -1
-
-
 class ShardView:
     """One shard as one reader sees it, arriving or whole.
 
@@ -184,8 +77,8 @@ class ShardView:
         self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
         self._avoided: set[Path] = set()
         self._fetch = fetch
-        self._index: _Source | None = None  # where the entries come from: never fewer than before
-        self._bytes: _Source | None = None  # where samples are read: usually the same
+        self._index: Source | None = None  # where the entries come from: never fewer than before
+        self._bytes: Source | None = None  # where samples are read: usually the same
         self._looked_at = 0.0
         self._trouble_since: float | None = None
         self.was_complete = False
@@ -300,7 +193,7 @@ class ShardView:
                 source.close()
         self._index = self._bytes = None
 
-    def _fetched(self, source: _Source, entry: Entry) -> memoryview:
+    def _fetched(self, source: Source, entry: Entry) -> memoryview:
         assert self._fetch is not None
         try:
             data = memoryview(self._fetch(self.shard, source.version, entry.start, entry.stop))
@@ -334,7 +227,7 @@ class ShardView:
                     f"read {self.count}"
                 )
 
-    def _find_bytes(self, number: int) -> _Source | None:
+    def _find_bytes(self, number: int) -> Source | None:
         """A source from which sample `number` can be read; of the bare kind only where there is no other."""
         bare = self._bytes if self._bytes is not None and self._bytes.reader.count > number else None
         if not self._may_look(_APPEAR_SECONDS if bare is None else _STANDSTILL_SECONDS):
@@ -355,7 +248,7 @@ class ShardView:
         self._looked_at = now
         return True
 
-    def _sources(self, known: _Source | None) -> Iterator[_Source]:
+    def _sources(self, known: Source | None) -> Iterator[Source]:
         """What can be opened of the shard but for what is known, the best first.
 
         Raises:
@@ -391,11 +284,11 @@ class ShardView:
         """Whether it may be read; what has begun goes on as it is."""
         return self._index is not None or self._versions is None or self._versions.is_current(self.shard)
 
-    def _open(self, path: Path) -> _Source | None:
+    def _open(self, path: Path) -> Source | None:
         is_published = path.parent.name == "shards"
         before = _directory(path) if is_published else None
         try:
-            found = _Source.open(path, self.shard)
+            found = Source.open(path, self.shard)
         except (FileNotFoundError, CacheCorrupt):
             found = None
             if before is not None and before == _directory(path):  # else it was published just now
@@ -407,7 +300,7 @@ class ShardView:
             return None
         found.reader.refresh()
         is_damaged = is_published and not (found.reader.ended and is_of(found.reader, self.shard))
-        if is_damaged or (self._index is None and _is_outdated(found.reader.meta, self.shard)):
+        if is_damaged or (self._index is None and is_outdated(found.reader.meta, self.shard)):
             found.close()
             self._condemn(path)
             return None
@@ -429,80 +322,12 @@ class ShardView:
             if path.is_relative_to(tier.root) and not tier.condemn(path):
                 self._avoided.add(path)
 
-    def _adopt(self, found: _Source) -> None:
+    def _adopt(self, found: Source) -> None:
         old, self._index = self._index, found
         if self._bytes is None or self._bytes is old:
             self._bytes = found
         if old is not None and old is not self._bytes:
             old.close()
-
-
-def version_of(reader: IndexReader) -> Version:
-    """Which version of its shard an index is of."""
-    meta: dict[str, Any] = reader.meta
-    return Version(meta.get("size"), meta.get("etag"), meta.get("last_modified"))
-
-
-def is_of(reader: IndexReader, shard: Shard) -> bool:
-    """Whether an index is of the shard under whose name it lies: nobody has moved it there."""
-    return reader.meta.get("digest", shard.digest) == shard.digest
-
-
-def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> None:
-    """Raise DatasetChanged where `found` can't be the version that a run began with."""
-    difference = begun_with.difference(found) if begun_with is not None else None
-    if difference is not None:
-        raise DatasetChanged(
-            f"{shard.name} is another version than the one that this run began to read: {difference}"
-        )
-
-
-def read_sample(
-    descriptor: int, entry: Entry, needed: Needed | None = None
-) -> tuple[Entry, memoryview] | None:
-    """A sample and its bytes from `entry.start` on; None if they aren't what was written.
-
-    All of it is verified. Of a sample of more than AT_ONCE_BYTES that goes by pieces, and an entry of the
-    members that are needed is returned, with the bytes of these alone.
-    """
-    size = entry.stop - entry.start
-    try:
-        if size > AT_ONCE_BYTES:
-            return _read_pieces(descriptor, entry, entry.sizes if needed is None else needed(entry.sizes))
-        data = os.pread(descriptor, size, entry.start)
-    except OSError:
-        return None
-    return (entry, memoryview(data)) if len(data) == size and is_whole(entry, memoryview(data)) else None
-
-
-def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[Entry, memoryview] | None:
-    digest, data = xxhash.xxh3_64(), bytearray()
-    members = []
-    for extension, start, size in entry.members:
-        if extension in kept:
-            members.append((extension, entry.start + len(data), size))
-        elif entry.checksum is None:
-            continue
-        for at in range(start, start + size, _PIECE_BYTES):
-            piece = os.pread(descriptor, min(_PIECE_BYTES, start + size - at), at)
-            if len(piece) < min(_PIECE_BYTES, start + size - at):
-                return None
-            digest.update(piece)
-            if extension in kept:
-                data += piece
-    if entry.checksum not in (None, digest.intdigest()):
-        return None
-    return replace(entry, members=tuple(members)), memoryview(data)
-
-
-def is_whole(entry: Entry, data: memoryview) -> bool:
-    """Whether the bytes are those that were written."""
-    if entry.checksum is None:
-        return True
-    digest = xxhash.xxh3_64()
-    for _, start, size in entry.members:
-        digest.update(data[start - entry.start : start - entry.start + size])
-    return digest.intdigest() == entry.checksum
 
 
 def _directory(path: Path) -> tuple[int, int] | None:
@@ -511,10 +336,3 @@ def _directory(path: Path) -> tuple[int, int] | None:
         status = path.stat()
         return status.st_dev, status.st_ino
     return None
-
-
-def _is_outdated(meta: dict[str, object], shard: Shard) -> bool:
-    """Whether a local file was changed since its index was made; not known of one that couldn't be opened."""
-    if shard.local is None or "mtime_ns" not in meta:
-        return False
-    return (meta.get("size"), meta.get("mtime_ns")) != LocalVersion.of(shard.local)

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamload.cache.follow import Shard
+from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import format_bytes

@@ -13,20 +13,18 @@ Local files need none of this: their size and time are compared whenever they ar
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from streamload import urls
-from streamload.cache.follow import Shard, refuse_other, version_of
-from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.locks import FileLock
+from streamload.cache.page import Page
+from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, OriginError, OriginStopped, ShardError
 from streamload.metrics import Counts
@@ -38,8 +36,6 @@ logger = logging.getLogger("streamload")
 Ask = Callable[[Shard, threading.Event], Version]
 """Asks a shard's origin for its version; the event ends its waits."""
 
-_NO_VISITS = bytes(8)
-"""A page lies among the files of runs, and reads as one that visits nothing."""
 _SILENT_SECONDS = 60.0
 """For so long an endpoint that gave no answer isn't asked about other shards."""
 
@@ -76,7 +72,7 @@ class Freshness:
         self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._page: _Page | None = None
+        self._page: Page | None = None
         self._filling: dict[str, Version] = {}
         self._waiting: dict[str, float] = {}  # since when another process is asking
         self._told: set[str] = set()
@@ -88,7 +84,7 @@ class Freshness:
             if self._page is not None and not self._each_epoch:
                 return
             old, name = self._page, f"{self._run}.{epoch}" if self._each_epoch else self._run
-            self._page = _Page(self._tier, name)
+            self._page = Page(self._tier, name)
             for digest, version in self._filling.items():  # their origins have only just been asked
                 self._page.write(digest, version)
         if old is not None:
@@ -251,74 +247,6 @@ class Freshness:
                 self._page.write(key, Version())
         if is_new:
             logger.warning(message, *values)
-
-
-class _Page:
-    """One file that says which versions are gone by: appended to by all, read by all."""
-
-    def __init__(self, tier: Tier, name: str):
-        self._versions: dict[str, Version] = {}
-        self._read_bytes = len(_NO_VISITS)
-        self._lock_path = tier.root / "lock"
-        self._path = tier.root / "runs" / f"{name}.page"
-        self._pin: FileLock | None = None
-        self._file = -1
-        with contextlib.suppress(OSError):  # on a disk that takes no page, each process goes by its own
-            self._open()
-
-    def _open(self) -> None:
-        with exclusive(self._lock_path):  # under it alone files of the dead are removed
-            alone = FileLock.acquire(self._path, create=True)
-            if alone is not None:  # new, or of a run of which nobody is left
-                self._path.write_bytes(_NO_VISITS)
-                alone.close()
-            self._pin = FileLock.acquire(self._path, shared=True)
-            if self._pin is not None:
-                self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-    def version(self, digest: str) -> Version | None:
-        """What has been settled for a shard; looks into the file only where it isn't known yet."""
-        if digest not in self._versions:
-            with contextlib.suppress(OSError):
-                self._read()
-        return self._versions.get(digest)
-
-    def write(self, digest: str, version: Version) -> None:
-        """Settle it; what another process has settled before stands."""
-        line = json.dumps([digest, *astuple(version)]) + "\n"
-        with contextlib.suppress(OSError):  # a full disk: then the others ask for themselves
-            if self._file >= 0:
-                os.write(self._file, line.encode())
-                self._read()
-        self._versions.setdefault(digest, version)
-
-    def close(self) -> None:
-        """Let go of it; the last process of the run takes it away."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        if self._pin is None:
-            return
-        self._pin.close()
-        self._pin = None
-        with contextlib.suppress(OSError), exclusive(self._lock_path):
-            alone = FileLock.acquire(self._path)
-            if alone is not None:
-                self._path.unlink(missing_ok=True)
-                alone.close()
-
-    def _read(self) -> None:
-        """Take in the whole lines that are new; the first of a shard counts."""
-        if self._file < 0:
-            return
-        size = os.fstat(self._file).st_size
-        text = os.pread(self._file, max(0, size - self._read_bytes), self._read_bytes)
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError, TypeError):  # cut by a full disk
-                digest, *facts = json.loads(line)
-                self._versions.setdefault(digest, Version(*facts))
 
 
 class _Watched(Origin):

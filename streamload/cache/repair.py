@@ -16,7 +16,7 @@ from typing import Any
 from streamload import urls
 from streamload.cache import runs
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import Shard, shard_of
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.cache.verify import Damage
 from streamload.errors import StreamloadError

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload import errors
-from streamload.cache.follow import Fetch, Shard, ShardView, Versions
+from streamload.cache.follow import Fetch, ShardView, Versions
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import Selection
+from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt

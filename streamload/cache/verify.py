@@ -18,22 +18,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from streamload import urls
-from streamload.cache.follow import Shard
 from streamload.cache.garbage import unused
 from streamload.cache.inventory import foreign_in, is_filled, url_of
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.reading import checksum
+from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, StreamloadError
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
 from streamload.shards.record import open_file
-from streamload.shards.samples import Entry
 
-_READ_BYTES = 1 << 20
 _LOOKS = 3
 _WHOLE = ("shards", "bare")
 _IN_LINE = 2
@@ -225,7 +222,7 @@ class _Look:
                 raise _Halted
             try:
                 entry = reader.entry(number)
-                is_good = data < 0 or self._checksum(entry, data) == entry.checksum
+                is_good = data < 0 or entry.checksum in (None, checksum(data, entry, self._took))
                 why = "" if is_good else f"sample {number} ({entry.key}) fails its checksum"
             except CacheCorrupt:
                 why = f"sample {number}: its names fail their checksum"
@@ -238,21 +235,10 @@ class _Look:
         if bad:
             self.cause = first + (f", and {bad - 1} more of {reader.count}" if bad > 1 else "")
 
-    def _checksum(self, entry: Entry, data: int) -> int | None:
-        """The checksum of a sample's bytes as they are now; None if they are not there."""
-        digest = xxhash.xxh3_64()
-        for _, start, size in entry.members:
-            stop = start + size
-            while start < stop:
-                block = os.pread(data, min(_READ_BYTES, stop - start), start)
-                if not block:
-                    return None
-                if self._halt.is_set():
-                    raise _Halted
-                digest.update(block)
-                start += len(block)
-                self.read_bytes += len(block)
-        return digest.intdigest() if entry.checksum is not None else None
+    def _took(self, extension: str, piece: bytes) -> None:
+        if self._halt.is_set():
+            raise _Halted
+        self.read_bytes += len(piece)
 
 
 def _take_out(tier: Tier, held: HeldShard, directory: int) -> bool:

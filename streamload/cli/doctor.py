@@ -145,8 +145,8 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
 
 def _data(urls: list[str]) -> list[Finding]:
     """How far the cache goes for some shards, at the loader's default batch size."""
-    from streamload.cache.follow import shard_of
     from streamload.cache.forecast import forecast
+    from streamload.cache.shard import shard_of
     from streamload.cache.tier import Tier
     from streamload.errors import StreamloadError
     from streamload.order.deal import default_lanes, default_window

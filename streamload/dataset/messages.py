@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamload.cache.follow import Shard
 from streamload.cache.selection import Selection
+from streamload.cache.shard import Shard
 from streamload.order.deal import Deal
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import OriginOptions

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.follow import Shard
 from streamload.cache.freshness import Freshness, briefly
+from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier

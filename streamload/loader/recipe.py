@@ -6,9 +6,9 @@ import logging
 
 import numpy as np
 
-from streamload.cache.follow import shard_of
 from streamload.cache.forecast import forecast
 from streamload.cache.selection import Selection
+from streamload.cache.shard import shard_of
 from streamload.cache.spare import remove_unused
 from streamload.cache.tier import open_tier
 from streamload.dataset import Recipe

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import Shard
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.part import Part
+from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull

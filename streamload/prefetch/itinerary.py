@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from streamload.cache.follow import Shard
 from streamload.cache.runs import VISITS_KEPT, Run
+from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.order.cursor import Cursor

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from streamload.cache.fill import Filled
-from streamload.cache.follow import Shard, shard_of
 from streamload.cache.freshness import Freshness, briefly
 from streamload.cache.runs import Run
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.tier import Tier, open_tier
 from streamload.metrics import Counters

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamload.cache.follow import Shard
 from streamload.cache.runs import Run
 from streamload.cache.selection import Selection
+from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.errors import CacheFull, DatasetChanged

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from streamload.cache import follow, locks, part, spare
+from streamload.cache import locks, part, source, spare
 from streamload.prefetch import ahead
 
 from .disk import Disk
@@ -305,8 +305,8 @@ def installed(system: System) -> Iterator[None]:
         (locks, "_open", set()),
         (sys, "unraisablehook", _no_word_of_the_dead(sys.unraisablehook)),
         # Sets of these are gone through: their order must not depend on where they lie in memory.
-        (part.Part, "__hash__", lambda part: zlib.crc32(part.path.name.encode())),
-        (follow._Source, "__hash__", lambda source: zlib.crc32(source.path.name.encode())),
+        (part.Part, "__hash__", lambda one: zlib.crc32(one.path.name.encode())),
+        (source.Source, "__hash__", lambda found: zlib.crc32(found.path.name.encode())),
     ]
     accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own references
     if accessor is not None:

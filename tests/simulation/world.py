@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamload.cache.follow import Shard
+from streamload.cache.shard import Shard
 from streamload.errors import OriginCut, OriginNotFound, OriginStopped, OriginTimeout, OriginUnavailable
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.origins.protocol import same_version

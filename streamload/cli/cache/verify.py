@@ -10,8 +10,8 @@ import typer
 from streamload.cli.cache.options import AsJson, CacheDir, tier_at
 
 if TYPE_CHECKING:
-    from streamload.cache.follow import Shard
     from streamload.cache.repair import Repair
+    from streamload.cache.shard import Shard
     from streamload.cache.tier import Tier
     from streamload.cache.verify import Damage, Verified
 
@@ -81,7 +81,7 @@ def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]
     """The shards that the command line names, by digest."""
     if not urls:
         return {}
-    from streamload.cache.follow import shard_of
+    from streamload.cache.shard import shard_of
     from streamload.urls import expand_urls
 
     return {shard.digest: shard for shard in (shard_of(url, storage) for url in expand_urls(urls))}

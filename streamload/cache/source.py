@@ -1,0 +1,89 @@
+"""One place with entries and bytes of a shard: a published one, a part, an index alone, or a verdict (G)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from streamload.cache.locks import FileLock
+from streamload.cache.reading import Needed, read_sample
+from streamload.cache.shard import Shard, version_of
+from streamload.errors import CacheCorrupt
+from streamload.shards.index import IndexReader
+from streamload.shards.record import open_file
+from streamload.shards.samples import Entry
+
+_BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
+
+
+class Source:
+    """A directory with entries and bytes of a shard, or with entries alone; open for reading and pinned."""
+
+    def __init__(self, path: Path, shard: Shard, pin: FileLock):
+        self.pin = pin
+        self.path = path
+        try:
+            self.reader = IndexReader(path)
+        except OSError as exc:
+            if exc.errno not in _BROKEN:
+                raise
+            raise CacheCorrupt(f"{path} can't be read: {exc.strerror}") from exc
+        self.version = version_of(self.reader)
+        self.is_bare = self.reader.meta.get("bare") is True
+        self._data = -1
+        if self.is_bare:
+            return
+        try:
+            self._data = self._open_data(shard.local)
+        except BaseException:
+            self.reader.close()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, shard: Shard) -> Source | None:
+        """The source at `path`; None while it is being taken away.
+
+        Raises:
+            FileNotFoundError: there is none, or one of its files is missing (yet).
+            CacheCorrupt: its index has no header (yet), or a damaged one.
+        """
+        pin = FileLock.acquire(path / "names", shared=True)
+        if pin is None:
+            if (path / "names").exists():
+                return None
+            raise FileNotFoundError(f"there is no {path / 'names'}")
+        try:
+            return cls(path, shard, pin)
+        except BaseException:
+            pin.close()
+            raise
+
+    def _open_data(self, local: Path | None) -> int:
+        """The data's descriptor; -1 where a verdict says why it isn't there. Neither a link nor a FIFO."""
+        try:
+            if local is None:
+                return open_file(self.path / "data")
+            descriptor = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+            raise FileNotFoundError(f"{local} is not a regular file")
+        except OSError:
+            if self.reader.ended and not self.reader.is_complete and not self.reader.count:
+                return -1
+            raise
+
+    def sample(self, number: int, needed: Needed | None) -> tuple[Entry, memoryview] | None:
+        """See `read_sample`."""
+        entry = self.reader.entry(number)
+        return read_sample(self._data, entry, needed)
+
+    def close(self) -> None:
+        """Let go of it: it may be taken away from now on."""
+        self.reader.close()
+        self.pin.close()
+        if self._data >= 0:
+            os.close(self._data)
+            self._data = -1
