@@ -13,6 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
 BIN := .venv/bin
 READY := .venv/.ready
 OPENCLIP_READY := .venv-openclip/.ready
+STORES_READY := .venv-stores/.ready
 OPENCLIP_TESTS = $(wildcard tests/test_*openclip*.py tests/openclip)
 
 help:  ## Show this list
@@ -45,7 +46,7 @@ fuzz: $(READY)  ## Fuzz the parsers of tars, indexes and URLs (CASES=1000000 of 
 bench: $(READY) $(OPENCLIP_READY)  ## Measure beside the peers (about 40 minutes); writes benchmarks/results/*.json
 	for name in cold warm memory hits fill verification report; do $(BIN)/python -m benchmarks.$$name; done
 
-faults: $(READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/faults.json
+faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/faults.json
 	$(BIN)/python -m tests.simulation --seeds 0:10000 --jobs $$(nproc)
 	$(BIN)/python -m benchmarks.faults
 	$(BIN)/python -m benchmarks.reliability
@@ -68,6 +69,17 @@ $(OPENCLIP_READY): $(READY) tests/openclip/constraints.txt
 	echo "import site; site.addsitedir('$$parent')" > "$$own/parent.pth"
 	.venv-openclip/bin/python -m pip install --quiet --constraint tests/openclip/constraints.txt \
 		"$$(grep '^torch==' constraints.txt)" torchvision 'open_clip_torch[training]'
+	@touch $@
+
+# Real S3 stores for the faults; s3rver only where there is npm.
+$(STORES_READY): $(READY) benchmarks/stores/requirements.txt benchmarks/stores/package-lock.json
+	rm -rf .venv-stores
+	$(BIN)/python -m venv .venv-stores
+	.venv-stores/bin/python -m pip install --quiet --requirement benchmarks/stores/requirements.txt
+	if command -v npm > /dev/null; then \
+		cp benchmarks/stores/package.json benchmarks/stores/package-lock.json .venv-stores/; \
+		npm ci --prefix .venv-stores --no-audit --no-fund; \
+	fi
 	@touch $@
 
 pins:  ## Resolve all dependencies anew into constraints.txt

@@ -1,12 +1,16 @@
 """Shards of one seed behind a server, and what is in them: the truth that every attempt is held to."""
 
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
 from streamload.cache.shard import Shard, shard_of
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin
 from streamload.shards.index import IndexReader
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -14,31 +18,28 @@ from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 Samples = list[list[str]]
 """Of each sample, in order: its key and a digest of all of its members."""
 
+OpenOrigin = Callable[[Shard, threading.Event, Counters], Origin]
+"""As `open_origin` of `Reading`."""
+
 SHARDS = 6
 SAMPLES = 24
 
 
-class Data:
-    """Shards, their server and their truth; made once for many attempts, read-only.
+class Truth:
+    """Shards and what is in them.
 
     Args:
-        place: where the shards are written.
-        spawn: the server in a process of its own, so that forked readers share nothing with it.
-        server: options of the server.
+        paths: their files.
+        shards: the same as they are read, in the same order.
+        open_origin: opens one of them, where its URL doesn't say all.
     """
 
-    def __init__(self, place: Path, seed: int, *, spawn: bool, counts: Any = None, **server: Any):
-        self.place = place
-        options = ShardOptions(padding_bytes=(2000, 5000))
-        self.paths = write_shards(place, counts or [SAMPLES] * SHARDS, seed=seed, options=options)
-        self.server: Any = ShardServer.spawn(place, **server) if spawn else ShardServer(place, **server)
-        self.shards = [shard_of(f"{self.server.url}/{path.name}", None) for path in self.paths]
-        self.content = {
-            shard.digest: path.read_bytes() for shard, path in zip(self.shards, self.paths, strict=True)
-        }
-        self.samples = {
-            shard.digest: samples_of(path) for shard, path in zip(self.shards, self.paths, strict=True)
-        }
+    def __init__(self, paths: list[Path], shards: list[Shard], open_origin: OpenOrigin | None = None):
+        self.paths = paths
+        self.shards = shards
+        self.open_origin = open_origin
+        self.content = {shard.digest: path.read_bytes() for shard, path in zip(shards, paths, strict=True)}
+        self.samples = {shard.digest: samples_of(path) for shard, path in zip(shards, paths, strict=True)}
 
     @property
     def total_bytes(self) -> int:
@@ -47,18 +48,6 @@ class Data:
     @property
     def largest_bytes(self) -> int:
         return max(map(len, self.content.values()))
-
-    @property
-    def urls(self) -> list[str]:
-        return [shard.url for shard in self.shards]
-
-    def room_bytes(self, shards: float) -> int:
-        """A limit in which so many shards find room, with what is reserved beside their bytes."""
-        return int(shards * (self.largest_bytes * 9 / 8 + (96 << 10)))
-
-    def close(self) -> None:
-        self.server.close()
-        shutil.rmtree(self.place)
 
     def differences(self, seen: dict[str, Samples]) -> list[tuple[str, str]]:
         """How what was read differs from what is there, by letter."""
@@ -85,6 +74,35 @@ class Data:
             if not complete or entries != [key for key, _ in self.samples[path.name]]:
                 wrong.append(("C", f"{path.name} was published with {len(entries)} entries"))
         return wrong
+
+
+class Data(Truth):
+    """Shards and their server; made once for many attempts, read-only.
+
+    Args:
+        place: where the shards are written.
+        spawn: the server in a process of its own, so that forked readers share nothing with it.
+        server: options of the server.
+    """
+
+    def __init__(self, place: Path, seed: int, *, spawn: bool, counts: Any = None, **server: Any):
+        self.place = place
+        options = ShardOptions(padding_bytes=(2000, 5000))
+        paths = write_shards(place, counts or [SAMPLES] * SHARDS, seed=seed, options=options)
+        self.server: Any = ShardServer.spawn(place, **server) if spawn else ShardServer(place, **server)
+        super().__init__(paths, [shard_of(f"{self.server.url}/{path.name}", None) for path in paths])
+
+    @property
+    def urls(self) -> list[str]:
+        return [shard.url for shard in self.shards]
+
+    def room_bytes(self, shards: float) -> int:
+        """A limit in which so many shards find room, with what is reserved beside their bytes."""
+        return int(shards * (self.largest_bytes * 9 / 8 + (96 << 10)))
+
+    def close(self) -> None:
+        self.server.close()
+        shutil.rmtree(self.place)
 
 
 def differences(shard: Shard, expected: Samples, got: Samples) -> list[tuple[str, str]]:

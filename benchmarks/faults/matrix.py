@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import disk, killed, origin, peer, pipe, processes, tampered, together
+from benchmarks.faults import disk, killed, origin, peer, pipe, processes, stores, tampered, together
 from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.rows import Function, Row
@@ -23,7 +23,11 @@ _DATA_SEEDS = 3
 _EXAMPLES = 5
 
 ROWS: list[Row] = sorted(
-    (row for module in (killed, disk, tampered, origin, pipe, together, processes) for row in module.ROWS),
+    (
+        row
+        for module in (killed, disk, tampered, origin, stores, pipe, together, processes)
+        for row in module.ROWS
+    ),
     key=lambda row: row.number,
 )
 

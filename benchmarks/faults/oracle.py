@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import process_tree
-from benchmarks.faults.data import Data
+from benchmarks.faults.data import Data, Truth
 from benchmarks.faults.readers import Hang, Reading, read
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
@@ -95,10 +95,10 @@ class Attempt:
             letter = "L" if "Hang" in error["kinds"] else "N"
             self.check(letter, False, f"{error['kinds'][0]}: {error['text'][:400]}")
 
-    def check_next_start(self, data: Data, limit_bytes: int = 1 << 30, root: Path | None = None) -> None:
+    def check_next_start(self, data: Truth, limit_bytes: int = 1 << 30, root: Path | None = None) -> None:
         """T, N, B, C: a new reader gets everything, and after the next start nothing is there but shards."""
         root = root or self.root
-        found = read(Reading(root, data.shards, limit_bytes))
+        found = read(Reading(root, data.shards, limit_bytes, open_origin=data.open_origin))
         if found.error is not None:
             self.check("L" if isinstance(found.error, Hang) else "N", False, f"next start: {found.error!r}")
         self.check_all(data.differences(found.seen))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import SAMPLES, Data, samples_of
+from benchmarks.faults.data import SAMPLES, Data, Truth, samples_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import PATIENT, QUICK, Reading, read_in_child
 from benchmarks.faults.rows import Row
@@ -33,7 +33,7 @@ def overwritten(attempt: Attempt) -> None:
     with contextlib.closing(own):
         shard, (path,), server = own.shards[0], own.paths, own.server
         old, size = own.samples[shard.digest], own.largest_bytes
-        other = _another_version(own, attempt)
+        other = another_version(own, attempt)
         at = attempt.rng.uniform(0.05, 0.95)
         if attempt.variant == "between a fill and its take-over":
             server.stop_after(at)
@@ -64,7 +64,7 @@ def overwritten(attempt: Attempt) -> None:
             attempt.check_next_start(own)
 
 
-def _another_version(own: Data, attempt: Attempt) -> Path:
+def another_version(own: Truth, attempt: Attempt) -> Path:
     """The same tar, of the same size, whose images are other bytes."""
     content = bytearray(own.paths[0].read_bytes())
     rng = random.Random(attempt.seed)

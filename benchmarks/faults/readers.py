@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.faults.data import Samples, digest_of
+from benchmarks.faults.data import OpenOrigin, Samples, digest_of
 from streamload.cache.follow import ShardView
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard
@@ -57,7 +57,7 @@ class Reading:
     deadline_seconds: float = 20.0
     no_room_seconds: float = 3.0
     stopped_seconds: float = 0.6
-    open_origin: Callable[[Shard, threading.Event, Counters], Origin] | None = None
+    open_origin: OpenOrigin | None = None
     between: Callable[[int], object] = lambda n: None
 
 
