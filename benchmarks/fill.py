@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks import machine, turns
 from benchmarks.contenders.workload import versions
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import shard_of
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.origins.origin import OriginOptions, Version
 from streamload.settings import file_system

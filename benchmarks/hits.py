@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import link, machine, process_tree, turns
-from streamload.cache.tier import Tier, bytes_below
+from streamload.cache.directory import bytes_below
+from streamload.cache.tier import Tier
 from streamload.testing.shards import ShardOptions, write_shards
 
 SHARDS, SAMPLES_PER_SHARD = 640, 24

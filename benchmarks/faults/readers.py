@@ -60,6 +60,12 @@ class Reading:
     open_origin: OpenOrigin | None = None
     between: Callable[[int], object] = lambda n: None
 
+    def opened(self, shard: Shard, stop: threading.Event, counts: Counters) -> Origin:
+        """The origin of a shard."""
+        if self.open_origin is not None:
+            return self.open_origin(shard, stop, counts)
+        return open_origin(shard.url, options=self.origin, counters=counts, stop=stop)
+
 
 @dataclass
 class Read:
@@ -118,8 +124,7 @@ class _Places(NamedTuple):
 def _read_shard(reading: Reading, places: _Places, ahead: Ahead, shard: Shard, found: Read) -> None:
     samples = found.seen.setdefault(shard.digest, [])
     deadline = time.monotonic() + reading.deadline_seconds
-
-    origin = open_origin(shard.url, options=reading.origin)
+    origin = reading.opened(shard, threading.Event(), Counters())
 
     def fetch(shard: Shard, version: Version, start: int, stop: int) -> bytes:
         return origin.read(start, stop, version)
@@ -156,14 +161,9 @@ def _plain(entry: Entry, data: memoryview) -> list[str]:
 
 
 def _ahead(reading: Reading, tier: Tier, spare: Spare, counts: Counters) -> Ahead:
-    def opened(shard: Shard, stop: threading.Event) -> Origin:
-        if reading.open_origin is not None:
-            return reading.open_origin(shard, stop, counts)
-        return open_origin(shard.url, options=reading.origin, counters=counts, stop=stop)
-
     return Ahead(
         tier,
-        opened,
+        lambda shard, stop: reading.opened(shard, stop, counts),
         threads=reading.threads,
         counts=counts,
         may_be_bare=lambda shard: has_ranges(shard.url),

@@ -18,7 +18,7 @@ from benchmarks.faults.readers import QUICK, Reading, read_in_child
 from benchmarks.faults.rows import Row
 from benchmarks.stores.relay import Exchange, Relay
 from benchmarks.stores.store import KINDS, Store
-from streamload.cache.follow import Shard, shard_of
+from streamload.cache.shard import Shard, shard_of
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
