@@ -1,4 +1,4 @@
-"""CPU time and memory of a process and all its descendants, from /proc."""
+"""CPU time, memory and disk reads of a process and all its descendants, from /proc."""
 
 import contextlib
 import os
@@ -30,6 +30,17 @@ def cpu_seconds(root: int | None = None) -> float:
             after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(int(field) for field in after_name[11:15])  # utime, stime, cutime, cstime
     return ticks / _TICKS
+
+
+def disk_bytes(root: int | None = None) -> int:
+    """What the kernel read from disks for the tree so far: nothing for what was in memory."""
+    total = 0
+    for pid in pids(root):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+                if line.startswith("read_bytes:"):
+                    total += int(line.split()[1])
+    return total
 
 
 def pss_bytes(root: int) -> int:

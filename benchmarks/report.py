@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.turns import RESULTS, ROOT
 
 PAGES = (ROOT / "docs/performance.md", ROOT / "benchmarks/README.md")
-NAMES = ("cold", "warm", "memory", "hits", "fill", "verification")
+NAMES = ("cold", "warm", "memory", "memory_tier", "hits", "fill", "verification")
 
 Result = dict[str, Any]
 
@@ -47,6 +47,7 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         "cold": cold,
         "warm": warm,
         "memory": memory,
+        "memory_tier": memory_tier,
         "hits": hits,
         "fill": fill,
         "verification": verification,
@@ -174,6 +175,21 @@ def verification(result: Result) -> str:
         for name, row in result["medians"].items()
     ]
     return table(["", "CPU µs an image", "of it for the check, µs", "share"], rows)
+
+
+def memory_tier(result: Result) -> str:
+    rows = [
+        [
+            name,
+            _spread(result, name, "images_per_second", 0),
+            _spread(result, name, "cpu_us_per_image", 0),
+            f"{row['disk_bytes_per_image'] / 1e3:,.0f}",
+        ]
+        for name, row in result["medians"].items()
+    ]
+    return table(
+        ["work and tier", "images/s (rounds)", "CPU µs an image (rounds)", "from the disk, KB"], rows
+    )
 
 
 def _read(path: Path) -> Result | None:

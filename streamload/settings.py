@@ -25,13 +25,19 @@ VARIABLES = {
     "revalidate": "STREAMLOAD_REVALIDATE",
     "eviction": "STREAMLOAD_EVICTION",
     "free_disk": "STREAMLOAD_FREE_DISK",
+    "cache": "STREAMLOAD_CACHE",
+    "memory_size": "STREAMLOAD_MEMORY_SIZE",
 }
 
 Revalidate = Literal["never", "start", "always"]
 Eviction = Literal["plan", "lru"]
 _Choice = TypeVar("_Choice", bound=str)
 
+Where = Literal["auto", "disk", "memory"]
+"""On what a tier lies; "auto" leaves that to the data's size and to the disk."""
+
 DEFAULT_CACHE_SIZE = "80%"
+DEFAULT_MEMORY_SIZE = "50%"
 DEFAULT_AHEAD = "1GiB"
 _LEAST_FREE_BYTES = 1_000_000_000
 _LEAST_FREE_SHARE = 0.02
@@ -118,6 +124,8 @@ class FreeDisk:
 
 
 DEFAULT_FREE_DISK = FreeDisk()
+NO_FREE_DISK = FreeDisk(size_bytes=0)
+"""For a tier in memory, whose limit follows what is free there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,8 @@ class Settings:
         revalidate: when the origin of a shard in the tier is asked whether it has changed.
         eviction: which shards go when room is needed.
         free_disk: what stays free on the tier's disk.
+        cache: whether the tier is on disk or in memory.
+        memory_size: the most that a tier in memory may hold: bytes, or a share of what memory is free.
         sources: of each name in VARIABLES: "argument", its variable's name, or "default".
     """
 
@@ -158,6 +168,8 @@ class Settings:
     revalidate: Revalidate
     eviction: Eviction
     free_disk: FreeDisk
+    cache: Where
+    memory_size: CacheSize
     sources: Mapping[str, str]
 
 
@@ -168,6 +180,8 @@ def read_settings(
     revalidate: str | None = None,
     eviction: str | None = None,
     free_disk: str | int | None = None,
+    cache: str | None = None,
+    memory_size: str | int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """Resolve the settings from arguments, then the environment, then defaults.
@@ -179,6 +193,8 @@ def read_settings(
         revalidate: "never", "start" or "always".
         eviction: "plan" or "lru".
         free_disk: bytes (0: nothing), text with a unit, or a percentage of the disk.
+        cache: "auto", "disk" or "memory".
+        memory_size: as cache_size; a share is of the memory that is free.
         environ: where to look for STREAMLOAD_* variables; the process's own by default.
 
     Raises:
@@ -209,6 +225,8 @@ def read_settings(
         given("eviction", eviction),
         given("free_disk", free_disk),
     )
+    where = given("cache", cache)
+    memory = given("memory_size", memory_size)
     return Settings(
         cache_dir=default_cache_dir(environ)
         if directory is None
@@ -218,6 +236,10 @@ def read_settings(
         revalidate=_one_of("never" if asked is None else asked, get_args(Revalidate), label("revalidate")),
         eviction=_one_of("plan" if going is None else going, get_args(Eviction), label("eviction")),
         free_disk=DEFAULT_FREE_DISK if free is None else parse_free_disk(free, label("free_disk")),
+        cache="disk" if where is None else _one_of(where, get_args(Where), label("cache")),
+        memory_size=parse_cache_size(
+            DEFAULT_MEMORY_SIZE if memory is None else memory, label("memory_size"), "what memory is free"
+        ),
         sources=sources,
     )
 
@@ -240,8 +262,13 @@ def parse_size(value: object, name: str = "size") -> int:
     return number
 
 
-def parse_cache_size(value: object, name: str = "cache_size") -> CacheSize:
+def parse_cache_size(value: object, name: str = "cache_size", of: str = "the disk") -> CacheSize:
     """The limit of a tier from bytes, text with a unit, or a percentage of the disk ("80%").
+
+    Args:
+        value: what was given.
+        name: whose value it is, for messages.
+        of: what it is a share of, for messages.
 
     Raises:
         OptionError: neither a positive size nor a percentage in (0, 100].
@@ -250,11 +277,11 @@ def parse_cache_size(value: object, name: str = "cache_size") -> CacheSize:
         percent = float(match[1])
         if not 0 < percent <= 100:
             raise OptionError(
-                f"{name}={value!r} is not a share of the disk; expected more than 0% and up to 100%"
+                f"{name}={value!r} is not a share of {of}; expected more than 0% and up to 100%"
             )
         return CacheSize(share=percent / 100)
     if isinstance(value, str) and "%" in value:
-        raise OptionError(f'{name}={value!r} is not a share of the disk; expected a percentage such as "80%"')
+        raise OptionError(f'{name}={value!r} is not a share of {of}; expected a percentage such as "80%"')
     return CacheSize(size_bytes=parse_size(value, name))
 
 

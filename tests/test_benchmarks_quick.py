@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import report
+from streamload.settings import file_system
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +66,20 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         assert result["rounds"][0]["fetched_bytes"] >= result["settings"]["bytes"]
     if name == "verification":  # every sample of the epoch, and none
         assert [row["checked"] for row in result["rounds"]] == [256, 0]
+
+
+def test_a_tier_on_disk_and_one_in_memory_are_read_and_only_dropped_pages_come_from_the_disk(
+    tmp_path: Path,
+) -> None:
+    dropped, kept = "read: disk, pages dropped", "read: memory"
+    result = run_quickly("memory_tier", tmp_path / "out.json", "--contenders", dropped, kept)
+
+    assert [row["images"] for row in result["rounds"]] == [6 * 256] * 2
+    assert result["medians"][kept]["disk_bytes_per_image"] == 0
+    assert {"images_per_second", "cpu_us_per_image"} <= result["medians"][dropped].keys()
+    if file_system(Path(tempfile.gettempdir())).is_memory:
+        return
+    assert result["medians"][dropped]["disk_bytes_per_image"] > 0
 
 
 @pytest.mark.timeout(400)

@@ -2,12 +2,17 @@
 
 import io
 import json
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from tiers import Filled, flip, listing, payload_start
 
+from streamload.cache import memory
 from streamload.cache.locks import FileLock
+from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.testing.faults import Fault
 from streamload.testing.photographs import write_photograph_shards
@@ -299,3 +304,37 @@ def test_cache_ls_and_stat_show_an_index_without_data_as_what_it_is(streamload, 
         assert any(line.split()[:4] == ["indexes", "without", "data", "1"] for line in out.splitlines())
     finally:
         filled.close()
+
+
+@pytest.fixture
+def shm(monkeypatch):
+    """A place of its own in the machine's tmpfs, instead of all of it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="streamload-test-") as place:
+        monkeypatch.setattr(memory, "PLACE", Path(place))
+        yield Path(place)
+
+
+def test_a_cache_in_memory_is_found_listed_and_cleared_as_any_other(
+    shards, streamload, shm, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "disk"))
+    root = shm / f"streamload-{os.geteuid()}"
+    with ShardServer(shards) as server:
+        urls = f"{server.url}/{{00000..{SHARDS - 1:05d}}}.tar"
+        code, out, err = streamload("warm", urls, "--cache", "memory", "--memory-size", "100MB")
+    assert code == 0, err
+    assert f"{SHARDS} of {SHARDS} shards are in {root}" in out
+    assert listed(streamload, root)["limit_bytes"] == 10**8
+    code, _, err = streamload("cache", "ls")  # the one on disk was meant
+    assert code == 2
+    assert f"but one at {root}: --cache-dir={root}" in err
+    for where in ("memory", "auto"):
+        monkeypatch.setenv("STREAMLOAD_CACHE", where)
+        code, out, _ = streamload("cache", "ls", "--json")
+        assert code == 0
+        assert len(json.loads(out)["shards"]) == SHARDS
+    Tier(tmp_path / "disk", 10**9)
+    assert json.loads(streamload("cache", "ls", "--json")[1])["cache_dir"] == str(tmp_path / "disk")
+    monkeypatch.setenv("STREAMLOAD_CACHE", "memory")
+    assert streamload("cache", "clear", "--yes")[0] == 0
+    assert json.loads(streamload("cache", "ls", "--json")[1])["shards"] == []

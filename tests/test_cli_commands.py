@@ -8,11 +8,14 @@ import stat
 import subprocess
 import sys
 import tarfile
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from PIL import Image
 
+from streamload.cache import memory
 from streamload.cli import main
 from streamload.cli.doctor import examine
 
@@ -102,6 +105,7 @@ def test_every_command_has_help(streamload, command):
 def test_no_command_but_demo_imports_torch(arguments, tmp_path):
     script = f"""
 import sys
+from streamload.cache import memory
 from streamload.cli import main
 sys.argv = ["streamload", *{arguments!r}]
 try:
@@ -251,6 +255,43 @@ def test_doctor_fails_when_the_cache_dir_can_not_be_written(tmp_path, monkeypatc
     refused = [finding for finding in examine() if finding.unusable]
     assert [finding.subject for finding in refused] == ["writable"]
     assert "can't be written" in refused[0].advice
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        ("disk", "cache on disk at {disk} STREAMLOAD_CACHE"),
+        ("memory", "cache in memory at {memory} STREAMLOAD_CACHE"),
+        ("auto", "cache auto: in memory if the data is known to take at most 70.0 MB, else on disk"),
+    ],
+)
+def test_doctor_says_which_cache_a_run_would_take_and_why(streamload, cache, says, tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="streamload-test-") as place:
+        monkeypatch.setattr(memory, "PLACE", Path(place))
+        variables = {"STREAMLOAD_CACHE_DIR": str(tmp_path / "disk"), "STREAMLOAD_MEMORY_SIZE": "70MB"}
+        done = streamload("doctor", STREAMLOAD_CACHE=cache, **variables)
+        assert list(Path(place).iterdir()) == []
+    root = f"{place}/streamload-{os.geteuid()}"
+    text = " ".join(done.stdout.split())
+    assert says.format(disk=tmp_path / "disk", memory=root) in text
+    assert "memory size 70.0 MB STREAMLOAD_MEMORY_SIZE" in text
+    assert (f"room in memory 70.0 MB at {root}" in text) is (cache != "disk")
+    assert ("writable yes" in text) is (cache != "memory")
+
+
+def test_doctor_with_no_disk_fails_unless_memory_will_do(streamload, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="streamload-test-") as place:
+        monkeypatch.setattr(memory, "PLACE", Path(place))
+        monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "file"))
+        assert streamload("doctor", STREAMLOAD_CACHE="memory").returncode == 0
+        done = streamload("doctor", STREAMLOAD_CACHE="auto")
+    assert done.returncode == 0
+    assert f"auto: in memory at {place}" in " ".join(done.stdout.split())
+    monkeypatch.setattr(memory, "PLACE", Path("/proc/streamload"))  # where nothing can be stored
+    done = streamload("doctor", STREAMLOAD_CACHE="auto")
+    assert done.returncode == 1
+    assert "there is too little memory" in " ".join(done.stdout.split())
 
 
 def test_cache_ls_of_no_cache_fails_with_one_line(streamload, tmp_path):

@@ -48,6 +48,8 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "revalidate": "default",
         "eviction": "default",
         "free_disk": "default",
+        "cache": "default",
+        "memory_size": "default",
     }
 
 
@@ -57,6 +59,25 @@ def test_with_nothing_set_everything_has_a_default():
     assert found.cache_size == CacheSize(share=0.8)
     assert (found.revalidate, found.eviction, found.free_disk) == ("never", "plan", FreeDisk())
     assert set(found.sources.values()) == {"default"}
+
+
+def test_the_cache_is_on_disk_unless_an_argument_or_the_variable_says_otherwise():
+    environ = {"STREAMLOAD_CACHE": "auto", "STREAMLOAD_MEMORY_SIZE": "30%"}
+    assert read_settings(environ={}).cache == "disk"
+    assert read_settings(environ={}).memory_size == CacheSize(share=0.5)
+    assert read_settings(environ=environ).cache == "auto"
+    assert read_settings(environ=environ).memory_size == CacheSize(share=0.3)
+    found = read_settings(cache="memory", memory_size="2GB", environ=environ)
+    assert (found.cache, found.memory_size) == ("memory", CacheSize(size_bytes=2 * 10**9))
+
+
+def test_a_place_or_size_of_the_cache_that_can_not_be_read_is_named():
+    with pytest.raises(
+        OptionError, match="STREAMLOAD_CACHE='ram': it has to be one of 'auto', 'disk', 'memory'"
+    ):
+        read_settings(environ={"STREAMLOAD_CACHE": "ram"})
+    with pytest.raises(OptionError, match="memory_size='120%' is not a share of what memory is free"):
+        read_settings(memory_size="120%", environ={})
 
 
 def test_an_empty_variable_counts_as_unset():
@@ -153,7 +174,9 @@ def test_an_unknown_variable_is_warned_of_once_with_the_close_name():
 
 def test_an_unknown_variable_without_a_close_name_is_warned_of_with_the_list():
     settings._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="there are STREAMLOAD_AHEAD, STREAMLOAD_CACHE_DIR"):
+    with pytest.warns(
+        UserWarning, match="there are STREAMLOAD_AHEAD, STREAMLOAD_CACHE, STREAMLOAD_CACHE_DIR"
+    ):
         read_settings(environ={"STREAMLOAD_XYZZY": "1"})
 
 

@@ -5,7 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import streamload
-from benchmarks.contenders.workload import Job, Result, open_clip_preprocess, tokenizer, train, versions
+from benchmarks.contenders.workload import (
+    Job,
+    Result,
+    bytes_of,
+    open_clip_preprocess,
+    read,
+    tokenizer,
+    train,
+    versions,
+)
 
 
 def main() -> None:
@@ -15,12 +24,13 @@ def main() -> None:
 def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any) -> Result:
     """Do the job; `more` is for make_loader."""
     preprocess = open_clip_preprocess() if job.preprocess == "open_clip" else None
-    tokenize = tokenizer(job)
+    reads_only = job.preprocess == "none"
     epochs = []
     with streamload.make_loader(
         job.urls,
-        tokenize,
+        None if reads_only else tokenizer(job),
         preprocess=preprocess,
+        map_sample=bytes_of if reads_only else None,
         batch_size=job.batch_size,
         num_workers=job.workers,
         shuffle=job.shuffle,
@@ -30,7 +40,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
     ) as loader:
         imported = time.monotonic()
         for epoch in range(job.epochs):
-            epochs.append(train(loader, job, epoch))
+            epochs.append(read(loader, job) if reads_only else train(loader, job, epoch))
             after_epoch()
         notes = {"stats": loader.stats().as_dict()}
     return Result(imported, epochs, versions("streamload", "torch", "simplejpeg", "pillow"), notes)

@@ -6,18 +6,21 @@ antialias, normalised), captions become int64[N, 77], and the consumer reads one
 """
 
 import json
+import os
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.process_tree import cpu_seconds
+from benchmarks.process_tree import cpu_seconds, disk_bytes
 
+Batch = TypeVar("Batch")
 LENGTH = 77
 _IDS = 49_406
 
@@ -30,12 +33,14 @@ class Job:
         urls: one pattern, with braces.
         samples: in all shards.
         epochs: how often to go through them.
-        preprocess: "default" is the loader's own, "open_clip" open_clip's function as given.
+        preprocess: "default" is the loader's own, "open_clip" open_clip's function as given; "none" makes
+            nothing of a sample but the number of its bytes.
         tokenizer: "words" or "open_clip".
         shuffle: the window where the loader lets one choose; None for its default.
         packages: a folder whose packages stand behind the interpreter's own; None for none.
         checks: of streamload, how the check of each sample that is read runs: "shipped", or for
             verification.py "timed" or "off".
+        drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
     """
 
     urls: str
@@ -50,6 +55,7 @@ class Job:
     cache_dir: str | None = None
     packages: str | None = None
     checks: str = "shipped"
+    drop_pages: bool = False
 
     @classmethod
     def from_argument(cls) -> "Job":
@@ -73,6 +79,8 @@ class Epoch:
     images: int = 0
     cpu_seconds: float = 0.0
     channel_mean: float = 0.0
+    disk_bytes: int = 0
+    """What was read from disks, by all processes."""
 
 
 @dataclass
@@ -121,20 +129,54 @@ def open_clip_preprocess() -> Callable[..., torch.Tensor]:
 
 def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], job: Job, epoch: int) -> Epoch:
     """Go through an epoch as a training would, with next to no work for each batch."""
-    cpu_before = cpu_seconds()
+
+    def look(batch: tuple[torch.Tensor, torch.Tensor], is_first: bool) -> tuple[int, float]:
+        images, texts = batch
+        if is_first:
+            _check(images, texts, job)
+        return len(images), images[:, epoch % 3].mean().item()
+
+    return _timed(loader, job, look)
+
+
+def read(loader: Iterable[dict[str, Any]], job: Job) -> Epoch:
+    """Go through an epoch of samples of which nothing is made but the number of their bytes."""
+    return _timed(loader, job, lambda batch, is_first: (len(batch["bytes"]), 0.0))
+
+
+def bytes_of(sample: dict[str, Any]) -> dict[str, int]:
+    """The number of a sample's bytes."""
+    return {"bytes": sum(len(data) for name, data in sample.items() if not name.startswith("__"))}
+
+
+def _timed(loader: Iterable[Batch], job: Job, look: Callable[[Batch, bool], tuple[int, float]]) -> Epoch:
+    if job.drop_pages and job.cache_dir is not None:
+        drop_pages(Path(job.cache_dir))
+    cpu_before, disk_before = cpu_seconds(), disk_bytes()
     seen = Epoch(began=time.monotonic())
     mean = 0.0
-    for images, texts in loader:
+    for batch in loader:
         if not seen.batches:
             seen.first_batch = time.monotonic()
-            _check(images, texts, job)
-        mean += images[:, epoch % 3].mean().item()
+        images, channel = look(batch, not seen.batches)
+        mean += channel
         seen.batches += 1
-        seen.images += len(images)
+        seen.images += images
     seen.ended = time.monotonic()
     seen.cpu_seconds = cpu_seconds() - cpu_before
+    seen.disk_bytes = disk_bytes() - disk_before
     seen.channel_mean = mean / max(1, seen.batches)
     return seen
+
+
+def drop_pages(directory: Path) -> None:
+    """Let the kernel forget the pages of all files below a directory; what is on its way goes out first."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def versions(*names: str) -> dict[str, str]:

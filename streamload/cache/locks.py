@@ -60,6 +60,12 @@ class FileLock:
             raise
         return cls(descriptor)
 
+    def is_of(self, path: Path) -> bool:
+        """Whether `path` is still the file that was locked."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._descriptor >= 0 and os.path.samestat(os.fstat(self._descriptor), path.stat())
+        return False
+
     def close(self) -> None:
         """Give the lock back; once is enough."""
         if self._descriptor >= 0:

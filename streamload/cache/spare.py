@@ -16,16 +16,16 @@ from pathlib import Path
 
 import xxhash
 
+from streamload.cache import memory
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Tier
 from streamload.metrics import Counts
-from streamload.settings import FreeDisk
+from streamload.settings import NO_FREE_DISK
 
-_MEMORY = Path("/dev/shm")
+_MEMORY = memory.PLACE
 _SHARE = 4
-"""It may take a quarter of what is free in memory, and of the place it is in."""
+"""It may take a quarter of what is free in memory, of the machine and of the container."""
 _LEAST_BYTES = 1 << 20
-_NO_FLOOR = FreeDisk(size_bytes=0)
 """Its limit is a share of what is free; a floor that is meant for disks would take all of a small memory."""
 
 
@@ -70,7 +70,7 @@ class Spare:
         if limit < _LEAST_BYTES:
             return None
         while True:
-            tier = Tier(root, limit, self._counts, free_disk=_NO_FLOOR)
+            tier = Tier(root, limit, self._counts, free_disk=NO_FREE_DISK)
             self._user = FileLock.acquire(root / "users", shared=True, create=True)
             if self._user is not None and (root / "tier.json").exists():
                 return tier
@@ -107,9 +107,4 @@ def _is_ours(path: Path) -> bool:
 
 def _limit_bytes() -> int:
     """How much the spare may take, in bytes: memory is needed for the training."""
-    free = shutil.disk_usage(_MEMORY).free
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable:"))
-        free = min(free, int(available.split()[1]) * 1024)
-    return free // _SHARE
+    return memory.room(_MEMORY).free_bytes // _SHARE

@@ -1,6 +1,5 @@
 """`streamload doctor`: every setting with where it came from, what is installed, and what would not work."""
 
-import contextlib
 import os
 import shutil
 import sys
@@ -103,18 +102,69 @@ def _settings() -> list[Finding]:
         Finding("revalidate", found.revalidate, sources["revalidate"]),
         Finding("eviction", found.eviction, sources["eviction"]),
         Finding("free disk", _kept_free(found), sources["free_disk"]),
-        *_cache_dir(found.cache_dir, size),
+        Finding("cache", _where(found), sources["cache"]),
+        Finding("memory size", _memory_size(found), sources["memory_size"]),
+        *_cache(found),
     ]
 
 
 def _kept_free(found: "Settings") -> str:
+    from streamload.cache.placement import nearest
     from streamload.metrics import format_bytes
 
-    disk = shutil.disk_usage(_nearest(found.cache_dir))
+    disk = shutil.disk_usage(nearest(found.cache_dir))
     return f"{format_bytes(found.free_disk.floor_bytes(disk.total, disk.free))} ({found.free_disk})"
 
 
+def _where(settings: "Settings") -> str:
+    """Which tier a run would take, and why."""
+    from streamload.cache.placement import memory_budget, memory_root, why_no_disk
+    from streamload.errors import CacheError
+    from streamload.metrics import format_bytes
+
+    on_disk, in_memory = f"on disk at {settings.cache_dir}", f"in memory at {memory_root(settings)}"
+    if settings.cache != "auto":
+        return in_memory if settings.cache == "memory" else on_disk
+    try:
+        most_bytes = memory_budget(settings)
+    except CacheError as exc:
+        return f"auto: {on_disk}, as {exc}"
+    no_disk = why_no_disk(settings.cache_dir)
+    if no_disk:
+        return f"auto: {in_memory}, as {no_disk}"
+    return f"auto: in memory if the data is known to take at most {format_bytes(most_bytes)}, else on disk"
+
+
+def _memory_size(settings: "Settings") -> str:
+    from streamload.metrics import format_bytes
+
+    size = settings.memory_size
+    return f"{size} of what is free" if size.size_bytes is None else format_bytes(size.size_bytes)
+
+
+def _cache(settings: "Settings") -> list[Finding]:
+    """Whether what a run would take can be used."""
+    from streamload.cache.placement import memory_budget, memory_root, why_no_disk
+    from streamload.errors import CacheError
+    from streamload.metrics import format_bytes
+
+    size = settings.cache_size.size_bytes
+    if settings.cache == "disk":
+        return _cache_dir(settings.cache_dir, size)
+    try:
+        room = Finding(
+            "room in memory", f"{format_bytes(memory_budget(settings))} at {memory_root(settings)}"
+        )
+    except CacheError as exc:
+        needed = settings.cache == "memory" or bool(why_no_disk(settings.cache_dir))
+        room = Finding("room in memory", "too little", advice=str(exc), unusable=needed)
+    if settings.cache == "memory" or (not room.advice and why_no_disk(settings.cache_dir)):
+        return [room]
+    return [room, *_cache_dir(settings.cache_dir, size)]
+
+
 def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
+    from streamload.cache.placement import nearest, why_not_writable
     from streamload.metrics import format_bytes
     from streamload.settings import file_system
 
@@ -127,11 +177,14 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
             advice="The cache is on a network: it may be no faster than the origin, and locks may not hold "
             "between nodes. Set STREAMLOAD_CACHE_DIR to a directory on a local disk.",
         )
-    refused = _why_not_writable(directory)
+    refused = why_not_writable(directory)
     if refused:
-        advice = f"{refused}. Set STREAMLOAD_CACHE_DIR to a directory that you may write to."
+        advice = (
+            f"{refused}. Set STREAMLOAD_CACHE_DIR to a directory that you may write to, or "
+            "STREAMLOAD_CACHE=memory to keep shards in memory."
+        )
         return [where, Finding("writable", "no", advice=advice, unusable=True)]
-    free_bytes = shutil.disk_usage(_nearest(directory)).free
+    free_bytes = shutil.disk_usage(nearest(directory)).free
     room = Finding("free", format_bytes(free_bytes))
     if min(free_bytes, size_bytes or free_bytes) < _LITTLE_ROOM_BYTES:
         room = Finding(
@@ -163,30 +216,6 @@ def _data(urls: list[str]) -> list[Finding]:
         return [Finding("data", "nothing known yet", advice=str(exc))]
     said = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))
     return [Finding("data", f"{said}, at a batch size of {_BATCH_SIZE}")]
-
-
-def _why_not_writable(directory: Path) -> str:
-    """Why nothing can be stored there, or "". Tries it, and takes away all that it made."""
-    nearest = _nearest(directory)
-    if not nearest.is_dir():
-        return f"{nearest} is not a directory"
-    if directory.is_dir() and directory.stat().st_uid != os.getuid():
-        return f"{directory} belongs to another user"
-    probe = nearest / f".streamload-doctor-{os.getpid()}"
-    try:
-        probe.mkdir(mode=0o700)
-        (probe / "file").write_bytes(bytes(4096))
-    except OSError as exc:
-        return f"{nearest} can't be written: {exc.strerror}"
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(probe)
-    return ""
-
-
-def _nearest(directory: Path) -> Path:
-    """The directory, or the nearest one above it that exists."""
-    return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _libraries() -> list[Finding]:

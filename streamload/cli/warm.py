@@ -15,6 +15,10 @@ def warm(
     urls: Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")],
     cache_dir: Annotated[str | None, typer.Option(help="Where to keep the shards.")] = None,
     cache_size: Annotated[str | None, typer.Option(help='The most to keep: "500GB", "80%".')] = None,
+    cache: Annotated[str | None, typer.Option(help='Where: "disk", "memory" or "auto".')] = None,
+    memory_size: Annotated[
+        str | None, typer.Option(help='The most to keep in memory: "20GB", "50%".')
+    ] = None,
     storage_options: Annotated[
         str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
     ] = None,
@@ -49,6 +53,8 @@ def warm(
             urls,
             cache_dir=cache_dir,
             cache_size=cache_size,
+            cache=cache,
+            memory_size=memory_size,
             storage_options=options,
             concurrency=concurrency,
             on_progress=show,

@@ -15,7 +15,7 @@ import torch
 from streamload.cache.selection import Keep
 from streamload.loader.loader import Loader
 from streamload.loader.options import LoaderOptions, OnError, Output
-from streamload.settings import Eviction, Revalidate
+from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
 from streamload.urls import expand_urls
 
@@ -51,6 +51,8 @@ def make_loader(
     revalidate: Revalidate | None = None,
     eviction: Eviction | None = None,
     free_disk: str | int | None = None,
+    cache: Where | None = None,
+    memory_size: str | int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     prefetch_factor: int = 2,
     multiprocessing_context: str | None = None,
@@ -100,6 +102,10 @@ def make_loader(
             opened longest ago ("lru") (STREAMLOAD_EVICTION).
         free_disk: what stays free on the cache's disk, whatever else fills it: bytes, "20GB", or "5%" of the
             disk (STREAMLOAD_FREE_DISK).
+        cache: where it is: "disk" (the default), "memory" (a tmpfs), or "auto": in memory if the data is
+            known to fit there or no disk can be used, else on disk (STREAMLOAD_CACHE).
+        memory_size: the most that a cache in memory may hold: bytes, "20GB", or "50%" of what is free
+            (STREAMLOAD_MEMORY_SIZE).
         storage_options: for fsspec: credentials, endpoint, anon.
         prefetch_factor: batches that each worker makes in advance.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.

@@ -60,6 +60,7 @@ class Loader:
         self._dataset: StreamDataset | None = None
         self._batches: DataLoader[Batch] | None = None
         self._finalizer: weakref.finalize[..., Loader] | None = None
+        self._leave_tier: weakref.finalize[..., Loader] | None = None
         self._bad = 0
         self.troubles: list[Trouble] = []
         """The first thousand samples that could not be used."""
@@ -155,7 +156,9 @@ class Loader:
         self._current = None
         if self._finalizer is not None:
             self._finalizer()
-        self._dataset = self._batches = self._finalizer = None
+        if self._leave_tier is not None:
+            self._leave_tier()
+        self._dataset = self._batches = self._finalizer = self._leave_tier = None
 
     def took(self, batch: Batch) -> Any:
         """Step K: take up a batch's place in the order, and give it the shape that was asked for."""
@@ -187,7 +190,8 @@ class Loader:
             options = self.options
             groups = self._groups()
             sizes = self._listed_sizes() if groups > 1 and options.train else None
-            recipe = recipe_for(options, self._topology(), groups, sizes)
+            recipe, placed = recipe_for(options, self._topology(), groups, sizes)
+            self._leave_tier = weakref.finalize(self, placed.close)
             if groups > 1 and options.train and self.num_batches is None:
                 raise OptionError(
                     f"a run on {groups} nodes has to know how long an epoch is: give "

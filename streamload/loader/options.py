@@ -11,7 +11,7 @@ import torch
 
 from streamload.cache.selection import Keep
 from streamload.errors import OptionError
-from streamload.settings import Eviction, Revalidate
+from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
 
 Output = Literal["tuple", "dict", "hf"]
@@ -49,6 +49,8 @@ class LoaderOptions:
     revalidate: Revalidate | None
     eviction: Eviction | None
     free_disk: str | int | None
+    cache: Where | None
+    memory_size: str | int | None
     storage_options: Mapping[str, Any] | None = field(repr=False)
     prefetch_factor: int
     multiprocessing_context: str | None
@@ -63,6 +65,8 @@ class LoaderOptions:
             _one_of("revalidate", self.revalidate, get_args(Revalidate))
         if self.eviction is not None:
             _one_of("eviction", self.eviction, get_args(Eviction))
+        if self.cache is not None:
+            _one_of("cache", self.cache, get_args(Where))
         if not self.train and self.num_batches is not None:
             raise OptionError(
                 "num_batches= is for training: an evaluation gives each sample once (num_samples= may say "

@@ -7,10 +7,10 @@ import logging
 import numpy as np
 
 from streamload.cache.forecast import forecast
+from streamload.cache.placement import Placed, place_tier
 from streamload.cache.selection import Selection
 from streamload.cache.shard import shard_of
 from streamload.cache.spare import remove_unused
-from streamload.cache.tier import open_tier
 from streamload.dataset import Recipe
 from streamload.loader.options import LoaderOptions
 from streamload.order.deal import Deal, default_lanes, default_window
@@ -28,8 +28,10 @@ _AHEAD_BYTES = 1 << 30
 _FEWEST_FILLS = 4
 
 
-def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[int] | None = None) -> Recipe:
-    """What a run reads and what it makes of it; opens its tier.
+def recipe_for(
+    options: LoaderOptions, here: Topology, groups: int, sizes: list[int] | None = None
+) -> tuple[Recipe, Placed]:
+    """What a run reads and what it makes of it; and its tier, opened, to be closed when the run is over.
 
     Args:
         options: what was asked for.
@@ -48,20 +50,23 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[
         revalidate=options.revalidate,
         eviction=options.eviction,
         free_disk=options.free_disk,
+        cache=options.cache,
+        memory_size=options.memory_size,
     )
-    tier = open_tier(settings)
+    shards = tuple(shard_of(url, storage) for url in options.urls)
+    placed = place_tier(settings, shards, storage, here.nodes)
+    tier = placed.tier
     remove_unused(tier.root)
     order = _order(options, here, groups, sizes)
     processes = here.local_world_size * max(1, options.num_workers)
-    shards = tuple(shard_of(url, storage) for url in options.urls)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, order.lanes, order.window, here.nodes))
-    return Recipe(
+    recipe = Recipe(
         shards=shards,
         storage_options=storage,
         origin=OriginOptions(),
         tier_root=tier.root,
         tier_limit_bytes=tier.limit_bytes,
-        free_disk=settings.free_disk,
+        free_disk=placed.free_disk,
         eviction=settings.eviction,
         revalidate=settings.revalidate,
         run=run_name(here, options.urls),
@@ -77,6 +82,7 @@ def recipe_for(options: LoaderOptions, here: Topology, groups: int, sizes: list[
         selection=_selection(options),
         examples=_examples(options),
     )
+    return recipe, placed
 
 
 def _order(options: LoaderOptions, here: Topology, groups: int, sizes: list[int] | None) -> OrderOptions:

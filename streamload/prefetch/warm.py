@@ -12,14 +12,15 @@ from typing import Any
 
 from streamload.cache.fill import Filled
 from streamload.cache.freshness import Freshness, briefly
+from streamload.cache.placement import place_tier
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shard_cache import verdict_cause
-from streamload.cache.tier import Tier, open_tier
+from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions, Version, open_origin
 from streamload.prefetch.ahead import Ahead
-from streamload.settings import read_settings
+from streamload.settings import file_system, read_settings
 from streamload.urls import expand_urls
 
 _TICK_SECONDS = 0.1
@@ -76,6 +77,8 @@ def warm(
     *,
     cache_dir: str | Path | None = None,
     cache_size: str | int | None = None,
+    cache: str | None = None,
+    memory_size: str | int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     concurrency: int = 8,
     on_progress: Callable[[WarmProgress], None] = lambda progress: None,
@@ -86,6 +89,8 @@ def warm(
         urls: as for make_loader.
         cache_dir: the directory of the tier.
         cache_size: the most that it may hold; shards that don't fit any more are reported as failures.
+        cache: "disk", "memory" or "auto", as for make_loader.
+        memory_size: the most that a tier in memory may hold.
         storage_options: for fsspec.
         concurrency: how many shards are filled at once.
         on_progress: called some times a second.
@@ -95,11 +100,12 @@ def warm(
         CacheError: the tier can't be used.
     """
     storage = dict(storage_options) if storage_options else None
-    settings = read_settings(cache_dir, cache_size)
+    settings = read_settings(cache_dir, cache_size, cache=cache, memory_size=memory_size)
     shards = list(
         {shard.digest: shard for shard in (shard_of(url, storage) for url in expand_urls(urls))}.values()
     )
-    tier = open_tier(settings)
+    placed = place_tier(settings, shards, storage)
+    tier = placed.tier
     before = sum(tier.published(shard.digest).exists() for shard in shards)
     tally, counts = _Tally(), Counters()
 
@@ -108,6 +114,7 @@ def warm(
 
     freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
     with (
+        closing(placed),
         closing(Run(tier.root / "runs")) as run,
         closing(freshness),
         closing(
@@ -155,5 +162,6 @@ def _why(tier: Tier, shard: Shard, tally: _Tally) -> str:
     if result is Filled.PUBLISHED:
         return ""
     if result is Filled.NO_ROOM:
-        return f"no room: the cache's limit is {tier.limit_bytes:,} bytes; raise cache_size"
+        option = "memory_size" if file_system(tier.root).is_memory else "cache_size"
+        return f"no room: the cache's limit is {tier.limit_bytes:,} bytes; raise {option}"
     return verdict_cause(tier.verdict(shard.digest))

@@ -7,7 +7,12 @@ import typer
 if TYPE_CHECKING:
     from streamload.cache.tier import Tier
 
-CacheDir = Annotated[str | None, typer.Option(help="The cache; as for make_loader by default.")]
+CacheDir = Annotated[
+    str | None,
+    typer.Option(
+        help='The cache; as for make_loader by default (under "auto" the one on disk if there is one).'
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
 
@@ -18,7 +23,18 @@ def tier_at(cache_dir: str | None) -> "Tier":
     Raises:
         CacheError: there is none.
     """
+    from streamload.cache.placement import memory_root
     from streamload.cache.tier import Tier
+    from streamload.errors import CacheError
     from streamload.settings import read_settings
 
-    return Tier.open(read_settings(cache_dir=cache_dir).cache_dir)
+    settings = read_settings(cache_dir=cache_dir)
+    on_disk, in_memory = settings.cache_dir, memory_root(settings)
+    if cache_dir is not None or in_memory == on_disk:
+        return Tier.open(on_disk)
+    first, other = (in_memory, on_disk) if settings.cache == "memory" else (on_disk, in_memory)
+    if (first / "tier.json").is_file() or not (other / "tier.json").is_file():
+        return Tier.open(first)
+    if settings.cache == "auto":
+        return Tier.open(other)
+    raise CacheError(f"there is no streamload cache at {first}, but one at {other}: --cache-dir={other}")

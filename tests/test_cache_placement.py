@@ -1,0 +1,355 @@
+"""Which tier a run takes: on disk, in memory, or "auto", and that all who read the same take the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamload
+from streamload.cache import memory, placement
+from streamload.cache.follow import shard_of
+from streamload.cache.locks import FileLock
+from streamload.cache.placement import Agreement, Answer, decide, memory_root, place_tier
+from streamload.cache.tier import Tier
+from streamload.errors import CacheError
+from streamload.prefetch.warm import warm
+from streamload.settings import Settings, read_settings
+from streamload.testing.disks import small_disk, why_no_small_disk
+from streamload.testing.faults import Fault
+from streamload.testing.kills import Child
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import read_oracle, write_shards
+
+COUNTS = [20, 30, 25, 15]
+needs_mounts = pytest.mark.skipif(bool(why_no_small_disk()), reason=why_no_small_disk())
+
+
+@pytest.fixture(autouse=True)
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of its own in the machine's tmpfs, instead of all of it."""
+    place = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="streamload-test-"))
+    monkeypatch.setattr(memory, "PLACE", place)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    write_shards(tmp_path / "data", COUNTS, seed=11)
+    with ShardServer(tmp_path / "data") as server:
+        yield server
+
+
+def urls(server: ShardServer, count: int = 4) -> list[str]:
+    return [f"{server.url}/{number:05d}.tar" for number in range(count)]
+
+
+def settings(tmp_path: Path, cache: str = "auto", **options: Any) -> Settings:
+    return read_settings(tmp_path / "disk", "1GB", cache=cache, **{"memory_size": "1GB", **options})
+
+
+def make(server: ShardServer, tmp_path: Path, **options: Any) -> streamload.Loader:
+    given = {"batch_size": 5, "num_workers": 2, "with_keys": True, "cache_dir": tmp_path / "disk"}
+    given |= {"cache_size": "1GB", "memory_size": "1GB"}
+    return streamload.make_loader(urls(server), **{**given, **options})
+
+
+def keys_of(loader: streamload.Loader) -> list[str]:
+    return sorted(key for _, _, origin in loader for key in origin["__key__"])
+
+
+def oracle(tmp_path: Path) -> list[str]:
+    paths = sorted((tmp_path / "data").glob("*.tar"))
+    return sorted(key for path in paths for key, _ in read_oracle(path))
+
+
+def data_bytes(tmp_path: Path) -> int:
+    return sum(path.stat().st_size for path in (tmp_path / "data").glob("*.tar"))
+
+
+def published(root: Path) -> int:
+    return len(list(root.glob("shards/*/data")))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cache_in_memory_gives_all_samples_and_is_warm_for_the_next_run(
+    workers: int, server: ShardServer, tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        with make(server, tmp_path, cache="memory", num_workers=workers) as loader:
+            assert keys_of(loader) == oracle(tmp_path)
+            arrived = loader.stats().origin_bytes
+    assert arrived == 0
+    assert not (tmp_path / "disk").exists()
+    (root,) = shm.iterdir()
+    assert root.name == f"streamload-{os.geteuid()}"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert published(root) == len(COUNTS)
+    assert json.loads((root / "tier.json").read_text())["limit_bytes"] == 10**9
+    assert f"cache in memory at {root} (argument)" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(("share", "where"), [(2.0, "memory"), (0.5, "disk")])
+def test_auto_is_in_memory_if_the_data_fits_and_else_on_disk(
+    share: float, where: str, method: str, server: ShardServer, tmp_path: Path, shm: Path
+) -> None:
+    size = int(share * data_bytes(tmp_path))
+    with make(server, tmp_path, cache="auto", memory_size=size, multiprocessing_context=method) as loader:
+        assert keys_of(loader) == oracle(tmp_path)
+    assert published(memory_root(settings(tmp_path))) == (len(COUNTS) if where == "memory" else 0)
+    assert published(tmp_path / "disk") == (len(COUNTS) if where == "disk" else 0)
+    assert not list(shm.glob("*.*"))  # the answer is taken away by who stood by it
+
+
+def test_the_variable_says_the_same_as_the_argument(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMLOAD_CACHE", "memory")
+    monkeypatch.setenv("STREAMLOAD_MEMORY_SIZE", "70MB")
+    warm(urls(server), cache_dir=tmp_path / "disk")
+    root = memory_root(settings(tmp_path))
+    assert Tier.open(root).limit_bytes == 70 * 10**6
+    with make(server, tmp_path, memory_size=None) as loader:
+        assert keys_of(loader) == oracle(tmp_path)
+        assert loader.stats().origin_bytes == 0
+
+
+def shards(number: int) -> list[Any]:
+    return [shard_of(f"https://host/{n:05d}.tar", None) for n in range(number)]
+
+
+def test_sizes_are_asked_of_a_few_shards_and_the_rest_taken_to_be_as_large(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def ask(shard: Any) -> int:
+        asked.append(shard.name)
+        return 9_000_000
+
+    assert decide(settings(tmp_path), shards(100), ask).where == "memory"
+    assert len(asked) <= 16
+    assert len(set(asked)) == len(asked)
+    assert {"https://host/00000.tar"} < set(asked)
+    assert decide(settings(tmp_path), shards(105), ask).where == "disk"
+    assert decide(settings(tmp_path), shards(105), ask, nodes=2).where == "memory"
+
+
+def test_a_size_that_is_not_known_means_disk(tmp_path: Path) -> None:
+    answer = decide(settings(tmp_path), shards(3), lambda shard: None if "1" in shard.name else 1000)
+    assert answer == Answer("disk", "auto: the size of the data isn't known")
+
+
+def test_of_local_shards_only_the_indexes_take_memory(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "data", [3] * 50)
+    local = [shard_of(str(path), None) for path in paths]
+    assert decide(settings(tmp_path, memory_size="2MB"), local, lambda shard: None).where == "memory"
+
+
+def test_an_origin_that_does_not_answer_means_disk_and_the_error_is_left_to_the_reader(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    server.misbehave("00001.tar", Fault(status=404))
+    with make(server, tmp_path, cache="auto") as loader:
+        assert len(keys_of(loader)) == sum(COUNTS) - COUNTS[1]
+    assert published(tmp_path / "disk") == len(COUNTS) - 1
+
+
+def test_what_is_on_disk_already_is_not_fetched_into_memory(server: ShardServer, tmp_path: Path) -> None:
+    warm(urls(server, 2), cache_dir=tmp_path / "disk", cache_size="1GB")
+    with make(server, tmp_path, cache="auto") as loader:
+        assert keys_of(loader) == oracle(tmp_path)
+        assert loader.stats().tier_hits >= 2
+    assert published(tmp_path / "disk") == len(COUNTS)
+
+
+def test_what_other_runs_need_of_the_memory_is_not_free(server: ShardServer, tmp_path: Path) -> None:
+    given = settings(tmp_path, memory_size=3 * data_bytes(tmp_path))
+    warm(urls(server), cache="memory", memory_size=3 * data_bytes(tmp_path))
+    tier = Tier.open(memory_root(given))
+    size = 2 * data_bytes(tmp_path)
+    assert decide(given, shards(1), lambda shard: size).where == "memory"
+    run = placement.runs.Run(tier.root / "runs")
+    run.announce(shard.digest for shard in tier.shards())
+    assert decide(given, shards(1), lambda shard: size).where == "disk"
+    run.close()
+
+
+def test_a_cache_dir_in_memory_is_the_place_of_the_tier_in_memory(shm: Path) -> None:
+    given = read_settings(shm / "mine", cache="memory", memory_size="70MB")
+    placed = place_tier(given, shards(1), None)
+    assert placed.tier.root == shm / "mine"
+    assert placed.tier.limit_bytes == 70_000_000
+    auto = dataclasses.replace(given, cache="auto")
+    assert decide(auto, shards(1), lambda shard: 10**12) == Answer("memory", "auto: cache_dir is in memory")
+
+
+def test_no_more_than_what_is_free_is_taken_whatever_was_asked_for(shm: Path) -> None:
+    free_bytes = memory.room().free_bytes
+    for where in ("memory", "disk"):  # a directory in memory that was taken for a disk
+        given = read_settings(shm / where, "900TB", cache=where, memory_size="900TB")
+        assert 0 < place_tier(given, shards(1), None).tier.limit_bytes < 0.95 * free_bytes
+
+
+def test_the_tier_in_memory_keeps_its_limit_until_another_is_given(tmp_path: Path) -> None:
+    place_tier(settings(tmp_path, "memory", memory_size="80MB"), shards(1), None)
+    kept = place_tier(settings(tmp_path, "memory", memory_size=None), shards(1), None)
+    assert kept.tier.limit_bytes == 80_000_000
+
+
+def test_a_link_in_the_place_of_the_tier_is_refused(tmp_path: Path, shm: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    memory_root(settings(tmp_path)).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheError, match="symbolic link"):
+        place_tier(settings(tmp_path, "memory"), shards(1), None)
+    assert decide(settings(tmp_path), shards(1), lambda shard: 1).where == "disk"
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_without_a_disk_auto_is_in_memory_whatever_the_size(tmp_path: Path) -> None:
+    (tmp_path / "disk").touch()
+    answer = decide(settings(tmp_path), shards(3), lambda shard: None)
+    assert answer == Answer("memory", f"auto: {tmp_path / 'disk'} is not a directory")
+
+
+@needs_mounts
+def test_without_room_on_the_disk_auto_is_in_memory(tmp_path: Path, shm: Path) -> None:
+    def work(stage: object) -> list[str]:
+        small_disk(tmp_path / "full", 1 << 20)
+        given = read_settings(cache="auto", memory_size="1GB")  # its directory isn't one that was named
+        given = dataclasses.replace(given, cache_dir=tmp_path / "full" / "cache")
+        return list(decide(given, shards(3), lambda shard: None))
+
+    with Child(work) as child:
+        where, why = child.finish(30)
+    assert where == "memory"
+    assert why == f"auto: only 1.0 MB free at {tmp_path / 'full' / 'cache'}"
+
+
+@needs_mounts
+@pytest.mark.parametrize("cache", ["memory", "auto"])
+def test_a_container_with_64_mb_of_shared_memory(
+    cache: str, server: ShardServer, tmp_path: Path, shm: Path
+) -> None:
+    def work(stage: object) -> list[Any]:
+        small_disk(shm, 64 << 20)
+        given = settings(tmp_path, cache, memory_size=None)
+        try:
+            placed = place_tier(given, [shard_of(url, None) for url in urls(server)], None)
+        except CacheError as exc:
+            return [str(exc), ""]
+        placed.close()
+        return [str(placed.tier.root), placed.answer.why]
+
+    with Child(work) as child:
+        said, why = child.finish(60)
+    if cache == "memory":
+        assert said.startswith(f"there is too little memory for a cache at {shm}/streamload-")
+        assert "67.1 MB free" in said
+        assert "--shm-size" in said
+    else:
+        assert said == str(tmp_path / "disk")
+        assert "auto: there is too little memory" in why
+
+
+def answer_of(agreement: Agreement, where: Any) -> Answer:
+    return agreement.join(lambda: Answer(where, "said so"))
+
+
+def test_as_long_as_one_stands_by_an_answer_all_get_it(tmp_path: Path, shm: Path) -> None:
+    first, second, third = (Agreement(settings(tmp_path), shards(3)) for _ in range(3))
+    other = Agreement(settings(tmp_path), shards(4))
+    assert answer_of(first, "memory").where == "memory"
+    assert answer_of(second, "disk").where == "memory"
+    assert answer_of(other, "disk").where == "disk"
+    first.close()
+    assert answer_of(third, "disk").where == "memory"
+    second.close()
+    third.close()
+    third.close()
+    assert answer_of(first, "disk").where == "disk"
+    first.close()
+    other.close()
+    assert not list(shm.iterdir())
+
+
+def test_processes_that_start_at_once_decide_once(tmp_path: Path, shm: Path) -> None:
+    log = tmp_path / "log"
+    go = tmp_path / "go"
+
+    def work(stage: object) -> str:
+        def decide_slowly() -> Answer:
+            with log.open("a") as lines:
+                lines.write(f"{os.getpid()}\n")
+            time.sleep(0.2)
+            return Answer("memory" if os.getpid() % 2 else "disk", str(os.getpid()))
+
+        while not go.exists():
+            time.sleep(0.001)
+        agreement = Agreement(settings(tmp_path), shards(3))
+        why = agreement.join(decide_slowly).why
+        (tmp_path / f"done-{os.getpid()}").touch()
+        while len(list(tmp_path.glob("done-*"))) < 4:
+            time.sleep(0.001)
+        agreement.close()
+        return why
+
+    children = [Child(work) for _ in range(4)]
+    try:
+        for child in children:
+            child.__enter__()
+        go.touch()
+        answers = {child.finish(60) for child in children}
+    finally:
+        for child in children:
+            child.__exit__(None, None, None)
+    assert len(answers) == 1
+    assert answers <= set(log.read_text().split())
+    assert not list(shm.iterdir())
+
+
+def test_the_answer_of_a_killed_process_does_not_stand_and_is_removed(tmp_path: Path, shm: Path) -> None:
+    def work(stage: Any) -> None:
+        answer_of(Agreement(settings(tmp_path), shards(3)), "memory")
+        stage.enter("standing")
+        threading.Event().wait()
+
+    with Child(work) as child:
+        child.stage.wait_for("standing", 30)
+        stays = Agreement(settings(tmp_path), shards(3))
+        assert answer_of(stays, "disk").where == "memory"
+        stays.close()
+        child.kill()
+    assert len(list(shm.iterdir())) == 1
+    again = Agreement(settings(tmp_path), shards(5))
+    assert answer_of(again, "disk").where == "disk"
+    again.close()
+    assert not list(shm.iterdir())
+
+
+def test_who_does_not_come_to_an_answer_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shm: Path
+) -> None:
+    monkeypatch.setattr(placement, "_PATIENCE_SECONDS", 0.2)
+    stands = Agreement(settings(tmp_path), shards(3))
+    answer_of(stands, "memory")
+    (path,) = shm.iterdir()
+    stands.close()
+    deciding = FileLock.acquire(path, create=True)
+    assert deciding is not None
+    waits = Agreement(settings(tmp_path), shards(3))
+    assert answer_of(waits, "disk") == Answer("disk", "said so")
+    waits.close()
+    deciding.close()
