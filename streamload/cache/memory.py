@@ -63,7 +63,13 @@ def room(place: Path = PLACE, root: Path = Path("/")) -> Room:
         OSError: nobody can say how large the tmpfs is.
     """
     nearest = next(path for path in (place, *place.absolute().parents) if path.exists())
-    found = [Room(shutil.disk_usage(nearest).free, str(place)), *_of_machine(root), *_of_cgroups(root)]
+    tmpfs = Room(shutil.disk_usage(nearest).free, str(place))
+    return min(tmpfs, available(root), key=lambda one: one.free_bytes)
+
+
+def available(root: Path = Path("/")) -> Room:
+    """The same without a look at any tmpfs: what the machine has and the container allows."""
+    found = [Room(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
     return min(found, key=lambda one: one.free_bytes)
 
 

@@ -220,10 +220,10 @@ def nearest(directory: Path) -> Path:
 
 
 def _bounded(tier: Tier, settings: Settings) -> Tier:
-    """A tier whose directory is in memory isn't given more than there is."""
+    """A tier that is taken for one on disk, and whose directory is in memory, isn't given more of it."""
     if not file_system(tier.root).is_memory:
         return tier
-    most_bytes = int((memory.room(tier.root).free_bytes + tier.used_bytes) * _MOST_SHARE)
+    most_bytes = int((memory.available().free_bytes + tier.used_bytes) * _MOST_SHARE)
     if tier.limit_bytes <= most_bytes:
         return tier
     return Tier(tier.root, most_bytes, free_disk=settings.free_disk, eviction=settings.eviction)
