@@ -64,6 +64,7 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         assert [row["epoch"] for row in result["rounds"]] == [1, 2, 3] * 2
         assert {row["samples"] for row in result["rounds"]} == {64 * 24}
         assert result["rounds"][0]["fetched_bytes"] >= result["settings"]["bytes"]
+        assert all(0 < row["live_bytes"] < row["limit_bytes"] for row in result["rounds"])
     if name == "verification":  # every sample of the epoch, and none
         assert [row["checked"] for row in result["rounds"]] == [256, 0]
 
