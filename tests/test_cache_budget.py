@@ -23,7 +23,8 @@ from streamload.cache.part import Part
 from streamload.cache.runs import Run
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier, open_tier
-from streamload.origins.origin import open_origin
+from streamload.errors import CacheFull
+from streamload.origins.origin import Origin, open_origin
 from streamload.settings import FreeDisk, read_settings
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -210,11 +211,12 @@ def test_a_lower_limit_is_kept_to_by_those_who_run_already(tmp_path: Path) -> No
 # --- whole runs ---
 
 COUNTS = [30, 30, 30, 30]
+OPTIONS = ShardOptions(padding_bytes=(4000, 6000))
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ShardServer]:
-    write_shards(tmp_path / "data", COUNTS, seed=51, options=ShardOptions(padding_bytes=(4000, 6000)))
+    write_shards(tmp_path / "data", COUNTS, seed=51, options=OPTIONS)
     with ShardServer(tmp_path / "data") as server:
         yield server
 
@@ -257,17 +259,69 @@ def is_odd(entry: Any) -> bool:
     return entry.number % 2 == 1
 
 
-def test_two_jobs_that_keep_different_samples_share_a_tier(server: ShardServer, tmp_path: Path) -> None:
+def test_two_jobs_with_other_limits_that_keep_other_samples_share_a_tier(
+    server: ShardServer, tmp_path: Path
+) -> None:
     keys = [key for n in range(4) for key, _ in read_oracle(tmp_path / "data" / f"{n:05d}.tar")]
     with (
-        make(server, tmp_path / "cache", keep=is_even) as even,
-        make(server, tmp_path / "cache", keep=is_odd, seed=1) as odd,
+        make(server, tmp_path / "cache", keep=is_even, cache_size="9MB") as even,
+        make(server, tmp_path / "cache", keep=is_odd, cache_size="5MB", seed=1) as odd,
     ):
         for _ in range(2):
             seen = [(a["key"][0], b["key"][0]) for a, b in zip(even, odd, strict=True)]
             assert sorted(a for a, _ in seen) == keys[::2]
             assert sorted(b for _, b in seen) == keys[1::2]
     assert [len(server.requests(f"{n:05d}.tar")) for n in range(4)] == [1, 1, 1, 1]
+    assert Tier(tmp_path / "cache").limit_bytes == 5_000_000
+
+
+def test_a_job_that_lowers_the_limit_in_the_middle_of_anothers_epoch_takes_nothing_from_it(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    keys = [key for n in range(4) for key, _ in read_oracle(data / f"{n:05d}.tar")]
+    some = sum(path.stat().st_size for path in data.glob("*.tar")) * 3 // 4
+    with make(server, tmp_path / "cache", keep=is_even, cache_size="9MB") as even:
+        first = iter(even)
+        seen = [next(first)["key"][0] for _ in range(20)]
+        with make(server, tmp_path / "cache", keep=is_odd, cache_size=some, seed=1) as odd:
+            assert sorted(batch["key"][0] for batch in odd) == keys[1::2]
+        assert sorted([*seen, *(batch["key"][0] for batch in first)]) == keys[::2]
+        tier = Tier(tmp_path / "cache")
+        assert tier.limit_bytes == some
+        assert eventually(lambda: tier.used_bytes <= some)
+
+
+def test_a_data_set_that_grows_between_runs_costs_what_is_new(server: ShardServer, tmp_path: Path) -> None:
+    """By two shards, and by some samples of one that it had."""
+    data = tmp_path / "data"
+
+    def run(shards: int) -> list[str]:
+        with streamload.make_loader(
+            f"{server.url}/{{00000..{shards - 1:05d}}}.tar",
+            batch_size=1,
+            num_workers=2,
+            map_sample=key_of,
+            cache_dir=tmp_path / "cache",
+            cache_size="1GB",
+            revalidate="start",
+        ) as loader:
+            found = sorted(batch["key"][0] for batch in loader)
+        assert found == sorted(key for n in range(shards) for key, _ in read_oracle(data / f"{n:05d}.tar"))
+        return found
+
+    before = run(4)
+    write_shards(tmp_path / "more", [30, 30, 30, 45, 30, 30], seed=51, options=OPTIONS)
+    for name in ("00003.tar", "00004.tar", "00005.tar"):
+        (tmp_path / "more" / name).rename(data / name)
+    asked = len(server.log)
+    assert len(run(6)) == len(before) + 15 + 60
+    sizes = {path.name: path.stat().st_size for path in data.glob("*.tar")}
+    sent = dict.fromkeys(sizes, 0)
+    for request in server.log[asked:]:
+        sent[request.path] += request.sent
+    assert all(sent[f"{n:05d}.tar"] <= 1 for n in range(3))
+    assert all(sizes[name] <= sent[name] <= sizes[name] + 1 for name in sizes if name >= "00003.tar")
 
 
 @pytest.fixture
@@ -307,6 +361,30 @@ def test_by_default_a_fifth_of_a_small_disk_stays_free(
     with make(server, small_disk / "cache", cache_size="1GB") as loader:
         assert len(list(loader)) == sum(COUNTS)
         assert free_bytes(small_disk) >= (1 << 20) // 5
+
+
+def test_a_verdict_for_which_the_disk_has_no_room_leaves_nothing_locked(
+    server: ShardServer, small_disk: Path
+) -> None:
+    tier = Tier(small_disk / "cache", 1 << 30, free_disk=FreeDisk(size_bytes=0))
+    shard = shard_of(f"{server.url}/nowhere.tar", None)
+    stop = threading.Event()
+
+    def opened_on_a_full_disk() -> Origin:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            (small_disk / "log").write_bytes(bytes(2 << 20))
+        return open_origin(shard.url, stop=stop)
+
+    part = tier.claim(shard.digest)
+    assert part is not None
+    with pytest.raises(CacheFull, match="no space left"):
+        fill(part, shard, opened_on_a_full_disk, wait=lambda: 0.0, stop=stop)
+    assert not tier.parts(shard.digest)
+    (small_disk / "log").unlink()
+    part = tier.claim(shard.digest)
+    assert part is not None
+    outcome = fill(part, shard, lambda: open_origin(shard.url, stop=stop), wait=lambda: 0.0, stop=stop)
+    assert outcome.result is Filled.GAVE_UP
 
 
 def test_a_disk_that_fills_up_during_a_fill_costs_another_shard_and_not_the_fill(

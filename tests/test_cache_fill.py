@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -122,6 +123,23 @@ def test_a_prefix_that_has_rotted_is_taken_up_only_to_there(server: ShardServer,
     assert filler.fill().result is Filled.PUBLISHED
     assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
     assert server.ranges("00000.tar")[1][0] <= size // 2
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a link"])
+def test_what_no_filler_made_in_place_of_a_prefix_is_not_opened(
+    kind: str, server: ShardServer, tmp_path: Path
+) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    filler.abandon(server, 0.6)
+    (orphan,) = filler.tier.parts(filler.shard.digest)
+    (orphan / "data").rename(tmp_path / "moved")
+    if kind == "a FIFO":
+        os.mkfifo(orphan / "data")
+    else:
+        (orphan / "data").symlink_to(tmp_path / "moved")
+    assert filler.fill().result is Filled.PUBLISHED
+    assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
+    assert filler.counts.snapshot().shards_taken_over == 0
 
 
 def test_a_prefix_of_another_version_is_thrown_away(server: ShardServer, tmp_path: Path) -> None:

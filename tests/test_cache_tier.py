@@ -77,6 +77,32 @@ def test_a_shard_that_is_published_while_a_claim_looks_is_not_claimed_again(
     assert [shard.kind for shard in tier.shards()] == ["shards"]
 
 
+def test_a_part_that_is_published_while_the_tier_is_measured_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_of(tmp_path)
+    part = fill(tier, A, 100_000)
+    listed = Tier.own
+
+    def publish_then(self: Tier, room: str) -> Iterator[Path]:
+        found = list(listed(self, room))
+        if part.path.exists():
+            part.publish()
+        return iter(found)
+
+    monkeypatch.setattr(Tier, "own", publish_then)
+    assert tier.used_bytes > 100_000
+
+
+def test_another_version_in_place_of_a_shard_is_measured_anew(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    fill(tier, A, 100).publish()
+    before = tier.used_bytes
+    tier.trash(tier.published(A))
+    fill(tier, A, 100_000).publish()
+    assert tier.used_bytes > before + 90_000
+
+
 def claim_and_wait(root: Path, ready: multiprocessing.synchronize.Event) -> None:
     fill(Tier(root), A, 100)
     ready.set()

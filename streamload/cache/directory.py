@@ -53,7 +53,7 @@ class Directory:
     def __init__(self, root: Path | str, counts: Counts):
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
-        self._published_bytes: dict[Path, int] = {}
+        self._measured: dict[Path, tuple[tuple[int, int], int]] = {}
 
     def published(self, digest: str) -> Path:
         """Where a shard is when it is whole."""
@@ -80,12 +80,16 @@ class Directory:
                     yield Path(entry.path)
 
     def shards(self) -> Iterator[HeldShard]:
-        """All that takes room: published shards, parts, bare indexes and verdicts."""
-        for kind in ("shards", "parts", "bare", "gone"):
+        """All that takes room: parts, published shards, bare indexes and verdicts.
+
+        Parts come first: one that is published meanwhile is seen twice then, and not never.
+        """
+        for kind in ("parts", "shards", "bare", "gone"):
             for path in self.own(kind):
                 with contextlib.suppress(FileNotFoundError):
-                    used_at = path.stat().st_mtime
-                    yield HeldShard(path.name[:32], path, self._size(path, kind), kind, used_at)
+                    status = path.stat()
+                    size = _part_bytes(path) if kind == "parts" else self._whole_bytes(path, status)
+                    yield HeldShard(path.name[:32], path, size, kind, status.st_mtime)
 
     @property
     def used_bytes(self) -> int:
@@ -95,7 +99,7 @@ class Directory:
     @property
     def unwritten_bytes(self) -> int:
         """What of that is reserved and not yet on the disk."""
-        return sum(self._size(path, "parts") - bytes_below(path) for path in self.own("parts"))
+        return sum(_part_bytes(path) - bytes_below(path) for path in self.own("parts"))
 
     def out_of_sight(self, path: Path) -> Path:
         """Take a directory of the tier away by one rename; where it is now, for its files to be deleted."""
@@ -129,14 +133,14 @@ class Directory:
         self.counts.add("checksum_failures", 1)
         return self.trash(path)
 
-    def _size(self, path: Path, kind: str) -> int:
-        if kind == "parts":
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                return max(int((path / "reserved").read_text()), bytes_below(path))
-            return bytes_below(path)
-        if path not in self._published_bytes:  # a published shard doesn't change any more
-            self._published_bytes[path] = bytes_below(path)
-        return self._published_bytes[path]
+    def _whole_bytes(self, path: Path, status: os.stat_result) -> int:
+        """The size of what doesn't change any more, but may be replaced by another version."""
+        which = (status.st_ino, status.st_mtime_ns)
+        known, size = self._measured.get(path, (None, 0))
+        if known != which:
+            size = bytes_below(path)
+            self._measured[path] = (which, size)
+        return size
 
     def _prepare(self) -> None:
         """Make what is missing of it.
@@ -191,6 +195,13 @@ def bytes_below(path: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 total += max(BLOCK_BYTES, blocks_bytes(entry.stat(follow_symlinks=False).st_size))
     return total
+
+
+def _part_bytes(path: Path) -> int:
+    """What a part takes, or will take: what is reserved for it."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return max(int((path / "reserved").read_text()), bytes_below(path))
+    return bytes_below(path)
 
 
 def blocks_bytes(size_bytes: int) -> int:

@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeVar
 
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
-from streamload.cache.reading import read_sample
 from streamload.cache.room import is_no_space
-from streamload.cache.shard import Shard, version_of
+from streamload.cache.shard import Shard
+from streamload.cache.takeover import is_traceable, open_data, verified_prefix
 from streamload.errors import (
     CacheCorrupt,
     CacheError,
@@ -36,7 +36,7 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
+from streamload.shards.index import COMPLETE, IndexWriter
 from streamload.shards.local import LocalVersion, index_local
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
@@ -93,7 +93,7 @@ def fill(
         shard: what is filled. Of a local file only the index is made.
         open_origin: gives its origin (not asked for a local file).
         size_bytes: of the shard, where it is known: without room for it its origin isn't asked.
-        wait: how soon the shard is needed, in shard visits (see `Tier.reserve`).
+        wait: how soon the shard is needed, in shard visits (see `Room.reserve`).
         stop: ends the fill; what it has so far stays.
         bare: keep the index alone; its readers get the bytes from the origin, by range.
         refused: told, with True, again and again while the fill waits for room in the middle of a shard, and
@@ -106,52 +106,40 @@ def fill(
     """
     job = _Fill(part, shard, wait, stop, bare, refused)
     try:
-        job.make_room(size_bytes, patient=False)
-        if shard.local is not None:
-            job.index_local()
+        is_whole = job.bring(open_origin, size_bytes, leave_verdict)
+        if is_whole and bare:
+            part.publish_bare()
+        elif is_whole:
+            part.publish()
         else:
-            job.transfer(open_origin)
-    except _NoRoom as refusal:
-        job.close()
-        part.discard()
-        return Outcome(Filled.NO_ROOM, size_bytes=refusal.args[0])
-    except _Outdated:
-        job.close()
-        part.discard()
-        return Outcome(Filled.OUTDATED)
-    except OriginStopped:
-        job.close()
-        part.leave()
-        return Outcome(Filled.STOPPED)
-    except (OriginError, ShardError) as exc:
-        if not leave_verdict:
-            job.close()
-            if isinstance(exc, OriginError):
-                part.leave()
-            else:
-                part.discard()
-            raise
-        says_which = shard.name in str(exc)
-        job.record(type(exc).__name__, str(exc) if says_which else f"{shard.name}: {exc}")
-        return Outcome(Filled.GAVE_UP, part.give_up())
+            return Outcome(Filled.GAVE_UP, part.give_up())
+        return Outcome(Filled.PUBLISHED)
     except BaseException as exc:
-        job.close()
-        taken_away = part.tier.root.is_dir() and not part.path.exists()
-        part.discard()
-        if not isinstance(exc, OSError) or isinstance(exc, StreamloadError):
-            raise
-        if isinstance(exc, FileNotFoundError) and taken_away:
-            return Outcome(Filled.OUTDATED)
-        if is_no_space(exc) or exc.errno == errno.EFBIG:
-            raise CacheFull(
-                f"no space left for the cache at {part.tier.root}: free some, or lower cache_size"
-            ) from exc
-        raise CacheError(f"the cache at {part.tier.root} can't be written: {exc}") from exc
-    if bare:
-        part.publish_bare()
-    else:
-        part.publish()
-    return Outcome(Filled.PUBLISHED)
+        taken_away = part.was_taken_away
+        with contextlib.suppress(OSError):
+            job.close()
+        if isinstance(exc, OriginError):
+            part.leave()
+        else:
+            part.discard()
+        return _cut_short(exc, part.tier.root, taken_away)
+
+
+def _cut_short(exc: BaseException, root: Path, taken_away: bool) -> Outcome:
+    """What it means that a fill has ended by an exception; raises what its caller has to know."""
+    if isinstance(exc, _NoRoom):
+        return Outcome(Filled.NO_ROOM, size_bytes=exc.args[0])
+    if isinstance(exc, OriginStopped):
+        return Outcome(Filled.STOPPED)
+    if isinstance(exc, _Outdated) or (
+        isinstance(exc, FileNotFoundError) and taken_away and not isinstance(exc, StreamloadError)
+    ):
+        return Outcome(Filled.OUTDATED)
+    if not isinstance(exc, OSError) or isinstance(exc, StreamloadError):
+        raise exc
+    if is_no_space(exc) or exc.errno == errno.EFBIG:
+        raise CacheFull(f"no space left for the cache at {root}: free some, or lower cache_size") from exc
+    raise CacheError(f"the cache at {root} can't be written: {exc}") from exc
 
 
 class _NoRoom(Exception):
@@ -185,26 +173,48 @@ class _Fill:
         self._written = 0
         self._index_bytes = 0
 
-    def index_local(self) -> None:
+    def bring(self, open_origin: Callable[[], Origin], size_bytes: int, leave_verdict: bool) -> bool:
+        """Bring all of it here, or write why it can't be had, for its readers; whether it is whole.
+
+        Raises:
+            OriginError, ShardError: why it can't be had, where no verdict is to be left.
+            _NoRoom, _Outdated, OSError: it can't be had now.
+        """
+        try:
+            self._make_room(size_bytes, patient=False)
+            if self._shard.local is not None:
+                self._index_local(self._shard.local)
+            else:
+                self._transfer(open_origin)
+        except OriginStopped:
+            raise
+        except (OriginError, ShardError) as exc:
+            if not leave_verdict:
+                raise
+            says_which = self._shard.name in str(exc)
+            self._record(type(exc).__name__, str(exc) if says_which else f"{self._shard.name}: {exc}")
+            return False
+        return True
+
+    def _index_local(self, file: Path) -> None:
         """Index a file of this machine: its headers are read, its bytes stay where they are."""
-        assert self._shard.local is not None
         warnings: list[str] = []
-        entries = index_local(self._shard.local, warnings)
+        entries = index_local(file, warnings)
         first = next(entries)  # it says what is wrong with a file that can't be opened
-        version = LocalVersion.of(self._shard.local)
+        version = LocalVersion.of(file)
         self._begin(version._asdict())
         for some in itertools.chain([first], entries):
             self._append(some)
-            self.make_room(0, patient=True)
-        self.record(COMPLETE, warnings=warnings, size=version.size)
+            self._make_room(0, patient=True)
+        self._record(COMPLETE, warnings=warnings, size=version.size)
 
-    def transfer(self, open_origin: Callable[[], Origin]) -> None:
+    def _transfer(self, open_origin: Callable[[], Origin]) -> None:
         """Bring the bytes here, from where an orphan's verified prefix ends."""
         scanner, expected = self._take_up()
         with contextlib.closing(self._open(open_origin(), scanner.position, expected)) as stream:
             size = stream.version.size
             if expected is None:
-                self.make_room(size or 0, patient=False)
+                self._make_room(size or 0, patient=False)
                 self._begin(asdict(stream.version))
             for chunk in stream.chunks():
                 self._write(chunk)
@@ -215,7 +225,7 @@ class _Fill:
         self._append(entries)
         if size is not None and size != self._written:
             raise ShardCut(f"{self._shard.name} has {self._written:,} bytes instead of {size:,}")
-        self.record(COMPLETE, warnings=warnings, size=self._written)
+        self._record(COMPLETE, warnings=warnings, size=self._written)
 
     def _scan(self, scanner: ShardScanner, chunk: bytes | memoryview) -> list[Entry]:
         """The entries that a chunk completes; before it complains of damage, those in front of it.
@@ -240,7 +250,7 @@ class _Fill:
                     self._append(again.feed(block))
             raise
 
-    def record(self, status: str, cause: str = "", warnings: list[str] | None = None, size: int = 0) -> None:
+    def _record(self, status: str, cause: str = "", warnings: list[str] | None = None, size: int = 0) -> None:
         """Write the end of the index: complete, or a verdict with its cause."""
         if self._index is None:
             self._begin({})
@@ -267,7 +277,7 @@ class _Fill:
         self._index = IndexWriter(self._part.path, meta)
 
     def _write(self, chunk: bytes | memoryview) -> None:
-        self.make_room(self._written + len(chunk), patient=True)
+        self._make_room(self._written + len(chunk), patient=True)
         view = memoryview(chunk)
         while view and not self._bare:
             view = view[self._stored(functools.partial(os.write, self._data, view)) :]
@@ -289,7 +299,7 @@ class _Fill:
                 raise
         return write()
 
-    def make_room(self, data_bytes: int, *, patient: bool) -> None:
+    def _make_room(self, data_bytes: int, *, patient: bool) -> None:
         """See to it that so much data and the index are within what is reserved.
 
         Args:
@@ -322,56 +332,29 @@ class _Fill:
 
     def _take_up(self) -> tuple[ShardScanner, Version | None]:
         """Copy an orphan's verified prefix; gives the scanner behind it, and the version of its bytes."""
-        orphan = self._part.orphan
-        if orphan is None or self._bare:
-            self._part.forget_orphan()
-            return ShardScanner(), None
-        entries: list[Entry] = []
-        version = None
-        with contextlib.suppress(FileNotFoundError, CacheCorrupt):
-            version, entries = _verified(orphan.path)
-        if version is None or not _is_traceable(version):
-            entries = []  # begin anew
-        if entries and version is not None:
-            self.make_room(version.size or ShardScanner.after(entries[-1]).position, patient=False)
-        try:
-            source = (orphan.path / "data").open("rb") if entries else None
-        except FileNotFoundError:  # it had to make room, or its stopped filler went on and is through with it
-            source, entries = None, []
-        scanner = ShardScanner.after(entries[-1] if entries else None)
-        if source is not None and version is not None:
-            with source:
-                self._begin(asdict(version))
-                while self._written < scanner.position:
-                    self._write(source.read(min(_COPY_BYTES, scanner.position - self._written)))
-            self._append(entries)
-            self._part.tier.counts.add("shards_taken_over", 1)
+        orphan, taken = self._part.orphan, None
+        if orphan is not None and not self._bare:
+            # It may have to make room, or its stopped filler goes on and is through with it: then begin anew.
+            with contextlib.suppress(FileNotFoundError, CacheCorrupt):
+                taken = self._copy(orphan.path)
         self._part.forget_orphan()
-        return scanner, version if entries else None
+        if taken is None:
+            return ShardScanner(), None
+        return taken
 
-
-def can_be_taken_up(orphan: Path) -> bool:
-    """Whether a fill would go on behind what a dead filler left; else it begins anew. Reads one sample."""
-    with contextlib.suppress(OSError):
-        version, entries = _verified(orphan, 1)
-        return bool(entries) and _is_traceable(version)
-    return False
-
-
-def _is_traceable(version: Version) -> bool:
-    """Whether anything tells this version from another: of a pipe nothing does."""
-    return bool(version.etag or version.last_modified)
-
-
-def _verified(orphan: Path, most: int | None = None) -> tuple[Version, list[Entry]]:
-    """The version whose bytes an orphan holds, and its entries as far as they verify, at most so many."""
-    entries: list[Entry] = []
-    with contextlib.closing(IndexReader(orphan)) as index, (orphan / "data").open("rb") as data:
-        index.refresh()
-        version = version_of(index)
-        for number in range(0 if index.ended else index.count)[:most]:
-            entry = index.entry(number)
-            if read_sample(data.fileno(), entry, lambda extensions: ()) is None:
-                break
-            entries.append(entry)
-    return version, entries
+    def _copy(self, orphan: Path) -> tuple[ShardScanner, Version] | None:
+        version, entries = verified_prefix(orphan)
+        if not entries or not is_traceable(version):
+            return None
+        scanner = ShardScanner.after(entries[-1])
+        self._make_room(version.size or scanner.position, patient=False)
+        with open_data(orphan) as source:
+            self._begin(asdict(version))
+            while self._written < scanner.position:
+                some = os.pread(source, min(_COPY_BYTES, scanner.position - self._written), self._written)
+                if not some:
+                    raise _Outdated  # it was cut since it was verified
+                self._write(some)
+        self._append(entries)
+        self._part.tier.counts.add("shards_taken_over", 1)
+        return scanner, version

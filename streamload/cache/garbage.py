@@ -14,10 +14,10 @@ from typing import Any
 
 from streamload.cache import runs
 from streamload.cache.directory import bytes_below
-from streamload.cache.fill import can_be_taken_up
 from streamload.cache.inventory import Foreign, foreign, foreign_in, is_filled, is_read, url_of
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.takeover import can_be_taken_up
 from streamload.cache.tier import Tier
 
 _ROUNDS = 4

@@ -64,7 +64,12 @@ class Part:
     def give_up(self) -> FileLock | None:
         """Leave a verdict in place of the shard; it stands while the lock that is returned is held."""
         verdict = FileLock.acquire(self.path / "names", shared=True, create=True)
-        self._move("gone")
+        try:
+            self._move("gone")
+        except BaseException:
+            if verdict is not None:
+                verdict.close()
+            raise
         return verdict
 
     def leave(self) -> None:
@@ -90,7 +95,7 @@ class Part:
         try:
             self.path.rename(target)
         except OSError as exc:
-            if not target.exists() and not self._was_taken_away():
+            if not target.exists() and not self.was_taken_away:
                 raise CacheError(f"could not publish a shard as {target}: {exc}") from exc
             self.tier.trash(self.path)  # somebody was first: theirs is as good
         self._let_go()
@@ -99,7 +104,8 @@ class Part:
         self.forget_orphan()
         self._alive.close()
 
-    def _was_taken_away(self) -> bool:
+    @property
+    def was_taken_away(self) -> bool:
         """Whether somebody cleared the tier while this part was being filled."""
         return self.tier.root.is_dir() and not self.path.exists()
 

@@ -72,7 +72,7 @@ def record_before_its_names() -> None:
 @_bug
 def entry_before_its_data() -> None:
     """The data goes through a buffer that is written when the next chunk comes; the entries don't."""
-    write, record = fill._Fill._write, fill._Fill.record
+    write, record = fill._Fill._write, fill._Fill._record
 
     def buffered(self: Any, chunk: bytes | memoryview) -> None:
         held, self.held = getattr(self, "held", b""), bytes(chunk)
@@ -86,7 +86,7 @@ def entry_before_its_data() -> None:
         record(self, *args, **named)
 
     _set(fill._Fill, "_write", buffered)
-    _set(fill._Fill, "record", flushed)
+    _set(fill._Fill, "_record", flushed)
 
 
 @_bug
