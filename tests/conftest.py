@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib.util
+import multiprocessing
 import os
 import re
 import signal
@@ -26,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     # A shell's background job ignores Ctrl-C and so would what it starts: some tests are about Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionfinish() -> None:
+    # Python would wait at its end for what a failed test has left running.
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import waiting
 from tiers import SAMPLES, SHARDS, Filled, flip, listing, payload_start, until
 
 from streamload.cache.fill import fill
@@ -307,18 +308,12 @@ def sweep_again_and_again(root: Path, ready: multiprocessing.synchronize.Event) 
 def test_a_run_announces_itself_though_others_remove_dead_runs_all_the_time(tmp_path: Path) -> None:
     """Its file is there for a moment before it is locked, and then looks like a dead process's."""
     tier = Tier(tmp_path / "tier", 1000)
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    sweeper = context.Process(target=sweep_again_and_again, args=(tier.root, ready), daemon=True)
-    sweeper.start()
-    assert ready.wait(60)
-    for _ in range(1500):
-        run = Run(tier.root / "runs")
-        run.announce(["a" * 32])
-        assert own(tier.root / "runs") == [run._path]
-        run.close()
-    sweeper.kill()
-    sweeper.join()
+    with waiting(sweep_again_and_again, tier.root):
+        for _ in range(1500):
+            run = Run(tier.root / "runs")
+            run.announce(["a" * 32])
+            assert own(tier.root / "runs") == [run._path]
+            run.close()
 
 
 def fill_and_wait(root: Path, url: str, ready: multiprocessing.synchronize.Event) -> None:
@@ -331,15 +326,9 @@ def fill_and_wait(root: Path, url: str, ready: multiprocessing.synchronize.Event
 
 def test_the_part_of_another_living_process_stays_until_that_is_killed(filled: Filled) -> None:
     filled.tier.trash(filled.shard(1))
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    filler = context.Process(target=fill_and_wait, args=(filled.root, filled.urls[1], ready))
-    filler.start()
-    assert ready.wait(60)
-    assert take_inventory(filled.tier).live_parts.count == 1
-    assert not collect_garbage(filled.tier, all_parts=True).removed
-    filler.kill()
-    filler.join()
+    with waiting(fill_and_wait, filled.root, filled.urls[1]):
+        assert take_inventory(filled.tier).live_parts.count == 1
+        assert not collect_garbage(filled.tier, all_parts=True).removed
     assert take_inventory(filled.tier).orphaned_parts.count == 1
     assert len(collect_garbage(filled.tier).removed) == 1
 

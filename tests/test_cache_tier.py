@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import multiprocessing.process
 import multiprocessing.synchronize
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import waiting
 
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Part
@@ -115,26 +114,9 @@ def decide_and_wait(root: Path, ready: multiprocessing.synchronize.Event) -> Non
         signal.pause()
 
 
-@contextlib.contextmanager
-def waiting(
-    work: Callable[[Path, multiprocessing.synchronize.Event], None], tier: Tier
-) -> Iterator[multiprocessing.process.BaseProcess]:
-    """A process that has come to where it waits; killed at the end."""
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    process = context.Process(target=work, args=(tier.root, ready))
-    process.start()
-    try:
-        assert ready.wait(60)
-        yield process
-    finally:
-        process.kill()
-        process.join()
-
-
 def test_what_a_killed_filler_held_is_free_at_once(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
-    with waiting(claim_and_wait, tier):
+    with waiting(claim_and_wait, tier.root):
         assert tier.claim(A) is None
     part = tier.claim(A)
     assert part is not None
@@ -304,7 +286,7 @@ def test_a_process_that_is_stopped_while_it_decides_blocks_nobody_for_ever(
 ) -> None:
     monkeypatch.setattr("streamload.cache.locks.PATIENCE_SECONDS", 0.3)
     tier = tier_of(tmp_path)
-    with waiting(decide_and_wait, tier) as process:
+    with waiting(decide_and_wait, tier.root) as process:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(CacheError, match="doesn't go on"):
