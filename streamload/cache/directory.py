@@ -53,7 +53,7 @@ class Directory:
     def __init__(self, root: Path | str, counts: Counts):
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
-        self._measured: dict[Path, tuple[tuple[int, int], int]] = {}
+        self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
 
     def published(self, digest: str) -> Path:
         """Where a shard is when it is whole."""
@@ -74,10 +74,7 @@ class Directory:
 
     def own(self, room: str) -> Iterator[Path]:
         """What the tier made in one of its rooms: real directories, by its names; the rest isn't touched."""
-        with os.scandir(self.root / room) as entries:
-            for entry in entries:
-                if ROOMS[room].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                    yield Path(entry.path)
+        return (Path(entry.path) for entry in self._own(room))
 
     def shards(self) -> Iterator[HeldShard]:
         """All that takes room: parts, published shards, bare indexes and verdicts.
@@ -85,11 +82,9 @@ class Directory:
         Parts come first: one that is published meanwhile is seen twice then, and not never.
         """
         for kind in ("parts", "shards", "bare", "gone"):
-            for path in self.own(kind):
+            for entry in self._own(kind):
                 with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    size = _part_bytes(path) if kind == "parts" else self._whole_bytes(path, status)
-                    yield HeldShard(path.name[:32], path, size, kind, status.st_mtime)
+                    yield self._held(kind, entry)
 
     @property
     def used_bytes(self) -> int:
@@ -133,14 +128,28 @@ class Directory:
         self.counts.add("checksum_failures", 1)
         return self.trash(path)
 
-    def _whole_bytes(self, path: Path, status: os.stat_result) -> int:
-        """The size of what doesn't change any more, but may be replaced by another version."""
+    def _own(self, room: str) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(self.root / room) as entries:
+            for entry in entries:
+                if ROOMS[room].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    yield entry
+
+    def _held(self, kind: str, entry: os.DirEntry[str]) -> HeldShard:
+        """What is known of something in a room; measured anew when it was used or replaced.
+
+        All of a tier is looked at for each decision, under its lock: thousands of shards take milliseconds.
+        """
+        status = entry.stat(follow_symlinks=False)
         which = (status.st_ino, status.st_mtime_ns)
-        known, size = self._measured.get(path, (None, 0))
-        if known != which:
-            size = bytes_below(path)
-            self._measured[path] = (which, size)
-        return size
+        before, known = self._measured.get(entry.path, (None, None))
+        if known is not None and before == which:
+            return known
+        path = Path(entry.path)
+        size = _part_bytes(path) if kind == "parts" else bytes_below(path)
+        found = HeldShard(entry.name[:32], path, size, kind, status.st_mtime)
+        if kind != "parts":  # they grow
+            self._measured[entry.path] = (which, found)
+        return found
 
     def _prepare(self) -> None:
         """Make what is missing of it.

@@ -223,12 +223,13 @@ class Room:
         """Note the reservation (True), refuse it (False), or say what has to be deleted first (None)."""
         with exclusive(self._lock):
             found = self._contents()
-            mine = sum(shard.size_bytes for shard in found.held if shard.path == part)
+            own = [shard for shard in found.held if shard.kind == "parts" and shard.path == part]
+            mine = sum(shard.size_bytes for shard in own)
             excess = found.used_bytes - mine + size_bytes - self._allowed_bytes(found.used_bytes)
             if excess <= 0:
                 write_whole(part / "reserved", str(size_bytes))
                 return True, []
-            others = [shard for shard in found.held if shard.path != part]
+            others = [shard for shard in found.held if shard not in own]
             chosen = ledger.victims(
                 others,
                 self._waits(others),
@@ -241,7 +242,7 @@ class Room:
 
     def _contents(self, without: Collection[Path] = ()) -> _Contents:
         """Under the lock."""
-        held = [shard for shard in self._directory.shards() if shard.path not in without]
+        held = [shard for shard in self._directory.shards() if not without or shard.path not in without]
         in_trash = [path for path in self._directory.own("trash") if path not in without]
         used_bytes = sum(shard.size_bytes for shard in held) + sum(map(bytes_below, in_trash))
         unread = [path for path in in_trash if is_unread(path)]
