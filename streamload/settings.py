@@ -124,8 +124,6 @@ class FreeDisk:
 
 
 DEFAULT_FREE_DISK = FreeDisk()
-NO_FREE_DISK = FreeDisk(size_bytes=0)
-"""For a tier in memory, whose limit follows what is free there."""
 
 
 @dataclass(frozen=True, slots=True)

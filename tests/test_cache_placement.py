@@ -19,13 +19,13 @@ import pytest
 
 import streamload
 from streamload.cache import memory, placement
-from streamload.cache.follow import shard_of
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import Agreement, Answer, decide, memory_root, place_tier
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError
 from streamload.prefetch.warm import warm
-from streamload.settings import Settings, read_settings
+from streamload.settings import Settings, file_system, read_settings
 from streamload.testing.disks import small_disk, why_no_small_disk
 from streamload.testing.faults import Fault
 from streamload.testing.kills import Child
@@ -353,3 +353,28 @@ def test_who_does_not_come_to_an_answer_is_not_waited_for_for_ever(
     assert answer_of(waits, "disk") == Answer("disk", "said so")
     waits.close()
     deciding.close()
+
+
+def test_a_tier_in_memory_gives_way_when_memory_gets_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes = 64 << 30
+    monkeypatch.setattr(memory, "available", lambda root: memory.Free(free_bytes, "memory"))
+    with tempfile.TemporaryDirectory(dir=memory.PLACE) as place:
+        tier = Tier(Path(place) / "tier", 1 << 30, tend_seconds=0.0)
+        for digest in ("a" * 32, "b" * 32):
+            part = tier.claim(digest)
+            assert part is not None
+            assert part.reserve(1 << 20, 0.0)
+            (part.path / "names").touch()
+            (part.path / "data").write_bytes(bytes(1 << 20))
+            part.publish()
+        tier.room.tend()
+        assert tier.room.allowed_bytes == tier.limit_bytes
+        assert len(list(tier.own("shards"))) == 2
+        free_bytes = 0
+        if not file_system(tmp_path).is_memory:  # the disk has its own room
+            on_disk = Tier(tmp_path / "tier", 1 << 20)
+            assert on_disk.room.allowed_bytes == on_disk.limit_bytes
+        tier.room.tend()
+        assert len(list(tier.own("shards"))) == 1

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PLACE = Path("/dev/shm")
 """The tmpfs that every Linux has."""
@@ -22,7 +23,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Free:
     """What is free, and what it is that sets the bound.
 
     Attributes:
@@ -32,6 +33,13 @@ class Room:
 
     free_bytes: int
     bound: str
+
+
+class MemoryUsage(NamedTuple):
+    """How large a tmpfs is, and how much of it may be written now, in bytes."""
+
+    total: int
+    free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ _VERSIONS = {
 }
 
 
-def room(place: Path = PLACE, root: Path = Path("/")) -> Room:
+def room(place: Path = PLACE, root: Path = Path("/")) -> Free:
     """What may be written into a tmpfs at `place`, which need not exist yet.
 
     Args:
@@ -63,24 +71,33 @@ def room(place: Path = PLACE, root: Path = Path("/")) -> Room:
         OSError: nobody can say how large the tmpfs is.
     """
     nearest = next(path for path in (place, *place.absolute().parents) if path.exists())
-    tmpfs = Room(shutil.disk_usage(nearest).free, str(place))
+    tmpfs = Free(shutil.disk_usage(nearest).free, str(place))
     return min(tmpfs, available(root), key=lambda one: one.free_bytes)
 
 
-def available(root: Path = Path("/")) -> Room:
+def usage(place: Path) -> MemoryUsage:
+    """What a tier in a tmpfs goes by, as `shutil.disk_usage` is for one on a disk.
+
+    Raises:
+        OSError: nobody can say how large the tmpfs is.
+    """
+    return MemoryUsage(shutil.disk_usage(place).total, room(place).free_bytes)
+
+
+def available(root: Path = Path("/")) -> Free:
     """The same without a look at any tmpfs: what the machine has and the container allows."""
-    found = [Room(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
+    found = [Free(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
     return min(found, key=lambda one: one.free_bytes)
 
 
-def _of_machine(root: Path) -> Iterator[Room]:
+def _of_machine(root: Path) -> Iterator[Free]:
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                yield Room(int(line.split()[1]) * 1024, "memory")
+                yield Free(int(line.split()[1]) * 1024, "memory")
 
 
-def _of_cgroups(root: Path) -> Iterator[Room]:
+def _of_cgroups(root: Path) -> Iterator[Free]:
     """What each cgroup leaves to this process, from its own up to the highest that can be seen."""
     for kind, top, own in _hierarchies(root):
         directory = own if own.is_dir() else top
@@ -124,7 +141,7 @@ def _hierarchies(root: Path) -> Iterator[tuple[str, Path, Path]]:
         yield kind, top, top / inner.lstrip("/")
 
 
-def _of_cgroup(directory: Path, dialect: _Dialect, root: Path) -> Iterator[Room]:
+def _of_cgroup(directory: Path, dialect: _Dialect, root: Path) -> Iterator[Free]:
     with contextlib.suppress(OSError, ValueError):  # the highest has no such files
         used = int((directory / dialect.used).read_text()) - _reclaimable_bytes(directory, dialect)
         for name in dialect.limits:
@@ -132,7 +149,7 @@ def _of_cgroup(directory: Path, dialect: _Dialect, root: Path) -> Iterator[Room]
             limit = _UNLIMITED_BYTES if text == "max" else int(text)
             if limit < _UNLIMITED_BYTES:
                 where = f"/{(directory / name).relative_to(root)}"
-                yield Room(max(0, limit - used), f"the container's memory ({where})")
+                yield Free(max(0, limit - used), f"the container's memory ({where})")
 
 
 def _reclaimable_bytes(directory: Path, dialect: _Dialect) -> int:

@@ -29,7 +29,7 @@ from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheError, OriginError
 from streamload.metrics import format_bytes
 from streamload.origins.origin import OriginOptions, open_origin
-from streamload.settings import NO_FREE_DISK, FreeDisk, Settings, file_system
+from streamload.settings import DEFAULT_FREE_DISK, FreeDisk, Settings, file_system
 
 logger = logging.getLogger("streamload")
 
@@ -38,13 +38,13 @@ Ask = Callable[[Shard], int | None]
 
 _LEAST_MEMORY_BYTES = 64 << 20
 _LEAST_DISK_BYTES = 1_000_000_000
-_MOST_SHARE = 0.9
-"""Of what memory is free a tier takes no more than this, whatever it is given."""
 _INDEX_SHARE = 64
 _INDEX_BYTES = 32 << 10
 _SHARDS_ASKED = 16
 _MARGIN = 1.1
 """By so much the data may be larger than the shards whose size was asked let expect."""
+_MOST_SHARE = 0.9
+"""Of what memory is free a tier is given no more than this, whatever is asked for."""
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 
@@ -102,7 +102,7 @@ def place_tier(
         raise
     place = "in memory" if answer.where == "memory" else "on disk"
     logger.info("cache %s at %s (%s)", place, tier.root, answer.why)
-    free_disk = NO_FREE_DISK if answer.where == "memory" else settings.free_disk
+    free_disk = DEFAULT_FREE_DISK if answer.where == "memory" else settings.free_disk
     return Placed(tier, answer, free_disk, agreement)
 
 
@@ -149,7 +149,7 @@ def open_memory(settings: Settings) -> Tier:
     root = memory_root(settings)
     if _existing(root) is not None:
         Tier(root).sweep()
-    return Tier(root, limit_bytes, free_disk=NO_FREE_DISK, eviction=settings.eviction)
+    return Tier(root, limit_bytes, free_disk=DEFAULT_FREE_DISK, eviction=settings.eviction)
 
 
 def memory_budget(settings: Settings) -> int:

@@ -20,11 +20,12 @@ from streamload.cache import memory
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Tier
 from streamload.metrics import Counts
-from streamload.settings import NO_FREE_DISK
+from streamload.settings import FreeDisk
 
 _MEMORY = memory.PLACE
 _SHARE = 4
 """It may take a quarter of what is free in memory, of the machine and of the container."""
+_NO_FLOOR = FreeDisk(size_bytes=0)  # its limit leaves enough free
 _LEAST_BYTES = 1 << 20
 """Its limit is a share of what is free; a floor that is meant for disks would take all of a small memory."""
 
@@ -70,7 +71,7 @@ class Spare:
         if limit < _LEAST_BYTES:
             return None
         while True:
-            tier = Tier(root, limit, self._counts, free_disk=NO_FREE_DISK)
+            tier = Tier(root, limit, self._counts, free_disk=_NO_FLOOR)
             self._user = FileLock.acquire(root / "users", shared=True, create=True)
             if self._user is not None and (root / "tier.json").exists():
                 return tier

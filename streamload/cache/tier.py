@@ -15,14 +15,14 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from streamload.cache import runs
+from streamload.cache import memory, runs
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Orphan, Part
 from streamload.cache.room import TEND_SECONDS, DiskUsage, Room
 from streamload.errors import CacheError
 from streamload.metrics import Counters, Counts
-from streamload.settings import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings
+from streamload.settings import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system
 
 
 class Tier(Directory):
@@ -37,7 +37,8 @@ class Tier(Directory):
         counts: where evictions, take-overs and damage are counted.
         free_disk: what this process leaves free on the disk, whatever the limit says.
         eviction: by which rule this process makes room.
-        disk_usage: says how much of a path's disk is free.
+        disk_usage: says how much of a path's disk is free; by default the file system, and in memory what
+            machine and container leave as well.
         tend_seconds: how often `tend` looks.
 
     Raises:
@@ -52,7 +53,7 @@ class Tier(Directory):
         *,
         free_disk: FreeDisk = DEFAULT_FREE_DISK,
         eviction: Eviction = "plan",
-        disk_usage: Callable[[Path], DiskUsage] = shutil.disk_usage,
+        disk_usage: Callable[[Path], DiskUsage] | None = None,
         tend_seconds: float = TEND_SECONDS,
     ):
         super().__init__(root, counts if counts is not None else Counters())
@@ -63,7 +64,7 @@ class Tier(Directory):
                 limit_bytes,
                 free_disk=free_disk,
                 eviction=eviction,
-                disk_usage=disk_usage,
+                disk_usage=disk_usage or _usage_of(self.root),
                 tend_seconds=tend_seconds,
             )
         except CacheError:
@@ -175,6 +176,10 @@ class Tier(Directory):
             verdict = self.out_of_sight(verdict)
         self.delete(verdict)
         return False
+
+
+def _usage_of(root: Path) -> Callable[[Path], DiskUsage]:
+    return memory.usage if file_system(root).is_memory else shutil.disk_usage
 
 
 def open_tier(settings: Settings) -> Tier:
