@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.faults.data import Data
 from streamload.cache.part import Part
+from streamload.cache.room import Room
 from streamload.cache.tier import Tier
 from streamload.testing.kills import Stage
 
@@ -82,7 +83,7 @@ def tell_stages(stage: Stage, data: Data) -> None:
     Tier.claim = told_claim  # type: ignore[method-assign]
     Part.forget_orphan = told_forget_orphan  # type: ignore[method-assign]
     Part.publish = within("publishing")(Part.publish)  # type: ignore[method-assign]
-    Tier.reserve = within("reserving")(Tier.reserve)  # type: ignore[method-assign]
+    Room.reserve = within("reserving")(Room.reserve)  # type: ignore[method-assign]
     sys.addaudithook(hook)
 
 
