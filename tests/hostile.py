@@ -112,7 +112,12 @@ def read_both_ways(directory: Path, shards: Mapping[str, bytes | Path], **option
     with ShardServer(data) as server:
         sources = [[str(data / name) for name in shards], [f"{server.url}/{name}" for name in shards]]
         local, remote = outcomes(sources, directory, **options)
-    assert local[:-1] == remote[:-1]
+    if local.error:  # it comes when it is known: a batch in front of it may not have been made by then
+        shorter, longer = sorted((local.keys, remote.keys), key=len)
+        assert longer[: len(shorter)] == shorter
+        assert (local.skipped, local.given_up, local.error) == (remote.skipped, remote.given_up, remote.error)
+    else:
+        assert local[:-1] == remote[:-1]
     return remote
 
 

@@ -103,7 +103,7 @@ def test_a_run_logs_it_when_it_begins_and_the_doctor_says_the_same(
     for _ in range(2):
         with make(server, tmp_path / "cache", cache_size="1GB", num_workers=0) as loader:
             list(loader)
-    cold, warm = (r.getMessage() for r in caplog.records if r.getMessage().startswith("cache "))
+    cold, warm = (r.getMessage() for r in caplog.records if r.getMessage().startswith(f"cache {tmp_path}"))
     assert "of at most 1.0 GB used; 120 shards, none of them seen yet" in cold
     assert "120 shards of about" in warm
     assert "a warm epoch finds 100% here" in warm

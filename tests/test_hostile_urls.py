@@ -135,7 +135,7 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
         with streamload.make_loader(
             [url], train=False, num_workers=0, cache_dir=tmp_path / "cache", storage_options=options
         ) as loader:
-            recipe = recipe_for(loader.options, Topology(), 1)
+            recipe, placed = recipe_for(loader.options, Topology(), 1)
             for _ in loader:
                 shown = [
                     loader,
@@ -143,6 +143,7 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
                     loader.stats(),
                     loader.stats().as_dict(),
                     recipe,
+                    placed,
                     *recipe.shards,
                 ]
                 assert SECRET not in "".join(f"{thing!r} {thing!s}" for thing in shown)

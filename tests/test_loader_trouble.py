@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from tiers import until
 
 import streamload
 from streamload.cache import spare
@@ -467,9 +468,11 @@ def test_a_killed_worker_is_an_error_and_loses_nothing(
             urls(server), tmp_path, cache_dir=tmp_path / "other", multiprocessing_context=method, batch_size=1
         )
         server.stop_after(0.5)
+        before = {process.pid for process in psutil.Process().children()}
         batches = iter(loader)
         next(batches)
-        workers = [process for process in psutil.Process().children() if is_a_worker(process)]
+        begun = [process for process in psutil.Process().children() if process.pid not in before]
+        workers = [process for process in begun if is_a_worker(process)]
         killer = threading.Timer(1.0, workers[0].kill)  # while the loop waits for a batch
         killer.start()
         with pytest.raises(streamload.WorkerDied, match="DataLoader worker"):
@@ -504,6 +507,10 @@ def test_break_close_and_drop_leave_nothing_behind(
         assert not list((tier.root / "trash").iterdir())
 
 
+def arrived_bytes(cache: Path) -> int:
+    return sum(path.stat().st_size for path in cache.glob("parts/*/data"))
+
+
 TRAINING = """
 import sys, streamload
 urls, cache = sys.argv[1:]
@@ -524,6 +531,8 @@ def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
     )
     assert training.stdout is not None
     assert training.stdout.readline() == b"batch\n"
+    total = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    until(lambda: arrived_bytes(tmp_path / "cache") > 0.55 * total)
     family = [training, *psutil.Process(training.pid).children(recursive=True)]
     if how is signal.SIGINT:
         os.killpg(training.pid, how)
@@ -539,7 +548,6 @@ def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
     server.go_on()
     with make(urls(server), tmp_path) as loader:
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
-    total = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
     again = sum(request.sent for request in server.log) - total
     assert again < sent / 4  # what was verified was taken up, not fetched again
     assert not Tier.open(tmp_path / "cache").parts("*")

@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import until
 
 from streamload.cache.follow import ShardView
 from streamload.cache.shard import Shard, shard_of
@@ -62,13 +63,6 @@ def fill_until_killed(server_url: str, root: Path) -> None:
     while not filling.is_published:
         time.sleep(0.01)
     filling.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it didn't happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture
