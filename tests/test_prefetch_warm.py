@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from tiers import until
 
 from streamload.prefetch.warm import warm
 from streamload.testing.kills import Child
@@ -19,8 +20,7 @@ def test_what_a_killed_warm_up_left_of_another_version_is_fetched_anew(tmp_path:
         url = f"{server.url}/00000.tar"
         server.stop_after(0.5)
         with Child(lambda stage: warm(url, cache_dir=cache, cache_size="10MB").shards) as child:
-            while not any(path.stat().st_size > 1000 for path in cache.glob("parts/*/index")):
-                time.sleep(0.005)
+            until(lambda: any(path.stat().st_size > 1000 for path in cache.glob("parts/*/index")))
             child.kill()
         (path,) = write_shards(tmp_path / "data", [41], seed=2)
         server.go_on()
