@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import streamload
-from streamload.cache import memory, placement
+from streamload.cache import agreement, memory, placement
+from streamload.cache.agreement import Agreement, Answer
 from streamload.cache.locks import FileLock
-from streamload.cache.placement import Agreement, Answer, decide, memory_root, place_tier
+from streamload.cache.placement import agreement_on, decide, memory_root, place_tier
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError
@@ -269,8 +270,8 @@ def answer_of(agreement: Agreement, where: Any) -> Answer:
 
 
 def test_as_long_as_one_stands_by_an_answer_all_get_it(tmp_path: Path, shm: Path) -> None:
-    first, second, third = (Agreement(settings(tmp_path), shards(3)) for _ in range(3))
-    other = Agreement(settings(tmp_path), shards(4))
+    first, second, third = (agreement_on(settings(tmp_path), shards(3)) for _ in range(3))
+    other = agreement_on(settings(tmp_path), shards(4))
     assert answer_of(first, "memory").where == "memory"
     assert answer_of(second, "disk").where == "memory"
     assert answer_of(other, "disk").where == "disk"
@@ -298,7 +299,7 @@ def test_processes_that_start_at_once_decide_once(tmp_path: Path, shm: Path) -> 
 
         while not go.exists():
             time.sleep(0.001)
-        agreement = Agreement(settings(tmp_path), shards(3))
+        agreement = agreement_on(settings(tmp_path), shards(3))
         why = agreement.join(decide_slowly).why
         (tmp_path / f"done-{os.getpid()}").touch()
         while len(list(tmp_path.glob("done-*"))) < 4:
@@ -322,18 +323,18 @@ def test_processes_that_start_at_once_decide_once(tmp_path: Path, shm: Path) -> 
 
 def test_the_answer_of_a_killed_process_does_not_stand_and_is_removed(tmp_path: Path, shm: Path) -> None:
     def work(stage: Any) -> None:
-        answer_of(Agreement(settings(tmp_path), shards(3)), "memory")
+        answer_of(agreement_on(settings(tmp_path), shards(3)), "memory")
         stage.enter("standing")
         threading.Event().wait()
 
     with Child(work) as child:
         child.stage.wait_for("standing", 30)
-        stays = Agreement(settings(tmp_path), shards(3))
+        stays = agreement_on(settings(tmp_path), shards(3))
         assert answer_of(stays, "disk").where == "memory"
         stays.close()
         child.kill()
     assert len(list(shm.iterdir())) == 1
-    again = Agreement(settings(tmp_path), shards(5))
+    again = agreement_on(settings(tmp_path), shards(5))
     assert answer_of(again, "disk").where == "disk"
     again.close()
     assert not list(shm.iterdir())
@@ -342,14 +343,14 @@ def test_the_answer_of_a_killed_process_does_not_stand_and_is_removed(tmp_path: 
 def test_who_does_not_come_to_an_answer_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shm: Path
 ) -> None:
-    monkeypatch.setattr(placement, "_PATIENCE_SECONDS", 0.2)
-    stands = Agreement(settings(tmp_path), shards(3))
+    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+    stands = agreement_on(settings(tmp_path), shards(3))
     answer_of(stands, "memory")
     (path,) = shm.iterdir()
     stands.close()
     deciding = FileLock.acquire(path, create=True)
     assert deciding is not None
-    waits = Agreement(settings(tmp_path), shards(3))
+    waits = agreement_on(settings(tmp_path), shards(3))
     assert answer_of(waits, "disk") == Answer("disk", "said so")
     waits.close()
     deciding.close()

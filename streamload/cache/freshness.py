@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from streamload import urls
@@ -28,7 +29,7 @@ from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, OriginError, OriginStopped, ShardError
 from streamload.metrics import Counts
-from streamload.origins.origin import Origin, OriginOptions, Stream, Version
+from streamload.origins.origin import Origin, OriginOptions, Stream, Version, open_origin
 from streamload.shards.index import IndexReader
 
 logger = logging.getLogger("streamload")
@@ -291,9 +292,14 @@ def _version_at(path: Path) -> Version | None:
         return None
 
 
-def briefly(options: OriginOptions) -> OriginOptions:
-    """With less patience: a question about a shard that is there mustn't keep a training waiting."""
-    return replace(options, attempts=min(options.attempts, 3), retry_after_limit_seconds=5.0)
+def asker(storage_options: dict[str, Any] | None, options: OriginOptions, counts: Counts) -> Ask:
+    """What asks origins, with less patience than a fill: the shard is there, and a training waits."""
+    brief = replace(options, attempts=min(options.attempts, 3), retry_after_limit_seconds=5.0)
+
+    def ask(shard: Shard, stop: threading.Event) -> Version:
+        return open_origin(shard.url, storage_options, brief, counts, stop).version()
+
+    return ask
 
 
 def _endpoint(shard: Shard) -> str:

@@ -1,29 +1,24 @@
 """On disk or in memory: the tier that a run reads from (`cache=`), one for all of a node that read the same.
 
 The tier in memory is a tier like any other, in a tmpfs. With "auto" the data goes there if it is known to
-fit, or if there is no disk. What fits now may not fit in a second, when the next rank asks: so whoever comes
-first writes the answer into a file beside the tier and holds a shared lock on it, as do all who go by it; the
-last of them takes it away, and the next run decides anew.
+fit, or if there is no disk; who begins first decides for all (agreement.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import xxhash
+from typing import Any
 
 from streamload.cache import memory, runs
-from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.agreement import Agreement, Answer
+from streamload.cache.locks import exclusive
 from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheError, OriginError
@@ -45,15 +40,6 @@ _MARGIN = 1.1
 """By so much the data may be larger than the shards whose size was asked let expect."""
 _MOST_SHARE = 0.9
 """Of what memory is free a tier is given no more than this, whatever is asked for."""
-_PATIENCE_SECONDS = 60.0
-_POLL_SECONDS = 0.02
-
-
-class Answer(NamedTuple):
-    """Where the tier is to be, and why, in words."""
-
-    where: Literal["disk", "memory"]
-    why: str
 
 
 @dataclass(slots=True)
@@ -89,7 +75,7 @@ def place_tier(
     """
     agreement = None
     if settings.cache == "auto":
-        agreement = Agreement(settings, shards)
+        agreement = agreement_on(settings, shards)
         ask = _asker(storage_options)
         answer = agreement.join(lambda: decide(settings, shards, ask, nodes))
     else:
@@ -104,6 +90,12 @@ def place_tier(
     logger.info("cache %s at %s (%s)", place, tier.root, answer.why)
     free_disk = DEFAULT_FREE_DISK if answer.where == "memory" else settings.free_disk
     return Placed(tier, answer, free_disk, agreement)
+
+
+def agreement_on(settings: Settings, shards: Sequence[Shard]) -> Agreement:
+    """What all go by that read the same shards by the same settings."""
+    digests = sorted({shard.digest for shard in shards})
+    return Agreement(memory_root(settings), [str(settings.cache_dir), *digests])
 
 
 def decide(settings: Settings, shards: Sequence[Shard], ask: Ask, nodes: int = 1) -> Answer:
@@ -289,63 +281,3 @@ def _asker(storage_options: dict[str, Any] | None) -> Ask:
             return None  # whoever reads it will say what is wrong
 
     return ask
-
-
-class Agreement:
-    """One answer of all who read the same shards by the same settings, as long as one of them lives."""
-
-    def __init__(self, settings: Settings, shards: Sequence[Shard]):
-        self._beside = memory_root(settings)
-        names = [str(settings.cache_dir), *sorted({shard.digest for shard in shards})]
-        name = f"{self._beside.name}.{xxhash.xxh3_64_hexdigest(os.fsencode(chr(10).join(names)))}"
-        self._path = self._beside.with_name(name)
-        self._lock: FileLock | None = None
-
-    def join(self, decide: Callable[[], Answer]) -> Answer:
-        """The answer that stands; if none does, the one that is decided now.
-
-        Where none can be written down, or who decides doesn't go on, it is this process's own.
-        """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                self._decide_if_first(decide)
-                self._lock = FileLock.acquire(self._path, shared=True)
-                if self._lock is not None and self._lock.is_of(self._path):
-                    return Answer(**json.loads(self._path.read_text()))
-            except (OSError, ValueError, TypeError):
-                break
-            self._let_go()
-            time.sleep(_POLL_SECONDS)
-        self._let_go()
-        return decide()
-
-    def close(self) -> None:
-        """Stand by the answer no more, and take it away if nobody else does; once is enough."""
-        if self._lock is not None:
-            self._let_go()
-            _remove_if_unheld(self._path)
-
-    def _decide_if_first(self, decide: Callable[[], Answer]) -> None:
-        for other in self._beside.parent.glob(f"{self._beside.name}.{'[0-9a-f]' * 16}"):
-            if other != self._path:
-                _remove_if_unheld(other)  # of a run that was killed
-        first = FileLock.acquire(self._path, create=True)
-        if first is not None:
-            with contextlib.closing(first):
-                if first.is_of(self._path):
-                    self._path.write_text(json.dumps(decide()._asdict()))
-
-    def _let_go(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-
-def _remove_if_unheld(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        last = FileLock.acquire(path)
-        if last is not None:
-            with contextlib.closing(last):
-                if last.is_of(path):
-                    path.unlink()

@@ -200,18 +200,16 @@ def _data(urls: list[str]) -> list[Finding]:
     """How far the cache goes for some shards, at the loader's default batch size."""
     from streamload.cache.forecast import forecast
     from streamload.cache.shard import shard_of
-    from streamload.cache.tier import Tier
+    from streamload.cli.cache.options import tier_at
     from streamload.errors import StreamloadError
     from streamload.order.deal import default_lanes, default_window
-    from streamload.settings import read_settings
     from streamload.urls import expand_urls
 
     if not urls:
         return []
     try:
         shards = [shard_of(url, None) for url in expand_urls(urls)]
-        settings = read_settings()
-        tier = Tier.open(settings.cache_dir, free_disk=settings.free_disk)
+        tier = tier_at(None)
     except StreamloadError as exc:
         return [Finding("data", "nothing known yet", advice=str(exc))]
     said = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.freshness import Freshness, briefly
+from streamload.cache.freshness import Freshness, asker
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
 from streamload.cache.spare import Spare
@@ -292,13 +292,8 @@ def _open_origin(recipe: Recipe, counts: Counters, shard: Shard, stop: threading
 
 def _freshness(recipe: Recipe, tier: Tier, counts: Counters) -> Freshness:
     """By which versions of its shards the run goes."""
-
-    def ask(shard: Shard, stop: threading.Event) -> Version:
-        options = briefly(recipe.origin)
-        return open_origin(shard.url, recipe.storage_options, options, counts, stop).version()
-
-    asks = None if recipe.revalidate == "never" else ask
-    return Freshness(tier, recipe.run, each_epoch=recipe.revalidate != "start", ask=asks, counts=counts)
+    ask = None if recipe.revalidate == "never" else asker(recipe.storage_options, recipe.origin, counts)
+    return Freshness(tier, recipe.run, each_epoch=recipe.revalidate != "start", ask=ask, counts=counts)
 
 
 class Waiting:

@@ -250,7 +250,8 @@ class Ahead:
             pause = self._fill_into(tier, shard)
         except OSError as trouble:  # an origin's are settled where they come up
             return _NO_ROOM_SECONDS if self._may_pass(trouble) else self._make_do(shard, trouble)
-        self._short_since = None
+        with self._change:
+            self._short_since = None
         return pause
 
     def _may_pass(self, trouble: OSError) -> bool:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from streamload.cache.fill import Filled
-from streamload.cache.freshness import Freshness, briefly
+from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
-from streamload.origins.origin import OriginOptions, Version, open_origin
+from streamload.origins.origin import OriginOptions, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.settings import file_system, read_settings
 from streamload.urls import expand_urls
@@ -108,10 +108,7 @@ def warm(
     tier = placed.tier
     before = sum(tier.published(shard.digest).exists() for shard in shards)
     tally, counts = _Tally(), Counters()
-
-    def ask(shard: Shard, stop: threading.Event) -> Version:
-        return open_origin(shard.url, storage, briefly(OriginOptions()), counts, stop).version()
-
+    ask = asker(storage, OriginOptions(), counts)
     freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
     with (
         closing(placed),

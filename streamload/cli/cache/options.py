@@ -31,10 +31,10 @@ def tier_at(cache_dir: str | None) -> "Tier":
     settings = read_settings(cache_dir=cache_dir)
     on_disk, in_memory = settings.cache_dir, memory_root(settings)
     if cache_dir is not None or in_memory == on_disk:
-        return Tier.open(on_disk)
+        return Tier.open(on_disk, free_disk=settings.free_disk)
     first, other = (in_memory, on_disk) if settings.cache == "memory" else (on_disk, in_memory)
     if (first / "tier.json").is_file() or not (other / "tier.json").is_file():
-        return Tier.open(first)
+        return Tier.open(first, free_disk=settings.free_disk)
     if settings.cache == "auto":
-        return Tier.open(other)
+        return Tier.open(other, free_disk=settings.free_disk)
     raise CacheError(f"there is no streamload cache at {first}, but one at {other}: --cache-dir={other}")
