@@ -30,6 +30,7 @@ from streamload.errors import (
     ShardCut,
     ShardError,
     ShardFormatError,
+    StateMismatch,
     StreamloadError,
     TooManyBadSamples,
     UrlError,
@@ -37,7 +38,7 @@ from streamload.errors import (
 )
 
 if TYPE_CHECKING:
-    from streamload.loader import Loader, make_loader
+    from streamload.loader import Loader, Source, gather_state, make_loader
     from streamload.metrics import Snapshot
     from streamload.shards.samples import Entry
 
@@ -67,10 +68,13 @@ __all__ = [
     "ShardError",
     "ShardFormatError",
     "Snapshot",
+    "Source",
+    "StateMismatch",
     "StreamloadError",
     "TooManyBadSamples",
     "UrlError",
     "WorkerDied",
+    "gather_state",
     "make_loader",
 ]
 
@@ -78,6 +82,8 @@ _LATER = {
     "Entry": "streamload.shards.samples",
     "Loader": "streamload.loader",
     "Snapshot": "streamload.metrics",
+    "Source": "streamload.loader",
+    "gather_state": "streamload.loader",
     "make_loader": "streamload.loader",
 }
 

@@ -5,7 +5,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
 
     StreamloadError
     ├── OptionError (ValueError)            an argument or variable that can't be used
-    │   └── UrlError                        a URL, brace pattern or scheme that can't be read
+    │   ├── UrlError                        a URL, brace pattern or scheme that can't be read
+    │   └── StateMismatch                   a saved state that isn't of this loader's run
     ├── OriginError (OSError)               far away: could not be read, after retries
     │   ├── OriginNotFound (FileNotFoundError)
     │   ├── OriginDenied (PermissionError)
@@ -42,6 +43,10 @@ class OptionError(StreamloadError, ValueError):
 
 class UrlError(OptionError):
     """A URL, brace pattern or scheme that can't be read."""
+
+
+class StateMismatch(OptionError):
+    """A saved state that this loader can't go on from: of other data, incomplete, or no state at all."""
 
 
 class OriginError(StreamloadError, OSError):

@@ -5,10 +5,11 @@ is locked between processes; a snapshot may be a moment behind. Times are kept a
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from time import monotonic_ns
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,6 +121,8 @@ class Snapshot:
         bytes_wait_seconds: near 0: the bytes are there before they are needed; near workers × time: the
             origin is the limit.
         transform_seconds: near workers × time: the CPU is the limit.
+        source_samples: by source: samples in the batches that the training loop took.
+        source_wait_seconds: by source: what bytes_wait_seconds adds up.
     """
 
     origin_requests: int = 0
@@ -146,10 +149,19 @@ class Snapshot:
     seconds_to_first_batch: float | None = None
     bytes_wait_seconds: float = 0.0
     transform_seconds: float = 0.0
+    source_samples: dict[str, int] = field(default_factory=dict)
+    source_wait_seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: NDArray[np.int64]) -> "Snapshot":
-        """Add up the rows of all processes: int64[N, WIDTH]."""
+    def of(
+        cls, rows: NDArray[np.int64], sources: Mapping[str, Sequence[int]] = MappingProxyType({})
+    ) -> "Snapshot":
+        """Add up the rows of all processes.
+
+        Args:
+            rows: int64[N, WIDTH].
+            sources: of each by its name: samples taken, nanoseconds waited for bytes.
+        """
         total = dict(zip(COUNTERS, rows.sum(axis=0).tolist(), strict=True))
         plain = {f.name: total[f.name] for f in fields(cls) if f.name in total}
         return cls(
@@ -160,6 +172,8 @@ class Snapshot:
             seconds_to_first_batch=total["first_batch_ns"] / 1e9 or None,
             bytes_wait_seconds=total["bytes_wait_ns"] / 1e9,
             transform_seconds=total["transform_ns"] / 1e9,
+            source_samples={name: int(samples) for name, (samples, _) in sources.items()},
+            source_wait_seconds={name: waited_ns / 1e9 for name, (_, waited_ns) in sources.items()},
         )
 
     def since(self, earlier: "Snapshot") -> "Snapshot":
@@ -168,7 +182,7 @@ class Snapshot:
         for name in (f.name for f in fields(self) if f.name not in parts):
             now, before = getattr(self, name), getattr(earlier, name)
             if isinstance(now, dict):
-                parts[name] = {cause: count - before[cause] for cause, count in now.items()}
+                parts[name] = {cause: count - before.get(cause, 0) for cause, count in now.items()}
             else:
                 parts[name] = now - before
         return Snapshot(**parts)
@@ -176,10 +190,7 @@ class Snapshot:
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, ready for JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {
-            "samples_skipped": dict(self.samples_skipped),
-            "samples_replaced": dict(self.samples_replaced),
-        }
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     def __str__(self) -> str:
         first = (

@@ -60,20 +60,20 @@ def test_a_tensor_travels_to_another_process(method: str) -> None:
 
 def test_an_order_is_read_whole_while_others_are_given() -> None:
     board = Board(1)
-    board.give_order({"epoch": 0, "text": "0" * 1000})
+    board.order.write({"epoch": 0, "text": "0" * 1000})
     stop = threading.Event()
     torn: list[dict[str, object]] = []
 
     def read() -> None:
         while not stop.is_set():
-            order = board.read_order()
+            order = board.order.read()
             if order["text"] != str(order["epoch"])[-1] * 1000:
                 torn.append(order)
 
     reader = threading.Thread(target=read)
     reader.start()
     for epoch in range(3000):
-        board.give_order({"epoch": epoch, "text": str(epoch)[-1] * 1000})
+        board.order.write({"epoch": epoch, "text": str(epoch)[-1] * 1000})
     stop.set()
     reader.join()
     assert not torn
@@ -81,16 +81,16 @@ def test_an_order_is_read_whole_while_others_are_given() -> None:
 
 def test_a_withdrawn_order_is_seen_by_its_generation() -> None:
     board = Board(1)
-    board.give_order({"epoch": 1})
-    generation = board.read_order()["generation"]
-    assert board.generation == generation
-    board.withdraw_order()
-    assert board.generation != generation
+    board.order.write({"epoch": 1})
+    generation = board.order.read()["generation"]
+    assert board.order.generation == generation
+    board.order.withdraw()
+    assert board.order.generation != generation
 
 
 def test_an_order_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="too long"):
-        Board(1).give_order({"text": "x" * (1 << 20)})
+        Board(1).order.write({"text": "x" * (65 << 20)})
 
 
 def test_who_waits_is_known_to_the_workers() -> None:

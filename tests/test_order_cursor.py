@@ -47,6 +47,42 @@ def test_every_position_can_be_resumed_exactly(number):
             assert resumed.position == len(found)
 
 
+@pytest.mark.parametrize("number", range(9))
+def test_shards_of_which_nothing_is_left_are_not_needed_to_go_on(number):
+    """Each lookup of a shard that is done with would be a fetch; what is named as open or coming, too."""
+    case, rng = drawn(number), random.Random(number)
+    order, expected = case.order(0, passes=2), sequence(case, 0, 2)[0]
+    for known in case.arriving(rng):
+        drain(order, Given(known))
+    drain(order, Given(case.everything))
+    first_pass = sum(pass_ == 0 for pass_, _, _ in expected)
+    for position in range(first_pass):
+        live = {shard for pass_, shard, _ in expected[position:] if pass_ == 0}
+        empty = {shard for shard in range(len(case.entries)) if shard not in {s for _, s, _ in expected}}
+        arrivals = Watched(case.everything)
+        resumed = case.order(0, through_json(order.mark_at(position)), passes=1)
+        named = {*resumed.open_shards(), *resumed.coming_shards(99), *resumed.blocked(arrivals)}
+        found = []
+        while not resumed.finished:
+            found += drain(resumed, arrivals, most=1)
+            named |= {*resumed.open_shards(), *resumed.coming_shards(99), *resumed.blocked()}
+        assert found == expected[position:first_pass]
+        assert arrivals.asked <= live | empty
+        assert named <= live | empty
+
+
+class Watched(Given):
+    """Arrivals that know what was asked for."""
+
+    def __init__(self, known):
+        super().__init__(known)
+        self.asked = set()
+
+    def arrived(self, shard):
+        self.asked.add(shard)
+        return super().arrived(shard)
+
+
 @pytest.mark.parametrize("number", range(8))
 def test_a_resumed_order_is_resumed_exactly_while_samples_arrive(number):
     case, rng = drawn(100 + number), random.Random(number)
@@ -94,7 +130,8 @@ def test_a_mark_costs_a_window_and_little_more():
     for back in (0, 1, 5_000, 65_536):
         cursor = order.mark_at(order.position - back)
         assert 10_000 <= cursor.skip < 10_000 + 2 * 4096 + 8
-        assert len(json.dumps(cursor.to_json())) < 250
+        assert len(json.dumps(cursor.to_json())) < 250 + 12 * len(cursor.done)
+        assert len(cursor.done) < 40
     with pytest.raises(ValueError, match="are kept for the last 65536"):
         order.mark_at(order.position - 200_000)
 
@@ -132,6 +169,8 @@ def test_a_cursor_of_other_lanes_fails():
         {"position": 1, "pass": 0, "skip": 0, "lanes": [1, 2, 3]},
         {"position": 1, "pass": 0, "skip": 0, "lanes": [1, 2, 3, 4, [[0, 0]]]},
         {"position": 1, "pass": 0, "skip": 0, "lanes": [1, 2, 3, 4, [[0, -1, 0]]]},
+        {"position": 1, "pass": 0, "skip": 0, "done": [[1]]},
+        {"position": 1, "pass": 0, "skip": 0, "done": [[1, -1]]},
     ],
 )
 def test_what_is_not_a_cursor_fails(value):

@@ -17,8 +17,8 @@ def evaluation_options(ranks, hints=None):
     return OrderOptions(0, ranks, lanes=1, window=0, shuffle_shards=False, hints=hints)
 
 
-def positions(slices):
-    return [(group, position) for group, start, stop in slices for position in range(start, stop)]
+def positions(shares):
+    return [(share.group, place) for share in shares for place in range(share.first, share.stop)]
 
 
 @pytest.mark.parametrize(("batch", "groups"), [(1, 1), (8, 4), (7, 3), (3, 8), (24, 5), (256, 8)])
@@ -26,20 +26,22 @@ def test_a_step_takes_the_next_positions_ordered_by_group(batch, groups):
     deal = Deal(batch, groups, ranks=1)
     for step in range(20):
         dealt = [(p % groups, p // groups) for p in range(step * batch, (step + 1) * batch)]
-        assert positions(deal.slices(step, 0)) == sorted(dealt)
+        assert positions(deal.shares(step * batch, 0)) == sorted(dealt)
         for group in range(groups):
-            assert deal.start(step, group) == len([p for p in range(step * batch) if p % groups == group])
+            assert deal.start(step * batch, group) == len(
+                [p for p in range(step * batch) if p % groups == group]
+            )
 
 
 @pytest.mark.parametrize("number", range(40))
 def test_the_global_batch_is_the_same_for_every_number_of_ranks(number):
     rng = random.Random(number)
     batch, groups = rng.randint(1, 64), rng.randint(1, 8)
-    whole = [positions(Deal(batch, groups, 1).slices(step, 0)) for step in range(6)]
+    whole = [positions(Deal(batch, groups, 1).shares(step * batch, 0)) for step in range(6)]
     for ranks in {1, 2, 3, groups, 2 * groups, 4 * groups, batch}:
         deal = Deal(batch, groups, ranks)
         for step in range(6):
-            parts = [positions(deal.slices(step, rank)) for rank in range(ranks)]
+            parts = [positions(deal.shares(step * batch, rank)) for rank in range(ranks)]
             assert [place for part in parts for place in part] == whole[step]
             if batch % ranks == 0:
                 assert {len(part) for part in parts} == {batch // ranks}
@@ -47,7 +49,8 @@ def test_the_global_batch_is_the_same_for_every_number_of_ranks(number):
 
 def test_a_rank_needs_one_group_where_the_groups_divide_the_ranks():
     deal = Deal(batch=64, groups=4, ranks=8)
-    assert [deal.slices(5, rank) for rank in (0, 1, 7)] == [[(0, 80, 88)], [(0, 88, 96)], [(3, 88, 96)]]
+    shares = [deal.shares(5 * 64, rank) for rank in (0, 1, 7)]
+    assert shares == [[(0, 80, 88, 80, 96)], [(0, 88, 96, 80, 96)], [(3, 88, 96, 80, 96)]]
 
 
 @pytest.mark.parametrize(("batch", "groups", "ranks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

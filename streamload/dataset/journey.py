@@ -10,17 +10,17 @@ import itertools
 import multiprocessing.util
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streamload.dataset.messages import Batch, Recipe, Span, Start, Trouble
-from streamload.dataset.supply import Superseded, Supply, Waiting
+from streamload.dataset.messages import Batch, Recipe, Start, Trouble, changes_from
+from streamload.dataset.steps import Steps, Visit
+from streamload.dataset.supply import Superseded, Supply
 from streamload.errors import CaptionError, DataError, SampleError, TooManyBadSamples
 from streamload.handoff import Board, Slots, own_empty, shared_empty
 from streamload.metrics import Counters
-from streamload.order.group import References
 from streamload.order.keys import pick, sample_seed
 from streamload.transforms.examples import BatchInProgress
 
@@ -45,7 +45,7 @@ class StreamDataset(IterableDataset[Batch]):
             self._reading = Reading(self._recipe, self._board, worker, workers, slots)
             if workers:
                 multiprocessing.util.Finalize(self, self._reading.close, exitpriority=10)
-        return self._reading.batches(Start(**self._board.read_order()))
+        return self._reading.batches(Start.from_json(self._board.order.read()))
 
     def close(self) -> None:
         """Stop what runs in this process."""
@@ -54,49 +54,45 @@ class StreamDataset(IterableDataset[Batch]):
         self._reading = None
 
 
-class _Visit(NamedTuple):
-    """One use of one sample."""
-
-    epoch: int
-    pass_: int
-    shard: int
-    number: int
-
-
 class Reading:
     """One process that reads: its tier, its fills, its place in the order; it lasts from epoch to epoch."""
 
     def __init__(self, recipe: Recipe, board: Board, worker: int, workers: int, slots: Slots | None):
         self.pid = os.getpid()
         self._recipe = recipe
+        self._board = board
         self._worker, self._workers = worker, workers
         self._counts = Counters(board.counters[worker + 1 if workers else 0])
         self._supply = Supply(recipe, board, self._counts, worker, workers)
         self._slots = slots
         self._fresh = shared_empty if workers else own_empty
-        self._before: dict[int, int] = {}  # of each group, the hash of the references before the step
 
     def batches(self, start: Start) -> Iterator[Batch]:
         """This process's share of an epoch: of the rank's batches every n-th, n the number of workers."""
         self._supply.begin(start)
         if self._slots is not None:
             self._slots.take_back()
-        steps = range(start.steps) if start.steps is not None else itertools.count()
+        steps = Steps(self._recipe, self._supply, start)
+        numbers = range(start.steps) if start.steps is not None else itertools.count()
+        noted = start.noted
         try:
-            for step in itertools.islice(steps, self._worker, None, self._workers or 1):
-                slices = self._recipe.deal.slices(start.step + step, self._recipe.rank)  # E
-                references = self._references(start.step + step, slices)  # B, C, D while F, G go on
-                made = self._make(start.epoch, sum(stop - first for _, first, stop in slices), references)
+            for number in itertools.islice(numbers, self._worker, None, self._workers or 1):
+                if noted != self._board.changes.generation:
+                    note = self._board.changes.read()
+                    noted = note["generation"]
+                    steps.change(changes_from(note["changes"]))
+                position = start.position + number * self._recipe.deal.batch
+                step = steps.at(position)  # E
+                made = self._make(start.epoch, step.size, step.visits())  # B, C, D while F, G go on; H, I, J
                 if made is None:
-                    self._check_end(step)
+                    self._check_end(number, position)
                     return
-                values, troubles = made  # H, I, J
-                cursors = {str(g): self._supply.itinerary(g).cursor(stop).to_json() for g, _, stop in slices}
-                digests = {str(g): self._span(g, start.step + step + 1) for g, _, _ in slices}
+                values, troubles = made
+                states, spans = step.states(), step.spans()
                 self._supply.let_go()
                 if self._slots is not None:
                     values = self._slots.hand_over(values, self._counts)
-                yield Batch(values, start.step + step, cursors, troubles, digests)
+                yield Batch(values, position, states, troubles, spans, step.taken)
         except Superseded:
             return
 
@@ -104,64 +100,38 @@ class Reading:
         """Stop the fills and let go of the tier; once is enough."""
         self._supply.close()
 
-    def _references(self, step: int, slices: list[tuple[int, int, int]]) -> Iterator[References | None]:
-        """The references of a batch, some at a time as they become known; fewer where the sequence ends.
-
-        In training a step that isn't full on all ranks isn't taken on any: then the last thing given is None.
-        """
-        waiting = Waiting()
-        for group, first, stop in slices:
-            itinerary = self._supply.itinerary(group)
-            if self._supply.has(group, first + 1, waiting):
-                self._before[group] = itinerary.digest(self._recipe.deal.start(step, group))
-            while first < stop and self._supply.has(group, first + 1, waiting):
-                known = itinerary.known(stop)
-                yield itinerary.take(first, known)
-                first = known
-        if self._recipe.train:
-            for group, _, _ in slices:
-                whole = self._recipe.deal.start(step + 1, group)
-                if not self._supply.has(group, whole, waiting):
-                    yield None
-                    return
-
-    def _span(self, group: int, next_step: int) -> Span:
-        """The hashes around the step that was just made."""
-        behind = self._supply.itinerary(group).digest(self._recipe.deal.start(next_step, group))
-        return Span(self._before[group], behind)
-
-    def _check_end(self, step: int) -> None:
+    def _check_end(self, number: int, position: int) -> None:
         """The sequence has ended before this step: see whether it should have.
 
         Raises:
             NoValidSamples: it had no sample.
             DataError: in training it has too few for one step.
         """
-        is_share = not self._recipe.train and self._recipe.order.groups > 1
+        is_share = not self._recipe.train and self._recipe.sources[0].order.groups > 1
         if not is_share:  # a rank's share of an evaluation may be empty
             self._supply.complain_if_barren()
-        if self._recipe.train and step == 0:
+        if self._recipe.train and number == 0 and position == 0:
             raise DataError(
                 f"the data has fewer usable samples than one step takes ({self._recipe.deal.batch}): lower "
                 f"batch_size, or give num_batches to go round and round"
             )
 
     def _make(
-        self, epoch: int, size: int, references: Iterator[References | None]
+        self, epoch: int, size: int, visits: Iterator[list[Visit] | None]
     ) -> tuple[dict[str, Any], list[Trouble]] | None:
-        """Turn references into the values of a batch, each as soon as it is known; None: no batch."""
+        """Turn samples into the values of a batch, each as soon as it is known; None: no batch."""
         self._supply.want()
         batch = self._recipe.examples.begin(size, self._empty)
         troubles: list[Trouble] = []
         found = 0
         with contextlib.closing(batch), _one_thread():
-            for part in references:
+            for part in visits:
                 if part is None:
                     return None
-                found += len(part.shards)
+                found += len(part)
                 with self._counts.timed("transform_ns"):
-                    for visit in zip(*(column.tolist() for column in part), strict=True):
-                        trouble = self._place(batch, _Visit(epoch, *visit))
+                    for visit in part:
+                        trouble = self._place(batch, epoch, visit)
                         if trouble is not None:
                             troubles.append(trouble)
             if not found:
@@ -176,9 +146,11 @@ class Reading:
         tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
         return self._fresh(shape, dtype) if tensor is None else tensor
 
-    def _place(self, batch: BatchInProgress, visit: _Visit) -> Trouble | None:
+    def _place(self, batch: BatchInProgress, epoch: int, visit: Visit) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""
-        seed = sample_seed(self._recipe.order.seed, *visit)
+        source = self._recipe.sources[visit.source]
+        shard = visit.shard - source.first
+        seed = sample_seed(source.order.seed, epoch, visit.pass_, shard, visit.number)
         sample = self._supply.sample(visit.shard, visit.number)
         try:
             batch.add(sample, seed)
@@ -197,17 +169,18 @@ class Reading:
             f"{sample.key} in {sample.url} can't be used, nor can any of {_STAND_INS} samples near it"
         )
 
-    def _stand_ins(self, visit: _Visit, seed: int) -> Iterator[tuple[int, int]]:
+    def _stand_ins(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
         """What may stand for a sample, depending on data alone.
 
-        Some earlier ones of its shard, then the later ones, then those of the shards listed behind it.
+        Some earlier ones of its shard, then the later ones, then those of the source's shards behind it.
         """
         usable = self._supply.arrived(visit.shard)
         earlier = usable[usable < visit.number]
         for attempt in range(_EARLIER_STAND_INS if len(earlier) else 0):
             yield visit.shard, int(earlier[pick(seed, attempt, len(earlier))])
-        count = len(self._recipe.shards)
-        for shard in (visit.shard, *((visit.shard + distance) % count for distance in range(1, count))):
+        source = self._recipe.sources[visit.source]
+        place, count = visit.shard - source.first, source.count
+        for shard in (source.first + (place + distance) % count for distance in range(count)):
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found

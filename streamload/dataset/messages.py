@@ -6,13 +6,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from streamload.cache.begun import Begun
 from streamload.cache.selection import Selection
 from streamload.cache.shard import Shard
+from streamload.errors import OptionError
+from streamload.order.cursor import Cursor
 from streamload.order.deal import Deal
+from streamload.order.mixture import Change
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import OriginOptions
 from streamload.settings import Eviction, FreeDisk, Revalidate
 from streamload.transforms.examples import Examples
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOrder:
+    """One source: which of the run's shards are its own, and in what order they are read."""
+
+    name: str
+    first: int
+    """The place of its first shard."""
+    count: int
+    """How many shards it has."""
+    order: OrderOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +50,8 @@ class Recipe:
     fills: int
     """Shards that each process fills at once."""
     ahead_bytes: int
-    order: OrderOptions
+    sources: tuple[SourceOrder, ...]
+    """They follow each other in `shards`."""
     deal: Deal
     rank: int
     first_group: int
@@ -48,19 +65,96 @@ class Recipe:
     examples: Examples
 
 
+class SourceState(NamedTuple):
+    """Where a group is in one source."""
+
+    cursor: Cursor
+    begun: dict[int, Begun]
+    """What is known of the shards that are open, by their place in the source."""
+
+
+class GroupState(NamedTuple):
+    """Where a group is: all that is needed to go on with it."""
+
+    owed: tuple[int, ...]
+    """What each source is owed by then (the credits of order.mixture.Portion)."""
+    sources: tuple[SourceState, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as JSON-able values."""
+        return {
+            "owed": list(self.owed),
+            "sources": [
+                {
+                    "cursor": state.cursor.to_json(),
+                    "begun": {str(shard): list(begun) for shard, begun in state.begun.items()},
+                }
+                for state in self.sources
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> GroupState:
+        """The state that `to_json` wrote.
+
+        Raises:
+            OptionError: it is something else.
+        """
+        try:
+            owed = tuple(int(credit) for credit in value["owed"])
+            sources = tuple(
+                SourceState(
+                    Cursor.from_json(state["cursor"]),
+                    {int(shard): Begun.from_json(begun) for shard, begun in state["begun"].items()},
+                )
+                for state in value["sources"]
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise OptionError(f"not the state of a group: {value!r:.200}") from exc
+        if len(owed) != len(sources) or sum(owed) != 0:
+            raise OptionError(f"not the state of a group: its sources are owed {list(owed)}")
+        return cls(owed, sources)
+
+
 class Start(NamedTuple):
     """From where to where the workers go on: what the rank writes on the board before each epoch."""
 
     epoch: int
     """Of the sequence: an epoch that goes on where another stopped keeps its number."""
-    step: int
-    """The first step, counted from the beginning of the sequence."""
+    position: int
+    """Global samples of the sequence before the first step."""
     steps: int | None
     """How many steps; None: to the end of the pass."""
-    cursors: dict[str, Any]
-    """Of each group, by its number as text; empty at the beginning."""
-    generation: int
+    changes: list[Change]
+    """Of the shares of the sources, from the position on."""
+    groups: dict[int, GroupState]
+    """Of each group, by its number among all; none at the beginning of a sequence."""
+    noted: int
+    """The generation of the board's changes that are among these."""
+    generation: int = 0
     """Of the order on the board."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The start as JSON-able values, without its generation."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "steps": self.steps,
+            "changes": self.changes,
+            "groups": {str(number): state.to_json() for number, state in self.groups.items()},
+            "noted": self.noted,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Start:
+        """The start that `to_json` wrote, with the board's generation."""
+        groups = {int(number): GroupState.from_json(state) for number, state in value["groups"].items()}
+        return cls(**{**value, "changes": changes_from(value["changes"]), "groups": groups})
+
+
+def changes_from(value: list[Any]) -> list[Change]:
+    """Changes of shares that went through JSON."""
+    return [Change(position, tuple(shares)) for position, shares in value]
 
 
 class Trouble(NamedTuple):
@@ -84,12 +178,16 @@ class Batch(NamedTuple):
     """What a worker hands over: the values, and where the order stands behind them."""
 
     values: dict[str, Any]
-    step: int
-    cursors: dict[str, Any]
+    position: int
+    """Where its step begins: global samples of the sequence before it."""
+    groups: dict[int, GroupState]
+    """Of each group that it is of, by its number among all: where it is behind this step."""
     troubles: list[Trouble]
     """The samples that could not be used."""
     digests: dict[str, Span]
-    """Of each group: hashes of all references before this step and before the next."""
+    """Of each group and source: hashes of all references before this step and before the next."""
+    taken: list[int]
+    """How many of its samples are of each source."""
 
     @property
     def samples(self) -> int:

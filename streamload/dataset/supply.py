@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from streamload.cache.begun import Recalled
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
@@ -21,7 +23,6 @@ from streamload.dataset.messages import Recipe, Start
 from streamload.errors import CacheFull
 from streamload.handoff import Board
 from streamload.metrics import Counters
-from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
 from streamload.order.plan import shard_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
@@ -83,7 +84,8 @@ class Supply:
             freshness=self._freshness,
         )
         self._start: Start | None = None
-        self._itineraries: dict[int, Itinerary] = {}
+        self._row = worker + 1 if workers else 0  # of this process, on the board
+        self._itineraries: dict[tuple[int, int], Itinerary] = {}
         self._origins: dict[str, Origin] = {}  # of shards whose samples are read by range
         self._full_seconds = _NO_ROOM_SECONDS
         self._fills_ahead = False
@@ -93,23 +95,23 @@ class Supply:
         self._forget_itineraries()
         self._cache.keep_open(())
         self._start = start
-        self._freshness.begin(f"{start.epoch}-{start.step}-{start.generation}")
+        self._freshness.begin(f"{start.epoch}-{start.position}-{start.generation}")
         self._ahead.look_again()
 
-    def itinerary(self, group: int) -> Itinerary:
-        """The sequence of a group from where the epoch began."""
-        found = self._itineraries.get(group)
+    def itinerary(self, group: int, source: int) -> Itinerary:
+        """The sequence of a group and source from where the epoch began."""
+        found = self._itineraries.get((group, source))
         if found is None:
             assert self._start is not None
-            found = self._itineraries[group] = self._begin(self._start, group)
+            found = self._itineraries[group, source] = self._begin(self._start, group, source)
         return found
 
-    def has(self, group: int, position: int, waiting: Waiting) -> bool:
-        """Wait until all references before a position of a group are known; False if there are fewer."""
-        itinerary = self.itinerary(group)
+    def has(self, group: int, source: int, position: int, waiting: Waiting) -> bool:
+        """Wait until all references before a position are known; False if there are fewer."""
+        itinerary = self.itinerary(group, source)
         while not itinerary.reaches(position):
-            if not itinerary.follow(self._cache):
-                self._pause(waiting, itinerary.blocked(self._cache))
+            if not itinerary.follow():
+                self._pause(waiting, itinerary.blocked(), source)
         return itinerary.has(position)
 
     def arrived(self, shard: int) -> Numbers:
@@ -126,13 +128,13 @@ class Supply:
                 return int(later[0])
             if ended:
                 return -1
-            self._pause(waiting, [shard])
+            self._pause(waiting, [shard], self._source_of(shard))
 
     def sample(self, shard: int, number: int) -> Sample:
         """A sample's bytes; waited for where they have to be fetched again."""
         waiting = Waiting()
         while (found := self._cache.read(shard, number)) is None:
-            self._pause(waiting, [shard])
+            self._pause(waiting, [shard], self._source_of(shard))
         entry, data = found
         members = {
             extension: data[start - entry.start : start - entry.start + size]
@@ -172,14 +174,16 @@ class Supply:
             itinerary.close()
         self._itineraries = {}
 
-    def _begin(self, start: Start, group: int) -> Itinerary:
-        recipe, count, cursor = self._recipe, len(self._recipe.shards), start.cursors.get(str(group))
+    def _begin(self, start: Start, group: int, source: int) -> Itinerary:
+        recipe, own = self._recipe, self._recipe.sources[source]
+        number = recipe.first_group + group
+        state = start.groups[number].sources[source] if number in start.groups else None
         order = GroupOrder(
-            recipe.order,
-            count,
-            recipe.first_group + group,
+            own.order,
+            own.count,
+            number,
             start.epoch,
-            start=Cursor.from_json(cursor) if cursor else None,
+            start=None if state is None else state.cursor,
             passes=1 if recipe.one_pass else None,
         )
 
@@ -187,15 +191,20 @@ class Supply:
             """An epoch that is one pass is followed by the next epoch's."""
             if not recipe.one_pass or not recipe.train:
                 return np.empty(0, np.int64)
-            return shard_order(recipe.order, count, group, start.epoch + 1, 0)
+            return shard_order(own.order, own.count, number, start.epoch + 1, 0)
 
-        return Itinerary(order, next_pass, recipe.shards, self._tier)
+        arrivals = Recalled(self._cache, own.first, {} if state is None else state.begun)
+        return Itinerary(order, next_pass, recipe.shards, own.first, arrivals, self._tier)
 
-    def _pause(self, waiting: Waiting, blocked: list[int]) -> None:
-        """Bytes aren't there yet: see to it that they come, and wait a moment."""
+    def _source_of(self, shard: int) -> int:
+        """Which source a shard is of."""
+        return bisect.bisect_right(self._recipe.sources, shard, key=lambda source: source.first) - 1
+
+    def _pause(self, waiting: Waiting, blocked: list[int], source: int) -> None:
+        """Bytes of a source aren't there yet: see to it that they come, and wait a moment."""
         assert self._start is not None
         orphaned = self._parent is not None and os.getppid() != self._parent
-        if orphaned or self._board.generation != self._start.generation:
+        if orphaned or self._board.order.generation != self._start.generation:
             raise Superseded
         self.want(blocked)
         self._ahead.check()
@@ -213,8 +222,11 @@ class Supply:
                 view = self._cache.view(blocked[0])
                 who = "this process" if self._ahead.filling(first) else "another process, or nobody yet"
                 logger.warning("a batch has waited %.0f s for %r, filled by %s", waiting.seconds(), view, who)
-        with self._counts.timed("bytes_wait_ns"):
-            time.sleep(_POLL_SECONDS)
+        began = time.monotonic_ns()
+        time.sleep(_POLL_SECONDS)
+        waited_ns = time.monotonic_ns() - began
+        self._counts.add("bytes_wait_ns", waited_ns)
+        self._board.by_source[self._row, source, 1] += waited_ns
 
     def _do_without(self, shard: Shard) -> None:
         """Go on without room for a shard.
@@ -249,7 +261,8 @@ class Supply:
         return (
             f"no room for {shard.name} in the cache at {self._tier.root}: {self._tier.room.bound} "
             f"is less than the shards that have to be open at once "
-            f"({self._recipe.order.lanes} lanes and a window of {self._recipe.order.window} samples); "
+            f"({sum(source.order.lanes for source in self._recipe.sources)} lanes and a window of "
+            f"{sum(source.order.window for source in self._recipe.sources)} samples); "
             f"raise cache_size, make room on the disk, or lower shuffle"
         )
 

@@ -13,7 +13,53 @@ import torch
 from streamload.handoff.memory import shared_empty
 from streamload.metrics import WIDTH
 
-_ORDER_BYTES = 1 << 18
+_NOTE_BYTES = 64 << 20
+"""Only what is written on takes memory."""
+_HEAD_BYTES = 8
+
+
+class Note:
+    """JSON-able values that one process writes and others read, whole or not at all."""
+
+    def __init__(self) -> None:
+        self._text = shared_empty((_NOTE_BYTES,), torch.uint8)
+        self._generation = shared_empty((1,), torch.int64)
+        self._generation[0] = 0
+
+    @property
+    def generation(self) -> int:
+        """The number of what is written there now; another one after each writing."""
+        return int(self._generation[0])
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Put these in place of what is there.
+
+        Raises:
+            ValueError: they are too long.
+        """
+        text = json.dumps(values).encode()
+        if len(text) > _NOTE_BYTES - _HEAD_BYTES:
+            raise ValueError(f"a note of {len(text):,} bytes is too long for the board ({_NOTE_BYTES:,})")
+        self._generation[0] += 1  # odd: being written
+        page = self._text.numpy()
+        page[_HEAD_BYTES : _HEAD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        page[:_HEAD_BYTES] = np.frombuffer(len(text).to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
+        self._generation[0] += 1
+
+    def withdraw(self) -> None:
+        """Take another number without writing anything: who follows the note stops."""
+        self._generation[0] += 2
+
+    def read(self) -> dict[str, Any]:
+        """What is there, with its `generation`."""
+        page = self._text.numpy()
+        while True:
+            generation = self.generation
+            length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")
+            text = page[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
+            if generation % 2 == 0 and generation == self.generation:
+                return {**json.loads(text), "generation": generation}
+            time.sleep(0.0005)
 
 
 class Board:
@@ -21,12 +67,18 @@ class Board:
 
     Args:
         writers: how many processes count: the rank and its workers.
+        sources: how many sources there are.
+
+    Attributes:
+        order: what to produce; a worker that follows an older one than is there stops.
+        changes: changes of the sources' shares, decided since the order was given.
     """
 
-    def __init__(self, writers: int):
+    def __init__(self, writers: int, sources: int = 1):
+        self.order = Note()
+        self.changes = Note()
         self._counters = shared_empty((writers, WIDTH), torch.int64)
-        self._order = shared_empty((_ORDER_BYTES,), torch.uint8)
-        self._generation = shared_empty((1,), torch.int64)
+        self._by_source = shared_empty((writers, sources, 2), torch.int64)
         self._wanted_since = shared_empty((1,), torch.float64)
 
     @property
@@ -36,24 +88,10 @@ class Board:
         return counters
 
     @property
-    def generation(self) -> int:
-        """The number of the newest order: a worker that follows an older one stops."""
-        return int(self._generation[0])
-
-    def give_order(self, order: dict[str, Any]) -> None:
-        """Tell the workers what to produce from now on. Call it before they are asked for the first batch.
-
-        Args:
-            order: JSON-able; its `generation` is added by `read_order`.
-        """
-        text = json.dumps(order).encode()
-        if len(text) > _ORDER_BYTES - 8:
-            raise ValueError(f"an order of {len(text):,} bytes is too long for the board ({_ORDER_BYTES:,})")
-        self._generation[0] += 1  # odd: being written
-        page = self._order.numpy()
-        page[8 : 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
-        page[:8] = np.frombuffer(len(text).to_bytes(8, "little"), dtype=np.uint8)
-        self._generation[0] += 1
+    def by_source(self) -> npt.NDArray[np.int64]:
+        """int64[writers, sources, 2]: samples taken, and nanoseconds waited for bytes; likewise."""
+        by_source: npt.NDArray[np.int64] = self._by_source.numpy()
+        return by_source
 
     def want(self, now: bool) -> None:
         """Say whether the training loop is waiting for a batch."""
@@ -63,17 +101,3 @@ class Board:
         """How long the training loop has been waiting for the batch that it wants; 0 if it isn't."""
         since = float(self._wanted_since[0])
         return time.monotonic() - since if since else 0.0
-
-    def withdraw_order(self) -> None:
-        """Make the workers stop what they are producing."""
-        self._generation[0] += 2
-
-    def read_order(self) -> dict[str, Any]:
-        """What to produce, with its `generation`."""
-        while True:
-            generation = self.generation
-            page = self._order.numpy().tobytes()
-            if generation % 2 == 0 and generation == self.generation:
-                text = page[8 : 8 + int.from_bytes(page[:8], "little")]
-                return {**json.loads(text), "generation": generation}
-            time.sleep(0.0005)

@@ -15,15 +15,16 @@ import torch
 from streamload.cache.selection import Keep
 from streamload.loader.loader import Loader
 from streamload.loader.options import LoaderOptions, OnError, Output
+from streamload.loader.sources import Factors, Source, read_sources
+from streamload.loader.together import gather_state
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
-from streamload.urls import expand_urls
 
-__all__ = ["Loader", "LoaderOptions", "make_loader"]
+__all__ = ["Loader", "LoaderOptions", "Source", "gather_state", "make_loader"]
 
 
 def make_loader(
-    urls: str | Sequence[str],
+    urls: str | Sequence[str] | Sequence[Source],
     tokenizer: Any = None,
     *,
     preprocess: Preprocess | None = None,
@@ -31,9 +32,12 @@ def make_loader(
     num_workers: int = 4,
     num_samples: int | None = None,
     num_batches: int | None = None,
+    endless: bool = False,
     seed: int = 0,
     shuffle: int | None = None,
     lanes: int | None = None,
+    groups: int | None = None,
+    upsampling_factors: Factors | None = None,
     train: bool = True,
     output: Output = "tuple",
     with_keys: bool = False,
@@ -62,7 +66,8 @@ def make_loader(
     Args:
         urls: shards in the WebDataset convention: a string or a list of strings. Brace ranges
             (`{00000..01242}`), `::` between sources, `${X}` for the environment's WDS_X, `pipe:COMMAND`,
-            `http(s)://`, `s3://` and whatever else fsspec opens, or paths, which are never copied.
+            `http(s)://`, `s3://` and whatever else fsspec opens, or paths, which are never copied. Or a list
+            of Sources, which are mixed by weight.
         tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
             any `list[str] → int64[N, L]`. None leaves captions as strings.
         preprocess: PIL image to tensor, run as given, its random generators seeded by the sample. None:
@@ -74,10 +79,16 @@ def make_loader(
             a given length goes on where the last one stopped; without one an epoch is once through the data.
             In evaluation it only says how many samples there are, for `len()`.
         num_batches: the same for training, as batches of each rank; it wins over num_samples.
+        endless: an epoch of training has no end: pass follows pass.
         seed: of the order and of the augmentation.
         shuffle: how many samples a sample may move from its place; 0: shards and samples as listed. None:
             40 times what a node reads in a step, from 10,000 to 100,000.
         lanes: shards that are read side by side. None: from 8 to 64, by what a node reads in a step.
+        groups: into how many sequences the shards are split, each read by one node. None: as many as there
+            are nodes; a run that may grow takes the most that it will ever have.
+        upsampling_factors: mix the parts of `urls` between '::', a shard of each drawn as often as its factor
+            says: numbers, or OpenCLIP's "1::2.5". A part's weight is its factor times its samples, by
+            sizes.json, or times its shards where these aren't known.
         train: False gives each sample exactly once, as listed, with a partial last batch and no
             augmentation: the whole set in every process that iterates, unless rank and world_size are given.
         output: "tuple": (images float32[N, 3, H, W], texts); "dict": {"image", "text"}; "hf":
@@ -117,6 +128,6 @@ def make_loader(
         OptionError: an argument or a URL that can't be used.
     """
     given = dict(locals())
-    given["urls"] = tuple(expand_urls(urls))
+    given["sources"] = read_sources(given.pop("urls"), given.pop("upsampling_factors"))
     given["device"] = None if device is None else torch.device(device)
     return Loader(LoaderOptions(**given))

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from streamload.dataset import Batch, StreamDataset, Trouble
+from streamload.dataset import Batch, Start, StreamDataset, Trouble
 from streamload.device import to_device
-from streamload.errors import (
-    LoaderBusy,
-    OptionError,
-    OrderDiverged,
-    StreamloadError,
-    TooManyBadSamples,
-    WorkerDied,
-)
+from streamload.errors import LoaderBusy, StreamloadError, WorkerDied
 from streamload.handoff import Board, slots_for
+from streamload.loader.checks import Checks
 from streamload.loader.options import LoaderOptions, at_least
+from streamload.loader.place import Order
 from streamload.loader.recipe import recipe_for
-from streamload.loader.sizes import listed_sizes
+from streamload.loader.schedule import Schedule
+from streamload.loader.together import gathered
 from streamload.metrics import Counters, Snapshot
 from streamload.origins.origin import import_origins
-from streamload.topology import Topology, read_topology
 
-logger = logging.getLogger("streamload")
-
-_BAD_SHARE = 0.01
-_BAD_FREE = 16
-"""So many bad samples are never too many: a share says nothing of a few."""
-_TROUBLES_KEPT = 1000
 _BATCHES_HELD = 3
 """How many batches of one worker a training loop has at a time, at most, as a rule."""
 
@@ -49,27 +36,23 @@ class Loader:
 
     def __init__(self, options: LoaderOptions):
         self.options = options
-        self._epoch = 0
-        self._place: _Place | None = None
-        self._digests: dict[str, int] = {}
+        self._schedule = Schedule(options)
+        self._order: Order | None = None  # by which the workers go
+        self._batch = 0  # of all ranks together
         self._current: weakref.ref[_Epoch] | None = None
-        self._sizes: list[int] | None = None
-        self._sizes_read = False
-        self._board = Board(1 + options.num_workers)
+        self._board = Board(1 + options.num_workers, len(options.sources))
         self._counts = Counters(self._board.counters[0])
+        self._checks = Checks(self._counts, options.train)
         self._dataset: StreamDataset | None = None
         self._batches: DataLoader[Batch] | None = None
         self._finalizer: weakref.finalize[..., Loader] | None = None
         self._leave_tier: weakref.finalize[..., Loader] | None = None
-        self._bad = 0
-        self.troubles: list[Trouble] = []
-        """The first thousand samples that could not be used."""
 
     def __repr__(self) -> str:
         options = self.options
         return (
             f"<Loader {len(options.urls)} shards, batch_size={options.batch_size}, "
-            f"num_workers={options.num_workers}, epoch {self._epoch}>"
+            f"num_workers={options.num_workers}, epoch {self._schedule.course.epoch}>"
         )
 
     def __enter__(self) -> Loader:
@@ -81,25 +64,24 @@ class Loader:
         self.close()
 
     @property
+    def troubles(self) -> list[Trouble]:
+        """The first thousand samples that could not be used."""
+        return self._checks.troubles
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the samples out."""
+        return self._schedule.here.world_size
+
+    @property
     def num_batches(self) -> int | None:
-        """Batches of this rank in an epoch; None where the data alone knows."""
-        options = self.options
-        if options.num_batches is not None:
-            return options.num_batches
-        number = options.num_samples if options.num_samples is not None else self._listed_samples()
-        if number is None:
-            return None
-        in_a_step = options.batch_size * self._topology().world_size
-        return max(1, number // in_a_step) if options.train else -(-number // in_a_step)
+        """Batches of this rank in an epoch; None where the data alone knows, or there is no end."""
+        return self._schedule.num_batches
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of an epoch over all ranks; None where the data alone knows."""
-        options = self.options
-        if not options.train:
-            return options.num_samples if options.num_samples is not None else self._listed_samples()
-        batches = self.num_batches
-        return None if batches is None else batches * options.batch_size * self._topology().world_size
+        """Samples of an epoch over all ranks; None where the data alone knows, or there is no end."""
+        return self._schedule.num_samples
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
@@ -122,7 +104,59 @@ class Loader:
             epoch: from 0. The one after the last goes on as if nothing had been said.
         """
         at_least(0, epoch=epoch)
-        self._epoch = epoch
+        self._schedule.course.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is: behind the last batch that it handed out, or before the first of an epoch.
+
+        JSON-able; nothing is read or communicated. On several nodes see `gather_state`.
+        """
+        return self._schedule.state()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Let the next `iter()` go on exactly behind a saved state, on whatever number of workers and ranks.
+
+        That iteration gives the rest of the state's epoch. `set_epoch` with this epoch changes nothing;
+        with another one the next iteration is that epoch. Augmentation goes on alike. batch_size may be
+        another: the same samples come, in other batches.
+
+        Args:
+            state: what `state_dict` or `gather_state` returned, or a list of what several ranks' did.
+
+        Raises:
+            StateMismatch: it is no whole state, or not of these shards and options.
+            LoaderBusy: an epoch is under way.
+        """
+        self._refuse_if_busy()
+        self._schedule.load(state)
+
+    def set_weights(self, weights: Mapping[str, float]) -> int:
+        """Give sources other weights, at the first step that no worker of any rank can have begun.
+
+        With torch.distributed all ranks have to call it behind the same step; those of rank 0 count. Without,
+        each rank of a run has to be given the same. The change is part of the state.
+
+        Args:
+            weights: by the sources' names; those that aren't named keep their share of what is left, by the
+                weights of before.
+
+        Returns:
+            The step, counted from the beginning of the epoch that is under way, or of the next one; if the
+            epoch ends before it, the change counts in the next.
+
+        Raises:
+            OptionError: a name that no source has, a negative weight, or all are zero.
+        """
+        schedule, course = self._schedule, self._schedule.course
+        batch = schedule.deal().batch
+        place = course.now()
+        position = place.position
+        if self._under_way() is not None:
+            position += self.options.prefetch_factor * self.options.num_workers * batch
+        said = gathered((schedule.shares(weights), position), self.world_size)
+        position = max(at for _, at in said)
+        self._board.changes.write({"changes": course.change(said[0][0], position)})
+        return (position - place.began) // batch
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch.
@@ -131,25 +165,30 @@ class Loader:
             LoaderBusy: another iterator of this loader is in use.
             CacheError: the cache directory can't be used.
         """
-        current = self._current() if self._current is not None else None
-        if current is not None and not current.done:
-            raise LoaderBusy("this loader is being iterated: finish that epoch, or drop its iterator, first")
+        self._refuse_if_busy()
         began = time.monotonic()
         source = self._start()
-        place, steps = self._where(self._epoch)
-        self._board.give_order(
-            {"epoch": place.sequence, "step": place.step, "steps": steps, "cursors": place.cursors}
+        place = self._schedule.course.begin()
+        start = Start(
+            place.sequence,
+            place.position,
+            self._schedule.steps(place),
+            list(place.changes),
+            dict(place.groups),
+            noted=self._board.changes.generation,
         )
-        self._place = place
-        self._digests = {}
-        self._epoch += 1
+        self._board.order.write(start.to_json())
+        self._checks.begin()
         epoch = _Epoch(self, source, began)
         self._current = weakref.ref(epoch)
         return epoch
 
     def stats(self) -> Snapshot:
         """What has happened so far, over all processes of this rank; cheap, at any time."""
-        return Snapshot.of(self._board.counters)
+        names = [source.name for source in self.options.sources]
+        return Snapshot.of(
+            self._board.counters, dict(zip(names, self._board.by_source.sum(axis=0), strict=True))
+        )
 
     def close(self) -> None:
         """End the workers and let go of the cache; the loader can be iterated again. Once is enough."""
@@ -162,14 +201,18 @@ class Loader:
 
     def took(self, batch: Batch) -> Any:
         """Step K: take up a batch's place in the order, and give it the shape that was asked for."""
-        assert self._place is not None
-        self._check_order(batch)
-        self._place = self._place.after(batch)
-        self._heed(batch)
+        self._checks.agree(batch)
+        self._schedule.course.take(batch.position + self._batch, batch.groups)
+        self._checks.heed(batch, self.stats().samples_yielded)
         values = to_device(batch.values, self.options.device)
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
+        self._board.by_source[0, :, 0] += batch.taken
         return self._shape(values)
+
+    def ran_out(self) -> None:
+        """The epoch was given to its end."""
+        self._schedule.course.run_out()
 
     @contextlib.contextmanager
     def waiting(self, began: float) -> Iterator[None]:
@@ -184,19 +227,24 @@ class Loader:
         if not self.stats().batches_yielded:
             self._counts.add("first_batch_ns", waited_ns)
 
+    def _refuse_if_busy(self) -> None:
+        if self._under_way() is not None:
+            raise LoaderBusy("this loader is being iterated: finish that epoch, or drop its iterator, first")
+
+    def _under_way(self) -> _Epoch | None:
+        epoch = self._current() if self._current is not None else None
+        return None if epoch is None or epoch.done else epoch
+
     def _start(self) -> DataLoader[Batch]:
-        """The workers, started at the first call."""
+        """The workers, started at the first call, and again for another order."""
+        order = self._schedule.settle()
+        if order != self._order:
+            self.close()
         if self._batches is None:
             options = self.options
-            groups = self._groups()
-            sizes = self._listed_sizes() if groups > 1 and options.train else None
-            recipe, placed = recipe_for(options, self._topology(), groups, sizes)
+            recipe, placed = recipe_for(options, self._schedule.here, self._schedule.orders())
+            self._order, self._batch = order, recipe.deal.batch
             self._leave_tier = weakref.finalize(self, placed.close)
-            if groups > 1 and options.train and self.num_batches is None:
-                raise OptionError(
-                    f"a run on {groups} nodes has to know how long an epoch is: give "
-                    f"num_samples or num_batches, or put a sizes.json beside the shards"
-                )
             import_origins(options.urls)
             slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(recipe, self._board, slots)
@@ -214,71 +262,6 @@ class Loader:
             self._finalizer = weakref.finalize(self, _stop, self._board, self._batches, self._dataset)
         return self._batches
 
-    def _where(self, epoch: int) -> tuple[_Place, int | None]:
-        """Where an epoch begins and how many steps it has."""
-        last = self._place
-        steps = (
-            self.num_batches if self.options.train and (self.options.is_sized or self._groups() > 1) else None
-        )
-        if self.options.is_sized and last is not None and last.epoch + 1 == epoch:
-            return _Place(epoch, last.sequence, last.step, last.cursors), steps
-        return _Place(epoch, epoch, 0, {}), steps
-
-    def _topology(self) -> Topology:
-        """This rank among those that share the data out."""
-        options = self.options
-        if not options.train and options.rank is None:
-            return Topology()
-        return read_topology(options.rank, options.world_size)
-
-    def _groups(self) -> int:
-        """How many sequences the samples are dealt into: one a node, in evaluation one a rank."""
-        here = self._topology()
-        return here.nodes if self.options.train else here.world_size
-
-    def _listed_samples(self) -> int | None:
-        sizes = self._listed_sizes()
-        return None if sizes is None else sum(sizes)
-
-    def _listed_sizes(self) -> list[int] | None:
-        """The samples of each shard by sizes.json, read once."""
-        if not self._sizes_read:
-            storage = dict(self.options.storage_options or {}) or None
-            self._sizes, self._sizes_read = listed_sizes(self.options.urls, storage), True
-        return self._sizes
-
-    def _check_order(self, batch: Batch) -> None:
-        """Compare what this batch's worker takes for the past with what the last one's did.
-
-        Raises:
-            OrderDiverged: they differ.
-        """
-        for group, span in batch.digests.items():
-            last = self._digests.get(group, span.before)
-            if last != span.before:
-                raise OrderDiverged(
-                    f"the workers disagree on the order before step {batch.step}: they don't find the same "
-                    f"samples usable. keep= must depend on the entry alone; and files in the cache at "
-                    f"{self.options.cache_dir or 'its default place'} must not be changed by others"
-                )
-            self._digests[group] = span.behind
-
-    def _heed(self, batch: Batch) -> None:
-        """Count and report the samples of a batch that could not be used."""
-        what = "replaced" if self.options.train else "skipped"
-        for trouble in batch.troubles:
-            self._counts.add(f"samples_{what}_{trouble.cause}")
-            if len(self.troubles) < _TROUBLES_KEPT:
-                self.troubles.append(trouble)
-                logger.warning("sample %s of %s is %s: %s", trouble.key, trouble.url, what, trouble.message)
-        self._bad += len(batch.troubles)
-        taken = self.stats().samples_yielded
-        if batch.troubles and self._bad > max(_BAD_FREE, _BAD_SHARE * taken):
-            raise TooManyBadSamples(
-                f"{self._bad} of {taken} samples could not be used, more than {_BAD_SHARE:.0%}: that is no "
-                f"accident. The last: {batch.troubles[-1]}"
-            )
-
     def _shape(self, values: dict[str, Any]) -> Any:
         """A batch's values in the form that was asked for."""
         options = self.options
@@ -292,20 +275,6 @@ class Loader:
             named = {"pixel_values": values["image"], "input_ids": values["text"]}
             return {**named, "attention_mask": values["attention_mask"], **extra}
         return (values["image"], values["text"], extra) if extra else (values["image"], values["text"])
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the next step is: the epoch of the training loop, and the place in the sequence."""
-
-    epoch: int
-    sequence: int
-    """The epoch in which the sequence began; others may go on in it."""
-    step: int
-    cursors: dict[str, Any]
-
-    def after(self, batch: Batch) -> _Place:
-        return _Place(self.epoch, self.sequence, batch.step + 1, batch.cursors)
 
 
 class _Epoch:
@@ -338,6 +307,7 @@ class _Epoch:
             return self._loader.took(batch)
         except StopIteration:
             self.done = True
+            self._loader.ran_out()
             raise
         except BaseException as exc:
             self.done = True
@@ -349,7 +319,7 @@ class _Epoch:
 
 def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
     """End a loader's workers, and what runs in this process."""
-    board.withdraw_order()
+    board.order.withdraw()
     workers = getattr(batches, "_iterator", None)
     if workers is not None and hasattr(workers, "_shutdown_workers"):
         # torch reports a dead worker from a signal handler, wherever that comes; the others end all the same.

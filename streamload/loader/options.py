@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,6 +11,7 @@ import torch
 
 from streamload.cache.selection import Keep
 from streamload.errors import OptionError
+from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
 
@@ -22,16 +23,18 @@ OnError = Literal["skip", "raise"]
 class LoaderOptions:
     """What make_loader was asked for; its docstring says what each means. What may be secret has no repr."""
 
-    urls: tuple[str, ...] = field(repr=False)
+    sources: tuple[SourceOptions, ...]
     tokenizer: Any
     preprocess: Preprocess | None
     batch_size: int
     num_workers: int
     num_samples: int | None
     num_batches: int | None
+    endless: bool
     seed: int
     shuffle: int | None
     lanes: int | None
+    groups: int | None
     train: bool
     output: Output
     with_keys: bool
@@ -56,7 +59,8 @@ class LoaderOptions:
     multiprocessing_context: str | None
 
     def __post_init__(self) -> None:
-        at_least(1, batch_size=self.batch_size, prefetch_factor=self.prefetch_factor, lanes=self.lanes)
+        at_least(1, batch_size=self.batch_size, prefetch_factor=self.prefetch_factor)
+        at_least(1, lanes=self.lanes, groups=self.groups)
         at_least(1, num_samples=self.num_samples, num_batches=self.num_batches, world_size=self.world_size)
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
         _one_of("output", self.output, ("tuple", "dict", "hf"))
@@ -72,6 +76,14 @@ class LoaderOptions:
                 "num_batches= is for training: an evaluation gives each sample once (num_samples= may say "
                 "how many there are)"
             )
+        if self.endless and not (self.train and self.num_batches is None and self.num_samples is None):
+            raise OptionError("endless= is for training, without num_samples= and num_batches=")
+        if len(self.sources) > 1 and not self.train:
+            raise OptionError(
+                "sources are mixed in training; an evaluation gives each sample once: join their URLs by '::'"
+            )
+        if self.groups is not None and not self.train:
+            raise OptionError("groups= is for training: in an evaluation each rank has a group of its own")
         if (self.rank is None) != (self.world_size is None):
             raise OptionError(
                 f"give rank and world_size together, not rank={self.rank} world_size={self.world_size}"
@@ -84,9 +96,17 @@ class LoaderOptions:
             )
 
     @property
-    def is_sized(self) -> bool:
-        """Whether an epoch of training has a length of its own, whatever the data has."""
-        return self.train and (self.num_batches is not None or self.num_samples is not None)
+    def urls(self) -> Sequence[str]:
+        """The shards of all sources."""
+        if len(self.sources) == 1:
+            return self.sources[0].urls
+        return [url for source in self.sources for url in source.urls]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an epoch begins where the last one stopped, whatever passes the data has."""
+        sized = self.num_batches is not None or self.num_samples is not None
+        return self.train and (sized or self.endless or len(self.sources) > 1)
 
 
 def at_least(least: int, **values: int | None) -> None:

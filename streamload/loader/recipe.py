@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-
-import numpy as np
+from collections.abc import Sequence
 
 from streamload.cache.forecast import forecast
 from streamload.cache.placement import Placed, place_tier
 from streamload.cache.selection import Selection
 from streamload.cache.shard import shard_of
 from streamload.cache.spare import remove_unused
-from streamload.dataset import Recipe
+from streamload.dataset import Recipe, SourceOrder
 from streamload.loader.options import LoaderOptions
-from streamload.order.deal import Deal, default_lanes, default_window
+from streamload.loader.orders import deal_of
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import OriginOptions
 from streamload.settings import read_settings
@@ -29,15 +29,14 @@ _FEWEST_FILLS = 4
 
 
 def recipe_for(
-    options: LoaderOptions, here: Topology, groups: int, sizes: list[int] | None = None
+    options: LoaderOptions, here: Topology, orders: Sequence[OrderOptions]
 ) -> tuple[Recipe, Placed]:
     """What a run reads and what it makes of it; and its tier, opened, to be closed when the run is over.
 
     Args:
         options: what was asked for.
         here: this rank among those that share the data out.
-        groups: how many sequences there are.
-        sizes: samples of each shard, the same list on all ranks, so that the groups are cut evenly.
+        orders: of each source (orders.py).
 
     Raises:
         CacheError: the cache directory can't be used.
@@ -57,9 +56,10 @@ def recipe_for(
     placed = place_tier(settings, shards, storage, here.nodes)
     tier = placed.tier
     remove_unused(tier.root)
-    order = _order(options, here, groups, sizes)
+    lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
     processes = here.local_world_size * max(1, options.num_workers)
-    logger.info("cache %s: %s", tier.root, forecast(tier, shards, order.lanes, order.window, here.nodes))
+    logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, here.nodes))
+    groups = orders[0].groups
     recipe = Recipe(
         shards=shards,
         storage_options=storage,
@@ -70,13 +70,13 @@ def recipe_for(
         eviction=settings.eviction,
         revalidate=settings.revalidate,
         run=run_name(here, options.urls),
-        fills=-(-max(order.lanes, _FEWEST_FILLS) // processes),
+        fills=-(-max(lanes, _FEWEST_FILLS) // processes),
         ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
-        order=order,
-        deal=_deal(options, here, groups),
+        sources=_sources(options, orders),
+        deal=deal_of(options, here, groups),
         rank=here.rank if options.train else 0,
         first_group=0 if options.train else here.rank,
-        one_pass=not options.is_sized and (groups == 1 or not options.train),
+        one_pass=not options.goes_on and (groups == 1 or not options.train),
         train=options.train,
         skip=options.on_error == "skip",
         selection=_selection(options),
@@ -85,22 +85,11 @@ def recipe_for(
     return recipe, placed
 
 
-def _order(options: LoaderOptions, here: Topology, groups: int, sizes: list[int] | None) -> OrderOptions:
-    listed = options.shuffle == 0 or not options.train
-    if listed:
-        return OrderOptions(options.seed, groups, lanes=1, window=0, shuffle_shards=False)
-    slice_ = max(1, options.batch_size * here.world_size // groups)
-    lanes = options.lanes if options.lanes is not None else default_lanes(slice_)
-    window = options.shuffle if options.shuffle is not None else default_window(slice_)
-    hints = None if sizes is None else np.array(sizes, np.int64)
-    return OrderOptions(options.seed, groups, lanes, window, hints=hints)
-
-
-def _deal(options: LoaderOptions, here: Topology, groups: int) -> Deal:
-    """In evaluation each rank has a group, and steps, of its own."""
-    if not options.train:
-        return Deal(options.batch_size, groups=1, ranks=1)
-    return Deal(options.batch_size * here.world_size, groups, here.world_size)
+def _sources(options: LoaderOptions, orders: Sequence[OrderOptions]) -> tuple[SourceOrder, ...]:
+    counts = [len(source.urls) for source in options.sources]
+    firsts = [0, *itertools.accumulate(counts)]
+    named = zip(options.sources, firsts[:-1], counts, orders, strict=True)
+    return tuple(SourceOrder(source.name, first, count, order) for source, first, count, order in named)
 
 
 def _selection(options: LoaderOptions) -> Selection:

@@ -41,12 +41,15 @@ class Cursor:
         pass_: the pass in which `lanes` stand.
         skip: how many references after that state lie before the position, those of later passes included.
         lanes: a state at least a window before the position; None for the beginning of the pass.
+        done: of the shards that lanes read from that state on, those of which nothing is left to give: place
+            in the pass and number of samples. They needn't be there to go on.
     """
 
     position: int
     pass_: int
     skip: int
     lanes: LaneState | None = None
+    done: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def at(cls, position: int) -> Cursor:
@@ -63,6 +66,8 @@ class Cursor:
             state = self.lanes
             lanes = [list(lane) for lane in state.lanes]
             value["lanes"] = [state.given, state.round, state.slot, state.next, lanes]
+        if self.done:
+            value["done"] = [list(pair) for pair in self.done]
         return value
 
     @classmethod
@@ -80,9 +85,10 @@ class Cursor:
                 given, round_, slot, next_ = (_whole(number) for number in head)
                 triples = tuple((_whole(o, -1), _whole(t), _whole(s)) for o, t, s in lanes)
                 state = LaneState(given, round_, slot, next_, triples)
+            done = tuple((_whole(place), _whole(samples)) for place, samples in value.get("done", ()))
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise OptionError(f"Not a cursor: {value!r:.200}; pass what Cursor.to_json() returned.") from exc
-        return cls(position, pass_, skip, state)
+        return cls(position, pass_, skip, state, done)
 
 
 def _whole(number: Any, least: int = 0) -> int:

@@ -1,14 +1,32 @@
 """E: positions of the groups' sequences → steps and ranks.
 
 Global position *p* is sample *p* div G of group *p* mod G, a step takes the next B of them, and a rank a part
-of the step. So a global batch depends on neither the number of ranks nor that of workers. Arithmetic only.
+of the step. So a global batch depends on neither the number of ranks nor that of workers, and B may change at
+any step. Arithmetic only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from streamload.errors import OptionError
+
+
+class Share(NamedTuple):
+    """What a rank computes of a step out of one group's sequence.
+
+    Attributes:
+        group: its number.
+        first, stop: the positions in the group's sequence that the rank computes.
+        begin, end: those that the whole step takes of the group.
+    """
+
+    group: int
+    first: int
+    stop: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +48,23 @@ class Deal:
             if value < 1:
                 raise OptionError(f"{name} must be at least 1, not {value}.")
 
-    def start(self, step: int, group: int) -> int:
-        """How many positions of a group lie before a step."""
-        return -((group - step * self.batch) // self.groups)
+    def start(self, position: int, group: int) -> int:
+        """How many positions of a group lie before a global position."""
+        return -((group - position) // self.groups)
 
-    def slices(self, step: int, rank: int) -> list[tuple[int, int, int]]:
-        """What a rank computes of a step: positions (group, start, stop), ordered by group."""
+    def shares(self, position: int, rank: int) -> list[Share]:
+        """What a rank computes of the step that begins at a global position, ordered by group."""
         first, last = rank * self.batch // self.ranks, (rank + 1) * self.batch // self.ranks
-        slices = []
+        shares = []
         before = 0
         for group in range(self.groups):
-            start, stop = self.start(step, group), self.start(step + 1, group)
-            low = start + max(0, first - before)
-            high = min(stop, start + last - before)
+            begin, end = self.start(position, group), self.start(position + self.batch, group)
+            low = begin + max(0, first - before)
+            high = min(end, begin + last - before)
             if low < high:
-                slices.append((group, low, high))
-            before += stop - start
-        return slices
+                shares.append(Share(group, low, high, begin, end))
+            before += end - begin
+        return shares
 
 
 def default_lanes(batch_slice: int) -> int:

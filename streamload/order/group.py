@@ -7,6 +7,8 @@ arrives when. It reads nothing but the numbers of usable entries, and deals noth
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +39,40 @@ class _Mark(NamedTuple):
     before: int
     pass_: int
     lanes: LaneState
+
+
+class _Given:
+    """What has been given out of each shard of a pass: by that a cursor tells which of them are done with."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._count = np.zeros(lanes.order.size, np.int32)
+        self._last = np.full(lanes.order.size, -1, np.int64)
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from the lanes as they are: what they gave before lies before every position asked for."""
+        for place, taken, _ in self._lanes.state().lanes:
+            if place >= 0:
+                self._count[place] = taken
+
+    def give(self, position: int, references: NDArray[np.int64]) -> None:
+        """Take note of references, packed, the first of which has this position."""
+        places = references >> SAMPLE_BITS
+        np.add.at(self._count, places, 1)
+        self._last[places] = np.arange(position, position + places.size)
+
+    def done(self, lanes: LaneState, position: int) -> tuple[tuple[int, int], ...]:
+        """The shards which lanes read from a state on, and of which nothing comes from a position on.
+
+        By place in the pass, each with the number of its samples.
+        """
+        begun = np.arange(lanes.next, self._lanes.begun)
+        reading = [place for place, _, _ in lanes.lanes if place >= 0]
+        places = np.concatenate([np.array(reading, np.int64), begun])
+        samples = self._lanes.samples[places]
+        over = (samples >= 0) & (self._count[places] == samples) & (self._last[places] < position)
+        return tuple(zip(places[over].tolist(), samples[over].tolist(), strict=True))
 
 
 class GroupOrder:
@@ -82,20 +118,30 @@ class GroupOrder:
         self._skip = start.skip
         self._portion = _FIRST_PORTION
         self._marks: deque[_Mark] = deque()
-        self._begin(start.pass_, start.lanes)
+        self._given: dict[int, _Given] = {}  # by pass, as far back as marks go
+        self._begin(start.pass_, start.lanes, dict(start.done))
         self._before_pass = start.position - start.skip - self._lanes.given
         self._mark()
 
-    def _begin(self, pass_: int, state: LaneState | None = None) -> None:
+    def _begin(
+        self, pass_: int, state: LaneState | None = None, done: Mapping[int, int] | None = None
+    ) -> None:
         """Set up the lanes and the window of a pass; what the window held before has been given out."""
         options, shards = self._options, self._pieces.shards
         order = pass_order(options, shards, self._group, self._epoch, pass_)
         due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
         ramp = self._epoch == 0 and pass_ == 0
         self._pass = pass_
-        self._lanes = Lanes(order, self._pieces.parts, options.lanes, state)
+        self._done = {} if done is None else done
+        self._lanes = Lanes(order, self._pieces.parts, options.lanes, state, self._done)
+        self._given[pass_] = _Given(self._lanes)
         self._window = Window(due_key, options.window, ramp, order.size)
         self._following: NDArray[np.int64] | None = None
+
+    @property
+    def pass_(self) -> int:
+        """The pass in which the lanes are."""
+        return self._pass
 
     def advance(self, arrivals: Arrivals) -> References:
         """Give out the next references that are certain; none only when something has to arrive first.
@@ -112,6 +158,7 @@ class GroupOrder:
                 break
             self._window.push(first, references)
             ready = self._window.pop_all() if over else self._window.pop(self._lanes.given)
+            self._given[self._pass].give(self.position - self._skip, ready)
             skipped = min(self._skip, ready.size)
             self._skip -= skipped
             self.position += ready.size - skipped
@@ -135,7 +182,8 @@ class GroupOrder:
         if position <= self.position:
             for mark in reversed(self._marks):
                 if self._precedes(mark, position):
-                    return Cursor(position, mark.pass_, position - mark.before, mark.lanes)
+                    done = self._given[mark.pass_].done(mark.lanes, position)
+                    return Cursor(position, mark.pass_, position - mark.before, mark.lanes, done)
         raise ValueError(
             f"No cursor for position {position}: given out are those up to {self.position}, and cursors are "
             f"kept for the last {self._history} of them. Take it when the batch is handed out."
@@ -151,8 +199,8 @@ class GroupOrder:
         reading = self._lanes.reading()
         first = int(reading.min()) if reading.size else self._lanes.begun
         waiting = self._window.waiting(first, self._lanes.begun)
-        places = list(dict.fromkeys([*waiting.tolist(), *reading.tolist()]))
-        return [int(shard) for shard in self._lanes.order[places]]
+        places = dict.fromkeys([*waiting.tolist(), *reading.tolist()])
+        return [int(self._lanes.order[place]) for place in places if place not in self._done]
 
     def coming_shards(self, count: int) -> list[int]:
         """The next shards that lanes will begin, up to `count`: of this pass, then of the following one.
@@ -161,7 +209,7 @@ class GroupOrder:
         """
         if self.finished:
             return []
-        coming = self._lanes.order[self._lanes.begun :][:count].tolist()
+        coming = self._lanes.order[list(islice(self._lanes.coming(), count))].tolist()
         if len(coming) < count and self._pass + 1 != self._passes:
             if self._following is None:
                 self._following = self._order_of(self._pass + 1)
@@ -200,6 +248,7 @@ class GroupOrder:
         window, lanes = self._options.window, self._options.lanes
         while self._skip - window >= lanes and not self.finished:
             self._skip -= self._lanes.pass_over(arrivals, self._skip - window)
+            self._given[self._pass].begin()
             self._mark()
             if self._lanes.finished:
                 self._next_pass()
@@ -216,6 +265,8 @@ class GroupOrder:
             self._marks.append(_Mark(before, self._pass, self._lanes.state()))
         while len(self._marks) > 1 and self._precedes(self._marks[1], self.position - self._history):
             self._marks.popleft()
+        for pass_ in [pass_ for pass_ in self._given if pass_ < self._marks[0].pass_]:
+            del self._given[pass_]
 
     def _precedes(self, mark: _Mark, position: int) -> bool:
         """Whether everything from before the mark is given out before the position."""

@@ -17,6 +17,7 @@ PASS_ORDER: Final = 3
 DUE: Final = 4
 SAMPLE: Final = 5
 REPLACEMENT: Final = 6
+SOURCE: Final = 7
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

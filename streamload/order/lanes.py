@@ -8,6 +8,7 @@ never longer: a reference is given as soon as no arrival can change it. Due time
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ SAMPLE_MASK = (1 << SAMPLE_BITS) - 1
 
 _NEVER = np.iinfo(np.int64).max
 _NOTHING = np.empty(0, np.int64)
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class Arrivals(Protocol):
@@ -68,10 +70,22 @@ class Lanes:
         parts: what the group owns of the shards that it shares.
         count: how many lanes there are.
         state: where to go on; None begins the pass.
+        done: the number of samples of shards, by their place, that needn't be looked at: whatever references
+            lanes give of these are dropped.
+
+    Attributes:
+        order: as given.
+        given: references that the lanes have given in this pass.
+        samples: int32[shards], how many samples the group has of each shard of the pass; -1: not known.
     """
 
     def __init__(
-        self, order: NDArray[np.int64], parts: Mapping[int, Part], count: int, state: LaneState | None = None
+        self,
+        order: NDArray[np.int64],
+        parts: Mapping[int, Part],
+        count: int,
+        state: LaneState | None = None,
+        done: Mapping[int, int] = _NONE,
     ) -> None:
         if state is None:
             state = LaneState(0, 0, 0, 0, ((-1, 0, 0),) * count)
@@ -82,6 +96,8 @@ class Lanes:
             )
         self.order = order
         self.given = state.given
+        self.samples = np.full(order.size, -1, np.int32)
+        self._done = done
         self._parts = parts
         self._count = count
         # Mutable state: given, the turn (round, slot, next), and for each lane: the place of its shard, what
@@ -113,16 +129,19 @@ class Lanes:
         return LaneState(self.given, self._round, self._slot, self._next, tuple(lanes))
 
     def reading(self) -> NDArray[np.int64]:
-        """The places in the pass of the shards that lanes are reading."""
-        places: NDArray[np.int64] = self._place[self._place >= 0]
-        return places
+        """The places in the pass of the shards that lanes are reading, int64."""
+        return np.array([p for p in self._place.tolist() if p >= 0 and p not in self._done], np.int64)
+
+    def coming(self) -> Iterator[int]:
+        """The places in the pass of the shards that no lane has taken yet, in order."""
+        return (place for place in range(self._next, self.order.size) if place not in self._done)
 
     def lacking(self) -> list[int]:
         """Places in the pass of the shards whose samples are lacking first, one a lane, most urgent first.
 
         For a lane whose shard is known to its end that is the next shard that no lane has taken.
         """
-        coming = iter(range(self._next, self.order.size))
+        coming = self.coming()
         places = []
         for lane in np.argsort(np.maximum(self._dry, self._rounds_done()), kind="stable").tolist():
             if not self._ended[lane]:
@@ -161,7 +180,7 @@ class Lanes:
                 rounds = min(wanted, int(self._dry.min()) - self._round)
             turn = Turn(rounds, self._slot, ready)
             yield turn
-            self._done(turn)
+            self._finish(turn)
             if ready < self._count:
                 return
 
@@ -190,11 +209,17 @@ class Lanes:
 
     def _look(self, lane: int, arrivals: Arrivals) -> None:
         """Take note of what has arrived of a lane's shard."""
-        shard = int(self.order[self._place[lane]])
-        entries, ended = arrivals.arrived(shard)
-        part = self._parts.get(shard)
-        self._samples[lane] = entries if part is None else part.owned(entries)
+        place = int(self._place[lane])
+        shard = int(self.order[place])
+        if place in self._done:
+            self._samples[lane], ended = np.arange(self._done[place]), True
+        else:
+            entries, ended = arrivals.arrived(shard)
+            part = self._parts.get(shard)
+            self._samples[lane] = entries if part is None else part.owned(entries)
         self._ended[lane] = ended
+        if ended:
+            self.samples[place] = self._samples[lane].size
         known = self._base[lane] + self._samples[lane].size
         self._dry[lane] = rounds_for(known, self._slow[lane], self._count)
 
@@ -219,7 +244,7 @@ class Lanes:
         by_round: NDArray[np.int64] = table.T[gives.T]
         return by_round
 
-    def _done(self, turn: Turn) -> None:
+    def _finish(self, turn: Turn) -> None:
         lanes = slice(turn.first, turn.last)
         slow = self._slow[lanes][self._place[lanes] >= 0]
         now = np.int64(self._round)

@@ -1,7 +1,7 @@
-"""The references of one group as they become known, and the shards that they will need (steps B to D, for F).
+"""The references of one sequence as they become known, and the shards that they will need (B to D, for F).
 
-It joins the order of a group with what the filling threads and the other users of a tier have to know of it:
-which shards must stay readable, which come next, and how far this reader is.
+It joins the order of a group, of one source, with what the filling threads and the other users of a tier have
+to know of it: which shards must stay readable, which come next, and how far this reader is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from streamload.cache.begun import Begun, Recalled
 from streamload.cache.runs import VISITS_KEPT, Run
 from streamload.cache.shard import Shard
-from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder, References
@@ -23,19 +23,34 @@ NextPass = Callable[[], npt.NDArray[np.int64]]
 
 
 class Itinerary:
-    """One group's sequence as one process follows it.
+    """One group's sequence of one source as one process follows it.
+
+    The order counts the shards of its source; all that is given out here counts those of the run.
 
     Args:
         order: the sequence.
-        next_pass: the shards that are read after the order has ended, in order.
-        shards: all shards, as listed.
+        next_pass: the shards of the source that are read after the order has ended, in order.
+        shards: all shards of the run.
+        first: the place of the source's first one among them.
+        arrivals: what has arrived of the source's shards.
         tier: where this reader says what it will visit.
     """
 
-    def __init__(self, order: GroupOrder, next_pass: NextPass, shards: Sequence[Shard], tier: Tier):
+    def __init__(
+        self,
+        order: GroupOrder,
+        next_pass: NextPass,
+        shards: Sequence[Shard],
+        first: int,
+        arrivals: Recalled,
+        tier: Tier,
+    ):
         self._order = order
         self._next_pass = next_pass
         self._shards = shards
+        self._first = first
+        self._arrivals = arrivals
+        self._begun_in = order.pass_
         self._base = order.position
         self._known = References(*(np.empty(0, np.int64) for _ in References._fields))
         self._run = Run(tier.root / "runs")
@@ -44,9 +59,9 @@ class Itinerary:
         self._told: tuple[list[int], list[int]] | None = None
         self.tell_progress()
 
-    def blocked(self, cache: ShardCache) -> list[int]:
+    def blocked(self) -> list[int]:
         """The shards whose next entries the order waits for, the most urgent first."""
-        return self._order.blocked(cache)
+        return self._here(self._order.blocked(self._arrivals))
 
     def reaches(self, position: int) -> bool:
         """Whether all references before a position are known, or there are no more."""
@@ -60,10 +75,13 @@ class Itinerary:
         """Up to which position, `stop` at most, the references are known."""
         return min(stop, self._order.position)
 
-    def follow(self, cache: ShardCache) -> bool:
+    def follow(self) -> bool:
         """Take up what has arrived; False if it gives no reference."""
-        fresh = self._order.advance(cache)
+        fresh = self._order.advance(self._arrivals)
+        if self._order.pass_ != self._begun_in:
+            self._arrivals.forget()
         if len(fresh.shards):
+            fresh = fresh._replace(shards=fresh.shards + self._first)
             self._known = References(*map(np.concatenate, zip(self._known, fresh, strict=True)))
         return len(fresh.shards) > 0
 
@@ -92,16 +110,21 @@ class Itinerary:
         """How to go on from a position that has been taken; the end, where the sequence ended before it."""
         return self._order.mark_at(min(position, self._order.position))
 
+    def begun(self) -> dict[int, Begun]:
+        """What a state is to know of the shards that are open, by their place in the source."""
+        return self._arrivals.begun([shard - self._first for shard in self.shards_in_use()])
+
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
-        return list(dict.fromkeys([*self._order.open_shards(), *np.unique(self._known.shards).tolist()]))
+        known = np.unique(self._known.shards).tolist()
+        return list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
 
     def coming(self, count: int) -> list[int]:
         """The next shards that will be opened, over the end of the pass."""
         coming = self._order.coming_shards(count)
         if len(coming) < count:
             coming = [*coming, *self._next_pass()[: count - len(coming)].tolist()]
-        return coming
+        return self._here(coming)
 
     def tell_progress(self) -> None:
         """Tell the other users of the tier what is open and what comes next, if that has changed."""
@@ -115,3 +138,7 @@ class Itinerary:
     def close(self) -> None:
         """Say no more; once is enough."""
         self._run.close()
+
+    def _here(self, shards: list[int]) -> list[int]:
+        """Shards of the source by their place among those of the run."""
+        return [shard + self._first for shard in shards]

@@ -7,7 +7,7 @@ system is imported.
 
 from streamload.urls.commands import Opaque, Request, understand
 from streamload.urls.identity import basename, digest, identity, is_local, local_path, scheme
-from streamload.urls.patterns import expand_urls
+from streamload.urls.patterns import expand_urls, split_sources
 from streamload.urls.redaction import redact, redact_text
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "redact",
     "redact_text",
     "scheme",
+    "split_sources",
     "understand",
 ]

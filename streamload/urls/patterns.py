@@ -53,6 +53,12 @@ def expand_urls(urls: str | Sequence[str]) -> list[str]:
     return result
 
 
+def split_sources(urls: str | Sequence[str]) -> list[str]:
+    """The parts of a pattern, or of a list of patterns, between ``::``, each with its braces."""
+    patterns = [urls] if isinstance(urls, str) else list(urls)
+    return [source for pattern in patterns for source in _SOURCES.split(pattern)]
+
+
 def _expand_pattern(pattern: str) -> Iterator[str]:
     if not isinstance(pattern, str):
         raise UrlError(f"a URL is a string, not {type(pattern).__name__}: {redact_text(repr(pattern))}")

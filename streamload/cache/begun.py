@@ -1,0 +1,119 @@
+"""What a state keeps of the shards that a run has begun, and whether they are still what they were then (G).
+
+An order goes on exactly only over the same samples. So a state says of each shard with samples to come how
+many were seen, where it was given up if it was, and which version it is; whoever goes on compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import xxhash
+
+from streamload.cache.follow import ShardView
+from streamload.cache.shard import version_of
+from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.errors import DatasetChanged, OptionError
+
+
+class Begun(NamedTuple):
+    """A shard as it was when a state was made.
+
+    Attributes:
+        samples: how many usable ones had been seen.
+        ended: whether these are all.
+        given_up: after how many entries it was given up; -1: it wasn't.
+        version: a digest of its version; 0 where its origin names none.
+    """
+
+    samples: int
+    ended: bool
+    given_up: int
+    version: int
+
+    @classmethod
+    def from_json(cls, value: Any) -> Begun:
+        """What `list(begun)` has become by way of JSON.
+
+        Raises:
+            OptionError: it is something else.
+        """
+        if not (isinstance(value, list) and len(value) == 4 and all(isinstance(part, int) for part in value)):
+            raise OptionError(f"not a shard of a state: {value!r:.100}")
+        samples, ended, given_up, version = value
+        return cls(samples, bool(ended), given_up, version)
+
+
+class Recalled:
+    """The arrivals of one source (see order.lanes.Arrivals), held against what a state knows of its shards.
+
+    Args:
+        cache: all shards of the run.
+        first: the place of the source's first shard among them.
+        begun: what the state knows, by the place of the shard in the source.
+    """
+
+    def __init__(self, cache: ShardCache, first: int, begun: Mapping[int, Begun]):
+        self._cache = cache
+        self._first = first
+        self._begun = dict(begun)
+
+    def forget(self) -> None:
+        """What the state knows was of a pass that is over."""
+        self._begun.clear()
+
+    def arrived(self, shard: int) -> tuple[Numbers, bool]:
+        """The usable sample numbers of a shard so far, and whether no more will come.
+
+        Raises:
+            DatasetChanged: the shard isn't what it was when the state was made.
+            StreamloadError: as ShardCache.arrived.
+        """
+        numbers, ended = self._cache.arrived(self._first + shard)
+        begun = self._begun.get(shard)
+        if begun is None:
+            return numbers, ended
+        view = self._cache.view(self._first + shard)
+        version = _digest_of(view)
+        if begun.version and version and begun.version != version:
+            raise DatasetChanged(f"{view.shard.name} is another version than when the state was saved")
+        if begun.given_up >= 0 and view.count >= begun.given_up:
+            numbers, ended = numbers[numbers < begun.given_up], True
+        if (ended and len(numbers) < begun.samples) or (begun.ended and len(numbers) > begun.samples):
+            raise DatasetChanged(
+                f"{view.shard.name} has {len(numbers)} usable samples{'' if ended else ' or more'}; when the "
+                f"state was saved it had {begun.samples}{'' if begun.ended else ' or more'}: it has changed, "
+                f"or can't be read to the same end, or keep, image_key or text_key choose others"
+            )
+        return numbers, ended
+
+    def begun(self, shards: Collection[int]) -> dict[int, Begun]:
+        """What a state is to know of open shards, by their place in the source."""
+        return {shard: self._seen(shard) for shard in shards}
+
+    def _seen(self, shard: int) -> Begun:
+        numbers, ended = self.arrived(shard)
+        view = self._cache.view(self._first + shard)
+        known = self._begun.get(shard)
+        given_up = view.count if view.gave_up else -1
+        if known is not None and known.given_up >= 0 and ended:
+            given_up = known.given_up
+        return Begun(len(numbers), ended, given_up, _digest_of(view))
+
+
+def _digest_of(view: ShardView) -> int:
+    """A digest of what names a shard's version best; a local file's is its size: copies have other times."""
+    if view.reader is None:
+        return 0
+    if view.shard.local is not None:
+        name: tuple[Any, ...] = ("size", view.reader.meta.get("size"))
+    else:
+        version = version_of(view.reader)
+        if version.etag is not None:
+            name = ("etag", version.etag)
+        elif version.last_modified is not None:
+            name = ("modified", version.last_modified, version.size)
+        else:
+            return 0
+    return xxhash.xxh3_64_intdigest(repr(name).encode()) >> 1 or 1

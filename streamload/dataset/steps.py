@@ -1,0 +1,196 @@
+"""B to E in a worker: which samples this rank computes of each step, and where the order stands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.dataset.messages import GroupState, Recipe, SourceState, Span, Start
+from streamload.dataset.supply import Supply, Waiting
+from streamload.order.deal import Share
+from streamload.order.group import References
+from streamload.order.mixture import Change, Mixture, Portion
+
+
+class Visit(NamedTuple):
+    """One use of one sample.
+
+    Attributes:
+        source: its source.
+        pass_: the pass of its source.
+        shard: the place of its shard among those of the run.
+        number: of the sample in its shard.
+    """
+
+    source: int
+    pass_: int
+    shard: int
+    number: int
+
+
+class Steps:
+    """The steps of one epoch, in ascending order.
+
+    Args:
+        recipe: what is read.
+        supply: follows the sequences.
+        start: where the epoch begins.
+    """
+
+    def __init__(self, recipe: Recipe, supply: Supply, start: Start):
+        self._recipe = recipe
+        self._supply = supply
+        self._start = start
+        self._changes = start.changes
+        self._mixtures: dict[int, Mixture] = {}
+
+    def change(self, changes: list[Change]) -> None:
+        """The shares change, in steps that nobody has asked for yet."""
+        self._changes = changes
+        for mixture in self._mixtures.values():
+            mixture.changes = changes
+
+    def at(self, position: int) -> Step:
+        """The step that begins at a global position."""
+        shares = self._recipe.deal.shares(position, self._recipe.rank)
+        parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
+        return Step(self._recipe, self._supply, parts)
+
+    def _mixture(self, group: int) -> Mixture:
+        found = self._mixtures.get(group)
+        if found is None:
+            start, zeros = self._start, (0,) * len(self._recipe.sources)
+            state = start.groups.get(self._recipe.first_group + group)
+            given = zeros if state is None else [source.cursor.position for source in state.sources]
+            owed = zeros if state is None else state.owed
+            found = self._mixtures[group] = Mixture(
+                self._recipe.deal, group, start.position, self._changes, given, owed
+            )
+        return found
+
+
+class _Part:
+    """What a rank computes of a step out of one group.
+
+    Attributes:
+        seats: the source of each sample.
+        first: of each source, the position in its sequence at which these begin.
+    """
+
+    def __init__(self, share: Share, portion: Portion):
+        self.group = share.group
+        self.portion = portion
+        seats = portion.seats()
+        self.seats = seats[share.first - share.begin : share.stop - share.begin]
+        before = np.bincount(seats[: share.first - share.begin], minlength=len(portion.take))
+        self.first = (before + portion.first).tolist()
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, as far as this rank computes it. Its references can be taken once."""
+
+    recipe: Recipe
+    supply: Supply
+    parts: list[_Part]
+    _waiting: Waiting = field(default_factory=Waiting)
+    _before: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many samples this rank computes."""
+        return sum(part.seats.size for part in self.parts)
+
+    @property
+    def taken(self) -> list[int]:
+        """How many of these are of each source."""
+        seats = np.concatenate([part.seats for part in self.parts])
+        taken: list[int] = np.bincount(seats, minlength=len(self.recipe.sources)).tolist()
+        return taken
+
+    def visits(self) -> Iterator[list[Visit] | None]:
+        """The samples, some at a time as they become known; fewer where the sequence ends.
+
+        In training a step that isn't full on all ranks isn't taken on any: then the last thing given is None.
+        """
+        for part in self.parts:
+            yield from self._known(part)
+        if self.recipe.train and not self._is_whole():
+            yield None
+
+    def states(self) -> dict[int, GroupState]:
+        """Where each group is behind the step, once all visits have been given."""
+        return {
+            self.recipe.first_group + part.group: GroupState(
+                part.portion.owed,
+                tuple(
+                    SourceState(itinerary.cursor(stop), itinerary.begun())
+                    for itinerary, stop in (
+                        (self.supply.itinerary(part.group, source), stop)
+                        for source, stop in enumerate(part.portion.stop)
+                    )
+                ),
+            )
+            for part in self.parts
+        }
+
+    def spans(self) -> dict[str, Span]:
+        """The hashes around the step, of each group and source, once all visits have been given."""
+        spans = {}
+        for part in self.parts:
+            for source, stop in enumerate(part.portion.stop):
+                behind = self.supply.itinerary(part.group, source).digest(stop)
+                before = self._before.get((part.group, source), behind)
+                spans[f"{part.group}.{source}"] = Span(before, behind)
+        return spans
+
+    def _known(self, part: _Part) -> Iterator[list[Visit]]:
+        """The visits of a part, in the order of its seats."""
+        rest, first = part.seats, list(part.first)
+        while rest.size and self._begins(part, int(rest[0]), first[rest[0]]):
+            many = rest.size
+            for source in np.unique(rest).tolist():
+                seats = np.flatnonzero(rest == source)
+                itinerary = self.supply.itinerary(part.group, source)
+                known = itinerary.known(first[source] + seats.size) - first[source]
+                if known < seats.size:
+                    many = min(many, int(seats[known]))
+            yield self._take(part, rest[:many], first)
+            rest = rest[many:]
+
+    def _take(self, part: _Part, seats: npt.NDArray[np.int64], first: list[int]) -> list[Visit]:
+        """The visits of some seats, whose references are all known."""
+        columns = np.empty((3, seats.size), np.int64)
+        for source in np.unique(seats).tolist():
+            own = seats == source
+            stop = first[source] + int(np.count_nonzero(own))
+            taken: References = self.supply.itinerary(part.group, source).take(first[source], stop)
+            columns[:, own] = np.stack(taken)
+            first[source] = stop
+        return [Visit(*row) for row in zip(seats.tolist(), *columns.tolist(), strict=True)]
+
+    def _begins(self, part: _Part, source: int, position: int) -> bool:
+        """Whether there is a reference at a position; its source's part of the step is hashed from there."""
+        there = self.supply.has(part.group, source, position + 1, self._waiting)
+        if there:
+            self._note(part, source)
+        return there
+
+    def _note(self, part: _Part, source: int) -> None:
+        """Keep the hash of what lies before the step, known by now."""
+        if (part.group, source) not in self._before:
+            itinerary = self.supply.itinerary(part.group, source)
+            self._before[part.group, source] = itinerary.digest(part.portion.first[source])
+
+    def _is_whole(self) -> bool:
+        """Wait for all that the step takes of the groups, on whatever rank."""
+        for part in self.parts:
+            for source, stop in enumerate(part.portion.stop):
+                if not self.supply.has(part.group, source, stop, self._waiting):
+                    return False
+                self._note(part, source)
+        return True

@@ -1,0 +1,95 @@
+"""The order of a run: how many sequences, how widely shuffled, how they are dealt to ranks (B to E)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from streamload import urls
+from streamload.loader.options import LoaderOptions
+from streamload.loader.place import Order
+from streamload.order.deal import Deal, default_lanes, default_window
+from streamload.order.keys import SOURCE, key
+from streamload.order.mixture import UNIT
+from streamload.order.plan import OrderOptions
+from streamload.topology import Topology
+
+_LEAST_PART = 0.1
+"""So much of the lanes and the window a source has at least: its weight may grow."""
+_SHARDS_NAMED = 10_000
+"""A data set is told from others by so many of its shards, at equal distances."""
+
+
+def order_of(
+    options: LoaderOptions, here: Topology, groups: int, shares: Sequence[int], digest: str
+) -> Order:
+    """What the order of a run depends on.
+
+    Args:
+        options: what was asked for.
+        here: this rank among those that share the data out.
+        groups: how many sequences there are.
+        shares: of the sources at the beginning; by these they share lanes and window.
+        digest: of the data.
+    """
+    listed = options.shuffle == 0 or not options.train
+    slice_ = max(1, options.batch_size * here.world_size // groups)
+    lanes = options.lanes if options.lanes is not None else default_lanes(slice_)
+    window = options.shuffle if options.shuffle is not None else default_window(slice_)
+    sources = []
+    for source, share in zip(options.sources, shares, strict=True):
+        part = max(share / UNIT, _LEAST_PART)
+        widths = (1, 0) if listed else (math.ceil(lanes * part), math.ceil(window * part))
+        sources.append((source.name, *widths))
+    choice = ("map_sample",) if options.map_sample is not None else (options.image_key, options.text_key)
+    return Order(digest, choice, options.train, options.seed, groups, tuple(sources))
+
+
+def orders_of(order: Order, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:
+    """The same for each source's own sequence.
+
+    Args:
+        order: of the run.
+        sizes: of each source the samples of each shard, the same list on all ranks, by which its groups are
+            cut evenly; None where they aren't known.
+    """
+    several = len(order.sources) > 1
+    return [
+        OrderOptions(
+            key(order.seed, SOURCE, xxhash.xxh3_64_intdigest(name.encode())) if several else order.seed,
+            order.groups,
+            lanes,
+            window,
+            shuffle_shards=window > 0,
+            hints=None if own is None else np.array(own, np.int64),
+        )
+        for (name, lanes, window), own in zip(order.sources, sizes, strict=True)
+    ]
+
+
+def deal_of(options: LoaderOptions, here: Topology, groups: int) -> Deal:
+    """How steps are dealt; in evaluation each rank has a group, and steps, of its own."""
+    if not options.train:
+        return Deal(options.batch_size, groups=1, ranks=1)
+    return Deal(options.batch_size * here.world_size, groups, here.world_size)
+
+
+def groups_read(deal: Deal, rank: int, position: int) -> set[int]:
+    """The groups that a rank reads from a position on: what it reads repeats after that many samples."""
+    steps = range(position, position + deal.groups, math.gcd(deal.batch, deal.groups))
+    return {share.group for step in steps for share in deal.shares(step, rank)}
+
+
+def data_digest(options: LoaderOptions) -> str:
+    """Which shards the sources have, however they were listed."""
+    storage = dict(options.storage_options) if options.storage_options else None
+    said = xxhash.xxh3_128()
+    for source in options.sources:
+        count = len(source.urls)
+        step = max(1, -(-count // _SHARDS_NAMED))
+        names = [urls.digest(source.urls[place], storage) for place in range(0, count, step)]
+        said.update(repr((count, names)).encode())
+    return said.hexdigest()

@@ -1,0 +1,238 @@
+"""Where a rank is: the epoch of the training loop and the place in the sequence; and how a state tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streamload.dataset.messages import GroupState, changes_from
+from streamload.errors import OptionError, StateMismatch
+from streamload.order.mixture import UNIT, Change, in_effect
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Behind the last batch that was handed out.
+
+    Attributes:
+        epoch: of the training loop.
+        sequence: the epoch in which the sequence began; others may go on in it.
+        began: the position at which the epoch began.
+        position: how many samples of the sequence, over all ranks, lie before the next step.
+        groups: of each group that this rank knows of, where it is; none at the beginning of a sequence.
+        changes: of the sources' shares, from the position on.
+    """
+
+    epoch: int
+    sequence: int
+    began: int
+    position: int
+    groups: Mapping[int, GroupState]
+    changes: tuple[Change, ...]
+
+    def behind(self, position: int, groups: Mapping[int, GroupState]) -> Place:
+        """The place behind a step that ends at a position."""
+        return replace(
+            self, position=position, groups=groups, changes=tuple(in_effect(self.changes, position))
+        )
+
+    def next_epoch(self) -> Place:
+        """The beginning of an epoch that goes on where this one stopped."""
+        return replace(self, epoch=self.epoch + 1, began=self.position)
+
+
+class Course:
+    """Which epoch a training loop begins next, and where.
+
+    Args:
+        goes_on: whether an epoch begins where the last one stopped.
+
+    Attributes:
+        epoch: the one that begins next.
+        shares: of the sources, those that were set last; None before any is known.
+    """
+
+    def __init__(self, goes_on: bool):
+        self.epoch = 0
+        self.shares: tuple[int, ...] | None = None
+        self._goes_on = goes_on
+        self._place: Place | None = None
+        self._is_loaded = self._ran_out = False
+
+    def begin(self) -> Place:
+        """The next epoch begins: where."""
+        self._place = self.next()
+        self._is_loaded = self._ran_out = False
+        self.epoch = self._place.epoch + 1
+        return self._place
+
+    def next(self) -> Place:
+        """Where the next epoch would begin: in one that was loaded, behind the last one, or anew."""
+        last = self._place
+        if last is not None and self._is_loaded and self.epoch == last.epoch:
+            return last
+        if last is not None and self._goes_on and self.epoch == last.epoch + 1:
+            return last.next_epoch()
+        assert self.shares is not None
+        return Place(self.epoch, self.epoch, 0, 0, {}, (Change(0, self.shares),))
+
+    def now(self) -> Place:
+        """What a state tells: behind the last batch of an epoch, or where the next begins if that is over."""
+        place = self._place
+        if place is None or self._ran_out or (self._is_loaded and self.epoch != place.epoch):
+            return self.next()
+        return place
+
+    def take(self, position: int, groups: Mapping[int, GroupState]) -> None:
+        """A batch was handed out, whose step ends at a position."""
+        assert self._place is not None
+        self._place = self._place.behind(position, groups)
+
+    def run_out(self) -> None:
+        """The epoch was given to its end."""
+        self._ran_out = True
+
+    def load(self, place: Place) -> None:
+        """Go on from a place."""
+        self._place, self._is_loaded, self._ran_out = place, True, False
+        self.epoch, self.shares = place.epoch, place.changes[-1].shares
+
+    def change(self, shares: tuple[int, ...], position: int) -> list[Change]:
+        """New shares from a position on; those that count from here on."""
+        self.shares = shares
+        if self._place is None:
+            return [Change(0, shares)]
+        kept = [change for change in self._place.changes if change.position < position]
+        self._place = replace(self._place, changes=(*kept, Change(position, shares)))
+        return list(self._place.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the order of a run depends on, and is fixed with its first state.
+
+    Attributes:
+        data: a digest of the shards, source by source.
+        choice: which members are image and caption.
+        train: whether it is shuffled.
+        seed: of the run.
+        groups: how many sequences the samples are dealt into.
+        sources: of each source its name, its lanes and its window.
+    """
+
+    data: str
+    choice: tuple[str, ...]
+    train: bool
+    seed: int
+    groups: int
+    sources: tuple[tuple[str, int, int], ...]
+
+
+def to_state(order: Order, place: Place) -> dict[str, Any]:
+    """A state: JSON-able, of a size that doesn't depend on that of the data set."""
+    return {
+        "streamload_state": FORMAT,
+        "data": order.data,
+        "choice": list(order.choice),
+        "train": order.train,
+        "seed": order.seed,
+        "groups": order.groups,
+        "sources": [list(source) for source in order.sources],
+        "epoch": place.epoch,
+        "sequence": place.sequence,
+        "began": place.began,
+        "position": place.position,
+        "changes": [[change.position, list(change.shares)] for change in place.changes],
+        "at": {str(number): group.to_json() for number, group in sorted(place.groups.items())},
+    }
+
+
+def from_state(state: Any) -> tuple[Order, Place]:
+    """The order and place that a state, or a list of states of one moment, tells of.
+
+    Raises:
+        StateMismatch: it is no state of a loader, or of another format; or they are of different moments.
+    """
+    states = list(state) if isinstance(state, Sequence) and not isinstance(state, str) else [state]
+    if not states:
+        raise StateMismatch("an empty list of states: give what state_dict() of each rank returned")
+    for one in states:
+        if not isinstance(one, Mapping) or "streamload_state" not in one:
+            raise StateMismatch(f"not a state of a loader: {one!r:.200}")
+        if one["streamload_state"] != FORMAT:
+            raise StateMismatch(
+                f"a state of format {one['streamload_state']}; this version of streamload reads {FORMAT}"
+            )
+    merged = {**states[0], "at": {}}
+    for one in states:
+        other = sorted(name for name in merged if name != "at" and one.get(name) != merged[name])
+        if other:
+            raise StateMismatch(
+                f"the states are not of one moment of one run: they differ in {', '.join(other)}"
+            )
+        merged["at"] = {**one["at"], **merged["at"]}
+    try:
+        return _order(merged), _place(merged)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise StateMismatch(f"not a whole state of a loader: {exc!r:.200}") from exc
+
+
+def _order(state: Mapping[str, Any]) -> Order:
+    sources = tuple((str(name), _whole(lanes, 1), _whole(window)) for name, lanes, window in state["sources"])
+    choice = tuple(str(part) for part in state["choice"])
+    groups = _whole(state["groups"], 1)
+    return Order(str(state["data"]), choice, bool(state["train"]), int(state["seed"]), groups, sources)
+
+
+def _place(state: Mapping[str, Any]) -> Place:
+    changes = tuple(changes_from(state["changes"]))
+    sources = len(state["sources"])
+    if not changes or any(len(change.shares) != sources or sum(change.shares) != UNIT for change in changes):
+        raise OptionError(f"shares of {sources} sources that don't add up: {changes}")
+    groups = {int(number): GroupState.from_json(group) for number, group in state["at"].items()}
+    if any(len(group.sources) != sources for group in groups.values()):
+        raise OptionError(f"a group that isn't of {sources} sources")
+    epoch, sequence, began, position = (
+        _whole(state[name]) for name in ("epoch", "sequence", "began", "position")
+    )
+    return Place(epoch, sequence, began, position, groups, changes)
+
+
+def _whole(number: Any, least: int = 0) -> int:
+    if type(number) is not int or number < least:
+        raise OptionError(f"{number!r} is not a whole number from {least}")
+    return number
+
+
+def check_fits(saved: Order, ours: Order, place: Place, needed: set[int]) -> None:
+    """Refuse a state that isn't of this loader's run.
+
+    Args:
+        saved: of the state.
+        ours: of this loader.
+        place: of the state.
+        needed: the groups that this rank reads.
+
+    Raises:
+        StateMismatch: it says what differs.
+    """
+    for what, before, now in (
+        ("train", saved.train, ours.train),
+        ("seed", saved.seed, ours.seed),
+        ("the names of the sources", [name for name, *_ in saved.sources], [n for n, *_ in ours.sources]),
+        ("image_key and text_key", saved.choice, ours.choice),
+    ):
+        if before != now:
+            raise StateMismatch(f"the state was saved with another {what}: {before}, and this is {now}")
+    if saved.data != ours.data:
+        raise StateMismatch(
+            "the state is of another data set: the URLs of its shards are others, or in another order"
+        )
+    if place.position and (missing := sorted(needed - place.groups.keys())):
+        raise StateMismatch(
+            f"the state is incomplete: it lacks groups {missing} of {saved.groups}. A rank knows only its "
+            f"own node's: save streamload.gather_state(loader), or give the states of all nodes as a list"
+        )

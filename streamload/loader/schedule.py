@@ -1,0 +1,196 @@
+"""A loader's epochs and steps: how long they are, in what order, and where the loader is among them (B to E).
+
+The order is settled when it is first needed, not when a loader is made: torch.distributed may be set up in
+between, and the number of samples may have to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from streamload.errors import OptionError, StateMismatch
+from streamload.loader.options import LoaderOptions
+from streamload.loader.orders import data_digest, deal_of, groups_read, order_of, orders_of
+from streamload.loader.place import Course, Order, Place, check_fits, from_state, to_state
+from streamload.loader.sizes import listed_sizes
+from streamload.order.deal import Deal
+from streamload.order.mixture import shares_of
+from streamload.order.plan import OrderOptions
+from streamload.topology import Topology, read_topology
+
+
+class Schedule:
+    """The epochs of one loader.
+
+    Args:
+        options: what it was asked for.
+
+    Attributes:
+        course: where it is.
+    """
+
+    def __init__(self, options: LoaderOptions):
+        self.course = Course(options.goes_on)
+        self._options = options
+        self._settled: tuple[Topology, Order] | None = None
+        self._saved: Order | None = None
+        self._digest: str | None = None
+        self._sizes: list[list[int] | None] | None = None
+
+    @property
+    def here(self) -> Topology:
+        """This rank among those that share the data out."""
+        options = self._options
+        if not options.train and options.rank is None:
+            return Topology()
+        return read_topology(options.rank, options.world_size)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of this rank in an epoch; None where the data alone knows, or there is no end."""
+        options = self._options
+        if options.num_batches is not None or options.endless:
+            return options.num_batches
+        number = self._samples()
+        if number is None:
+            return None
+        in_a_step = options.batch_size * self.here.world_size
+        return max(1, number // in_a_step) if options.train else -(-number // in_a_step)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch over all ranks; None where the data alone knows, or there is no end."""
+        if not self._options.train:
+            return self._samples()
+        batches = self.num_batches
+        return None if batches is None else batches * self._options.batch_size * self.here.world_size
+
+    def settle(self) -> Order:
+        """The order of the run, as this rank now stands among the others."""
+        here = self.here
+        if self._settled is None or self._settled[0] != here:
+            shares = self.shares() if self.course.shares is None else self.course.shares
+            self.course.shares = shares
+            self._settled = here, self._order(here, shares)
+        return self._settled[1]
+
+    def orders(self) -> list[OrderOptions]:
+        """Of each source's own sequence."""
+        order = self.settle()
+        cut_by_size = order.train and order.groups > 1
+        return orders_of(order, self._listed() if cut_by_size else [None] * len(order.sources))
+
+    def deal(self) -> Deal:
+        """How steps are dealt to ranks."""
+        return deal_of(self._options, self.here, self.settle().groups)
+
+    def steps(self, place: Place) -> int | None:
+        """How many steps an epoch has from a place on; None: to the end of the pass, or without end.
+
+        Raises:
+            OptionError: nothing says how many, and the data can't.
+        """
+        options, order = self._options, self.settle()
+        if not options.train or options.endless or not (options.goes_on or order.groups > 1):
+            return None
+        batches = self.num_batches
+        if batches is None:
+            what = "mixes several sources" if len(order.sources) > 1 else f"is on {order.groups} nodes"
+            raise OptionError(
+                f"a run that {what} has to know how long an epoch is: give num_samples or num_batches, put a "
+                f"sizes.json beside the shards, or say endless=True"
+            )
+        batch = self.deal().batch
+        return max(0, place.began + batches * batch - place.position) // batch
+
+    def state(self) -> dict[str, Any]:
+        """Where this rank is."""
+        return to_state(self.settle(), self.course.now())
+
+    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state.
+
+        Raises:
+            StateMismatch: it isn't of this run.
+        """
+        saved, place = from_state(state)
+        here, ours = self.here, self.settle()
+        if place.position:
+            ours = replace(ours, groups=saved.groups)
+        first, rank = (0, here.rank) if ours.train else (here.rank, 0)
+        needed = {first + group for group in groups_read(self._deal(ours), rank, place.position)}
+        check_fits(saved, ours, place, needed)
+        self._refuse_other_options(saved, place)
+        self._saved = saved if place.position else replace(saved, groups=ours.groups)
+        self._settled = None
+        self.course.load(place)
+
+    def shares(self, weights: Mapping[str, float] | None = None) -> tuple[int, ...]:
+        """The shares of the sources.
+
+        Args:
+            weights: by name, in place of those that the sources were made with; None: none of them.
+
+        Raises:
+            OptionError: weights that can't be, or of no source.
+        """
+        sources = self._options.sources
+        own = {source.name: source.weight * self._per(place) for place, source in enumerate(sources)}
+        weights = {} if weights is None else weights
+        unknown = sorted(weights.keys() - own.keys())
+        if unknown:
+            raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(own)}")
+        return shares_of([*{**own, **weights}.values()], [source.floor for source in sources])
+
+    def _order(self, here: Topology, shares: tuple[int, ...]) -> Order:
+        options, saved = self._options, self._saved
+        if self._digest is None:
+            self._digest = data_digest(options)
+        groups = (options.groups or here.nodes) if options.train else here.world_size
+        if saved is not None:
+            groups = saved.groups
+        order = order_of(options, here, groups, shares, self._digest)
+        return order if saved is None else replace(order, sources=saved.sources)
+
+    def _deal(self, order: Order) -> Deal:
+        return deal_of(self._options, self.here, order.groups)
+
+    def _refuse_other_options(self, saved: Order, place: Place) -> None:
+        """Lanes, window and groups are the state's; whoever asks for others means another run.
+
+        Raises:
+            StateMismatch: others were asked for.
+        """
+        options = self._options
+        kept = {"groups": saved.groups} if place.position else {}
+        if len(saved.sources) == 1:
+            _, lanes, window = saved.sources[0]
+            kept |= {"shuffle": window} | ({"lanes": lanes} if window else {})
+        for name, value in kept.items():
+            asked = getattr(options, name)
+            if options.train and asked is not None and asked != value:
+                raise StateMismatch(f"the state was saved with {name}={value}, and this is {asked}")
+
+    def _per(self, place: int) -> int:
+        """What a source's weight is multiplied with."""
+        source = self._options.sources[place]
+        if source.per == "source":
+            return 1
+        sizes = self._listed()
+        return sum(sizes[place] or ()) if all(sizes) else len(source.urls)
+
+    def _samples(self) -> int | None:
+        """Samples of an epoch as they were given, or listed."""
+        if self._options.num_samples is not None:
+            return self._options.num_samples
+        sizes = self._listed()
+        return None if None in sizes else sum(sum(own or ()) for own in sizes)
+
+    def _listed(self) -> list[list[int] | None]:
+        """Of each source the samples of each shard by sizes.json, read once."""
+        if self._sizes is None:
+            storage = dict(self._options.storage_options or {}) or None
+            self._sizes = [listed_sizes(source.urls, storage) for source in self._options.sources]
+        return self._sizes

@@ -1,0 +1,103 @@
+"""What is read: one set of shards, or several that are mixed (step A)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from streamload.errors import OptionError
+from streamload.urls import expand_urls, split_sources
+
+Factors = str | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Shards that are mixed with others by weight.
+
+    Attributes:
+        urls: as make_loader takes them.
+        weight: its share of all samples is this in proportion to the others' weights.
+        name: in stats(), set_weights() and states; None: "0", "1", … by its place.
+        floor: the least part of all samples that it gets, 0 to 1, whatever the weights say.
+    """
+
+    urls: str | Sequence[str] = field(repr=False)
+    weight: float = 1.0
+    name: str | None = None
+    floor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """A source as a loader takes it: checked, its URLs expanded.
+
+    Attributes:
+        per: what the weight is of: the source, or each of its shards, or of its samples if their number is
+            known.
+    """
+
+    name: str
+    urls: Sequence[str] = field(repr=False)
+    weight: float
+    floor: float
+    per: Literal["source", "shard"] = "source"
+
+
+def read_sources(
+    urls: str | Sequence[str] | Sequence[Source], factors: Factors | None = None
+) -> tuple[SourceOptions, ...]:
+    """The sources that make_loader's arguments mean; one where nothing is to be mixed.
+
+    Raises:
+        OptionError: they can't be used; it says which.
+    """
+    if isinstance(urls, Source) or (not isinstance(urls, str) and any(isinstance(u, Source) for u in urls)):
+        sources = [urls] if isinstance(urls, Source) else list(urls)
+        if factors is not None:
+            raise OptionError("upsampling_factors= are for 'a::b': a Source has a weight of its own")
+        return _checked(sources)
+    plain = cast("str | Sequence[str]", urls)
+    if factors is None:
+        return (SourceOptions("0", expand_urls(plain), 1.0, 0.0),)
+    parts, numbers = split_sources(plain), _numbers(factors)
+    if len(parts) != len(numbers):
+        raise OptionError(
+            f"upsampling_factors= are {len(numbers)}, and the URLs have {len(parts)} sources (between '::')"
+        )
+    return tuple(
+        SourceOptions(str(place), expand_urls(part), number, 0.0, "shard")
+        for place, (part, number) in enumerate(zip(parts, numbers, strict=True))
+    )
+
+
+def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
+    found: dict[str, SourceOptions] = {}
+    for place, source in enumerate(sources):
+        if not isinstance(source, Source):
+            raise OptionError(f"sources are mixed with other Sources, not with {type(source).__name__}")
+        name = str(place) if source.name is None else source.name
+        if name in found:
+            raise OptionError(f"two sources are named {name!r}: give each a name= of its own")
+        if not 0 <= source.floor <= 1:
+            raise OptionError(f"source {name!r}: floor={source.floor!r} has to be from 0 to 1")
+        if not (math.isfinite(source.weight) and source.weight >= 0):
+            raise OptionError(f"source {name!r}: weight={source.weight!r} has to be a number from 0")
+        found[name] = SourceOptions(name, expand_urls(source.urls), source.weight, source.floor)
+    return tuple(found.values())
+
+
+def _numbers(factors: Factors) -> list[float]:
+    """OpenCLIP's '1::2.5', or numbers."""
+    parts = factors.split("::") if isinstance(factors, str) else list(factors)
+    try:
+        numbers = [float(part) for part in parts]
+    except (TypeError, ValueError) as exc:
+        raise OptionError(
+            f"upsampling_factors={factors!r}: numbers with '::' between them, or a list"
+        ) from exc
+    if any(not math.isfinite(number) or number < 0 for number in numbers):
+        raise OptionError(f"upsampling_factors={factors!r}: they have to be numbers from 0")
+    return numbers
