@@ -26,7 +26,7 @@ def test_a_step_takes_the_next_positions_ordered_by_group(batch, groups):
     deal = Deal(batch, groups, ranks=1)
     for step in range(20):
         dealt = [(p % groups, p // groups) for p in range(step * batch, (step + 1) * batch)]
-        assert positions(deal.shares(step * batch, 0)) == sorted(dealt)
+        assert positions(deal.shares(step * batch, 0, ())) == sorted(dealt)
         for group in range(groups):
             assert deal.start(step * batch, group) == len(
                 [p for p in range(step * batch) if p % groups == group]
@@ -37,11 +37,11 @@ def test_a_step_takes_the_next_positions_ordered_by_group(batch, groups):
 def test_the_global_batch_is_the_same_for_every_number_of_ranks(number):
     rng = random.Random(number)
     batch, groups = rng.randint(1, 64), rng.randint(1, 8)
-    whole = [positions(Deal(batch, groups, 1).shares(step * batch, 0)) for step in range(6)]
+    whole = [positions(Deal(batch, groups, 1).shares(step * batch, 0, ())) for step in range(6)]
     for ranks in {1, 2, 3, groups, 2 * groups, 4 * groups, batch}:
         deal = Deal(batch, groups, ranks)
         for step in range(6):
-            parts = [positions(deal.shares(step * batch, rank)) for rank in range(ranks)]
+            parts = [positions(deal.shares(step * batch, rank, ())) for rank in range(ranks)]
             assert [place for part in parts for place in part] == whole[step]
             if batch % ranks == 0:
                 assert {len(part) for part in parts} == {batch // ranks}
@@ -49,8 +49,23 @@ def test_the_global_batch_is_the_same_for_every_number_of_ranks(number):
 
 def test_a_rank_needs_one_group_where_the_groups_divide_the_ranks():
     deal = Deal(batch=64, groups=4, ranks=8)
-    shares = [deal.shares(5 * 64, rank) for rank in (0, 1, 7)]
+    shares = [deal.shares(5 * 64, rank, ()) for rank in (0, 1, 7)]
     assert shares == [[(0, 80, 88, 80, 96)], [(0, 88, 96, 80, 96)], [(3, 88, 96, 80, 96)]]
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_a_rank_reads_the_same_groups_from_any_step_on(number):
+    rng = random.Random(number)
+    deal = Deal(rng.randint(1, 40), rng.randint(1, 7), rng.randint(1, 6))
+    for rank in range(deal.ranks):
+        begin = rng.randint(0, 100)
+        steps = range(begin, begin + 20 * deal.batch, deal.batch)
+        read = {share.group for step in steps for share in deal.shares(step, rank, ())}
+        assert deal.groups_of(rank, begin) == sorted(read)
+        for step in steps:
+            shares = deal.shares(step, rank, read)
+            assert [share.group for share in shares] == sorted(read)
+            assert all(share.end - share.begin >= share.size >= 0 for share in shares)
 
 
 @pytest.mark.parametrize(("batch", "groups", "ranks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

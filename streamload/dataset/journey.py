@@ -85,7 +85,7 @@ class Reading:
                 step = steps.at(position)  # E
                 made = self._make(start.epoch, step.size, step.visits())  # B, C, D while F, G go on; H, I, J
                 if made is None:
-                    self._check_end(number, position)
+                    self._check_end(number, start)
                     return
                 values, troubles = made
                 states, spans = step.states(), step.spans()
@@ -100,17 +100,19 @@ class Reading:
         """Stop the fills and let go of the tier; once is enough."""
         self._supply.close()
 
-    def _check_end(self, number: int, position: int) -> None:
+    def _check_end(self, number: int, start: Start) -> None:
         """The sequence has ended before this step: see whether it should have.
 
         Raises:
             NoValidSamples: it had no sample.
             DataError: in training it has too few for one step.
         """
+        if start.position:
+            return  # the rest of an epoch may be nothing
         is_share = not self._recipe.train and self._recipe.sources[0].order.groups > 1
         if not is_share:  # a rank's share of an evaluation may be empty
             self._supply.complain_if_barren()
-        if self._recipe.train and number == 0 and position == 0:
+        if self._recipe.train and number == 0:
             raise DataError(
                 f"the data has fewer usable samples than one step takes ({self._recipe.deal.batch}): lower "
                 f"batch_size, or give num_batches to go round and round"

@@ -168,9 +168,11 @@ class Trouble(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Hashes of a group's references, up to where a step begins and up to where it ends."""
+    """Hashes of a sequence's references, up to where a step begins and up to where it ends."""
 
+    begin: int
     before: int
+    end: int
     behind: int
 
 

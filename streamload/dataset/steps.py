@@ -46,6 +46,7 @@ class Steps:
         self._supply = supply
         self._start = start
         self._changes = start.changes
+        self._groups = recipe.deal.groups_of(recipe.rank, start.position)
         self._mixtures: dict[int, Mixture] = {}
 
     def change(self, changes: list[Change]) -> None:
@@ -56,7 +57,7 @@ class Steps:
 
     def at(self, position: int) -> Step:
         """The step that begins at a global position."""
-        shares = self._recipe.deal.shares(position, self._recipe.rank)
+        shares = self._recipe.deal.shares(position, self._recipe.rank, self._groups)
         parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
         return Step(self._recipe, self._supply, parts)
 
@@ -145,18 +146,19 @@ class Step:
             for source, stop in enumerate(part.portion.stop):
                 behind = self.supply.itinerary(part.group, source).digest(stop)
                 before = self._before.get((part.group, source), behind)
-                spans[f"{part.group}.{source}"] = Span(before, behind)
+                begin = part.portion.first[source]
+                spans[f"{part.group}.{source}"] = Span(begin, before, stop, behind)
         return spans
 
     def _known(self, part: _Part) -> Iterator[list[Visit]]:
         """The visits of a part, in the order of its seats."""
         rest, first = part.seats, list(part.first)
-        while rest.size and self._begins(part, int(rest[0]), first[rest[0]]):
+        while rest.size and self.supply.has(part.group, int(rest[0]), first[rest[0]] + 1, self._waiting):
             many = rest.size
             for source in np.unique(rest).tolist():
                 seats = np.flatnonzero(rest == source)
                 itinerary = self.supply.itinerary(part.group, source)
-                known = itinerary.known(first[source] + seats.size) - first[source]
+                known = max(0, itinerary.known(first[source] + seats.size) - first[source])
                 if known < seats.size:
                     many = min(many, int(seats[known]))
             yield self._take(part, rest[:many], first)
@@ -166,6 +168,7 @@ class Step:
         """The visits of some seats, whose references are all known."""
         columns = np.empty((3, seats.size), np.int64)
         for source in np.unique(seats).tolist():
+            self._note(part, source)
             own = seats == source
             stop = first[source] + int(np.count_nonzero(own))
             taken: References = self.supply.itinerary(part.group, source).take(first[source], stop)
@@ -173,15 +176,8 @@ class Step:
             first[source] = stop
         return [Visit(*row) for row in zip(seats.tolist(), *columns.tolist(), strict=True)]
 
-    def _begins(self, part: _Part, source: int, position: int) -> bool:
-        """Whether there is a reference at a position; its source's part of the step is hashed from there."""
-        there = self.supply.has(part.group, source, position + 1, self._waiting)
-        if there:
-            self._note(part, source)
-        return there
-
     def _note(self, part: _Part, source: int) -> None:
-        """Keep the hash of what lies before the step, known by now."""
+        """Keep the hash of what lies before the step, known by now and not yet passed."""
         if (part.group, source) not in self._before:
             itinerary = self.supply.itinerary(part.group, source)
             self._before[part.group, source] = itinerary.digest(part.portion.first[source])

@@ -32,11 +32,11 @@ class Checks:
         self._counts = counts
         self._what = "replaced" if train else "skipped"
         self._bad = 0
-        self._digests: dict[str, int] = {}
+        self._last: dict[str, tuple[int, int]] = {}  # of each sequence, where it was hashed to
 
     def begin(self) -> None:
         """A new epoch: digests begin anew."""
-        self._digests = {}
+        self._last = {}
 
     def agree(self, batch: Batch) -> None:
         """Compare what this batch's worker takes for the past with what the last one's did.
@@ -45,14 +45,14 @@ class Checks:
             OrderDiverged: they differ.
         """
         for name, span in batch.digests.items():
-            last = self._digests.get(name, span.before)
-            if last != span.before:
+            end, behind = self._last.get(name, (span.begin, span.before))
+            if end == span.begin and behind != span.before:
                 raise OrderDiverged(
                     f"the workers disagree on the order before the step at sample {batch.position}: they "
                     f"don't find the same samples usable. keep= must depend on the entry alone; and files in "
                     f"the cache must not be changed by others"
                 )
-            self._digests[name] = span.behind
+            self._last[name] = span.end, span.behind
 
     def heed(self, batch: Batch, taken: int) -> None:
         """Count and report the samples of a batch that could not be used.

@@ -77,12 +77,6 @@ def deal_of(options: LoaderOptions, here: Topology, groups: int) -> Deal:
     return Deal(options.batch_size * here.world_size, groups, here.world_size)
 
 
-def groups_read(deal: Deal, rank: int, position: int) -> set[int]:
-    """The groups that a rank reads from a position on: what it reads repeats after that many samples."""
-    steps = range(position, position + deal.groups, math.gcd(deal.batch, deal.groups))
-    return {share.group for step in steps for share in deal.shares(step, rank)}
-
-
 def data_digest(options: LoaderOptions) -> str:
     """Which shards the sources have, however they were listed."""
     storage = dict(options.storage_options) if options.storage_options else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
-from streamload.loader.orders import data_digest, deal_of, groups_read, order_of, orders_of
+from streamload.loader.orders import data_digest, deal_of, order_of, orders_of
 from streamload.loader.place import Course, Order, Place, check_fits, from_state, to_state
 from streamload.loader.sizes import listed_sizes
 from streamload.order.deal import Deal
@@ -120,7 +120,7 @@ class Schedule:
         if place.position:
             ours = replace(ours, groups=saved.groups)
         first, rank = (0, here.rank) if ours.train else (here.rank, 0)
-        needed = {first + group for group in groups_read(self._deal(ours), rank, place.position)}
+        needed = {first + group for group in self._deal(ours).groups_of(rank, place.position)}
         check_fits(saved, ours, place, needed)
         self._refuse_other_options(saved, place)
         self._saved = saved if place.position else replace(saved, groups=ours.groups)

@@ -7,7 +7,9 @@ any step. Arithmetic only.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 from streamload.errors import OptionError
@@ -27,6 +29,11 @@ class Share(NamedTuple):
     stop: int
     begin: int
     end: int
+
+    @property
+    def size(self) -> int:
+        """How many samples the rank computes."""
+        return self.stop - self.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +59,35 @@ class Deal:
         """How many positions of a group lie before a global position."""
         return -((group - position) // self.groups)
 
-    def shares(self, position: int, rank: int) -> list[Share]:
-        """What a rank computes of the step that begins at a global position, ordered by group."""
+    def groups_of(self, rank: int, position: int) -> list[int]:
+        """The groups that a rank reads in steps from a position on; one, where they divide the ranks."""
+        # What is dealt repeats after as many samples as there are groups.
+        steps = range(position, position + self.groups, gcd(self.batch, self.groups))
+        return sorted({share.group for step in steps for share in self._shares(step, rank) if share.size})
+
+    def shares(self, position: int, rank: int, groups: Collection[int]) -> list[Share]:
+        """What a rank computes of the step that begins at a global position.
+
+        Args:
+            position: of all samples.
+            rank: which one.
+            groups: those that it reads, at least; those of which it has nothing in this step have a share
+                without samples.
+
+        Returns:
+            One for each of the groups, in their order.
+        """
+        return [share for share in self._shares(position, rank) if share.size or share.group in groups]
+
+    def _shares(self, position: int, rank: int) -> Iterator[Share]:
         first, last = rank * self.batch // self.ranks, (rank + 1) * self.batch // self.ranks
-        shares = []
         before = 0
         for group in range(self.groups):
             begin, end = self.start(position, group), self.start(position + self.batch, group)
-            low = begin + max(0, first - before)
-            high = min(end, begin + last - before)
-            if low < high:
-                shares.append(Share(group, low, high, begin, end))
+            low = min(end, begin + max(0, first - before))
+            high = max(low, min(end, begin + last - before))
+            yield Share(group, low, high, begin, end)
             before += end - begin
-        return shares
 
 
 def default_lanes(batch_slice: int) -> int:
