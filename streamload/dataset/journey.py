@@ -207,7 +207,7 @@ class Reading:
         for attempt in range(_EARLIER_STAND_INS if len(earlier) else 0):
             yield visit.shard, int(earlier[pick(seed, attempt, len(earlier))])
         count = len(self._recipe.shards)
-        for shard in (visit.shard, *((visit.shard + distance) % count for distance in range(1, count))):
+        for shard in ((visit.shard + distance) % count for distance in range(count)):
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found

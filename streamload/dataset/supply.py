@@ -23,7 +23,7 @@ from streamload.handoff import Board
 from streamload.metrics import Counters
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
-from streamload.order.plan import shard_order
+from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
@@ -173,21 +173,24 @@ class Supply:
         self._itineraries = {}
 
     def _begin(self, start: Start, group: int) -> Itinerary:
-        recipe, count, cursor = self._recipe, len(self._recipe.shards), start.cursors.get(str(group))
+        recipe, cursor = self._recipe, start.cursors.get(str(group))
+        number = recipe.first_group + group
+        pieces = recipe.pieces[number]
         order = GroupOrder(
             recipe.order,
-            count,
-            recipe.first_group + group,
+            len(recipe.shards),
+            number,
             start.epoch,
             start=Cursor.from_json(cursor) if cursor else None,
             passes=1 if recipe.one_pass else None,
+            pieces=pieces,
         )
 
         def next_pass() -> npt.NDArray[np.int64]:
             """An epoch that is one pass is followed by the next epoch's."""
             if not recipe.one_pass or not recipe.train:
                 return np.empty(0, np.int64)
-            return shard_order(recipe.order, count, group, start.epoch + 1, 0)
+            return pass_order(recipe.order, pieces.shards, number, start.epoch + 1, 0)
 
         return Itinerary(order, next_pass, recipe.shards, self._tier)
 

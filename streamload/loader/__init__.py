@@ -117,6 +117,6 @@ def make_loader(
         OptionError: an argument or a URL that can't be used.
     """
     given = dict(locals())
-    given["urls"] = tuple(expand_urls(urls))
+    given["urls"] = expand_urls(urls)
     given["device"] = None if device is None else torch.device(device)
     return Loader(LoaderOptions(**given))

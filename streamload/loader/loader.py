@@ -197,7 +197,7 @@ class Loader:
                     f"a run on {groups} nodes has to know how long an epoch is: give "
                     f"num_samples or num_batches, or put a sizes.json beside the shards"
                 )
-            import_origins(options.urls)
+            import_origins(options.urls.kinds())
             slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(recipe, self._board, slots)
             several = options.num_workers > 0

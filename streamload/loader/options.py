@@ -13,6 +13,7 @@ from streamload.cache.selection import Keep
 from streamload.errors import OptionError
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
+from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
@@ -22,7 +23,7 @@ OnError = Literal["skip", "raise"]
 class LoaderOptions:
     """What make_loader was asked for; its docstring says what each means. What may be secret has no repr."""
 
-    urls: tuple[str, ...] = field(repr=False)
+    urls: UrlList = field(repr=False)
     tokenizer: Any
     preprocess: Preprocess | None
     batch_size: int

@@ -9,12 +9,12 @@ import numpy as np
 from streamload.cache.forecast import forecast
 from streamload.cache.placement import Placed, place_tier
 from streamload.cache.selection import Selection
-from streamload.cache.shard import shard_of
+from streamload.cache.shard import ShardList
 from streamload.cache.spare import remove_unused
 from streamload.dataset import Recipe
 from streamload.loader.options import LoaderOptions
 from streamload.order.deal import Deal, default_lanes, default_window
-from streamload.order.plan import OrderOptions
+from streamload.order.plan import OrderOptions, pieces
 from streamload.origins.origin import OriginOptions
 from streamload.settings import read_settings
 from streamload.shards.keys import KeySpec
@@ -53,11 +53,12 @@ def recipe_for(
         cache=options.cache,
         memory_size=options.memory_size,
     )
-    shards = tuple(shard_of(url, storage) for url in options.urls)
+    shards = ShardList(options.urls, storage)
     placed = place_tier(settings, shards, storage, here.nodes)
     tier = placed.tier
     remove_unused(tier.root)
-    order = _order(options, here, groups, sizes)
+    order, deal = _order(options, here, groups, sizes), _deal(options, here, groups)
+    rank, first_group = (here.rank, 0) if options.train else (0, here.rank)
     processes = here.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, order.lanes, order.window, here.nodes))
     recipe = Recipe(
@@ -69,13 +70,17 @@ def recipe_for(
         free_disk=placed.free_disk,
         eviction=settings.eviction,
         revalidate=settings.revalidate,
-        run=run_name(here, options.urls),
+        run=run_name(here, options.urls.fingerprint()),
         fills=-(-max(order.lanes, _FEWEST_FILLS) // processes),
         ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
         order=order,
-        deal=_deal(options, here, groups),
-        rank=here.rank if options.train else 0,
-        first_group=0 if options.train else here.rank,
+        pieces={
+            first_group + group: pieces(order, len(shards), first_group + group)
+            for group in deal.groups_of(rank)
+        },
+        deal=deal,
+        rank=rank,
+        first_group=first_group,
         one_pass=not options.is_sized and (groups == 1 or not options.train),
         train=options.train,
         skip=options.on_error == "skip",

@@ -7,6 +7,7 @@ of the step. So a global batch depends on neither the number of ranks nor that o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from streamload.errors import OptionError
 
@@ -47,6 +48,11 @@ class Deal:
                 slices.append((group, low, high))
             before += stop - start
         return slices
+
+    def groups_of(self, rank: int) -> list[int]:
+        """The groups of which a rank computes something in one step or another, ascending."""
+        period = self.groups // gcd(self.groups, self.batch)  # after so many steps it is as at the first
+        return sorted({group for step in range(period) for group, _, _ in self.slices(step, rank)})
 
 
 def default_lanes(batch_slice: int) -> int:
