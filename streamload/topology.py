@@ -12,7 +12,7 @@ import re
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -137,11 +137,15 @@ _LAUNCHED_BY = (
 )
 
 
-def run_name(here: Topology, shards: Sequence[str]) -> str:
+def run_name(here: Topology, reads: str) -> str:
     """A name for the run that begins now: the same in all ranks of this node, and in no other run.
 
     Ranks of a node know each other by the process that launched them and by how many runs over the same
     shards they have begun. Where that isn't to be seen, each rank has a run of its own.
+
+    Args:
+        here: this rank.
+        reads: names the list of shards, as `UrlList.fingerprint` does.
     """
     parent = os.getppid()
     if here.local_world_size == 1 or not parent:
@@ -152,7 +156,7 @@ def run_name(here: Topology, shards: Sequence[str]) -> str:
     except (OSError, IndexError):
         return secrets.token_hex(16)
     launch = [os.environ.get(name, "") for name in _LAUNCHED_BY]
-    known = repr([here.world_size, here.node, namespace, parent, began, launch, list(shards)])
+    known = repr([here.world_size, here.node, namespace, parent, began, launch, reads])
     run = hashlib.blake2b(known.encode(), digest_size=12).hexdigest()
     _started[run] += 1
     return f"{run}{_started[run]:08x}"

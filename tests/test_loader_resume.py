@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import streamload
-from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
-from streamload.testing.server import ShardServer
+from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import write_shards
 
 

@@ -156,14 +156,14 @@ def test_reading_does_not_import_torch():
 
 
 def test_a_run_has_a_name_of_its_own_and_each_further_one_another():
-    alone = [run_name(Topology(), ["a.tar"]) for _ in range(2)]
+    alone = [run_name(Topology(), "a.tar") for _ in range(2)]
     rank = Topology(1, 4, 1, 4, 0, 1, "torchrun")
-    together = [run_name(rank, ["a.tar"]) for _ in range(2)]
+    together = [run_name(rank, "a.tar") for _ in range(2)]
     assert len({*alone, *together}) == 4
 
 
 def _name_of_a_run(rank, names):
-    names.put(run_name(Topology(rank, 2, rank, 2), ["a.tar"]))
+    names.put(run_name(Topology(rank, 2, rank, 2), "a.tar"))
 
 
 def test_the_ranks_that_one_process_has_launched_call_their_run_by_one_name():

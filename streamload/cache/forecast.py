@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamload.cache.shard import Shard
+from streamload.cache.shard import LOOKED_THROUGH, Shard, spread
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import format_bytes
@@ -63,16 +63,21 @@ def live_shards(lanes: int, window: int, samples_per_shard: float) -> float:
 def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes: int = 1) -> Forecast:
     """What a run may expect, by the mean of those of its shards that the tier holds.
 
+    Of a long list only some are looked for in the tier, and none in an empty one; shards that are listed more
+    than once are counted once only in a short one.
+
     Args:
         tier: it is looked into, and stays as it is.
         shards: all that the run reads.
         lanes, window: of its order.
         nodes: among which the shards are dealt.
     """
-    digests = {shard.digest for shard in shards}
-    count = -(-len(digests) // nodes)
+    is_long = len(shards) > LOOKED_THROUGH
     used_bytes, allowed_bytes = tier.used_bytes, tier.room.allowed_bytes
-    held = [shard for shard in tier.shards() if shard.kind == "shards" and shard.digest in digests]
+    published = [shard for shard in tier.shards() if shard.kind == "shards"]
+    digests = {shard.digest for shard in spread(shards)} if published or not is_long else set()
+    count = -(-(len(shards) if is_long else len(digests)) // nodes)
+    held = [shard for shard in published if shard.digest in digests]
     samples: list[int] = []
     for shard in held[:_SHARDS_LOOKED_INTO]:
         with contextlib.suppress(OSError, CacheCorrupt), IndexReader(shard.path) as index:

@@ -19,7 +19,7 @@ from typing import Any
 from streamload.cache import memory, runs
 from streamload.cache.agreement import Agreement, Answer
 from streamload.cache.locks import exclusive
-from streamload.cache.shard import Shard
+from streamload.cache.shard import Shard, fingerprint, spread
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheError, OriginError
 from streamload.metrics import format_bytes
@@ -94,12 +94,11 @@ def place_tier(
 
 def agreement_on(settings: Settings, shards: Sequence[Shard]) -> Agreement:
     """What all go by that read the same shards by the same settings."""
-    digests = sorted({shard.digest for shard in shards})
-    return Agreement(memory_root(settings), [str(settings.cache_dir), *digests])
+    return Agreement(memory_root(settings), [str(settings.cache_dir), fingerprint(shards)])
 
 
 def decide(settings: Settings, shards: Sequence[Shard], ask: Ask, nodes: int = 1) -> Answer:
-    """What "auto" comes to now."""
+    """What "auto" comes to now. Of a long list only some shards are looked at, and taken for the others."""
     try:
         budget_bytes = memory_budget(settings)
     except CacheError as exc:
@@ -109,14 +108,16 @@ def decide(settings: Settings, shards: Sequence[Shard], ask: Ask, nodes: int = 1
     no_disk = why_no_disk(settings.cache_dir)
     if no_disk:
         return Answer("memory", f"auto: {no_disk}")
-    digests = {shard.digest for shard in shards}
+    looked_at = spread(shards)
+    digests = {shard.digest for shard in looked_at}
     on_disk, in_memory = _published(settings.cache_dir), _published(memory_root(settings))
     found = len(digests & on_disk.keys())
     if found > len(digests & in_memory.keys()):
         return Answer("disk", f"auto: {found} of {len(digests)} shards are there")
-    data_bytes = _data_bytes(shards, {**on_disk, **in_memory}, ask)
-    if data_bytes is None:
+    looked_at_bytes = _data_bytes(looked_at, {**on_disk, **in_memory}, ask)
+    if looked_at_bytes is None:
         return Answer("disk", "auto: the size of the data isn't known")
+    data_bytes = looked_at_bytes * len(shards) // len(looked_at)
     free_bytes = budget_bytes - _needed_by_others(memory_root(settings), digests)
     sizes = (
         f"{format_bytes(data_bytes // nodes)} of data, {format_bytes(max(0, free_bytes))} of memory for it"

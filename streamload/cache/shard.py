@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from streamload import urls
 from streamload.errors import DatasetChanged
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
+from streamload.urls import UrlList
+
+LOOKED_THROUGH = 10_000
+"""Of more shards than these only some are looked at where a run begins; so many cost about 0.1 s."""
+_KEPT = 1024
+"""More than a process has open or fills at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,64 @@ def shard_of(url: str, storage_options: dict[str, Any] | None) -> Shard:
         digest=urls.digest(url, storage_options),
         local=urls.local_path(url) if urls.is_local(url) else None,
     )
+
+
+class ShardList(Sequence[Shard]):
+    """The shards of a run, each made when it is asked for: small in every process, whatever its length.
+
+    Immutable and thread-safe; what is pickled is the list of URLs. A shard is named by its URL and by the
+    environment and the configuration of commands as they are when it is made (see `urls.identity`).
+
+    Args:
+        listed: their URLs.
+        storage_options: of fsspec.
+    """
+
+    def __init__(self, listed: UrlList, storage_options: dict[str, Any] | None) -> None:
+        self.urls = listed
+        self._storage_options = storage_options
+        self._shard = functools.lru_cache(_KEPT)(self._made)
+
+    def __len__(self) -> int:
+        return len(self.urls)
+
+    @overload
+    def __getitem__(self, place: int) -> Shard: ...
+    @overload
+    def __getitem__(self, place: slice) -> ShardList: ...
+    def __getitem__(self, place: int | slice) -> Shard | ShardList:
+        if isinstance(place, slice):
+            return ShardList(self.urls[place], self._storage_options)
+        return self._shard(place)
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (shard_of(url, self._storage_options) for url in self.urls)
+
+    def __repr__(self) -> str:
+        return f"<ShardList of {len(self):,}>"
+
+    def __reduce__(self) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None]]:
+        return ShardList, (self.urls, self._storage_options)
+
+    def _made(self, place: int) -> Shard:
+        return shard_of(self.urls[place], self._storage_options)
+
+
+def spread(shards: Sequence[Shard]) -> Sequence[Shard]:
+    """The shards themselves if they are few; else some, from all over the list."""
+    return shards[:: -(-len(shards) // LOOKED_THROUGH) or 1]
+
+
+def fingerprint(shards: Sequence[Shard]) -> str:
+    """32 hex characters, the same for the same shards.
+
+    Of a few it doesn't matter in which order they are listed, by what patterns, or how their URLs are signed.
+    A longer list is known by its patterns, where it was made of some.
+    """
+    if isinstance(shards, ShardList) and len(shards) > LOOKED_THROUGH:
+        return shards.urls.fingerprint()
+    names = sorted({shard.digest for shard in shards})
+    return hashlib.blake2b("".join(names).encode(), digest_size=16).hexdigest()
 
 
 def version_of(reader: IndexReader) -> Version:

@@ -199,7 +199,7 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
 def _data(urls: list[str]) -> list[Finding]:
     """How far the cache goes for some shards, at the loader's default batch size."""
     from streamload.cache.forecast import forecast
-    from streamload.cache.shard import shard_of
+    from streamload.cache.shard import ShardList
     from streamload.cli.cache.options import tier_at
     from streamload.errors import StreamloadError
     from streamload.order.deal import default_lanes, default_window
@@ -208,7 +208,7 @@ def _data(urls: list[str]) -> list[Finding]:
     if not urls:
         return []
     try:
-        shards = [shard_of(url, None) for url in expand_urls(urls)]
+        shards = ShardList(expand_urls(urls), None)
         tier = tier_at(None)
     except StreamloadError as exc:
         return [Finding("data", "nothing known yet", advice=str(exc))]

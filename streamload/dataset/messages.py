@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamload.cache.begun import Begun
 from streamload.cache.selection import Selection
-from streamload.cache.shard import Shard
+from streamload.cache.shard import ShardList
 from streamload.errors import OptionError
 from streamload.order.cursor import Cursor
 from streamload.order.deal import Deal
 from streamload.order.mixture import Change
-from streamload.order.plan import OrderOptions
+from streamload.order.plan import OrderOptions, Pieces
 from streamload.origins.origin import OriginOptions
 from streamload.settings import Eviction, FreeDisk, Revalidate
 from streamload.transforms.examples import Examples
@@ -29,13 +30,15 @@ class SourceOrder:
     count: int
     """How many shards it has."""
     order: OrderOptions
+    pieces: Mapping[int, Pieces] = field(repr=False)
+    """Of each group that the rank reads: computed once, because that goes over all shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What a run reads and what it makes of it: the same in all processes of a rank."""
 
-    shards: tuple[Shard, ...]
+    shards: ShardList
     storage_options: dict[str, Any] | None = field(repr=False)
     origin: OriginOptions
     tier_root: Path

@@ -46,7 +46,7 @@ class Steps:
         self._supply = supply
         self._start = start
         self._changes = start.changes
-        self._groups = recipe.deal.groups_of(recipe.rank, start.position)
+        self._groups = recipe.deal.groups_of(recipe.rank)
         self._mixtures: dict[int, Mixture] = {}
 
     def change(self, changes: list[Change]) -> None:

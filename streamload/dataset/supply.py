@@ -24,7 +24,7 @@ from streamload.errors import CacheFull
 from streamload.handoff import Board
 from streamload.metrics import Counters
 from streamload.order.group import GroupOrder
-from streamload.order.plan import shard_order
+from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
@@ -177,6 +177,7 @@ class Supply:
     def _begin(self, start: Start, group: int, source: int) -> Itinerary:
         recipe, own = self._recipe, self._recipe.sources[source]
         number = recipe.first_group + group
+        pieces = own.pieces[number]
         state = start.groups[number].sources[source] if number in start.groups else None
         order = GroupOrder(
             own.order,
@@ -185,13 +186,14 @@ class Supply:
             start.epoch,
             start=None if state is None else state.cursor,
             passes=1 if recipe.one_pass else None,
+            pieces=pieces,
         )
 
         def next_pass() -> npt.NDArray[np.int64]:
             """An epoch that is one pass is followed by the next epoch's."""
             if not recipe.one_pass or not recipe.train:
                 return np.empty(0, np.int64)
-            return shard_order(own.order, own.count, number, start.epoch + 1, 0)
+            return pass_order(own.order, pieces.shards, number, start.epoch + 1, 0)
 
         arrivals = Recalled(self._cache, own.first, {} if state is None else state.begun)
         return Itinerary(order, next_pass, recipe.shards, own.first, arrivals, self._tier)

@@ -242,10 +242,11 @@ class Loader:
             self.close()
         if self._batches is None:
             options = self.options
-            recipe, placed = recipe_for(options, self._schedule.here, self._schedule.orders())
-            self._order, self._batch = order, recipe.deal.batch
+            deal = self._schedule.deal()
+            recipe, placed = recipe_for(options, self._schedule.here, self._schedule.orders(), deal)
+            self._order, self._batch = order, deal.batch
             self._leave_tier = weakref.finalize(self, placed.close)
-            import_origins(options.urls)
+            import_origins(options.urls.kinds())
             slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(recipe, self._board, slots)
             several = options.num_workers > 0

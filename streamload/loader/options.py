@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +14,7 @@ from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
+from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
@@ -96,11 +97,10 @@ class LoaderOptions:
             )
 
     @property
-    def urls(self) -> Sequence[str]:
+    def urls(self) -> UrlList:
         """The shards of all sources."""
-        if len(self.sources) == 1:
-            return self.sources[0].urls
-        return [url for source in self.sources for url in source.urls]
+        first, *others = (source.urls for source in self.sources)
+        return sum(others, first)
 
     @property
     def goes_on(self) -> bool:

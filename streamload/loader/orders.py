@@ -19,7 +19,7 @@ from streamload.topology import Topology
 
 _LEAST_PART = 0.1
 """So much of the lanes and the window a source has at least: its weight may grow."""
-_SHARDS_NAMED = 10_000
+_SHARDS_NAMED = 2_000
 """A data set is told from others by so many of its shards, at equal distances."""
 
 

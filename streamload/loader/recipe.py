@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 
 from streamload.cache.forecast import forecast
 from streamload.cache.placement import Placed, place_tier
 from streamload.cache.selection import Selection
-from streamload.cache.shard import shard_of
+from streamload.cache.shard import ShardList
 from streamload.cache.spare import remove_unused
 from streamload.dataset import Recipe, SourceOrder
 from streamload.loader.options import LoaderOptions
-from streamload.loader.orders import deal_of
-from streamload.order.plan import OrderOptions
+from streamload.order.deal import Deal
+from streamload.order.plan import OrderOptions, pieces
 from streamload.origins.origin import OriginOptions
 from streamload.settings import read_settings
 from streamload.shards.keys import KeySpec
@@ -29,7 +28,7 @@ _FEWEST_FILLS = 4
 
 
 def recipe_for(
-    options: LoaderOptions, here: Topology, orders: Sequence[OrderOptions]
+    options: LoaderOptions, here: Topology, orders: Sequence[OrderOptions], deal: Deal
 ) -> tuple[Recipe, Placed]:
     """What a run reads and what it makes of it; and its tier, opened, to be closed when the run is over.
 
@@ -37,6 +36,7 @@ def recipe_for(
         options: what was asked for.
         here: this rank among those that share the data out.
         orders: of each source (orders.py).
+        deal: how steps are dealt to ranks.
 
     Raises:
         CacheError: the cache directory can't be used.
@@ -52,11 +52,12 @@ def recipe_for(
         cache=options.cache,
         memory_size=options.memory_size,
     )
-    shards = tuple(shard_of(url, storage) for url in options.urls)
+    shards = ShardList(options.urls, storage)
     placed = place_tier(settings, shards, storage, here.nodes)
     tier = placed.tier
     remove_unused(tier.root)
     lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
+    rank, first_group = (here.rank, 0) if options.train else (0, here.rank)
     processes = here.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, here.nodes))
     groups = orders[0].groups
@@ -69,13 +70,13 @@ def recipe_for(
         free_disk=placed.free_disk,
         eviction=settings.eviction,
         revalidate=settings.revalidate,
-        run=run_name(here, options.urls),
+        run=run_name(here, options.urls.fingerprint()),
         fills=-(-max(lanes, _FEWEST_FILLS) // processes),
         ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
-        sources=_sources(options, orders),
-        deal=deal_of(options, here, groups),
-        rank=here.rank if options.train else 0,
-        first_group=0 if options.train else here.rank,
+        sources=_sources(options, orders, [first_group + group for group in deal.groups_of(rank)]),
+        deal=deal,
+        rank=rank,
+        first_group=first_group,
         one_pass=not options.goes_on and (groups == 1 or not options.train),
         train=options.train,
         skip=options.on_error == "skip",
@@ -85,11 +86,16 @@ def recipe_for(
     return recipe, placed
 
 
-def _sources(options: LoaderOptions, orders: Sequence[OrderOptions]) -> tuple[SourceOrder, ...]:
-    counts = [len(source.urls) for source in options.sources]
-    firsts = [0, *itertools.accumulate(counts)]
-    named = zip(options.sources, firsts[:-1], counts, orders, strict=True)
-    return tuple(SourceOrder(source.name, first, count, order) for source, first, count, order in named)
+def _sources(
+    options: LoaderOptions, orders: Sequence[OrderOptions], groups: Sequence[int]
+) -> tuple[SourceOrder, ...]:
+    sources, first = [], 0
+    for source, order in zip(options.sources, orders, strict=True):
+        count = len(source.urls)
+        own = {group: pieces(order, count, group) for group in groups}
+        sources.append(SourceOrder(source.name, first, count, order, own))
+        first += count
+    return tuple(sources)
 
 
 def _selection(options: LoaderOptions) -> Selection:

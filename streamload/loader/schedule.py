@@ -120,7 +120,7 @@ class Schedule:
         if place.position:
             ours = replace(ours, groups=saved.groups)
         first, rank = (0, here.rank) if ours.train else (here.rank, 0)
-        needed = {first + group for group in self._deal(ours).groups_of(rank, place.position)}
+        needed = {first + group for group in self._deal(ours).groups_of(rank)}
         check_fits(saved, ours, place, needed)
         self._refuse_other_options(saved, place)
         self._saved = saved if place.position else replace(saved, groups=ours.groups)

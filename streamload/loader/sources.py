@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from streamload.errors import OptionError
-from streamload.urls import expand_urls, split_sources
+from streamload.urls import UrlList, expand_urls, split_sources
 
 Factors = str | Sequence[float]
 
@@ -40,7 +40,7 @@ class SourceOptions:
     """
 
     name: str
-    urls: Sequence[str] = field(repr=False)
+    urls: UrlList = field(repr=False)
     weight: float
     floor: float
     per: Literal["source", "shard"] = "source"

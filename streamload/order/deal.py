@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import NamedTuple
 
 from streamload.errors import OptionError
@@ -59,11 +58,10 @@ class Deal:
         """How many positions of a group lie before a global position."""
         return -((group - position) // self.groups)
 
-    def groups_of(self, rank: int, position: int) -> list[int]:
-        """The groups that a rank reads in steps from a position on; one, where they divide the ranks."""
-        # What is dealt repeats after as many samples as there are groups.
-        steps = range(position, position + self.groups, gcd(self.batch, self.groups))
-        return sorted({share.group for step in steps for share in self._shares(step, rank) if share.size})
+    def groups_of(self, rank: int) -> list[int]:
+        """The groups that a rank reads, at whatever position; one, where they divide the ranks."""
+        positions = range(1 if self.batch % self.groups == 0 else self.groups)
+        return sorted({share.group for at in positions for share in self._shares(at, rank) if share.size})
 
     def shares(self, position: int, rank: int, groups: Collection[int]) -> list[Share]:
         """What a rank computes of the step that begins at a global position.

@@ -18,7 +18,8 @@ from streamload.errors import OptionError
 from streamload.order.cursor import Cursor, LaneState
 from streamload.order.keys import DUE, key
 from streamload.order.lanes import SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
-from streamload.order.plan import OrderOptions, pass_order, pieces
+from streamload.order.plan import OrderOptions, Pieces, pass_order
+from streamload.order.plan import pieces as pieces_of
 from streamload.order.window import Window
 
 _FIRST_PORTION = 256
@@ -89,6 +90,7 @@ class GroupOrder:
         start: where to go on; None begins the epoch.
         passes: after how many passes it is finished; None goes on for ever.
         history: for how many references back `mark_at` works.
+        pieces: the group's, where they are known: to compute them takes time and memory in O(shard_count).
 
     Attributes:
         position: how many references of the epoch have been given out, those before `start` included.
@@ -104,13 +106,14 @@ class GroupOrder:
         start: Cursor | None = None,
         passes: int | None = None,
         history: int = _HISTORY,
+        pieces: Pieces | None = None,
     ) -> None:
         if passes is not None and passes < 1:
             raise OptionError(f"passes must be at least 1, or None for endless ones, not {passes}.")
         start = Cursor.at(0) if start is None else start
         self._options, self._group, self._epoch = options, group, epoch
         self._passes, self._history = passes, history
-        self._pieces = pieces(options, shard_count, group)
+        self._pieces = pieces_of(options, shard_count, group) if pieces is None else pieces
         self._most = max(_FIRST_PORTION, options.window // 8)
         # Mutable state, besides the pass under way (see `_begin`).
         self.position = start.position

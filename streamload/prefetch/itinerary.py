@@ -57,6 +57,7 @@ class Itinerary:
         self._hash = xxhash.xxh3_64()
         self._hashed = self._base
         self._told: tuple[list[int], list[int]] | None = None
+        self._digests: dict[int, str] = {}  # of the shards that were told of last
         self.tell_progress()
 
     def blocked(self) -> list[int]:
@@ -132,8 +133,12 @@ class Itinerary:
         state = (in_use, self._order.coming_shards(1))
         if state != self._told:
             self._told = state
-            visits = [*in_use, *self.coming(VISITS_KEPT)]
-            self._run.announce(self._shards[shard].digest for shard in visits)
+            visits = [*in_use, *self.coming(VISITS_KEPT)][:VISITS_KEPT]
+            known = self._digests
+            self._digests = {
+                shard: known.get(shard) or self._shards[shard].digest for shard in dict.fromkeys(visits)
+            }
+            self._run.announce(self._digests[shard] for shard in visits)
 
     def close(self) -> None:
         """Say no more; once is enough."""

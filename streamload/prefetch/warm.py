@@ -14,7 +14,7 @@ from streamload.cache.fill import Filled
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
 from streamload.cache.runs import Run
-from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard import Shard, ShardList
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
@@ -101,11 +101,10 @@ def warm(
     """
     storage = dict(storage_options) if storage_options else None
     settings = read_settings(cache_dir, cache_size, cache=cache, memory_size=memory_size)
-    shards = list(
-        {shard.digest: shard for shard in (shard_of(url, storage) for url in expand_urls(urls))}.values()
-    )
-    placed = place_tier(settings, shards, storage)
+    listed = ShardList(expand_urls(urls), storage)
+    placed = place_tier(settings, listed, storage)
     tier = placed.tier
+    shards = list({shard.digest: shard for shard in listed}.values())
     before = sum(tier.published(shard.digest).exists() for shard in shards)
     tally, counts = _Tally(), Counters()
     ask = asker(storage, OriginOptions(), counts)

@@ -7,12 +7,14 @@ system is imported.
 
 from streamload.urls.commands import Opaque, Request, understand
 from streamload.urls.identity import basename, digest, identity, is_local, local_path, scheme
+from streamload.urls.listing import UrlList
 from streamload.urls.patterns import expand_urls, split_sources
 from streamload.urls.redaction import redact, redact_text
 
 __all__ = [
     "Opaque",
     "Request",
+    "UrlList",
     "basename",
     "digest",
     "expand_urls",

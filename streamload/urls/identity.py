@@ -16,7 +16,7 @@ from streamload.urls.redaction import redact, redact_text
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file"}
 # Begins where a word begins: from each of its characters, a long token would take the square of its length.
 _TAR_NAME = re.compile(r"(?<![^/\s'\"=])([^/\s'\"=]+\.tar(?:\.\w+)?)(?=[\s'\"?#;|&<>)]|$)")
@@ -47,7 +47,7 @@ def scheme(url: str) -> str:
     """Return what opens a URL: ``"pipe"``, ``"file"`` (plain paths, too), ``"http"``, ``"s3"``, …"""
     if url.startswith("pipe:"):
         return "pipe"
-    match = _SCHEME.match(url)
+    match = SCHEME.match(url)
     name = match.group(1).lower() if match else "file"
     return _ALIASES.get(name, name)
 
@@ -65,7 +65,7 @@ def local_path(url: str) -> Path:
     """
     if not is_local(url):
         raise UrlError(f"not a local file: {redact_text(url)!r}; a local file is a path or file:///path")
-    match = _SCHEME.match(url)
+    match = SCHEME.match(url)
     path = url[match.end() :] if match else url.removeprefix("file:")
     if match and not path.startswith("/"):
         host, _, rest = path.partition("/")

@@ -6,15 +6,14 @@ braceexpand library), with more care for what stands in a shell command.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import string
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
+from streamload.urls.listing import Node, Numbers, Texts, UrlList, chained, joined
 from streamload.urls.redaction import redact_text
 
 MAX_URLS = 4_000_000
@@ -30,25 +29,38 @@ _MEANT_AS_RANGE = re.compile(r"[\w-]*\s*\.\.[\w.-]*|\d+\s*[-:…]\s*\d+")
 _ALPHABET = string.ascii_uppercase + string.ascii_lowercase
 
 
-def expand_urls(urls: str | Sequence[str]) -> list[str]:
+def expand_urls(urls: str | Sequence[str]) -> UrlList:
     """Return the shards that a pattern, or a list of patterns, stands for, in order.
 
     ``{000..123}`` and ``{a,b}`` expand as in a shell (numbers keep their zeros), ``::`` separates sources and
     ``${X}`` is the environment variable ``WDS_X``. In a ``pipe:`` command, ``${X}`` without a WDS_X is left
     to the shell, and so are braces that hold neither a range nor a list of words.
 
+    A range costs the same whatever its length: its URLs are made on use, and of those that differ only in a
+    number of their path the first and the last are checked (see `UrlList.kinds`).
+
+    Args:
+        urls: a list that was expanded already is given back as it is.
+
     Raises:
         UrlError: no URL at all, a brace or variable that can't be resolved, or a URL that nobody can open.
     """
+    if isinstance(urls, UrlList):
+        return urls
     patterns = [urls] if isinstance(urls, str) else list(urls)
-    expanded = itertools.chain.from_iterable(_expand_pattern(pattern) for pattern in patterns)
-    result = list(itertools.islice(expanded, MAX_URLS + 1))
-    if len(result) > MAX_URLS:
-        raise UrlError(f"more than {MAX_URLS:,} URLs up to {_shown(patterns[-1])!r}: is a range too long?")
-    if not result:
+    nodes: list[Node] = []
+    count = 0
+    for node in _expanded(patterns):
+        nodes.append(node)
+        count += len(node)
+        if count > MAX_URLS:
+            shown = _shown(patterns[-1])
+            raise UrlError(f"more than {MAX_URLS:,} URLs up to {shown!r}: is a range too long?")
+    if not nodes:
         raise UrlError("the list of URLs is empty: give at least one shard")
+    result = UrlList(chained(nodes))
     known: set[str] = set()
-    for url in result:
+    for url in result.kinds():
         check(url, known)
     return result
 
@@ -59,11 +71,13 @@ def split_sources(urls: str | Sequence[str]) -> list[str]:
     return [source for pattern in patterns for source in _SOURCES.split(pattern)]
 
 
-def _expand_pattern(pattern: str) -> Iterator[str]:
-    if not isinstance(pattern, str):
-        raise UrlError(f"a URL is a string, not {type(pattern).__name__}: {redact_text(repr(pattern))}")
-    for source in _SOURCES.split(pattern):
-        yield from _Braces(_with_variables(source)).expand()
+def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
+    """What each source of each pattern stands for."""
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise UrlError(f"a URL is a string, not {type(pattern).__name__}: {redact_text(repr(pattern))}")
+        for source in _SOURCES.split(pattern):
+            yield _Braces(_with_variables(source)).expand()
 
 
 def _with_variables(source: str) -> str:
@@ -84,13 +98,6 @@ def _with_variables(source: str) -> str:
     return source
 
 
-class _Several(NamedTuple):
-    """What some text stands for, and how much that is: known before any of it is made."""
-
-    total: int
-    texts: Iterable[str]
-
-
 class _Braces:
     """One pattern and its expansion; knows whether it is a shell command."""
 
@@ -98,13 +105,14 @@ class _Braces:
         self.pattern = pattern
         self.shell = pattern.startswith("pipe:")
 
-    def expand(self) -> Iterable[str]:
-        return self._expand(self.pattern, 0).texts
+    def expand(self) -> Node:
+        return self._expand(self.pattern, 0)
 
-    def _expand(self, text: str, depth: int) -> _Several:
+    def _expand(self, text: str, depth: int) -> Node:
+        """What some text stands for; how much that is, is known before any of it is made."""
         if depth > _DEEPEST:
             raise UrlError(f"braces nested more than {_DEEPEST} deep in {_shown(self.pattern)!r}")
-        parts: list[_Several] = []
+        parts: list[Node] = []
         literal, position = "", 0
         while position < len(text):
             char = text[position]
@@ -131,9 +139,8 @@ class _Braces:
         parts.append(_one(literal))
         count = 1
         for part in parts:
-            count = self._bounded(count * part.total)
-        chosen = itertools.product(*(part.texts for part in parts))
-        return _Several(count, map("".join, chosen))
+            count = self._bounded(count * len(part))
+        return joined(parts)
 
     def _closing(self, text: str, start: int) -> int:
         depth, position = 0, start
@@ -147,7 +154,7 @@ class _Braces:
             position += 1
         raise self._unbalanced()
 
-    def _choices(self, inner: str, depth: int) -> _Several | None:
+    def _choices(self, inner: str, depth: int) -> Node | None:
         """What ``{inner}`` may be, or None where the braces mean themselves."""
         if numbers := _NUMBERS.fullmatch(inner):
             return self._numbers(*numbers.groups())
@@ -158,13 +165,13 @@ class _Braces:
         choices = _split_list(inner)
         if len(choices) > 1:
             found = [self._expand(choice, depth + 1) for choice in choices]
-            count = self._bounded(sum(choice.total for choice in found))
-            return _Several(count, itertools.chain.from_iterable(choice.texts for choice in found))
+            self._bounded(sum(len(choice) for choice in found))
+            return chained(found)
         if _MEANT_AS_RANGE.fullmatch(inner):
             raise UrlError(f"{{{inner}}} in {_shown(self.pattern)!r} is no range: write {{0000..0123}}")
         return None
 
-    def _numbers(self, first: str, last: str, step: str | None) -> _Several:
+    def _numbers(self, first: str, last: str, step: str | None) -> Node:
         if max(len(first), len(last), len(step or "")) > _MOST_DIGITS:
             raise UrlError(f"a number of more than {_MOST_DIGITS} digits in {_shown(self.pattern)!r}")
         start, stop, by = int(first), int(last), int(step or 1) or 1
@@ -172,7 +179,7 @@ class _Braces:
         width = max(len(first), len(last)) if padded else 0
         numbers = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
         self._bounded(abs(stop - start) // by + 1)  # len() of a range has a limit of its own
-        return _Several(len(numbers), (f"{number:0{width}d}" for number in numbers))
+        return Numbers(numbers, width)
 
     def _bounded(self, count: int) -> int:
         if count > MAX_URLS:
@@ -185,8 +192,8 @@ class _Braces:
         )
 
 
-def _one(text: str) -> _Several:
-    return _Several(1, (text,))
+def _one(text: str) -> Node:
+    return Texts((text,))
 
 
 def _shown(pattern: str) -> str:
@@ -195,10 +202,10 @@ def _shown(pattern: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
-def _letters(first: str, last: str, step: str | None) -> _Several:
+def _letters(first: str, last: str, step: str | None) -> Node:
     start, stop, by = _ALPHABET.index(first), _ALPHABET.index(last), int(step or 1) or 1
     order = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
-    return _Several(len(order), (_ALPHABET[place] for place in order))
+    return Texts(tuple(_ALPHABET[place] for place in order))
 
 
 def _split_list(inner: str) -> list[str]:

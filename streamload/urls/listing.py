@@ -1,0 +1,260 @@
+"""`UrlList`: the URLs that patterns stand for, each put together when it is asked for (step A). Pure.
+
+A pattern of a million shards is kept as what it is made of: some hundred bytes in each process, and in what
+is handed to another one. One URL costs about a microsecond.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, overload
+
+from streamload.urls.identity import SCHEME
+from streamload.urls.redaction import redact
+
+
+class UrlList(Sequence[str]):
+    """The expanded and checked URLs of some shards, in order; immutable and small, whatever its length.
+
+    It equals a list of the same strings. Slices and sums are lists of this kind, too.
+
+    Args:
+        node: what it is made of; `expand_urls` makes it from patterns.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __len__(self) -> int:
+        return len(self._node)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> UrlList: ...
+    def __getitem__(self, place: int | slice) -> str | UrlList:
+        found = range(len(self._node))[place]
+        return UrlList(Stretch(self._node, found)) if isinstance(found, range) else self._node[found]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._node)
+
+    def __add__(self, other: UrlList) -> UrlList:
+        return UrlList(chained([self._node, other._node]))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, UrlList) and self._node == other._node:
+            return True
+        if not isinstance(other, (UrlList, list)):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash((len(self), self[0], self[-1]) if len(self) else 0)
+
+    def __repr__(self) -> str:
+        first = f" from {redact(self[0])!r}" if len(self) else ""
+        return f"<UrlList of {len(self):,}{first}>"
+
+    def kinds(self) -> Iterator[str]:
+        """Those of the URLs, in order, that stand for all others in all that `check` and `scheme` look at.
+
+        That is every URL, but where a range of numbers stands in a command or behind the '/' that ends a host
+        (or begins a path), only its first and last number. Nothing that is checked depends on which number
+        stands there: the scheme, host, bucket, user, home directory and first character are in front of it;
+        a number is never empty; and of digits and '-' comes neither a blank or control character nor '://'.
+        So if any URL is refused, the first of those here that is refused is the first of all.
+        """
+        return _kinds((self._node,), "")
+
+    def fingerprint(self) -> str:
+        """32 hex characters: the same for the same patterns, another one for another list."""
+        spelled = self._node.spelled().encode(errors="surrogatepass")
+        return hashlib.blake2b(spelled, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Texts:
+    """Some texts, one after the other."""
+
+    texts: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, place: int) -> str:
+        return self.texts[place]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.texts)
+
+    def spelled(self) -> str:
+        """All that it is made of."""
+        return repr(self.texts)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Numbers:
+    """The numbers of a range, padded with zeros to a width."""
+
+    numbers: range
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, place: int) -> str:
+        return f"{self.numbers[place]:0{self.width}d}"
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{number:0{self.width}d}" for number in self.numbers)
+
+    def spelled(self) -> str:
+        """All that it is made of."""
+        return f"{self.numbers!r}:{self.width}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Product:
+    """One of each part, joined, in all combinations; those of the last part change first."""
+
+    parts: tuple[Node, ...]
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self.parts))
+
+    def __getitem__(self, place: int) -> str:
+        found = []
+        for part in reversed(self.parts):
+            place, inner = divmod(place, len(part))
+            found.append(part[inner])
+        return "".join(reversed(found))
+
+    def __iter__(self) -> Iterator[str]:
+        return _joined(self.parts)
+
+    def spelled(self) -> str:
+        """All that it is made of."""
+        return f"({'*'.join(part.spelled() for part in self.parts)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Chain:
+    """One sequence after the other.
+
+    Attributes:
+        stops: for each of them, how many texts there are up to its end.
+    """
+
+    nodes: tuple[Node, ...]
+    stops: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.stops[-1] if self.stops else 0
+
+    def __getitem__(self, place: int) -> str:
+        which = bisect.bisect_right(self.stops, place)
+        return self.nodes[which][place - (self.stops[which - 1] if which else 0)]
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(self.nodes)
+
+    def spelled(self) -> str:
+        """All that it is made of."""
+        return f"[{'+'.join(node.spelled() for node in self.nodes)}]"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Stretch:
+    """Some places of a sequence."""
+
+    node: Node
+    places: range
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, place: int) -> str:
+        return self.node[self.places[place]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.node[place] for place in self.places)
+
+    def spelled(self) -> str:
+        """All that it is made of."""
+        return f"{self.node.spelled()}@{self.places!r}"
+
+
+Node: TypeAlias = Texts | Numbers | Product | Chain | Stretch
+
+
+def joined(parts: Iterable[Node]) -> Node:
+    """All combinations of parts, those that are but one text put together with their neighbours."""
+    kept: list[Node] = []
+    single: list[str] = []
+    flat = itertools.chain.from_iterable(
+        part.parts if isinstance(part, Product) else (part,) for part in parts
+    )
+    for part in flat:
+        if len(part) == 1:
+            single.append(part[0])
+            continue
+        kept += [Texts((text,)) for text in ("".join(single),) if text]
+        kept.append(part)
+        single = []
+    if any(single) or not kept:
+        kept.append(Texts(("".join(single),)))
+    return kept[0] if len(kept) == 1 else Product(tuple(kept))
+
+
+def chained(nodes: Iterable[Node]) -> Node:
+    """Sequences one after the other, neighbouring lists of texts put together."""
+    flat = itertools.chain.from_iterable(node.nodes if isinstance(node, Chain) else (node,) for node in nodes)
+    kept: list[Node] = []
+    for are_texts, run in itertools.groupby(flat, lambda node: isinstance(node, Texts)):
+        neighbours = list(run)
+        kept += [Texts(tuple(itertools.chain.from_iterable(neighbours)))] if are_texts else neighbours
+    if len(kept) == 1:
+        return kept[0]
+    return Chain(tuple(kept), tuple(itertools.accumulate(map(len, kept))))
+
+
+def _joined(parts: tuple[Node, ...]) -> Iterator[str]:
+    if len(parts) == 1:
+        yield from parts[0]
+        return
+    for head in parts[0]:
+        for tail in _joined(parts[1:]):
+            yield head + tail
+
+
+def _kinds(nodes: tuple[Node, ...], before: str) -> Iterator[str]:
+    """The kinds of what some nodes stand for in all combinations, behind some text."""
+    if not nodes:
+        yield before
+        return
+    node, rest = nodes[0], nodes[1:]
+    if isinstance(node, Product):
+        yield from _kinds((*node.parts, *rest), before)
+    elif isinstance(node, Chain):
+        for inner in node.nodes:
+            yield from _kinds((inner, *rest), before)
+    else:
+        ends_suffice = isinstance(node, Numbers) and len(node) > 2 and _is_place(before)
+        for text in (node[0], node[len(node) - 1]) if ends_suffice else node:
+            yield from _kinds(rest, before + text)
+
+
+def _is_place(text: str) -> bool:
+    """Whether a number behind it is in a command, or in the path of a place that the text names."""
+    if text.startswith("pipe:"):
+        return True
+    match = SCHEME.match(text)
+    return "/" in text[match.end() if match else 0 :]
