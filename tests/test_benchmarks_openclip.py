@@ -28,3 +28,22 @@ def test_all_contenders_do_the_same_work(tmp_path: Path) -> None:
     assert {row["images"] for row in rounds} == {256}
     means = [row["channel_mean"] for row in rounds]
     assert max(means) - min(means) < 0.02  # the same photographs, each with another crop
+
+
+@pytest.mark.timeout(400)
+def test_open_clips_own_order_is_followed(tmp_path: Path) -> None:
+    out = tmp_path / "shuffle.json"
+    command = [sys.executable, "-m", "benchmarks.shuffle", "--quick", "--out", str(out)]
+    command += ["--contenders", "open_clip", "--openclip-python", sys.executable]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=380)
+    result = json.loads(out.read_text())
+
+    assert result["versions"]["open_clip"].keys() >= {"open_clip_torch", "webdataset"}
+    (row,) = result["rounds"]
+    # Each of 2 × 8 workers has one of the 16 shards of 300 and gives 10 batches of 32, the last of them from
+    # the start of a second time through.
+    assert row["rank_shards_in_1"] == 1
+    assert row["shards_in_8"] == 16
+    assert row["held"] < 16 * 300
+    assert 0 < row["unseen"] < 0.1
+    assert row["doubled"] == pytest.approx(row["unseen"] + (10 * 32 - 300) / 300, abs=1e-4)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, shuffle_report
 from streamload.settings import file_system
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +67,19 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         assert all(0 < row["live_bytes"] < row["limit_bytes"] for row in result["rounds"])
     if name == "verification":  # every sample of the epoch, and none
         assert [row["checked"] for row in result["rounds"]] == [256, 0]
+
+
+@pytest.mark.timeout(400)
+def test_the_shuffle_is_measured_beside_a_permutation(tmp_path: Path) -> None:
+    result = run_quickly("shuffle", tmp_path / "out.json", "--openclip-python", "none")
+
+    assert result["versions"]["streamload"].keys() >= {"python", "streamload", "numpy"}
+    assert result["seeds"] == [0]
+    rows = {row["contender"]: row for row in result["rounds"]}
+    assert {"permutation", "streamload, default", "streamload, shuffle=0", "cost"} <= rows.keys()
+    assert rows["permutation"]["pairs"] < rows["streamload, shuffle=0"]["pairs"]
+    assert {row["doubled"] for row in result["rounds"] if row["contender"] != "cost"} == {0}
+    assert shuffle_report.tables_of(result)["ranks"].count("\n") > 2
 
 
 def test_a_tier_on_disk_and_one_in_memory_are_read_and_only_dropped_pages_come_from_the_disk(

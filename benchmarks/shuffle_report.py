@@ -1,0 +1,134 @@
+"""Writes the tables of docs/order.md from results/shuffle.json.
+
+Command: python -m benchmarks.shuffle_report
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.report import filled, table
+from benchmarks.shuffle import DEFAULT
+from benchmarks.turns import RESULTS, ROOT
+
+PAGE = ROOT / "docs/order.md"
+GRID = "1 rank"
+OTHERS = (GRID, "large shards, 1 rank", "large shards, 8 ranks", "uneven shards", "few shards")
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    result = json.loads((RESULTS / "shuffle.json").read_text())
+    PAGE.write_text(filled(PAGE.read_text(), tables_of(result)))
+
+
+def tables_of(result: dict[str, Any]) -> dict[str, str]:
+    return {
+        "ranks": mixing(result, ["8 ranks"], global_too=True),
+        "grid_pairs": grid(result, lambda row: f"{_percent(row['rank_pairs'])} ({row['open']:.0f})"),
+        "grid_inside": grid(
+            result, lambda row: f"{_gap(row, result, GRID)} / {row['span']:.2f} / {row['again']:.1f}"
+        ),
+        "others": mixing(result, OTHERS),
+        "cost": cost(result),
+        "machine": machine(result),
+    }
+
+
+def mixing(result: dict[str, Any], data: Sequence[str], global_too: bool = False) -> str:
+    """A row for each order of these data sets, except those that the grid shows."""
+    head = ["order", "pairs in a rank, %" if global_too else "pairs, %", "worst", "first epoch"]
+    head += ["in a global batch, %", "worst"] if global_too else []
+    head += ["shards in 1 / 8 steps", "gap", "span", "spread", "again, ×", "open", "held"]
+    if len(data) > 1:
+        head.insert(0, "shards")
+    body = []
+    for which in data:
+        for name, row in orders(result, which).items():
+            if which == GRID and "lanes" in name:
+                continue
+            line = [which] if len(data) > 1 else []
+            line.append(called(name, row))
+            line += [_percent(row[f"{key}rank_pairs"]) for key in ("", "worst_", "first_epoch_")]
+            if global_too:
+                line += [_percent(row["pairs"]), _percent(row["worst_pairs"])]
+            line += [
+                f"{row['shards_in_1']:.0f} / {row['shards_in_8']:.0f}",
+                _gap(row, result, which),
+                f"{row['span']:.2f}",
+                f"{row['spread']:.2f}",
+                f"{row['again']:.1f}",
+                f"{row['open']:.0f}" if "open" in row else "–",
+                f"{row['held']:,.0f}" if "held" in row else "–",
+            ]
+            body.append(line)
+    return table(head, body)
+
+
+def grid(result: dict[str, Any], cell: Callable[[Row], str]) -> str:
+    """A row for each number of lanes, a column for each window, of the orders that give both."""
+    cells = {
+        (int(row["lanes"]), int(row["window"])): cell(row)
+        for name, row in orders(result, GRID).items()
+        if "lanes" in name
+    }
+    windows = sorted({window for _, window in cells})
+    rows = [
+        [str(lanes), *(cells.get((lanes, window), "–") for window in windows)]
+        for lanes in sorted({lanes for lanes, _ in cells})
+    ]
+    return table(["lanes", *(f"window {window:,}" for window in windows)], rows)
+
+
+def orders(result: dict[str, Any], data: str) -> dict[str, Row]:
+    """The medians of the orders of a data set, by their names."""
+    return {
+        label.removeprefix(f"{data}: "): row
+        for label, row in result["medians"].items()
+        if label.startswith(f"{data}: ")
+    }
+
+
+def called(name: str, row: dict[str, Any]) -> str:
+    if name == "permutation":
+        return "full permutation"
+    if name.startswith(DEFAULT):
+        nodes = name.removeprefix(DEFAULT).removeprefix(", ")
+        on = f"default on {nodes}" if nodes else "default"
+        each = ", of each" if nodes else ""
+        return f"**{on}** ({row['lanes']:.0f} lanes, window {row['window']:,.0f}{each})"
+    own = name.removeprefix("streamload, ")
+    return f"`{own}`" if own.startswith("shuffle") else own
+
+
+def cost(result: dict[str, Any]) -> str:
+    cells: dict[str, dict[int, float]] = {}
+    for label, row in result["medians"].items():
+        if label.startswith("cost, "):
+            which, _, _ = label.removeprefix("cost, ").rpartition(", shards of")
+            cells.setdefault(which, {})[int(row["shard_samples"])] = row["us_per_sample"]
+    sizes = sorted({size for row in cells.values() for size in row})
+    rows = [[which, *(f"{row[size]:.2f}" for size in sizes)] for which, row in cells.items()]
+    return table(["µs a sample and worker", *(f"shards of {size:,}" for size in sizes)], rows)
+
+
+def machine(result: dict[str, Any]) -> str:
+    on = result["machine"]
+    packages = {pair for found in result["versions"].values() for pair in found.items()}
+    found = ", ".join(f"{name} {version}" for name, version in sorted(packages))
+    seeds = ", ".join(str(seed) for seed in result["seeds"])
+    return f"{result['date']}, seeds {seeds}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}; {found}"
+
+
+def _gap(row: Row, result: dict[str, Any], data: str) -> str:
+    random = orders(result, data).get("permutation")
+    return f"{row['gap'] / random['gap']:.2f}" if random else "–"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}" if share < 1 else "100"
+
+
+if __name__ == "__main__":
+    main()
