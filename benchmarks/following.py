@@ -56,7 +56,8 @@ def seconds_of(options: OrderOptions, sizes: Sequence[int], batch: int) -> float
 def slices_of(batch: int, groups: int, steps: int) -> Slices:
     """Which (group, start, stop) make up the global batch of each step."""
     deal = Deal(batch, groups, ranks=1)
-    return [deal.slices(step, 0) for step in range(steps)]
+    dealt = (deal.shares(step * batch, 0, ()) for step in range(steps))
+    return [[(share.group, share.first, share.stop) for share in shares] for shares in dealt]
 
 
 def batches(slices: Slices, sequences: Sequence[References]) -> Epoch:
