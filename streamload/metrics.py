@@ -173,7 +173,7 @@ class Snapshot:
             bytes_wait_seconds=total["bytes_wait_ns"] / 1e9,
             transform_seconds=total["transform_ns"] / 1e9,
             source_samples={name: int(samples) for name, (samples, _) in sources.items()},
-            source_wait_seconds={name: waited_ns / 1e9 for name, (_, waited_ns) in sources.items()},
+            source_wait_seconds={name: int(waited_ns) / 1e9 for name, (_, waited_ns) in sources.items()},
         )
 
     def since(self, earlier: "Snapshot") -> "Snapshot":

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from streamload.dataset.messages import GroupState, Recipe, SourceState, Span, Start
 from streamload.dataset.supply import Supply, Waiting
+from streamload.errors import NoValidSamples
 from streamload.order.deal import Share
 from streamload.order.group import References
 from streamload.order.mixture import Change, Mixture, Portion
@@ -183,10 +184,19 @@ class Step:
             self._before[part.group, source] = itinerary.digest(part.portion.first[source])
 
     def _is_whole(self) -> bool:
-        """Wait for all that the step takes of the groups, on whatever rank."""
+        """Wait for all that the step takes of the groups, on whatever rank.
+
+        Raises:
+            NoValidSamples: one of several sources, which are read over and over, has nothing to give.
+        """
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):
                 if not self.supply.has(part.group, source, stop, self._waiting):
+                    if len(self.recipe.sources) > 1:
+                        name = self.recipe.sources[source].name
+                        raise NoValidSamples(
+                            f"no usable sample in source {name!r}, which has a share of a step"
+                        )
                     return False
                 self._note(part, source)
         return True
