@@ -6,14 +6,14 @@ which shards must stay readable, which come next, and how far this reader is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from streamload.cache.runs import VISITS_KEPT, Run
-from streamload.cache.shard import Shard
+from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.order.cursor import Cursor
@@ -32,7 +32,7 @@ class Itinerary:
         tier: where this reader says what it will visit.
     """
 
-    def __init__(self, order: GroupOrder, next_pass: NextPass, shards: Sequence[Shard], tier: Tier):
+    def __init__(self, order: GroupOrder, next_pass: NextPass, shards: ShardList, tier: Tier):
         self._order = order
         self._next_pass = next_pass
         self._shards = shards
@@ -95,7 +95,7 @@ class Itinerary:
 
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
-        return list(dict.fromkeys([*self._order.open_shards(), *np.unique(self._known.shards).tolist()]))
+        return list(dict.fromkeys([*self._order.open_shards(), *sorted(set(self._known.shards.tolist()))]))
 
     def coming(self, count: int) -> list[int]:
         """The next shards that will be opened, over the end of the pass."""
@@ -113,7 +113,7 @@ class Itinerary:
             visits = [*in_use, *self.coming(VISITS_KEPT)][:VISITS_KEPT]
             known = self._digests
             self._digests = {
-                shard: known.get(shard) or self._shards[shard].digest for shard in dict.fromkeys(visits)
+                shard: known.get(shard) or self._shards.digest(shard) for shard in dict.fromkeys(visits)
             }
             self._run.announce(self._digests[shard] for shard in visits)
 
