@@ -49,7 +49,7 @@ fuzz: $(READY)  ## Fuzz the parsers of tars, indexes and URLs (CASES=1000000 of 
 	$(BIN)/python -m tests.fuzzing --cases $(CASES) --seed $(SEED)
 
 bench: $(READY) $(OPENCLIP_READY)  ## Measure beside the peers (about 50 minutes); writes benchmarks/results/*.json
-	for name in cold warm memory memory_tier hits fill verification shuffle report shuffle_report; do \
+	for name in cold warm memory memory_tier hits fill verification shuffle scale report shuffle_report; do \
 		$(BIN)/python -m benchmarks.$$name; done
 
 faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/faults.json

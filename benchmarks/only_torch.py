@@ -1,19 +1,34 @@
-"""Only torch, imported, and children forked from that: what scale.py compares with.
+"""Only torch, imported: what scale.py compares with.
 
-Says on its standard output that all are there, and ends when its standard input does.
+Command: python -m benchmarks.only_torch CHILDREN [--loader]
+
+Children forked from it do nothing; with --loader they are the workers of a DataLoader that has nothing to
+give. Says on its standard output when all are there, and ends when its standard input does.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 
 import torch  # noqa: F401
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Nothing(IterableDataset[None]):
+    def __iter__(self) -> Iterator[None]:
+        return iter(())
 
 
 def main() -> None:
+    count = int(sys.argv[1])
+    if "--loader" in sys.argv:
+        loader = DataLoader(Nothing(), batch_size=None, num_workers=count, persistent_workers=count > 0)
+        list(loader)
+        count = 0
     children = []
-    for _ in range(int(sys.argv[1])):
+    for _ in range(count):
         child = os.fork()
         if not child:
             sys.stdin.read()

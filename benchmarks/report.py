@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.turns import RESULTS, ROOT
 
 PAGES = (ROOT / "docs/performance.md", ROOT / "benchmarks/README.md")
-NAMES = ("cold", "warm", "memory", "memory_tier", "hits", "fill", "verification")
+NAMES = ("cold", "warm", "memory", "memory_tier", "hits", "fill", "verification", "scale")
 
 Result = dict[str, Any]
 
@@ -51,6 +51,7 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         "hits": hits,
         "fill": fill,
         "verification": verification,
+        "scale": scale,
     }
     tables = {name: makers[name](result) for name, result in results.items()}
     return {"targets": targets(results), "machine": machine(results), **tables}
@@ -175,6 +176,24 @@ def verification(result: Result) -> str:
         for name, row in result["medians"].items()
     ]
     return table(["", "CPU µs an image", "of it for the check, µs", "share"], rows)
+
+
+def scale(result: Result) -> str:
+    rows = [
+        [
+            name,
+            _spread(result, name, "start_seconds"),
+            f"{row['start_cpu_seconds']:.2f}",
+            _spread(result, name, "first_batch_seconds"),
+            *(f"{row[f'above_{which}'] / 1e6:,.0f}" for which in ("bytes", "later_bytes", "peak_rss_bytes")),
+        ]
+        for name, row in result["medians"].items()
+        if "start_seconds" in row
+    ]
+    idle = next(name for name in result["medians"] if name.startswith("idle"))
+    rows.append([idle, "–", "–", "–", f"{result['medians'][idle]['above_bytes'] / 1e6:,.0f}", "–", "–"])
+    head = ["rank with", "order known, s (rounds)", "CPU, s", "first batch, s (rounds)"]
+    return table([*head, "above torch, MB", "later, MB", "peak RSS, MB"], rows)
 
 
 def memory_tier(result: Result) -> str:

@@ -8,18 +8,22 @@ Command: python -m benchmarks.scale
 
 The last of the ranks is stood in for: a process with the variables that torchrun would give rank 1,023, which
 makes a loader and reads 24 batches of 64 from a server on loopback into an empty cache. That server has the
-shards of the rank's group under their names, all of the same 100 small samples, and no others: whoever asked
-for a shard of another group would get none. Nothing is decoded, so the memory of batches isn't in it.
+shards of the rank's group under their names, all of the same 1,000 small samples, and no others: whoever
+asked for a shard of another group would get none. Nothing is decoded, so the memory of batches isn't in it.
 num_samples is given; there is no sizes.json.
 
 - start_seconds: from before make_loader() until each worker (without any, the rank itself) has its order: it
   has announced in the cache which shards it reads first, which is the first that it does with one.
   first_batch_seconds: until the first batch is in the training loop. import_seconds: what importing
   streamload's loader takes after torch, which is in neither.
-- above_bytes: PSS of the rank and its workers when the batches have been read, less that of a process which
-  has only imported torch and of as many idle children forked from it. Both trees are there all the time and
-  looked at at the same moment, so that what they share with each other, or with anybody else, makes no
-  difference.
+  start_cpu_seconds: the CPU time of all of them from before make_loader() to the same moment, which a busy
+  machine leaves as it is.
+- above_bytes: PSS of the rank and its workers at that moment, less that of a process which has only imported
+  torch and of as many idle children forked from it. Both trees are there all the time and looked at at the
+  same moment, so that what they share with each other, or with anybody else, makes no difference.
+  above_later_bytes: the same when the batches have been read: then there are open shards and their indexes,
+  connections and fills, and Python has written to more of the pages that a worker shares with its rank.
+  The row "idle DataLoader" is what torch's own DataLoader takes with workers that have nothing to do.
 - above_peak_rss_bytes: the sum over the rank and its workers of the largest RSS that each ever had (VmHWM),
   less the same of the others: an upper bound, in which a page that n processes share is counted n times.
 - order_us_per_sample: CPU time of one worker of 8 that follows its group (7,813 shards of 1,000 samples, all
@@ -71,7 +75,6 @@ LAUNCHED = {
     "GROUP_WORLD_SIZE": NODES,
 }
 START_SECONDS, ABOVE_BYTES, ORDER_MICROSECONDS = 2.0, 100e6, 1.0
-_SERVED_SAMPLES = 100
 _FOLLOWED = 1_000_000
 _LOOK_SECONDS = 0.005
 _LIMIT_SECONDS = 300
@@ -85,7 +88,7 @@ def main() -> None:
     rows: list[Row] = []
     with turns.scratch() as directory:
         (original,) = write_shards(
-            directory / "written", [_SERVED_SAMPLES], options=ShardOptions(image_side=(8, 8))
+            directory / "written", [SAMPLES_PER_SHARD], options=ShardOptions(image_side=(8, 8))
         )
         served = directory / "served"
         served.mkdir()
@@ -96,6 +99,8 @@ def main() -> None:
                     link = served / f"{shard:06d}.tar"
                     if not link.exists():
                         link.hardlink_to(original)
+                idle = {"label": f"idle DataLoader, {workers[-1]} workers", "contender": "torch"}
+                rows.append(idle | {"round": round_} | idle_loader(given.python, workers[-1]))
                 for number in turns.rotated(workers, round_):
                     with turns.empty_directory(directory) as cache:
                         row = {"label": f"{number} workers", "contender": "streamload", "round": round_}
@@ -110,7 +115,7 @@ def main() -> None:
     found_versions = turns.versions(rows)
     medians = turns.medians(rows)
     most = {
-        metric: max(row[metric] for row in medians.values() if metric in row)
+        metric: max(row[metric] for label, row in medians.items() if metric in row and "idle" not in label)
         for metric in ("start_seconds", "above_bytes", "order_us_per_sample")
     }
     turns.write(
@@ -165,6 +170,8 @@ def started(python: Path, urls: str, workers: int, seed: int, shards: int, cache
         wait_until(lambda: "ready" in plain_said, plain)
         wait_until(lambda: has_order(cache / "runs") >= max(1, workers), rank)
         ready = time.monotonic()
+        cpu_seconds = process_tree.cpu_seconds(rank.pid)
+        above_at_start = process_tree.pss_bytes(rank.pid) - process_tree.pss_bytes(plain.pid)
         wait_until(lambda: "read" in said, rank)
         above = process_tree.pss_bytes(rank.pid) - process_tree.pss_bytes(plain.pid)
         above_high = process_tree.most_rss_bytes(rank.pid) - process_tree.most_rss_bytes(plain.pid)
@@ -177,10 +184,24 @@ def started(python: Path, urls: str, workers: int, seed: int, shards: int, cache
         "make_loader_seconds": said["made"] - said["imported"],
         "iter_seconds": said["iterated"] - said["made"],
         "import_seconds": said["imported"] - said["torch"],
-        "above_bytes": above,
+        "start_cpu_seconds": cpu_seconds - said["imported_cpu"],
+        "above_bytes": above_at_start,
+        "above_later_bytes": above,
         "above_peak_rss_bytes": above_high,
         "versions": said["versions"],
     }
+
+
+def idle_loader(python: Path, workers: int) -> Row:
+    """What torch's own DataLoader takes above the same."""
+    with (
+        process(python, "only_torch", str(workers)) as (plain, plain_said),
+        process(python, "only_torch", str(workers), "--loader") as (loader, said),
+    ):
+        wait_until(lambda: "ready" in plain_said, plain)
+        wait_until(lambda: "ready" in said, loader)
+        above = process_tree.pss_bytes(loader.pid) - process_tree.pss_bytes(plain.pid)
+    return {"above_bytes": above, "versions": versions("torch")}
 
 
 def has_order(directory: Path) -> int:
@@ -224,13 +245,13 @@ class _AllHere:
 
 @contextmanager
 def process(
-    python: Path, module: str, argument: str
+    python: Path, module: str, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A process with the place of the rank, and what it has said by now; it is gone when the block ends."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLOAD_")}
     environ |= {name: str(value) for name, value in LAUNCHED.items()}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(turns.ROOT)}
-    command = [str(python), "-m", f"benchmarks.{module}", argument]
+    command = [str(python), "-m", f"benchmarks.{module}", *arguments]
     said: dict[str, Any] = {}
     with subprocess.Popen(
         command, cwd=turns.ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

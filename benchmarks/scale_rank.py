@@ -29,6 +29,7 @@ def main() -> None:
 
     streamload.make_loader  # noqa: B018  (imports what it needs)
     say("imported")
+    print(json.dumps(["imported_cpu", time.process_time()]), flush=True)
     with streamload.make_loader(job["urls"], map_sample=only_key, **job["loader"]) as loader:
         say("made")
         batches = iter(loader)

@@ -24,6 +24,7 @@ METRICS = {
 OWN_METRICS = {
     "hits": {"hits", "hits_counted", "expected", "limit_bytes", "live_bytes", "data_bytes"},
     "fill": {"bytes_per_cpu_second", "bytes_per_second", "cpu_ns_per_byte"},
+    "scale": set(),
     "verification": {"checked", "check_us_per_image", "cpu_us_per_image", "share"},
 }
 
@@ -51,7 +52,7 @@ def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str,
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["hits", "fill", "verification"])
+@pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale"])
 def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
     result = run_quickly(name, tmp_path / f"{name}.json")
 
@@ -65,6 +66,22 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         assert {row["samples"] for row in result["rounds"]} == {64 * 24}
         assert result["rounds"][0]["fetched_bytes"] >= result["settings"]["bytes"]
         assert all(0 < row["live_bytes"] < row["limit_bytes"] for row in result["rounds"])
+    if name == "scale":
+        assert list(result["medians"]) == [
+            "idle DataLoader, 2 workers",
+            "0 workers",
+            "2 workers",
+            "following",
+        ]
+        times = {
+            "import_seconds",
+            "make_loader_seconds",
+            "iter_seconds",
+            "start_seconds",
+            "first_batch_seconds",
+        }
+        sizes = {"above_bytes", "above_later_bytes", "above_peak_rss_bytes"}
+        assert result["medians"]["2 workers"].keys() >= times | sizes | {"start_cpu_seconds"}
     if name == "verification":  # every sample of the epoch, and none
         assert [row["checked"] for row in result["rounds"]] == [256, 0]
 

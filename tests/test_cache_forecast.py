@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 import streamload
 from streamload.cache.forecast import Forecast, forecast, live_shards
-from streamload.cache.shard import shard_of
+from streamload.cache.shard import LOOKED_THROUGH, ShardList, shard_of
 from streamload.cache.tier import Tier
 from streamload.cli.doctor import _data
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from streamload.urls import expand_urls
 
 GB = 10**9
 
@@ -93,6 +94,22 @@ def test_it_is_made_from_the_shards_that_the_tier_holds(server: ShardServer, tmp
     assert found.hit_rate == 1.0
     half = forecast(tier, shards, 4, 50, nodes=2)
     assert half.data_bytes == pytest.approx(used / 2, rel=0.02)
+
+
+def test_of_a_long_list_some_shards_are_looked_for_and_taken_for_the_others(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    listed = ShardList(expand_urls(f"{server.url}/{{00000..{3 * LOOKED_THROUGH - 1}}}.tar"), None)
+    tier = Tier(tmp_path / "cache", 10**9)
+    assert forecast(tier, listed, 4, 50, nodes=4).shards == 3 * LOOKED_THROUGH / 4
+    with make(server, tmp_path / "cache", cache_size="1GB") as loader:
+        list(loader)
+    found = forecast(tier, listed, 4, 50)
+    assert found.shards == 3 * LOOKED_THROUGH
+    assert found.data_bytes == pytest.approx(tier.used_bytes / SHARDS * found.shards, rel=0.1)
+    assert found.live_bytes == pytest.approx(found.data_bytes / found.shards * live_shards(4, 50, SAMPLES))
+    other = ShardList(expand_urls(f"{server.url}/other/{{0..{3 * LOOKED_THROUGH}}}.tar"), None)
+    assert forecast(tier, other, 4, 50).data_bytes is None
 
 
 def test_a_run_logs_it_when_it_begins_and_the_doctor_says_the_same(

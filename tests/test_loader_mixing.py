@@ -281,9 +281,9 @@ def test_weights_that_can_not_be_are_refused_and_change_nothing(
 
 def test_a_mixture_without_a_length_says_what_is_missing(paths: dict[str, list[str]], tmp_path: Path) -> None:
     mixed = sources_of(paths, large=1, small=1)
-    with make(mixed, tmp_path / "cache", num_batches=None) as loader:
-        with pytest.raises(streamload.OptionError, match="mixes several sources has to know how long"):
-            iter(loader)
+    unknown = pytest.raises(streamload.OptionError, match="mixes several sources has to know how long")
+    with make(mixed, tmp_path / "cache", num_batches=None) as loader, unknown:
+        iter(loader)
     with make(mixed, tmp_path / "cache", num_batches=None, endless=True) as loader:
         batches = [batch for _, batch in zip(range(40), loader, strict=False)]
     assert shares(batches) == {"large": 400, "small": 400}
@@ -309,6 +309,6 @@ def test_a_source_of_nothing_usable_is_an_error_and_no_hang(
 ) -> None:
     empty = [str(path) for path in write_shards(tmp_path / "empty", [0, 0], seed=1)]
     mixed = [streamload.Source(paths["large"], 1, "large"), streamload.Source(empty, 1, "empty")]
-    with make(mixed, tmp_path / "cache", num_workers=1) as loader:
-        with pytest.raises(streamload.NoValidSamples, match="no usable sample in source 'empty'"):
-            list(loader)
+    barren = pytest.raises(streamload.NoValidSamples, match="no usable sample in source 'empty'")
+    with make(mixed, tmp_path / "cache", num_workers=1) as loader, barren:
+        list(loader)

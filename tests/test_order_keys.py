@@ -2,9 +2,20 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from order_oracle import chained, draw, shuffled
 
-from streamload.order.keys import hash32, key, mix, permutation, pick, sample_seed, stream
+from streamload.order.keys import (
+    hash32,
+    key,
+    mix,
+    permutation,
+    permutation_stretch,
+    pick,
+    sample_seed,
+    stream,
+)
 
 
 def test_mix_is_splitmix64():
@@ -49,3 +60,11 @@ def test_picks_are_spread_over_all_and_differ_by_attempt():
 def test_picking_one_of_none_fails():
     with pytest.raises(ValueError, match="at least one"):
         pick(1, 0, 0)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 40_000), st.data())
+def test_a_stretch_of_a_permutation_is_that_of_the_whole(value, count, data):
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, count)] * 2)))
+    whole = permutation(value, count)
+    assert permutation_stretch(value, count, first, last).tolist() == whole[first:last].tolist()
+    assert permutation_stretch(value, count, 0, count).tolist() == whole.tolist()

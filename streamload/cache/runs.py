@@ -55,9 +55,13 @@ class Run:
 
     def announce(self, digests: Iterable[str]) -> None:
         """Say which shards are open and which come next, in order (a shard may come again)."""
+        self.tell(np.fromiter((short(d) for d in itertools.islice(digests, VISITS_KEPT)), dtype="<u8"))
+
+    def tell(self, names: npt.NDArray[np.uint64]) -> None:
+        """Say the same by `short` names."""
         if self._descriptor < 0:
             return
-        visits = np.fromiter((short(d) for d in itertools.islice(digests, VISITS_KEPT)), dtype="<u8")
+        visits = names[:VISITS_KEPT].astype("<u8", copy=False)
         with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
 

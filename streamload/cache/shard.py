@@ -83,6 +83,10 @@ class ShardList(Sequence[Shard]):
     def __reduce__(self) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None]]:
         return ShardList, (self.urls, self._storage_options)
 
+    def digest(self, place: int) -> str:
+        """The name of a shard in the tier, where nothing else of it is needed: nothing is kept."""
+        return urls.digest(self.urls[place], self._storage_options)
+
     def _made(self, place: int) -> Shard:
         return shard_of(self.urls[place], self._storage_options)
 

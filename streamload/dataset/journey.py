@@ -6,6 +6,7 @@ Steps A (the list of shards) and K (the rank) are in loader/, L (the device) in 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing.util
 import os
@@ -41,6 +42,8 @@ class StreamDataset(IterableDataset[Batch]):
         info = get_worker_info()
         if self._reading is None or self._reading.pid != os.getpid():
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
+            if workers:
+                gc.freeze()  # else a collection would copy every page of objects that is shared with the rank
             slots = self._slots[worker] if self._slots else None
             self._reading = Reading(self._recipe, self._board, worker, workers, slots)
             if workers:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
-from streamload.order.keys import PASS_ORDER, PIECES, key, permutation
+from streamload.order.keys import PASS_ORDER, PIECES, key, permutation, permutation_stretch
 
 _GOLDEN = 0.6180339887498949
 _WIDEST_HINT_BITS = 31
@@ -103,8 +103,8 @@ class Pieces:
 def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
     """Cut the axis of all shards into equal stretches and return the one of `group`.
 
-    It depends on neither epoch nor pass, so that what a node holds is of use again. O(shards): about 0.1 s
-    for 10**6 shards.
+    It depends on neither epoch nor pass, so that what a node holds is of use again. Takes time in O(shards),
+    without hints about 20 ms for 10**6 of them and the memory of what it returns.
     """
     if not 0 <= group < options.groups:
         raise OptionError(f"group must be from 0 to {options.groups - 1}, not {group}.")
@@ -112,12 +112,14 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
         raise OptionError(
             f"hints must be one for each of {shard_count} shards; there are {options.hints.size}."
         )
-    shards = np.arange(shard_count)
     if options.groups == 1:
-        return Pieces(shards, {})
+        return Pieces(np.arange(shard_count), {})
+    if options.hints is None:
+        return _equal_pieces(options, shard_count, group)
+    shards = np.arange(shard_count)
     if options.shuffle_shards:
         shards = permutation(key(options.seed, PIECES), shard_count)
-    sizes = _sizes(options, shard_count)[shards]
+    sizes = _sizes(options.hints)[shards]
     stops = np.cumsum(sizes)
     starts = stops - sizes
     total = int(stops[-1]) if shard_count else 0
@@ -135,6 +137,23 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
     nothing = [shard for shard, part in parts.items() if part.start == part.stop]
     owned = shards[first:last]
     return Pieces(owned[~np.isin(owned, nothing)], {s: p for s, p in parts.items() if s not in nothing})
+
+
+def _equal_pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
+    """The pieces where every shard counts alike: as if each had as many samples as there are groups."""
+    size = options.groups
+    low, high = group * shard_count, (group + 1) * shard_count
+    first, last = low // size, -(-high // size)
+    if options.shuffle_shards:
+        owned = permutation_stretch(key(options.seed, PIECES), shard_count, first, last)
+    else:
+        owned = np.arange(first, last)
+    parts = {}
+    for place in {first, last - 1} if first < last else ():
+        start, stop = place * size, (place + 1) * size
+        if start < low or stop > high:
+            parts[int(owned[place - first])] = Part(max(low, start) - start, min(high, stop) - start, size)
+    return Pieces(owned, parts)
 
 
 def pass_order(
@@ -156,10 +175,8 @@ def shard_order(
     return pass_order(options, pieces(options, shard_count, group).shards, group, epoch, pass_)
 
 
-def _sizes(options: OrderOptions, shard_count: int) -> NDArray[np.int64]:
-    if options.hints is None:
-        return np.full(shard_count, options.groups, np.int64)
-    hints = options.hints.astype(np.int64)
+def _sizes(given: NDArray[np.int64]) -> NDArray[np.int64]:
+    hints = given.astype(np.int64)
     # Bytes of huge shards in larger units: entry number times size must stay below 2**63.
     excess = int(hints.max(initial=0)).bit_length() - _WIDEST_HINT_BITS
     return hints >> excess if excess > 0 else hints

@@ -6,15 +6,15 @@ to know of it: which shards must stay readable, which come next, and how far thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from streamload.cache.begun import Begun, Recalled
-from streamload.cache.runs import VISITS_KEPT, Run
-from streamload.cache.shard import Shard
+from streamload.cache.runs import VISITS_KEPT, Run, short
+from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder, References
@@ -40,7 +40,7 @@ class Itinerary:
         self,
         order: GroupOrder,
         next_pass: NextPass,
-        shards: Sequence[Shard],
+        shards: ShardList,
         first: int,
         arrivals: Recalled,
         tier: Tier,
@@ -57,7 +57,7 @@ class Itinerary:
         self._hash = xxhash.xxh3_64()
         self._hashed = self._base
         self._told: tuple[list[int], list[int]] | None = None
-        self._digests: dict[int, str] = {}  # of the shards that were told of last
+        self._named = np.empty(0, np.int64), np.empty(0, np.uint64)  # shards that were told of last: names
         self.tell_progress()
 
     def blocked(self) -> list[int]:
@@ -117,7 +117,7 @@ class Itinerary:
 
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
-        known = np.unique(self._known.shards).tolist()
+        known = sorted(set(self._known.shards.tolist()))
         return list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
 
     def coming(self, count: int) -> list[int]:
@@ -134,11 +134,19 @@ class Itinerary:
         if state != self._told:
             self._told = state
             visits = [*in_use, *self.coming(VISITS_KEPT)][:VISITS_KEPT]
-            known = self._digests
-            self._digests = {
-                shard: known.get(shard) or self._shards[shard].digest for shard in dict.fromkeys(visits)
-            }
-            self._run.announce(self._digests[shard] for shard in visits)
+            self._run.tell(self._names_of(np.array(visits, np.int64)))
+
+    def _names_of(self, visits: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """The short names of shards; those of which it was asked the last time are known."""
+        known, names = self._named
+        places = np.searchsorted(known, visits)
+        is_known = np.append(known, -1)[places] == visits
+        found = np.append(names, np.uint64(0))[places]
+        for place in np.flatnonzero(~is_known).tolist():
+            found[place] = short(self._shards.digest(int(visits[place])))
+        order = np.argsort(visits)
+        self._named = visits[order], found[order]
+        return found
 
     def close(self) -> None:
         """Say no more; once is enough."""

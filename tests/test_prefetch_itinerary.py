@@ -1,0 +1,45 @@
+"""What a reader tells the other users of a tier, against the digests of its shards one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamload.cache import runs
+from streamload.cache.shard import ShardList, shard_of
+from streamload.cache.tier import Tier
+from streamload.order.group import GroupOrder
+from streamload.order.plan import OrderOptions, shard_order
+from streamload.prefetch.itinerary import Itinerary
+from streamload.urls import expand_urls
+
+
+class AllHere:
+    def arrived(self, shard: int) -> tuple[np.ndarray, bool]:
+        return np.arange(10), True
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+
+def test_the_shards_that_are_open_and_that_come_next_are_told_of_at_every_step(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "tier", 10**6)
+    shards = ShardList(expand_urls("https://host/{000..299}.tar"), None)
+    options = OrderOptions(5, groups=2, lanes=4, window=50)
+    order = GroupOrder(options, len(shards), 1, 0, passes=1)
+    following = shard_order(options, len(shards), 1, 1, 0)
+    arrivals: Any = AllHere()
+    itinerary = Itinerary(order, lambda: following, shards, 0, arrivals, tier)
+    told = set()
+    for stop in range(40, 1480, 40):
+        while not itinerary.reaches(stop):
+            itinerary.follow()
+        itinerary.take(stop - 40, stop)
+        itinerary.tell_progress()
+        (path,) = runs.own(tier.root / "runs")
+        visits = [*itinerary.shards_in_use(), *itinerary.coming(runs.VISITS_KEPT)]
+        names = [runs.short(shard_of(shards.urls[shard], None).digest) for shard in visits]
+        assert runs.visits_of(path).tolist() == names[: runs.VISITS_KEPT]
+        told.add(tuple(names))
+    assert len(told) > 10
+    itinerary.close()
