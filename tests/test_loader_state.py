@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.multiprocessing
 from test_loader_resume import augmented
 
 import streamload
+from streamload.testing.faults import Fault
 from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -257,6 +259,46 @@ def test_gather_state_is_the_same_and_whole_on_every_rank(paths: list[Path], tmp
     with make(paths, tmp_path / "c2", batch_size=10, num_samples=sum(COUNTS)) as loader:
         loader.load_state_dict(state)
         assert keys(loader) == [a + b for a, b in zip(first, second, strict=True)]
+
+
+def test_every_rank_gives_as_many_full_batches_whatever_happens_to_its_part(tmp_path: Path) -> None:
+    """Two nodes: uneven shards, fewer than workers; one node's link is slow, one of its shards is missing."""
+    counts = [90, 4, 31]
+    paths = write_shards(tmp_path / "data", counts, seed=9, options=ShardOptions(without_text_every=7))
+    with (
+        ShardServer(tmp_path / "data") as near,
+        ShardServer(tmp_path / "data", bytes_per_second=200_000) as far,
+    ):
+        for server in (near, far):
+            server.misbehave(paths[1].name, Fault(status=404))
+        loaders = [
+            streamload.make_loader(
+                f"{server.url}/{{00000..00002}}.tar",
+                preprocess=size_of,
+                with_keys=True,
+                batch_size=4,
+                num_workers=3,
+                num_batches=25,
+                groups=2,
+                rank=rank,
+                world_size=2,
+                cache_dir=tmp_path / f"node-{rank}",
+                cache_size="1GB",
+            )
+            for rank, server in enumerate((near, far))
+        ]
+        given: list[list[int]] = [[], []]
+        for parts in zip(*loaders, strict=True):
+            for rank, (_, _, origin) in enumerate(parts):
+                given[rank].append(len(origin["__key__"]))
+        assert given == [[4] * 25] * 2
+        assert sum(loader.stats().samples_skipped["missing"] for loader in loaders) > 0
+        for loader in loaders:
+            loader.close()
+
+
+def size_of(image: Any) -> torch.Tensor:
+    return torch.tensor(image.size)
 
 
 def test_an_evaluation_can_be_taken_up(paths: list[Path], tmp_path: Path) -> None:
