@@ -137,8 +137,7 @@ class Loader:
         each rank of a run has to be given the same. The change is part of the state.
 
         Args:
-            weights: by the sources' names; those that aren't named keep their share of what is left, by the
-                weights of before.
+            weights: by the sources' names; those that aren't named keep the weight that they had.
 
         Returns:
             The step, counted from the beginning of the epoch that is under way, or of the next one; if the
@@ -153,9 +152,10 @@ class Loader:
         position = place.position
         if self._under_way() is not None:
             position += self.options.prefetch_factor * self.options.num_workers * batch
-        said = gathered((schedule.shares(weights), position), self.world_size)
+        said = gathered((dict(weights), position), self.world_size)
+        agreed = schedule.weights(said[0][0])  # what is wrong with them is wrong on all ranks
         position = max(at for _, at in said)
-        self._board.changes.write({"changes": course.change(said[0][0], position)})
+        self._board.changes.write({"changes": course.change(agreed, position)})
         return (position - place.began) // batch
 
     def __iter__(self) -> Iterator[Any]:

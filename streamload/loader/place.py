@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamload.dataset.messages import GroupState, changes_from
 from streamload.errors import OptionError, StateMismatch
@@ -24,6 +24,7 @@ class Place:
         position: how many samples of the sequence, over all ranks, lie before the next step.
         groups: of each group that this rank knows of, where it is; none at the beginning of a sequence.
         changes: of the sources' shares, from the position on.
+        weights: of the sources, those that were set last; the last change is by these.
     """
 
     epoch: int
@@ -32,6 +33,7 @@ class Place:
     position: int
     groups: Mapping[int, GroupState]
     changes: tuple[Change, ...]
+    weights: tuple[float, ...]
 
     def behind(self, position: int, groups: Mapping[int, GroupState]) -> Place:
         """The place behind a step that ends at a position."""
@@ -44,6 +46,13 @@ class Place:
         return replace(self, epoch=self.epoch + 1, began=self.position)
 
 
+class Weights(NamedTuple):
+    """What the sources weigh, as it was given, and the shares that this comes to."""
+
+    given: tuple[float, ...]
+    shares: tuple[int, ...]
+
+
 class Course:
     """Which epoch a training loop begins next, and where.
 
@@ -52,12 +61,12 @@ class Course:
 
     Attributes:
         epoch: the one that begins next.
-        shares: of the sources, those that were set last; None before any is known.
+        weights: of the sources, those that were set last; None before any is known.
     """
 
     def __init__(self, goes_on: bool):
         self.epoch = 0
-        self.shares: tuple[int, ...] | None = None
+        self.weights: Weights | None = None
         self._goes_on = goes_on
         self._place: Place | None = None
         self._is_loaded = self._ran_out = False
@@ -76,8 +85,9 @@ class Course:
             return last
         if last is not None and self._goes_on and self.epoch == last.epoch + 1:
             return last.next_epoch()
-        assert self.shares is not None
-        return Place(self.epoch, self.epoch, 0, 0, {}, (Change(0, self.shares),))
+        assert self.weights is not None
+        given, shares = self.weights
+        return Place(self.epoch, self.epoch, 0, 0, {}, (Change(0, shares),), given)
 
     def now(self) -> Place:
         """What a state tells: behind the last batch of an epoch, or where the next begins if that is over."""
@@ -98,16 +108,17 @@ class Course:
     def load(self, place: Place) -> None:
         """Go on from a place."""
         self._place, self._is_loaded, self._ran_out = place, True, False
-        self.epoch, self.shares = place.epoch, place.changes[-1].shares
+        self.epoch, self.weights = place.epoch, Weights(place.weights, place.changes[-1].shares)
 
-    def change(self, shares: tuple[int, ...], position: int) -> list[Change]:
-        """New shares from a position on; those that count from here on."""
-        self.shares = shares
+    def change(self, weights: Weights, position: int) -> list[Change]:
+        """New weights from a position on; the changes that count from here on."""
+        self.weights = weights
         if self._place is None:
-            return [Change(0, shares)]
+            return [Change(0, weights.shares)]
         kept = [change for change in self._place.changes if change.position < position]
-        self._place = replace(self._place, changes=(*kept, Change(position, shares)))
-        return list(self._place.changes)
+        changes = (*kept, Change(position, weights.shares))
+        self._place = replace(self._place, changes=changes, weights=weights.given)
+        return list(changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +157,7 @@ def to_state(order: Order, place: Place) -> dict[str, Any]:
         "began": place.began,
         "position": place.position,
         "changes": [[change.position, list(change.shares)] for change in place.changes],
+        "weights": list(place.weights),
         "at": {str(number): group.to_json() for number, group in sorted(place.groups.items())},
     }
 
@@ -192,13 +204,16 @@ def _place(state: Mapping[str, Any]) -> Place:
     sources = len(state["sources"])
     if not changes or any(len(change.shares) != sources or sum(change.shares) != UNIT for change in changes):
         raise OptionError(f"shares of {sources} sources that don't add up: {changes}")
+    weights = tuple(float(weight) for weight in state["weights"])
+    if len(weights) != sources:
+        raise OptionError(f"weights of {len(weights)} sources, not of {sources}")
     groups = {int(number): GroupState.from_json(group) for number, group in state["at"].items()}
     if any(len(group.sources) != sources for group in groups.values()):
         raise OptionError(f"a group that isn't of {sources} sources")
     epoch, sequence, began, position = (
         _whole(state[name]) for name in ("epoch", "sequence", "began", "position")
     )
-    return Place(epoch, sequence, began, position, groups, changes)
+    return Place(epoch, sequence, began, position, groups, changes, weights)
 
 
 def _whole(number: Any, least: int = 0) -> int:

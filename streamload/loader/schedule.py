@@ -13,7 +13,7 @@ from typing import Any
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.orders import data_digest, deal_of, order_of, orders_of
-from streamload.loader.place import Course, Order, Place, check_fits, from_state, to_state
+from streamload.loader.place import Course, Order, Place, Weights, check_fits, from_state, to_state
 from streamload.loader.sizes import listed_sizes
 from streamload.order.deal import Deal
 from streamload.order.mixture import shares_of
@@ -71,20 +71,25 @@ class Schedule:
         """The order of the run, as this rank now stands among the others."""
         here = self.here
         if self._settled is None or self._settled[0] != here:
-            shares = self.shares() if self.course.shares is None else self.course.shares
-            self.course.shares = shares
-            self._settled = here, self._order(here, shares)
+            if self.course.weights is None:
+                self.course.weights = self.weights({})
+            self._settled = here, self._order(here, self.course.weights.shares)
         return self._settled[1]
+
+    @property
+    def order(self) -> Order:
+        """The order that was settled last."""
+        return self.settle() if self._settled is None else self._settled[1]
 
     def orders(self) -> list[OrderOptions]:
         """Of each source's own sequence."""
-        order = self.settle()
+        order = self.order
         cut_by_size = order.train and order.groups > 1
         return orders_of(order, self._listed() if cut_by_size else [None] * len(order.sources))
 
     def deal(self) -> Deal:
         """How steps are dealt to ranks."""
-        return deal_of(self._options, self.here, self.settle().groups)
+        return deal_of(self._options, self.here, self.order.groups)
 
     def steps(self, place: Place) -> int | None:
         """How many steps an epoch has from a place on; None: to the end of the pass, or without end.
@@ -92,7 +97,7 @@ class Schedule:
         Raises:
             OptionError: nothing says how many, and the data can't.
         """
-        options, order = self._options, self.settle()
+        options, order = self._options, self.order
         if not options.train or options.endless or not (options.goes_on or order.groups > 1):
             return None
         batches = self.num_batches
@@ -107,7 +112,7 @@ class Schedule:
 
     def state(self) -> dict[str, Any]:
         """Where this rank is."""
-        return to_state(self.settle(), self.course.now())
+        return to_state(self.order, self.course.now())
 
     def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a state.
@@ -127,22 +132,26 @@ class Schedule:
         self._settled = None
         self.course.load(place)
 
-    def shares(self, weights: Mapping[str, float] | None = None) -> tuple[int, ...]:
-        """The shares of the sources.
+    def weights(self, changed: Mapping[str, float]) -> Weights:
+        """The weights of the sources, some of them changed.
 
         Args:
-            weights: by name, in place of those that the sources were made with; None: none of them.
+            changed: new ones by name.
 
         Raises:
             OptionError: weights that can't be, or of no source.
         """
         sources = self._options.sources
-        own = {source.name: source.weight * self._per(place) for place, source in enumerate(sources)}
-        weights = {} if weights is None else weights
-        unknown = sorted(weights.keys() - own.keys())
+        if self.course.weights is None:
+            last = tuple(source.weight * self._per(place) for place, source in enumerate(sources))
+        else:
+            last = self.course.weights.given
+        weights = {source.name: weight for source, weight in zip(sources, last, strict=True)}
+        unknown = sorted(changed.keys() - weights.keys())
         if unknown:
-            raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(own)}")
-        return shares_of([*{**own, **weights}.values()], [source.floor for source in sources])
+            raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(weights)}")
+        given = tuple((weights | dict(changed)).values())
+        return Weights(given, shares_of(given, [source.floor for source in sources]))
 
     def _order(self, here: Topology, shares: tuple[int, ...]) -> Order:
         options, saved = self._options, self._saved
