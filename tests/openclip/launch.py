@@ -3,12 +3,14 @@
 As a script, with the arguments of the training behind it: `python launch.py --train-data …`. The model whose
 configuration is in OPENCLIP_TEST_MODEL is known by the file's name. To the directory OPENCLIP_TEST_RECORD
 goes, for each rank, a JSON line for each batch that the training took: {"train", "epoch" (counted by iter(),
-from 0), "keys", "urls", "origin_requests" (so far)}.
+from 0), "keys", "urls", "origin_requests" (so far)}. If OPENCLIP_TEST_KILL_BEHIND is n, rank 0 kills itself
+when the training has made n steps and asks for the next batch.
 """
 
 import json
 import os
 import runpy
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ class Recorded:
     def __init__(self, loader: streamload.loader.Loader) -> None:
         self.loader = loader
         self.epoch = -1
+        self.steps = 0
+        first = os.environ.get("RANK", "0") == "0"
+        self.kill_behind = int(os.environ.get("OPENCLIP_TEST_KILL_BEHIND", "-1")) if first else -1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -34,6 +39,9 @@ class Recorded:
         for images, texts, keys in self.loader:
             self.write(keys)
             yield images, texts
+            self.steps += self.loader.options.train
+            if self.steps == self.kill_behind:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def write(self, keys: dict[str, list[str]]) -> None:
         line = {
