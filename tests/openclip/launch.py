@@ -7,11 +7,13 @@ from 0), "keys", "urls", "origin_requests" (so far)}. If OPENCLIP_TEST_KILL_BEHI
 when the training has made n steps and asks for the next batch.
 """
 
+import functools
 import json
 import os
 import runpy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,18 @@ import torch
 
 import streamload.loader
 from streamload.testing.torchvision_stub import define_torchvision_schemas
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Images and texts, and a call for when the training takes them: a batch may be made and not taken."""
+
+    values: tuple[torch.Tensor, torch.Tensor]
+    taken: Callable[[], None]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.taken()
+        return iter(self.values)
 
 
 class Recorded:
@@ -37,8 +51,7 @@ class Recorded:
     def __iter__(self) -> Iterator[Any]:
         self.epoch += 1
         for images, texts, keys in self.loader:
-            self.write(keys)
-            yield images, texts
+            yield Taken((images, texts), functools.partial(self.write, keys))
             self.steps += self.loader.options.train
             if self.steps == self.kill_behind:
                 os.kill(os.getpid(), signal.SIGKILL)

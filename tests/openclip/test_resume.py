@@ -1,8 +1,8 @@
 """open_clip's own --resume on our loader: trainings that were killed, checkpoints with and without states."""
 
 import itertools
+import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from tiny import Run
 
 from streamload.errors import OptionError, StateMismatch
 from streamload.integrations import openclip
+from streamload.integrations.openclip.resume import find_state
+from streamload.testing.s3 import S3Server
 from streamload.testing.shards import read_oracle, write_shards
 
 SAVE = ("--streamload-save-steps", "1")
@@ -52,18 +54,21 @@ def test_a_killed_run_that_is_resumed_sees_each_sample_of_the_pass_once(
 
 
 @pytest.mark.timeout(400)
-def test_two_ranks_that_were_killed_are_gone_on_from_by_one(
+def test_two_ranks_that_are_killed_twice_are_gone_on_from_by_two_and_by_one(
     shards: list[Path], train: Callable[..., Run]
 ) -> None:
     urls = f"{shards[0].parent}/{{00000..00003}}.tar"
     run = ("--train-data", urls, "--train-num-samples", "384", "--workers", "1", "--save-most-recent", *SAVE)
-    killed = train(*run, "--batch-size", "32", ranks=2, killed_behind=8)
-    resumed = train(*run, "--batch-size", "64", "--resume", "latest")
-    assert [[len(killed.keys(rank, epoch)) for epoch in (0, 1)] for rank in (0, 1)] == [[6, 2], [6, 2]]
-    assert [len(keys) for keys in resumed.keys(0, 0)] == [64] * 4
-    assert Counter(taken(killed, resumed)).most_common(1)[0][1] == 1
-    assert set(taken(killed, resumed)) <= keys_of(shards)
-    assert len(taken(killed, resumed)) == 2 * 384
+    resume = ("--resume", "latest")
+    killed = train(*run, "--batch-size", "32", ranks=2, killed_behind=7)
+    assert [[len(killed.keys(rank, epoch)) for epoch in (0, 1)] for rank in (0, 1)] == [[6, 1], [6, 1]]
+    again = train(*run, *resume, "--batch-size", "32", ranks=2, killed_behind=2)
+    assert [len(again.keys(rank, 0)) for rank in (0, 1)] == [2, 2]
+    ended = train(*run, *resume, "--batch-size", "64")
+    assert [len(keys) for keys in ended.keys(0, 0)] == [64] * 3
+    seen = taken(killed, again, ended)
+    assert len(set(seen)) == len(seen) == 2 * 384
+    assert set(seen) <= keys_of(shards)
 
 
 class Training:
@@ -140,27 +145,26 @@ def test_without_save_steps_the_epoch_of_the_checkpoint_begins_where_it_began(
     assert killed.run(1, 3, checkpoint=str(killed.checkpoint(1))) == whole[16:]
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_every_so_many_steps_of_the_optimizer_a_state_is_written(
-    noise: str, tmp_path: Path, install: Callable[[int], None], accumulated: int
+@pytest.mark.parametrize(("accumulated", "cut", "behind"), [(1, 2, 2), (1, 3, 2), (2, 3, 0), (2, 4, 4)])
+def test_every_two_steps_of_the_optimizer_a_state_is_written_before_the_last_batch_is_handed_out(
+    noise: str, tmp_path: Path, install: Callable[[int], None], accumulated: int, cut: int, behind: int
 ) -> None:
     install(2)
     flags = ("--train-num-samples", "40", "--accum-freq", str(accumulated))
     whole = Training(tmp_path / "whole", noise, *flags).run(0, 3)
     killed = Training(tmp_path, noise, *flags)
-    killed.run(0, 2, cut=3)
-    behind = {1: 2, 2: 0}[accumulated] * 8
-    assert killed.run(1, 3, checkpoint=str(killed.checkpoint(1))) == whole[40 + behind :]
+    killed.run(0, 2, cut=cut)
+    assert killed.run(1, 3, checkpoint=str(killed.checkpoint(1))) == whole[40 + 8 * behind :]
 
 
 def test_a_run_that_begins_at_an_older_checkpoint_gets_its_whole_epoch(
     noise: str, tmp_path: Path, install: Callable[[int], None]
 ) -> None:
-    """The latest state is at the end of epoch 2, which is over; that of epoch 1 is none any more."""
+    """The latest state is at the end of that very epoch, but the next checkpoint says that it is over."""
     install(1)
     run = Training(tmp_path, noise)
     whole = run.run(0, 3)
-    for epoch in (1, 2):
+    for epoch in (2, 1, 1):
         assert run.run(epoch, epoch + 1, checkpoint=str(run.checkpoint(epoch))) == whole[16 * epoch :][:16]
 
 
@@ -199,6 +203,24 @@ def test_a_checkpoint_without_a_state_is_resumed_with_a_line_in_the_log(
         seen = run.run(1, 2, checkpoint=str(run.checkpoint(1)))
     assert [message for message in caplog.messages if message.startswith("no state of the loader belongs to")]
     assert seen == fresh.run(1, 2)
+
+
+def test_states_of_a_remote_sync_are_found_beside_its_checkpoints(
+    noise: str, tmp_path: Path, install: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(1)
+    run = Training(tmp_path, noise)
+    run.run(0, 2, cut=1)
+    with S3Server() as s3:
+        for name, value in s3.environ.items():
+            monkeypatch.setenv(name, value)
+        s3.create_bucket("bucket")
+        s3.put_files("bucket", run.checkpoint(1), prefix="logs/run/checkpoints/")
+        s3.put_files("bucket", *run.states.iterdir(), prefix="logs/run/streamload/")
+        found = find_state("s3://bucket/logs/run/checkpoints/epoch_1.pt", 1)
+        assert find_state("s3://bucket/elsewhere/checkpoints/epoch_1.pt", 1) is None
+    assert found is not None
+    assert found.state == json.loads((run.states / "latest.json").read_text())["loader"]
 
 
 def test_a_state_that_does_not_fit_is_an_error_that_names_its_file(

@@ -7,6 +7,7 @@ checkpoints since OpenCLIP, resuming from a --remote-sync, takes whatever lies t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -99,7 +100,8 @@ class Saver:
             kept.add(_name(epoch - 1))
         for path in self._folder.glob("epoch_*.json"):
             if path.name not in kept and not (self._checkpoints / f"{path.stem}.pt").exists():
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def saver_for(args: Any, save_steps: int) -> Saver | None:
