@@ -18,6 +18,7 @@ from PIL import Image
 
 from streamload.errors import OptionError
 from streamload.integrations import openclip
+from streamload.integrations.openclip.arguments import take_save_steps
 
 SIZES = {"batch_size": 4, "workers": 0, "seed": 0, "world_size": 1, "rank": 0}
 NOTHING = {"train_data": None, "train_num_samples": None, "val_data": None, "val_num_samples": None}
@@ -170,6 +171,31 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
     assert len(seen) == 2 * 10
 
 
+@pytest.mark.parametrize(
+    ("words", "save_steps", "left"),
+    [
+        ([], 0, []),
+        (["--lr", "1", "--streamload-save-steps", "5", "--logs", "x"], 5, ["--lr", "1", "--logs", "x"]),
+        (["--streamload-save-steps=20"], 20, []),
+        (["--streamload-save-steps=20", "--streamload-save-steps", "0"], 0, []),
+        (["--streamload-save-stepsize=20"], 0, ["--streamload-save-stepsize=20"]),
+    ],
+)
+def test_our_flag_is_taken_out_of_a_command_line(words: list[str], save_steps: int, left: list[str]) -> None:
+    assert take_save_steps(words) == (save_steps, left)
+
+
+@pytest.mark.parametrize("words", [["=-1"], ["=x"], ["="], ["", "1.5"], [""], ["", "--lr"]])
+def test_our_flag_needs_a_number_of_steps(words: list[str]) -> None:
+    first, *others = words
+    with pytest.raises(
+        OptionError, match=r"--streamload-save-steps '.*': it has to be a whole number from 0"
+    ):
+        take_save_steps([f"--streamload-save-steps{first}", *others])
+    with pytest.raises(OptionError, match="save_steps=-1"):
+        openclip.install(data_module(), save_steps=-1)
+
+
 def test_uninstalling_puts_the_original_back() -> None:
     module = data_module()
     original = module.get_wds_dataset
@@ -203,5 +229,5 @@ def test_the_command_hands_its_arguments_to_the_training_behind_a_dash_that_torc
     for module in (ModuleType(package), data, training):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     openclip.main(["--", "--logs", "here", "--", "x"])
-    openclip.main(["--logs", "here"])
+    openclip.main(["--logs", "here", "--streamload-save-steps", "5"])
     assert taken == [(["--logs", "here", "--", "x"], True), (["--logs", "here"], True)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -29,17 +30,26 @@ def validation_shards(scratch: Path) -> list[Path]:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Run]:
-    """Run open_clip's training of the tiny model to its end: `train("--train-data", …, ranks=2)`."""
+    """Run open_clip's training of the tiny model to its end: `train("--train-data", …, ranks=2)`.
+
+    Or until it is killed, `killed_behind` so many steps of rank 0. Runs of one test have one directory.
+    """
     model = tmp_path / "tiny.json"
     model.write_text(json.dumps(TINY))
 
-    def run(*arguments: str, ranks: int = 1, environ: Mapping[str, str] | None = None) -> Run:
+    def run(
+        *arguments: str,
+        ranks: int = 1,
+        environ: Mapping[str, str] | None = None,
+        killed_behind: int | None = None,
+    ) -> Run:
         launcher = [sys.executable, str(Path(__file__).parent / "launch.py")]
         if ranks > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             launcher = [sys.executable, *torchrun, launcher[1], "--"]
-        record = tmp_path / "record"
+        record = tmp_path / f"record-{len(list(tmp_path.glob('record-*')))}"
         record.mkdir()
+        kill = {} if killed_behind is None else {"OPENCLIP_TEST_KILL_BEHIND": str(killed_behind)}
         fixed = "--model tiny --device cpu --precision fp32 --batch-size 32 --warmup 5 --lr 2e-3 --epochs 2"
         logs = f"--logs {tmp_path} --name run --log-every-n-steps 1 --save-frequency 0"
         done = subprocess.run(
@@ -51,13 +61,15 @@ def train(tmp_path: Path) -> Callable[..., Run]:
                 "STREAMLOAD_CACHE_DIR": str(tmp_path / "cache"),
                 "STREAMLOAD_CACHE_SIZE": "100MB",
                 "OMP_NUM_THREADS": "1",
+                **kill,
                 **(environ or {}),
             },
             capture_output=True,
             text=True,
             timeout=150,
         )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        ended = done.returncode == 0 if killed_behind is None else done.returncode in (1, -signal.SIGKILL)
+        assert ended, done.stdout[-3000:] + done.stderr[-6000:]
         batches = [
             [Batch(**json.loads(line)) for line in (record / f"rank-{rank}.jsonl").read_text().splitlines()]
             for rank in range(ranks)

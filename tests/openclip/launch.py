@@ -3,13 +3,17 @@
 As a script, with the arguments of the training behind it: `python launch.py --train-data …`. The model whose
 configuration is in OPENCLIP_TEST_MODEL is known by the file's name. To the directory OPENCLIP_TEST_RECORD
 goes, for each rank, a JSON line for each batch that the training took: {"train", "epoch" (counted by iter(),
-from 0), "keys", "urls", "origin_requests" (so far)}.
+from 0), "keys", "urls", "origin_requests" (so far)}. If OPENCLIP_TEST_KILL_BEHIND is n, rank 0 kills itself
+when the training has made n steps and asks for the next batch.
 """
 
+import functools
 import json
 import os
 import runpy
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +23,27 @@ import streamload.loader
 from streamload.testing.torchvision_stub import define_torchvision_schemas
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Images and texts, and a call for when the training takes them: a batch may be made and not taken."""
+
+    values: tuple[torch.Tensor, torch.Tensor]
+    taken: Callable[[], None]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.taken()
+        return iter(self.values)
+
+
 class Recorded:
     """A loader whose batches pass as they are, but for the keys, which are written down."""
 
     def __init__(self, loader: streamload.loader.Loader) -> None:
         self.loader = loader
         self.epoch = -1
+        self.steps = 0
+        first = os.environ.get("RANK", "0") == "0"
+        self.kill_behind = int(os.environ.get("OPENCLIP_TEST_KILL_BEHIND", "-1")) if first else -1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -32,8 +51,10 @@ class Recorded:
     def __iter__(self) -> Iterator[Any]:
         self.epoch += 1
         for images, texts, keys in self.loader:
-            self.write(keys)
-            yield images, texts
+            yield Taken((images, texts), functools.partial(self.write, keys))
+            self.steps += self.loader.options.train
+            if self.steps == self.kill_behind:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def write(self, keys: dict[str, list[str]]) -> None:
         line = {

@@ -3,7 +3,9 @@
 import argparse
 import gc
 import itertools
+import json
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tiny import TINY
 from streamload.errors import OptionError
 from streamload.integrations import openclip
 from streamload.testing.server import ShardServer
+from streamload.testing.shards import write_shards
 
 stock = open_clip_train.data.get_wds_dataset
 
@@ -115,11 +118,35 @@ def test_an_epoch_is_taken_up_where_open_clip_says(shards: list[Path]) -> None:
 
 def test_flags_that_are_not_understood_are_errors() -> None:
     urls = ("--train-data", "a.tar", "--train-num-samples", "9")
-    factors = arguments(*urls, "--train-data-upsampling-factors", "2", "--dataset-resampled")
-    with pytest.raises(OptionError, match="--train-data-upsampling-factors isn't supported"):
-        ours(factors)
+    with pytest.raises(OptionError, match="upsampling_factors= are 2, and the URLs have 1 sources"):
+        ours(arguments(*urls, "--train-data-upsampling-factors", "2::1"))
     with pytest.raises(OptionError, match="doesn't know what OpenCLIP's --dataset-mixture asks"):
         ours(argparse.Namespace(**vars(arguments(*urls)), dataset_mixture="a,b"))
+
+
+@pytest.mark.parametrize("resampled", [(), ("--dataset-resampled",)])
+def test_upsampling_factors_give_the_shares_that_the_originals_draws_have_on_average(
+    tmp_path: Path, resampled: tuple[str, ...]
+) -> None:
+    """100 samples in two shards, and 20 in a third that is drawn three times as often: 100 to 60."""
+    counts = {"00000.tar": 50, "00001.tar": 50, "00002.tar": 20}
+    write_shards(tmp_path, [*counts.values()])
+    (tmp_path / "sizes.json").write_text(json.dumps(counts))
+    urls, factors = f"{tmp_path}/{{00000..00001}}.tar::{tmp_path}/00002.tar", "1::3"
+    sizes = ("--train-num-samples", "1600", "--batch-size", "32", "--workers", "0")
+    args = arguments("--train-data", urls, "--train-data-upsampling-factors", factors, *sizes, *resampled)
+
+    taken: Counter[str] = Counter()
+    for _, captions in ours(args, preprocess_img=lambda image: image.size).dataloader:
+        taken.update(f"{int(caption.split()[3]):05d}.tar" for caption in captions)
+    assert taken.total() == 1600
+    assert abs(taken["00002.tar"] - 600) <= 1
+
+    draws = open_clip_train.data.ResampledShards2(urls, factors, 40_000, lambda: 1, deterministic=True)
+    drawn: Counter[str] = Counter()
+    for shard in draws:
+        drawn[Path(shard["url"]).name] += counts[Path(shard["url"]).name]
+    assert drawn["00002.tar"] / drawn.total() == pytest.approx(taken["00002.tar"] / 1600, abs=0.01)
 
 
 def test_the_number_of_samples_comes_from_the_argument_or_from_files_beside_the_shards(

@@ -1,0 +1,100 @@
+"""OpenCLIP's own training, with streamload under it.
+
+    python -m streamload.integrations.openclip --dataset-type webdataset --train-data URLS … (its arguments)
+
+or, in a script of one's own, `install()` before `open_clip_train.main.main(arguments)`. The one function that
+OpenCLIP looks up to open WebDataset shards is replaced; its sizes and its rounding are kept, so that learning
+rates fall as before. Known to it: open_clip 3.3.0, and the development version, whose batches are dicts.
+
+With --dataset-resampled it has a rule of its own: nothing is drawn, each pass of a source gives each sample
+once. --train-data-upsampling-factors, which don't need that flag here, mix the sources in the shares that
+drawing their shards by factor has on average.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal
+
+from streamload.errors import OptionError
+from streamload.integrations.openclip.arguments import refuse_unknown, selected, take_save_steps
+from streamload.integrations.openclip.data import Batches, Data, training, validation
+from streamload.loader.options import at_least
+
+__all__ = ["Batches", "Data", "install", "main"]
+
+
+def install(module: ModuleType | None = None, *, save_steps: int = 0) -> Callable[[], None]:
+    """Make OpenCLIP read WebDataset shards through streamload.
+
+    Args:
+        module: its data module; None finds `open_clip_train.data` (`training.data` up to 2.24).
+        save_steps: after how many steps, again and again, the loader's state is written beside OpenCLIP's
+            checkpoints, so that --resume goes on behind the last of them. 0: only that of each epoch's end.
+
+    Returns:
+        A function that puts the original back.
+
+    Raises:
+        ImportError: open_clip's training code isn't installed.
+        OptionError: save_steps is no whole number from 0.
+    """
+    at_least(0, save_steps=save_steps)
+    module = module or _data_module()
+    original = module.get_wds_dataset
+    as_dict = "naflex_data_config" in inspect.signature(original).parameters
+
+    def get_wds_dataset(
+        args: Any,
+        preprocess_img: Callable[[Any], Any],
+        is_train: bool,
+        epoch: int = 0,
+        floor: bool = False,
+        tokenizer: Any = None,
+        **more: Any,
+    ) -> Data:
+        unknown = sorted(name for name, value in more.items() if value is not None)
+        if unknown:
+            raise OptionError(
+                f"streamload doesn't know what OpenCLIP's {', '.join(unknown)} asks of a loader"
+            )
+        refuse_unknown(args)
+        output: Literal["dict", "tuple"] = "dict" if as_dict else "tuple"
+        common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "output": output, **selected(args)}
+        if not is_train:
+            return validation(args, common)
+        return training(args, common, epoch, floor, save_steps)
+
+    def uninstall() -> None:
+        module.get_wds_dataset = original  # type: ignore[attr-defined]
+
+    module.get_wds_dataset = get_wds_dataset  # type: ignore[attr-defined]
+    return uninstall
+
+
+def _data_module() -> ModuleType:
+    for name in ("open_clip_train.data", "training.data"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as exc:
+            if exc.name not in (name, name.partition(".")[0]):
+                raise
+    raise ImportError("open_clip's training code isn't installed: pip install 'open_clip_torch[training]'")
+
+
+def main(arguments: list[str]) -> None:
+    """Run OpenCLIP's training on streamload.
+
+    Args:
+        arguments: open_clip_train's, and --streamload-save-steps N (install() says what it does). A leading
+            "--" is passed over: `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to
+            leave --logs alone.
+    """
+    save_steps, arguments = take_save_steps(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    data = _data_module()
+    install(data, save_steps=save_steps)
+    train = importlib.import_module(data.__name__.replace(".data", ".main"))
+    train.main(arguments)

@@ -1,0 +1,97 @@
+"""What OpenCLIP holds of a data set, and how it is made from its arguments."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from streamload.errors import OptionError
+from streamload.integrations.openclip.arguments import listed_size, rounded
+from streamload.integrations.openclip.resume import Saver, saver_for, take_up
+from streamload.loader import Loader, make_loader
+
+logger = logging.getLogger("streamload")
+
+
+class Data:
+    """What OpenCLIP holds of a data set.
+
+    Attributes:
+        dataloader: iterable again and again, with num_batches (of a rank) and num_samples (of all).
+    """
+
+    def __init__(self, loader: Loader, num_batches: int, num_samples: int, saver: Saver | None = None):
+        self.dataloader = Batches(loader, num_batches, num_samples, saver)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is."""
+        self.dataloader.loader.set_epoch(epoch)
+
+
+class Batches:
+    """A loader and the two numbers that OpenCLIP wants to know beforehand.
+
+    Attributes:
+        loader: streamload's own, for its stats() and close().
+    """
+
+    def __init__(self, loader: Loader, num_batches: int, num_samples: int, saver: Saver | None = None):
+        self.loader = loader
+        self.num_batches = num_batches
+        self.num_samples = num_samples
+        self._saver = saver
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader) if self._saver is None else self._saver.follow(self.loader)
+
+
+def training(args: Any, common: dict[str, Any], epoch: int, floor: bool, save_steps: int) -> Data:
+    """The loader of a rank's share; its epochs have the length that OpenCLIP gives them.
+
+    Args:
+        args: OpenCLIP's.
+        common: what make_loader is given beyond them.
+        epoch: at which the training begins.
+        floor: whether its length is rounded down.
+        save_steps: after how many steps a state is written, again and again; 0: only with each epoch.
+    """
+    if not args.train_data:
+        raise OptionError("OpenCLIP was given no --train-data")
+    size = args.train_num_samples or listed_size(args.train_data)
+    if not size:
+        raise OptionError(
+            "OpenCLIP plans its learning rate by the number of samples: give --train-num-samples, "
+            "or put a sizes.json ({shard name: samples}) beside the shards"
+        )
+    if args.dataset_resampled and args.rank == 0:
+        logger.info("--dataset-resampled: nothing is drawn; each pass gives each sample once, in a new order")
+    in_a_step = args.batch_size * args.world_size
+    num_batches = rounded(size, in_a_step, args.workers, floor=floor)
+    loader = make_loader(
+        args.train_data,
+        batch_size=args.batch_size,
+        num_workers=args.workers,
+        num_batches=num_batches,
+        seed=args.seed,
+        upsampling_factors=getattr(args, "train_data_upsampling_factors", None),
+        rank=args.rank,
+        world_size=args.world_size,
+        **common,
+    )
+    loader.set_epoch(epoch)
+    if getattr(args, "resume", None):
+        take_up(loader, args, epoch)
+    return Data(loader, num_batches, num_batches * in_a_step, saver_for(args, save_steps))
+
+
+def validation(args: Any, common: dict[str, Any]) -> Data:
+    """The loader of the whole set: every rank has one, rank 0 alone iterates it."""
+    if not args.val_data:
+        raise OptionError("OpenCLIP was given no --val-data")
+    size = args.val_num_samples or 0  # shown in its log; the data alone says where the set ends
+    loader = make_loader(
+        args.val_data, batch_size=args.batch_size, num_workers=args.workers, train=False, **common
+    )
+    return Data(loader, math.ceil(size / args.batch_size), size)
