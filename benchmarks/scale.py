@@ -218,15 +218,16 @@ def followed(options: OrderOptions, shards: int, count: int, cache: Path) -> Row
     listed = ShardList(expand_urls(f"https://host/{{000000..{shards - 1:06d}}}.tar"), None)
     order = GroupOrder(options, shards, group, 0, pieces=owned)
     tier = Tier(cache / "tier", 10**9)
-    itinerary = Itinerary(order, lambda: np.empty(0, np.int64), listed, tier)
     arrivals: Any = _AllHere()
+    itinerary = Itinerary(order, lambda: np.empty(0, np.int64), listed, 0, arrivals, tier)
     step = BATCH_SIZE * LOCAL
     before = time.process_time()
     for number, stop in enumerate(range(step, count + 1, step)):
         while not itinerary.reaches(stop):
-            itinerary.follow(arrivals)
+            itinerary.follow()
         if number % workers == 0:
             itinerary.take(stop - BATCH_SIZE, stop)
+            itinerary.cursor(stop)
             itinerary.tell_progress()
     cpu_seconds = time.process_time() - before
     itinerary.close()
@@ -241,6 +242,9 @@ class _AllHere:
 
     def arrived(self, shard: int) -> tuple[np.ndarray, bool]:
         return self._numbers, True
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
 
 
 @contextmanager

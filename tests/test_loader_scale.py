@@ -9,12 +9,13 @@ import pytest
 
 import streamload
 from streamload.cache.shard import LOOKED_THROUGH
+from streamload.loader.orders import SHARDS_NAMED
 from streamload.loader.recipe import recipe_for
+from streamload.loader.schedule import Schedule
 from streamload.order.plan import pieces
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
-from streamload.topology import read_topology
 from streamload.urls import listing
 
 SHARDS = 1_000_000
@@ -80,16 +81,18 @@ def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at
             found = read(loader, 20)
             _, peak_bytes = tracemalloc.get_traced_memory()
             seen = set(made)
-            recipe, placed = recipe_for(loader.options, read_topology(), 128)
+            schedule = Schedule(loader.options)
+            recipe, placed = recipe_for(loader.options, schedule.here, schedule.orders(), schedule.deal())
             placed.close()
     finally:
         tracemalloc.stop()
-    group = set(pieces(recipe.order, SHARDS, 127).shards.tolist())
+    group = set(pieces(recipe.sources[0].order, SHARDS, 127).shards.tolist())
     assert len(found) == 20 * 8
     assert {int(url.rpartition("/")[2].removesuffix(".tar")) for _, url in found} < group
     asked = {request.path for request in server.log} - {"sizes.json"}
     assert asked <= {f"{shard:06d}.tar" for shard in group}
-    assert seen <= group | {0}  # 0: for the sizes.json beside the first one
+    named = set(range(0, SHARDS, -(-SHARDS // SHARDS_NAMED)))  # by which states tell data sets apart
+    assert seen <= group | named  # the first one also for the sizes.json beside it
     assert len(seen) < 5000
     assert len(set(made) - seen) <= LOOKED_THROUGH  # a tier that holds something
     assert len(walked) < 10

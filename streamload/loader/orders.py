@@ -19,7 +19,7 @@ from streamload.topology import Topology
 
 _LEAST_PART = 0.1
 """So much of the lanes and the window a source has at least: its weight may grow."""
-_SHARDS_NAMED = 2_000
+SHARDS_NAMED = 2_000
 """A data set is told from others by so many of its shards, at equal distances."""
 
 
@@ -83,7 +83,7 @@ def data_digest(options: LoaderOptions) -> str:
     said = xxhash.xxh3_128()
     for source in options.sources:
         count = len(source.urls)
-        step = max(1, -(-count // _SHARDS_NAMED))
+        step = max(1, -(-count // SHARDS_NAMED))
         names = [urls.digest(source.urls[place], storage) for place in range(0, count, step)]
         said.update(repr((count, names)).encode())
     return said.hexdigest()
