@@ -27,17 +27,7 @@ def kills(attempt: Attempt) -> None:
     """Three readers work through a tier without room for all; a fourth is killed again and again."""
     data = attempt.borrow(attempt.seed, spawn=True, bytes_per_second_per_connection=_FILLERS_BYTES_PER_SECOND)
     limit = data.room_bytes(READERS)
-    late = attempt.rng.uniform
-    name, _, quarter = attempt.variant.partition(" ")
-    moments = {
-        "any": [Moment("", late(0, 0.15)), Moment("", late(0, 0.15))],
-        "filling": [Moment(attempt.variant, late(0, 0.01)) for _ in range(2)],
-        "claiming": [Moment("claiming", late(0, 0.001)) for _ in range(2)],
-        "publishing": [Moment("publishing", late(0, 0.0004)) for _ in range(2)],
-        "evicting": [Moment("evicting", late(0, 0.0006)) for _ in range(2)],
-        "taking": [Moment("filling 1", 0.0), Moment("taking over", late(0, 0.002))],
-    }[name]
-    aim = f"{25 * int(quarter)}–" if name == "filling" else attempt.variant
+    aim = state_of(attempt.variant)
 
     def reading(first: int) -> Reading:
         shards = [*data.shards[first:], *data.shards[:first]]
@@ -49,7 +39,8 @@ def kills(attempt: Attempt) -> None:
 
     def look(hit: Hit) -> None:
         if hit.stage is not None:
-            attempt.happened[state_of(hit.stage)] += 1
+            attempt.happened["killed"] += 1
+            attempt.killed_in[state_of(hit.stage)] += 1
         attempt.check_all(data.published_differences(attempt.root) if attempt.root.exists() else [])
 
     with ExitStack() as stack:
@@ -58,8 +49,9 @@ def kills(attempt: Attempt) -> None:
             for first in range(1, READERS)
         ]
         watch = stack.enter_context(DiskWatch(attempt.root))
-        results = [kill_loop(victim, moments, after_kill=look)[1]]
+        results = [kill_loop(victim, _moments(attempt), after_kill=look)[1]]
         while len(results) < _TRIES and not _hit(attempt, aim):  # it did not come there, or was through
+            moments = _moments(attempt, 0.5 ** len(results))
             results.append(kill_loop(victim, moments, after_kill=look)[1])
         if not attempt.happened:  # where bytes come in large pieces, some stages are never seen
             results.append(kill_loop(victim, [Moment("filling")], after_kill=look)[1])
@@ -71,9 +63,30 @@ def kills(attempt: Attempt) -> None:
     attempt.check_next_start(data, limit)
 
 
+def _moments(attempt: Attempt, share: float = 1.0) -> list[Moment]:
+    """Two kills for a variant: up to so many seconds after its stage was entered, or a share of that."""
+    name = attempt.variant.partition(" ")[0]
+
+    def late(seconds: float) -> float:
+        return attempt.rng.uniform(0, share * seconds)
+
+    if name == "taking":  # the first kill leaves the part that the second start takes over
+        return [Moment("filling 1"), Moment("taking over", late(0.002))]
+    longest = {
+        "any": 0.15,
+        "starting": 0.004,
+        "claiming": 0.001,
+        "filling": 0.01,
+        "publishing": 0.0004,
+        "evicting": 0.0006,
+    }[name]
+    stage = "" if name in {"any", "starting"} else attempt.variant
+    return [Moment(stage, late(longest)) for _ in range(2)]
+
+
 def _hit(attempt: Attempt, aim: str) -> bool:
     """Whether a kill has hit the state that it was aimed at."""
-    return any(aim == "any" or state.startswith(aim) for state in attempt.happened)
+    return aim == "any" or aim in attempt.killed_in
 
 
 def each_step(attempt: Attempt) -> None:
@@ -84,7 +97,7 @@ def each_step(attempt: Attempt) -> None:
     while True:
         root = attempt.place / f"tier-{number}"
         scenario.prepare(root)
-        with Child(lambda stage: scenario.run(root, kill_at=number)) as child:  # noqa: B023
+        with Child(lambda stage: _one_step(stage, data, scenario, root, number)) as child:  # noqa: B023
             child.join(60)
             ended = child.kill() is None and child.status == 0
         if child.status not in {0, -9}:
@@ -94,11 +107,17 @@ def each_step(attempt: Attempt) -> None:
         if ended:
             break
         attempt.happened[attempt.variant] += 1
+        attempt.killed_in[state_of(child.killed_in or "")] += 1
         number += 1
     if not steps.why_not_counted():
         counted = steps.count_with_strace(scenario, attempt.place / "traced")
         attempt.check("L", counted == number, f"killed at {number} steps, strace counts {counted}")
         attempt.happened[f"{attempt.variant}, by strace"] += counted
+
+
+def _one_step(stage: Stage, data: Data, scenario: steps.Scenario, root: Path, number: int) -> int:
+    tell_stages(stage, data)
+    return scenario.run(root, kill_at=number)
 
 
 def filler_killed_at_a_block(attempt: Attempt) -> None:
@@ -121,16 +140,21 @@ def _filler_lost_at_a_block(attempt: Attempt, *, stopped: bool) -> None:
     before = len(data.server.ranges(name))
     data.server.stop_after(stop / size)
     reading = Reading(attempt.root, [shard], origin=PATIENT)
+
+    def fills(stage: Stage) -> Any:
+        tell_stages(stage, data)
+        return read_in_child(reading)
+
     with ExitStack() as stack:
         stack.callback(data.server.go_on)
-        filler = stack.enter_context(Child(lambda stage: read_in_child(reading)))
+        filler = stack.enter_context(Child(fills))
         arrived = _wait_for_samples(attempt.root, shard.digest, count)
         readers = [stack.enter_context(Child(lambda stage: read_in_child(reading))) for _ in range(READERS)]
         attempt.check("L", arrived, f"the first {stop} bytes did not arrive")
         if stopped:
             filler.stop()
         else:
-            filler.kill()
+            attempt.killed_in[state_of(filler.kill() or "")] += 1
         data.server.go_on()
         attempt.happened["stopped" if stopped else "killed"] += 1
         for reader in readers:
@@ -170,9 +194,10 @@ ROWS = [
         "NDBTKC",
         "A kill loses nothing that was verified and leaves nothing behind; readers beside it don't notice",
         kills,
-        count=540,
+        count=700,
         variants=(
             "any",
+            "starting",
             *(f"filling {quarter}" for quarter in range(4)),
             "claiming",
             "publishing",

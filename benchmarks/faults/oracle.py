@@ -47,6 +47,7 @@ class Attempt:
         place: an empty directory, removed afterwards.
         short: whether it belongs to the tests, where everything is small.
         happened: how often the fault happened, by kind; without any the attempt fails.
+        killed_in: the states of a shard's life that each SIGKILL hit.
         wrong: what did not hold: (letter, what).
     """
 
@@ -56,6 +57,7 @@ class Attempt:
     short: bool
     borrow: Callable[..., Data]
     happened: Counter[str] = field(default_factory=Counter)
+    killed_in: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
