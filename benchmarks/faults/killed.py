@@ -138,7 +138,7 @@ def _filler_lost_at_a_block(attempt: Attempt, *, stopped: bool) -> None:
     stop = 512 * (attempt.seed * 37 % (blocks - 1) + 1)
     count, whole = _whole_samples(data, stop)
     before = len(data.server.ranges(name))
-    data.server.stop_after(stop / size)
+    data.server.stop_after((stop + 0.5) / size)  # a share of the file is rounded down to whole bytes
     reading = Reading(attempt.root, [shard], origin=PATIENT)
 
     def fills(stage: Stage) -> Any:
@@ -153,10 +153,11 @@ def _filler_lost_at_a_block(attempt: Attempt, *, stopped: bool) -> None:
         attempt.check("L", arrived, f"the first {stop} bytes did not arrive")
         if stopped:
             filler.stop()
-        else:
-            attempt.killed_in[state_of(filler.kill() or "")] += 1
+            attempt.happened["stopped"] += 1
+        elif (hit := filler.kill()) is not None:
+            attempt.happened["killed"] += 1
+            attempt.killed_in[state_of(hit)] += 1
         data.server.go_on()
-        attempt.happened["stopped" if stopped else "killed"] += 1
         for reader in readers:
             result = reader.finish(60)
             attempt.check_no_error(result["error"])

@@ -92,7 +92,7 @@ def _attempts(function: Function, row: Row, sources: Sources, count: int, short:
         attempt = _one(function, sources, number, variant, short)
         happened += attempt.happened
         killed_in += attempt.killed_in
-        wrong = attempt.wrong or ([] if attempt.happened else [("fault", "it did not happen")])
+        wrong = attempt.wrong or ([] if attempt.happened.total() else [("fault", "it did not happen")])
         passes += not wrong
         failed.update({letter for letter, _ in wrong})
         for letter, what in wrong[: max(0, _EXAMPLES - len(examples))]:
