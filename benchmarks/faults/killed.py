@@ -3,6 +3,7 @@
 import contextlib
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.readers import PATIENT, Reading, read_in_child
 from benchmarks.faults.rows import Row
 from benchmarks.faults.stages import state_of, tell_stages
+from streamload.cache.garbage import clear
+from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import ShardScanner
@@ -26,7 +29,7 @@ _FILLERS_BYTES_PER_SECOND = 4e6
 def kills(attempt: Attempt) -> None:
     """Three readers work through a tier without room for all; a fourth is killed again and again."""
     data = attempt.borrow(attempt.seed, spawn=True, bytes_per_second_per_connection=_FILLERS_BYTES_PER_SECOND)
-    limit = data.room_bytes(READERS)
+    limit, narrow = data.room_bytes(READERS), 2 * data.total_bytes // 3
     aim = state_of(attempt.variant)
 
     def reading(first: int) -> Reading:
@@ -36,6 +39,15 @@ def kills(attempt: Attempt) -> None:
     def victim(stage: Stage) -> Any:
         tell_stages(stage, data)
         return read_in_child(reading(0))
+
+    def victim_in_little_room(stage: Stage) -> Any:
+        tell_stages(stage, data)
+        return read_in_child(replace(reading(0), limit_bytes=narrow))
+
+    def again(moments: list[Moment]) -> Any:
+        """What the others have filled goes, so that it fills again, with less room, so that it evicts."""
+        clear(Tier(attempt.root, narrow))
+        return kill_loop(victim_in_little_room, moments, after_kill=look)[1]
 
     def look(hit: Hit) -> None:
         if hit.stage is not None:
@@ -51,10 +63,9 @@ def kills(attempt: Attempt) -> None:
         watch = stack.enter_context(DiskWatch(attempt.root))
         results = [kill_loop(victim, _moments(attempt), after_kill=look)[1]]
         while len(results) < _TRIES and not _hit(attempt, aim):  # it did not come there, or was through
-            moments = _moments(attempt, 0.5 ** len(results))
-            results.append(kill_loop(victim, moments, after_kill=look)[1])
+            results.append(again(_moments(attempt, 0.5 ** len(results))))
         if not attempt.happened:  # where bytes come in large pieces, some stages are never seen
-            results.append(kill_loop(victim, [Moment("filling")], after_kill=look)[1])
+            results.append(again([Moment("claiming")]))
         results += [child.finish(60) for child in others]
     watch.check(attempt, limit)
     for result in results:

@@ -79,7 +79,7 @@ class Part:
         self._let_go()
 
     def discard(self) -> None:
-        """Stop here and remove what was filled."""
+        """Stop here and remove what was filled, of use to nobody."""
         self.tier.trash(self.path)
         self._let_go()
 
