@@ -194,8 +194,8 @@ def _some_is_filled(root: Path) -> bool:
 
 
 def _somewhere(attempt: Attempt, data: Stored) -> int:
-    """Bytes on the wire with which the first shard is on its way: behind its first ranges."""
-    return int(data.paths[0].stat().st_size * attempt.rng.uniform(0.4, 0.8))
+    """Bytes on the wire with which the first shard is on its way: behind its first ranges, before its last."""
+    return int(data.paths[0].stat().st_size * attempt.rng.uniform(0.3, 0.6))
 
 
 def _reading(attempt: Attempt, data: Stored) -> Reading:
