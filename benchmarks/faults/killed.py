@@ -150,7 +150,8 @@ def _filler_lost_at_a_block(attempt: Attempt, *, stopped: bool) -> None:
     count, whole = _whole_samples(data, stop)
     before = len(data.server.ranges(name))
     data.server.stop_after((stop + 0.5) / size)  # a share of the file is rounded down to whole bytes
-    reading = Reading(attempt.root, [shard], origin=PATIENT)
+    # A dead filler is known at once; who gets no processor for a while must not count as a stopped one.
+    reading = Reading(attempt.root, [shard], origin=PATIENT, stopped_seconds=2.0 if stopped else 20.0)
 
     def fills(stage: Stage) -> Any:
         tell_stages(stage, data)
