@@ -194,7 +194,7 @@ def _some_is_filled(root: Path) -> bool:
 
 
 def _somewhere(attempt: Attempt, data: Stored) -> int:
-    """Bytes on the wire with which the first shard is on its way: behind its first ranges, before the last."""
+    """Bytes on the wire by which the first shard has come: behind its first ranges, not in the last."""
     return int(data.paths[0].stat().st_size * attempt.rng.uniform(0.3, 0.6))
 
 
