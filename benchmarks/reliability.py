@@ -30,19 +30,16 @@ _LIFE = (
 
 def main() -> None:
     result = json.loads((RESULTS / "faults.json").read_text())
-    simulated = json.loads((RESULTS / "simulation.json").read_text())
-    PAGE.write_text(
-        filled(
-            PAGE.read_text(),
-            {
-                "faults": rows(result),
-                "kills": kills(result),
-                "happened": happened(result),
-                "simulation": simulation(simulated),
-                "machine": machine(result),
-            },
-        )
-    )
+    found = {
+        "faults": rows(result),
+        "kills": kills(result),
+        "happened": happened(result),
+        "machine": machine(result),
+    }
+    simulated = RESULTS / "simulation.json"
+    if simulated.exists():
+        found["simulation"] = simulation(json.loads(simulated.read_text()))
+    PAGE.write_text(filled(PAGE.read_text(), found))
 
 
 def passed(row: dict[str, Any]) -> bool:

@@ -33,6 +33,9 @@ _RANGES = replace(
 )
 """Ranges so small that a shard takes several; while the wire is held, nobody is to lose patience."""
 _PATIENCE_SECONDS = 60.0
+_SETTLE_SECONDS = 0.2
+"""In which a store reads what it has been asked for. s3rver overwrites an object in place, and its ETag later:
+what it reads meanwhile is a mixture under the old ETag, which nobody can see from outside."""
 
 
 @functools.cache
@@ -147,6 +150,7 @@ def _replaced(attempt: Attempt, data: Stored) -> None:
         data.wire.hold_after(_somewhere(attempt, data))
         with Child(lambda stage: read_in_child(_reading(attempt, data))) as child:
             attempt.check("L", data.wire.held.wait(_PATIENCE_SECONDS), "nothing was held back")
+            time.sleep(_SETTLE_SECONDS)
             data.replace_first(other)
             before = len(data.wire.log)
             data.wire.go_on()
