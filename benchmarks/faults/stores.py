@@ -34,8 +34,8 @@ _RANGES = replace(
 """Ranges so small that a shard takes several; while the wire is held, nobody is to lose patience."""
 _PATIENCE_SECONDS = 60.0
 _SETTLE_SECONDS = 0.2
-"""In which a store reads what it has been asked for. s3rver overwrites an object in place, and its ETag later:
-what it reads meanwhile is a mixture under the old ETag, which nobody can see from outside."""
+"""In which a store reads what it has been asked for. s3rver overwrites an object in place, and its ETag
+later: what it reads meanwhile is a mixture under the old ETag, which nobody can see from outside."""
 
 
 @functools.cache

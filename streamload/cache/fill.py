@@ -312,7 +312,9 @@ class _Fill:
             patient: wait some seconds for room (else say at once that there is none).
         """
         needed = self._index_bytes + (0 if self._bare else data_bytes)
-        if needed <= self._part.reserved_bytes:
+        # Of a bare index nothing else asks for room before it is begun.
+        is_first_of_bare = self._bare and not self._part.reserved_bytes
+        if needed <= self._part.reserved_bytes and not is_first_of_bare:
             return
         growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
         spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES
