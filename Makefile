@@ -52,8 +52,8 @@ bench: $(READY) $(OPENCLIP_READY)  ## Measure beside the peers (about 50 minutes
 	for name in cold warm memory memory_tier hits fill verification shuffle scale report shuffle_report; do \
 		$(BIN)/python -m benchmarks.$$name; done
 
-faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/faults.json
-	$(BIN)/python -m tests.simulation --seeds 0:10000 --jobs $$(nproc)
+faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/{faults,simulation}.json
+	$(BIN)/python -m tests.simulation --seeds 0:10000 --jobs $$(nproc) --out benchmarks/results/simulation.json
 	$(BIN)/python -m benchmarks.faults
 	$(BIN)/python -m benchmarks.reliability
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import until
 
 from streamload.cache.fill import Filled, Outcome, fill
 from streamload.cache.follow import ShardView
 from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError
+from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
 from streamload.testing.faults import Fault
@@ -96,6 +97,30 @@ def test_a_filled_shard_is_byte_for_byte_the_origins(server: ShardServer, tmp_pa
     data = (filler.tier.published(filler.shard.digest) / "data").read_bytes()
     assert data == (tmp_path / "data" / "00000.tar").read_bytes()
     assert filler.tier.claim(filler.shard.digest) is None
+
+
+def test_a_bare_index_is_not_begun_without_room(server: ShardServer, tmp_path: Path) -> None:
+    filler = Filler(server, tmp_path / "tier", limit=16 << 10)
+    with pytest.raises(CacheFull):
+        fill(filler.claim(), filler.shard, filler.origin, wait=lambda: 0.0, stop=filler.stop, bare=True)
+    assert not server.log
+    assert filler.tier.used_bytes == 0
+
+
+def test_a_fill_that_is_stopped_before_its_first_sample_leaves_nothing(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    server.stop_after(0.001)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(filler.fill()))
+    thread.start()
+    until(lambda: bool(server.ranges("00000.tar")))
+    filler.stop.set()
+    thread.join()
+    assert [outcome.result for outcome in outcomes] == [Filled.STOPPED]
+    assert not filler.tier.parts(filler.shard.digest)
+    assert not list(filler.tier.own("trash"))
 
 
 def test_a_stopped_fill_is_taken_up_at_its_last_whole_sample(server: ShardServer, tmp_path: Path) -> None:

@@ -215,6 +215,22 @@ def test_who_stops_after_another_has_published_leaves_nothing(tmp_path: Path) ->
     assert not list((tier.root / "trash").iterdir())
 
 
+def test_a_claim_that_the_disk_refuses_lets_go_of_what_it_would_have_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_of(tmp_path)
+    fill(tier, A, 100).leave()
+    (left,) = tier.parts(A)
+    with monkeypatch.context() as patched:
+        patched.setattr("secrets.token_hex", lambda count: left.name.partition(".")[2])
+        with pytest.raises(FileExistsError):
+            tier.claim(A)
+    part = tier.claim(A)
+    assert part is not None
+    assert part.orphan is not None
+    assert part.orphan.path == left
+
+
 def test_a_verdict_stands_while_somebody_lives_who_has_acted_on_it(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
     verdict = fill(tier, A, 10).give_up()

@@ -47,7 +47,11 @@ def of(attempt_function: Any) -> Row:
 
 
 def test_a_row_whose_fault_never_happens_does_not_pass(sources: Sources) -> None:
-    assert run_row(of(lambda attempt: None), sources, 1)["failed"] == {"fault": 1}
+    def counted(attempt: Attempt) -> None:
+        attempt.happened["requests that met it"] += 0
+
+    for never in (lambda attempt: None, counted):
+        assert run_row(of(never), sources, 1)["failed"] == {"fault": 1}
 
 
 def test_a_lost_a_doubled_and_a_changed_sample_are_told_apart(sources: Sources) -> None:

@@ -71,6 +71,7 @@ def _write(out: Path, results: list[dict[str, Any]]) -> None:
         "seeds": "attempt n of a row has seed n",
         "temporary_files_on": _kind_of(tempfile.gettempdir()),
         "strace": shutil.which("strace") is not None,
+        "killed_in": reliability.killed_in(rows),
         "rows": sorted(rows, key=lambda row: (row["row"], row["name"])),
     }
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.readers import PATIENT, Reading, read_in_child
 from benchmarks.faults.rows import Row
 from benchmarks.faults.stages import state_of, tell_stages
+from streamload.cache.garbage import clear
+from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import ShardScanner
@@ -26,18 +29,8 @@ _FILLERS_BYTES_PER_SECOND = 4e6
 def kills(attempt: Attempt) -> None:
     """Three readers work through a tier without room for all; a fourth is killed again and again."""
     data = attempt.borrow(attempt.seed, spawn=True, bytes_per_second_per_connection=_FILLERS_BYTES_PER_SECOND)
-    limit = data.room_bytes(READERS)
-    late = attempt.rng.uniform
-    name, _, quarter = attempt.variant.partition(" ")
-    moments = {
-        "any": [Moment("", late(0, 0.15)), Moment("", late(0, 0.15))],
-        "filling": [Moment(attempt.variant, late(0, 0.01)) for _ in range(2)],
-        "claiming": [Moment("claiming", late(0, 0.001)) for _ in range(2)],
-        "publishing": [Moment("publishing", late(0, 0.0004)) for _ in range(2)],
-        "evicting": [Moment("evicting", late(0, 0.0006)) for _ in range(2)],
-        "taking": [Moment("filling 1", 0.0), Moment("taking over", late(0, 0.002))],
-    }[name]
-    aim = f"{25 * int(quarter)}–" if name == "filling" else attempt.variant
+    limit, narrow = data.room_bytes(READERS), 2 * data.total_bytes // 3
+    aim = state_of(attempt.variant)
 
     def reading(first: int) -> Reading:
         shards = [*data.shards[first:], *data.shards[:first]]
@@ -47,9 +40,19 @@ def kills(attempt: Attempt) -> None:
         tell_stages(stage, data)
         return read_in_child(reading(0))
 
+    def victim_in_little_room(stage: Stage) -> Any:
+        tell_stages(stage, data)
+        return read_in_child(replace(reading(0), limit_bytes=narrow))
+
+    def again(moments: list[Moment]) -> Any:
+        """What the others have filled goes, so that it fills again, with less room, so that it evicts."""
+        clear(Tier(attempt.root, narrow))
+        return kill_loop(victim_in_little_room, moments, after_kill=look)[1]
+
     def look(hit: Hit) -> None:
         if hit.stage is not None:
-            attempt.happened[state_of(hit.stage)] += 1
+            attempt.happened["killed"] += 1
+            attempt.killed_in[state_of(hit.stage)] += 1
         attempt.check_all(data.published_differences(attempt.root) if attempt.root.exists() else [])
 
     with ExitStack() as stack:
@@ -58,11 +61,11 @@ def kills(attempt: Attempt) -> None:
             for first in range(1, READERS)
         ]
         watch = stack.enter_context(DiskWatch(attempt.root))
-        results = [kill_loop(victim, moments, after_kill=look)[1]]
+        results = [kill_loop(victim, _moments(attempt), after_kill=look)[1]]
         while len(results) < _TRIES and not _hit(attempt, aim):  # it did not come there, or was through
-            results.append(kill_loop(victim, moments, after_kill=look)[1])
+            results.append(again(_moments(attempt, 0.5 ** len(results))))
         if not attempt.happened:  # where bytes come in large pieces, some stages are never seen
-            results.append(kill_loop(victim, [Moment("filling")], after_kill=look)[1])
+            results.append(again([Moment("claiming")]))
         results += [child.finish(60) for child in others]
     watch.check(attempt, limit)
     for result in results:
@@ -71,9 +74,30 @@ def kills(attempt: Attempt) -> None:
     attempt.check_next_start(data, limit)
 
 
+def _moments(attempt: Attempt, share: float = 1.0) -> list[Moment]:
+    """Two kills for a variant: up to so many seconds after its stage was entered, or a share of that."""
+    name = attempt.variant.partition(" ")[0]
+
+    def late(seconds: float) -> float:
+        return attempt.rng.uniform(0, share * seconds)
+
+    if name == "taking":  # the first kill leaves the part that the second start takes over
+        return [Moment("filling 1"), Moment("taking over", late(0.002))]
+    longest = {
+        "any": 0.15,
+        "starting": 0.004,
+        "claiming": 0.001,
+        "filling": 0.01,
+        "publishing": 0.0004,
+        "evicting": 0.0006,
+    }[name]
+    stage = "" if name in {"any", "starting"} else attempt.variant
+    return [Moment(stage, late(longest)) for _ in range(2)]
+
+
 def _hit(attempt: Attempt, aim: str) -> bool:
     """Whether a kill has hit the state that it was aimed at."""
-    return any(aim == "any" or state.startswith(aim) for state in attempt.happened)
+    return aim == "any" or aim in attempt.killed_in
 
 
 def each_step(attempt: Attempt) -> None:
@@ -84,7 +108,7 @@ def each_step(attempt: Attempt) -> None:
     while True:
         root = attempt.place / f"tier-{number}"
         scenario.prepare(root)
-        with Child(lambda stage: scenario.run(root, kill_at=number)) as child:  # noqa: B023
+        with Child(lambda stage: _one_step(stage, data, scenario, root, number)) as child:  # noqa: B023
             child.join(60)
             ended = child.kill() is None and child.status == 0
         if child.status not in {0, -9}:
@@ -94,11 +118,17 @@ def each_step(attempt: Attempt) -> None:
         if ended:
             break
         attempt.happened[attempt.variant] += 1
+        attempt.killed_in[state_of(child.killed_in or "")] += 1
         number += 1
     if not steps.why_not_counted():
         counted = steps.count_with_strace(scenario, attempt.place / "traced")
         attempt.check("L", counted == number, f"killed at {number} steps, strace counts {counted}")
         attempt.happened[f"{attempt.variant}, by strace"] += counted
+
+
+def _one_step(stage: Stage, data: Data, scenario: steps.Scenario, root: Path, number: int) -> int:
+    tell_stages(stage, data)
+    return scenario.run(root, kill_at=number)
 
 
 def filler_killed_at_a_block(attempt: Attempt) -> None:
@@ -119,20 +149,27 @@ def _filler_lost_at_a_block(attempt: Attempt, *, stopped: bool) -> None:
     stop = 512 * (attempt.seed * 37 % (blocks - 1) + 1)
     count, whole = _whole_samples(data, stop)
     before = len(data.server.ranges(name))
-    data.server.stop_after(stop / size)
-    reading = Reading(attempt.root, [shard], origin=PATIENT)
+    data.server.stop_after((stop + 0.5) / size)  # a share of the file is rounded down to whole bytes
+    # A dead filler is known at once; who gets no processor for a while must not count as a stopped one.
+    reading = Reading(attempt.root, [shard], origin=PATIENT, stopped_seconds=2.0 if stopped else 20.0)
+
+    def fills(stage: Stage) -> Any:
+        tell_stages(stage, data)
+        return read_in_child(reading)
+
     with ExitStack() as stack:
         stack.callback(data.server.go_on)
-        filler = stack.enter_context(Child(lambda stage: read_in_child(reading)))
+        filler = stack.enter_context(Child(fills))
         arrived = _wait_for_samples(attempt.root, shard.digest, count)
         readers = [stack.enter_context(Child(lambda stage: read_in_child(reading))) for _ in range(READERS)]
         attempt.check("L", arrived, f"the first {stop} bytes did not arrive")
         if stopped:
             filler.stop()
-        else:
-            filler.kill()
+            attempt.happened["stopped"] += 1
+        elif (hit := filler.kill()) is not None:
+            attempt.happened["killed"] += 1
+            attempt.killed_in[state_of(hit)] += 1
         data.server.go_on()
-        attempt.happened["stopped" if stopped else "killed"] += 1
         for reader in readers:
             result = reader.finish(60)
             attempt.check_no_error(result["error"])
@@ -170,9 +207,10 @@ ROWS = [
         "NDBTKC",
         "A kill loses nothing that was verified and leaves nothing behind; readers beside it don't notice",
         kills,
-        count=540,
+        count=700,
         variants=(
             "any",
+            "starting",
             *(f"filling {quarter}" for quarter in range(4)),
             "claiming",
             "publishing",

@@ -83,6 +83,7 @@ def run_row(
 def _attempts(function: Function, row: Row, sources: Sources, count: int, short: bool) -> dict[str, Any]:
     began = time.monotonic()
     happened: Counter[str] = Counter()
+    killed_in: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     examples: list[str] = []
     passes = 0
@@ -90,7 +91,8 @@ def _attempts(function: Function, row: Row, sources: Sources, count: int, short:
         variant = row.variants[number % len(row.variants)]
         attempt = _one(function, sources, number, variant, short)
         happened += attempt.happened
-        wrong = attempt.wrong or ([] if attempt.happened else [("fault", "it did not happen")])
+        killed_in += attempt.killed_in
+        wrong = attempt.wrong or ([] if attempt.happened.total() else [("fault", "it did not happen")])
         passes += not wrong
         failed.update({letter for letter, _ in wrong})
         for letter, what in wrong[: max(0, _EXAMPLES - len(examples))]:
@@ -99,6 +101,7 @@ def _attempts(function: Function, row: Row, sources: Sources, count: int, short:
         "attempts": count,
         "passes": passes,
         "happened": dict(sorted(happened.items())),
+        **({"killed_in": dict(sorted(killed_in.items()))} if killed_in else {}),
         "failed": dict(sorted(failed.items())),
         "examples": examples,
         "seconds": round(time.monotonic() - began, 1),

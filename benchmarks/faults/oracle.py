@@ -47,6 +47,7 @@ class Attempt:
         place: an empty directory, removed afterwards.
         short: whether it belongs to the tests, where everything is small.
         happened: how often the fault happened, by kind; without any the attempt fails.
+        killed_in: the states of a shard's life that each SIGKILL hit.
         wrong: what did not hold: (letter, what).
     """
 
@@ -56,6 +57,7 @@ class Attempt:
     short: bool
     borrow: Callable[..., Data]
     happened: Counter[str] = field(default_factory=Counter)
+    killed_in: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,8 @@ def garbage(root: Path) -> list[tuple[str, str]]:
     """T: what lies in a tier that nobody uses and doesn't belong there.
 
     A part with samples of a shard that isn't published does: a reader may be through with a shard before its
-    fill has come to the end, and the next start goes on from there.
+    fill has come to the end, and the next start goes on from there. So does a bare index, by which samples of
+    such a shard are read from its origin.
     """
     wrong = []
     belongs = _ROOMS | {"tier.json", "lock"}
@@ -129,11 +132,11 @@ def garbage(root: Path) -> list[tuple[str, str]]:
 
 
 def _is_of_use(root: Path, room: str, name: str) -> bool:
-    if room != "parts" or (root / "shards" / name[:32]).exists():
+    if room not in {"parts", "bare"} or (root / "shards" / name[:32]).exists():
         return False
     try:
         with IndexReader(root / room / name) as index:
-            return index.count > 0
+            return index.is_complete if room == "bare" else index.count > 0
     except (OSError, CacheCorrupt):
         return False
 

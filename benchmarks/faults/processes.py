@@ -23,7 +23,7 @@ from streamload.testing.kills import Child, Stage
 TRAINING = "training"
 """The stage of a training that has its first samples."""
 COUNTS = (10, 10, 10, 10)
-_PATIENCE_SECONDS = 15.0
+_PATIENCE_SECONDS = 60.0
 _FEW_DESCRIPTORS = 16
 _LITTLE_MEMORY_BYTES = 256 << 20
 

@@ -6,6 +6,7 @@ the two numbers have to be equal.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -69,7 +70,7 @@ class Scenario:
 
     def prepare(self, root: Path) -> None:
         """What is there before the fill begins."""
-        tier = Tier(root, self.limit_bytes)
+        tier = self._tier(root)
         if self.name == "evict":
             self._fill(tier, shard_of(self.urls[1], None))
         elif self.name == "take over":
@@ -78,8 +79,12 @@ class Scenario:
     def run(self, root: Path, kill_at: int | None = None) -> int:
         """Fill the first shard; with a kill in front of change `kill_at`. Returns how many there were."""
         changes = _Changes(root, kill_at)
-        self._fill(Tier(root, self.limit_bytes), shard_of(self.urls[0], None))
+        self._fill(self._tier(root), shard_of(self.urls[0], None))
         return changes.count
+
+    def _tier(self, root: Path) -> Tier:
+        """One that doesn't tend itself by the clock: how many changes there are must not depend on it."""
+        return Tier(root, self.limit_bytes, tend_seconds=math.inf)
 
     def _fill(self, tier: Tier, shard: Shard, stop_at: int | None = None) -> None:
         stop = threading.Event()

@@ -56,7 +56,7 @@ class Relay:
         self.close()
 
     def hold_after(self, count: int) -> None:
-        """Pass on so many more bytes of what is got, then nothing until `go_on`."""
+        """Pass on so many more bytes of what is got, then nothing until `go_on`, no request either."""
         with self._lock:
             self._left, self._cuts_left = count, 0
 
@@ -97,7 +97,7 @@ class Relay:
         with client, socket.create_connection(("127.0.0.1", self._port)) as store:
             while not self._closed.is_set():
                 room = self._room(current)
-                readable = [client] if room == 0 else [client, store]
+                readable = [] if self.held.is_set() else [client] if room == 0 else [client, store]
                 for side in select.select(readable, [], [], _LOOK_SECONDS)[0]:
                     try:
                         data = side.recv(min(_PIECE_BYTES, room) if side is store and room else _PIECE_BYTES)

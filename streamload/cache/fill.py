@@ -94,7 +94,7 @@ def fill(
         open_origin: gives its origin (not asked for a local file).
         size_bytes: of the shard, where it is known: without room for it its origin isn't asked.
         wait: how soon the shard is needed, in shard visits (see `Room.reserve`).
-        stop: ends the fill; what it has so far stays.
+        stop: ends the fill; the samples that it has so far stay.
         bare: keep the index alone; its readers get the bytes from the origin, by range.
         refused: told, with True, again and again while the fill waits for room in the middle of a shard, and
             with False when it has got it; what it returns ends the fill as one that had no room.
@@ -118,7 +118,7 @@ def fill(
         taken_away = part.was_taken_away
         with contextlib.suppress(OSError):
             job.close()
-        if isinstance(exc, OriginError):
+        if isinstance(exc, OriginError) and job.is_of_use:
             part.leave()
         else:
             part.discard()
@@ -172,6 +172,11 @@ class _Fill:
         self._data = -1
         self._written = 0
         self._index_bytes = 0
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether there are samples for another to take up."""
+        return self._index_bytes > 0
 
     def bring(self, open_origin: Callable[[], Origin], size_bytes: int, leave_verdict: bool) -> bool:
         """Bring all of it here, or write why it can't be had, for its readers; whether it is whole.
@@ -307,7 +312,9 @@ class _Fill:
             patient: wait some seconds for room (else say at once that there is none).
         """
         needed = self._index_bytes + (0 if self._bare else data_bytes)
-        if needed <= self._part.reserved_bytes:
+        # Of a bare index nothing else asks for room before it is begun.
+        is_first_of_bare = self._bare and not self._part.reserved_bytes
+        if needed <= self._part.reserved_bytes and not is_first_of_bare:
             return
         growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
         spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES

@@ -79,7 +79,7 @@ class Part:
         self._let_go()
 
     def discard(self) -> None:
-        """Stop here and remove what was filled."""
+        """Stop here and remove what was filled, of use to nobody."""
         self.tier.trash(self.path)
         self._let_go()
 
@@ -128,4 +128,9 @@ class Orphan(NamedTuple):
         """Take it away, unless it is a stopped filler's, who may go on with it."""
         if self.lock is not None:
             tier.trash(self.path)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave it as it is, for others."""
+        if self.lock is not None:
             self.lock.close()

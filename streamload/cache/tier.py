@@ -106,14 +106,19 @@ class Tier(Directory):
             if found is None:
                 return None
             orphan = max(found, key=lambda orphan: orphan.index_bytes, default=None)
-            for other in found:
-                if other is not orphan:
-                    other.remove(self)
-            path = self.root / "parts" / f"{digest}.{secrets.token_hex(4)}"
-            path.mkdir(mode=0o700)
-            alive = FileLock.acquire(path / "index", create=True, wait=True)
-            if alive is None:
-                raise CacheError(f"{path} was taken by another process while it was made")
+            try:
+                for other in found:
+                    if other is not orphan:
+                        other.remove(self)
+                path = self.root / "parts" / f"{digest}.{secrets.token_hex(4)}"
+                path.mkdir(mode=0o700)
+                alive = FileLock.acquire(path / "index", create=True, wait=True)
+                if alive is None:
+                    raise CacheError(f"{path} was taken by another process while it was made")
+            except BaseException:  # a disk that takes nothing, say: the orphan is for whoever comes next
+                if orphan is not None:
+                    orphan.let_go()
+                raise
             return Part(self, self.room, digest, path, alive, orphan)
 
     def _orphans(self, parts: Iterable[Path], stopped: Collection[Path]) -> list[Orphan] | None:
@@ -122,17 +127,17 @@ class Tier(Directory):
         A part that has gone since it was listed was at work: by now its shard may be published.
         """
         found: list[Orphan] = []
-        for path in parts:
-            lock = FileLock.acquire(path / "index")
-            if lock is None and path.exists() and not (path / "index").exists():
-                self.trash(path)  # its filler died before it had begun
-            elif lock is not None or path in stopped:
-                found.append(Orphan(path, lock))
-            else:
-                for orphan in found:
-                    if orphan.lock is not None:
-                        orphan.lock.close()
-                return None
+        with contextlib.ExitStack() as held:
+            for path in parts:
+                lock = FileLock.acquire(path / "index")
+                if lock is None and path.exists() and not (path / "index").exists():
+                    self.trash(path)  # its filler died before it had begun
+                elif lock is not None or path in stopped:
+                    found.append(Orphan(path, lock))
+                    held.callback(found[-1].let_go)
+                else:
+                    return None
+            held.pop_all()
         return found
 
     def sweep(self) -> None:
@@ -157,11 +162,13 @@ class Tier(Directory):
         """Under the lock: take an orphan away whose shard is published, or whose filler never began."""
         lock = FileLock.acquire(part / "index")
         never_begun = lock is None and not (part / "index").exists()
-        if never_begun or (lock is not None and self.published(part.name[:32]).exists()):
-            with contextlib.suppress(FileNotFoundError):  # its filler lived, and has just moved it
-                self.out_of_sight(part)
-        if lock is not None:
-            lock.close()
+        try:
+            if never_begun or (lock is not None and self.published(part.name[:32]).exists()):
+                with contextlib.suppress(FileNotFoundError):  # its filler lived, and has just moved it
+                    self.out_of_sight(part)
+        finally:
+            if lock is not None:
+                lock.close()
 
     def _stands(self, verdict: Path) -> bool:
         """Whether a verdict still holds: somebody who has acted on it is alive. If not, it is removed."""

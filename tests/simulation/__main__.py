@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+
+from benchmarks import machine
 
 from .campaign import results, summary, told
 from .planted import BUGS
@@ -23,6 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--keep-going", action="store_true", help="tell of all failing seeds, not only of the first ten"
     )
+    parser.add_argument("--out", type=Path, help="file for a JSON of how it went; none by default")
     arguments = parser.parse_args()
     first, stop = map(int, arguments.seeds.split(":"))
     failed: list[int] = []
@@ -39,7 +45,23 @@ def main() -> int:
                 break
     print(f"{done:,} seeds, {len(failed)} failed{f': {failed}' if failed else ''}; {steps:,} calls")
     print(summary(happened))
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    seconds = round(time.perf_counter() - began)
+    print(f"{seconds} s", file=sys.stderr)
+    if arguments.out is not None:
+        content = {
+            "benchmark": "simulation",
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "machine": machine.describe(),
+            "planted": arguments.plant,
+            "first_seed": first,
+            "seeds": done,
+            "failed": failed,
+            "calls": steps,
+            "happened": dict(sorted(happened.items())),
+            "jobs": arguments.jobs,
+            "seconds": seconds,
+        }
+        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if failed else 0
 
 
