@@ -48,6 +48,8 @@ _GROWTH = 8
 """By which part of itself a reservation grows where the size isn't known."""
 _SPARE_BYTES = 64 << 10
 _SPARE_BARE_BYTES = 8 << 10
+_FIRST_BARE_BYTES = 4 << 10
+"""What an index without data asks for before it is begun: little, so that many fit into a tiny tier."""
 _NO_ROOM_SECONDS = 0.05
 _REFUSALS_LIMIT = 100
 """How often a fill that grows asks for more room, before it gives back what it has."""
@@ -318,6 +320,8 @@ class _Fill:
             return
         growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
         spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES
+        if is_first_of_bare:
+            spare = _FIRST_BARE_BYTES
         refusals = 0
         while not self._part.reserve(needed + growth + spare, self._wait()):
             refusals += 1
