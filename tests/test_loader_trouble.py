@@ -522,19 +522,29 @@ def arrived_bytes(cache: Path) -> int:
 
 TRAINING = """
 import sys, streamload
-urls, cache = sys.argv[1:]
-loader = streamload.make_loader(urls, cache_dir=cache, cache_size="1GB", batch_size=2, num_workers=2)
+urls, cache, method = sys.argv[1:]
+loader = streamload.make_loader(
+    urls, cache_dir=cache, cache_size="1GB", batch_size=2, num_workers=2, multiprocessing_context=method
+)
 for _ in loader:
     print("batch", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [
+        (signal.SIGINT, "fork"),
+        (signal.SIGTERM, "fork"),
+        (signal.SIGKILL, "fork"),
+        (signal.SIGKILL, "forkserver"),  # lives as long as a worker does, so that none loses its parent
+    ],
+)
 def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
-    how: signal.Signals, server: ShardServer, tmp_path: Path
+    how: signal.Signals, method: str, server: ShardServer, tmp_path: Path
 ) -> None:
     server.stop_after(0.6)
-    command = [sys.executable, "-c", TRAINING, urls(server), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", TRAINING, urls(server), str(tmp_path / "cache"), method]
     training = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )

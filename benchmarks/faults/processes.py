@@ -139,7 +139,8 @@ def _end(
         time.sleep(60)
     elif event == "worker killed":
         os.kill(a_worker(), signal.SIGKILL)
-        with contextlib.suppress(streamload.WorkerDied):  # unless all of its batches were made before
+        # WorkerDied, unless all of its batches were made before; or torch's word, which comes wherever it is.
+        with contextlib.suppress(RuntimeError):
             for _ in batches:
                 time.sleep(0.05)
         del batches

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import multiprocessing.connection
 import multiprocessing.util
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,6 +50,7 @@ class StreamDataset(IterableDataset[Batch]):
             self._reading = Reading(self._recipe, self._board, worker, workers, slots)
             if workers:
                 multiprocessing.util.Finalize(self, self._reading.close, exitpriority=10)
+                _end_with_rank(self._reading)
         return self._reading.batches(Start.from_json(self._board.order.read()))
 
     def close(self) -> None:
@@ -189,6 +192,26 @@ class Reading:
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found
+
+
+def _end_with_rank(reading: Reading) -> None:
+    """End this worker when its rank is killed, where torch doesn't see to it.
+
+    torch looks whether the parent process is another one. A forkserver is the parent of its workers, and
+    lives as long as any of them does.
+    """
+    rank = multiprocessing.parent_process()
+    if rank is None or rank.pid == os.getppid():
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([rank.sentinel])
+        try:
+            reading.close()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=watch, name="streamload-rank", daemon=True).start()
 
 
 @contextlib.contextmanager
