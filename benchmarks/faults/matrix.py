@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import disk, killed, origin, peer, pipe, processes, stores, tampered, together
+from benchmarks.faults import disk, killed, origin, peer, pipe, processes, resumed, stores, tampered, together
 from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.rows import Function, Row
@@ -25,7 +25,7 @@ _EXAMPLES = 5
 ROWS: list[Row] = sorted(
     (
         row
-        for module in (killed, disk, tampered, origin, stores, pipe, together, processes)
+        for module in (killed, disk, tampered, origin, stores, pipe, together, processes, resumed)
         for row in module.ROWS
     ),
     key=lambda row: row.number,
