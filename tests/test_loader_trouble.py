@@ -494,6 +494,18 @@ def test_a_killed_worker_is_an_error_and_loses_nothing(
         del loader
 
 
+def test_a_worker_that_is_killed_between_epochs_is_replaced(server: ShardServer, tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.Process().children()}
+    with make(urls(server), tmp_path, num_workers=2) as loader:
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+        begun = [process for process in psutil.Process().children() if process.pid not in before]
+        workers = [process for process in begun if is_a_worker(process)]
+        with contextlib.suppress(RuntimeError):  # torch's word, wherever the process is when a worker dies
+            workers[0].kill()
+            time.sleep(1)
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_break_close_and_drop_leave_nothing_behind(
     workers: int, server: ShardServer, tmp_path: Path, no_leaks: NoLeaks

@@ -177,9 +177,14 @@ class Loader:
             dict(place.groups),
             noted=self._board.changes.generation,
         )
-        self._board.order.write(start.to_json())
         self._checks.begin()
-        epoch = _Epoch(self, source, began)
+        try:
+            epoch = self._begin(source, start, began)
+        except RuntimeError as exc:
+            if not _is_a_death(exc):
+                raise
+            self.close()  # a worker was killed while no batch was asked for: begin with new ones
+            epoch = self._begin(self._start(), start, began)
         self._current = weakref.ref(epoch)
         return epoch
 
@@ -226,6 +231,11 @@ class Loader:
             self._counts.add("data_wait_ns", waited_ns)
         if not self.stats().batches_yielded:
             self._counts.add("first_batch_ns", waited_ns)
+
+    def _begin(self, source: DataLoader[Batch], start: Start, began: float) -> _Epoch:
+        """Give the order before the first batch is asked for."""
+        self._board.order.write(start.to_json())
+        return _Epoch(self, source, began)
 
     def _refuse_if_busy(self) -> None:
         if self._under_way() is not None:
