@@ -13,8 +13,8 @@ from hostile import outcomes, sample
 import streamload
 from streamload.errors import UrlError
 from streamload.loader.recipe import recipe_for
+from streamload.loader.schedule import Schedule
 from streamload.testing.server import Fault, ShardServer
-from streamload.topology import Topology
 
 SECRET = "S3CRET-canary"
 
@@ -135,13 +135,15 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
         with streamload.make_loader(
             [url], train=False, num_workers=0, cache_dir=tmp_path / "cache", storage_options=options
         ) as loader:
-            recipe, placed = recipe_for(loader.options, Topology(), 1)
+            schedule = Schedule(loader.options)
+            recipe, placed = recipe_for(loader.options, schedule.here, schedule.orders(), schedule.deal())
             for _ in loader:
                 shown = [
                     loader,
                     loader.options,
                     loader.stats(),
                     loader.stats().as_dict(),
+                    loader.state_dict(),
                     recipe,
                     placed,
                     *recipe.shards,
