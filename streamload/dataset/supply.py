@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
+import multiprocessing.process
 import os
 import threading
 import time
@@ -54,7 +56,11 @@ class Supply:
     """
 
     def __init__(self, recipe: Recipe, board: Board, counts: Counters, worker: int, workers: int):
-        self._parent = os.getppid() if workers else None
+        self._rank = multiprocessing.parent_process() if workers else None
+        if self._rank is not None:
+            threading.Thread(
+                target=_end_with, args=(self._rank,), name="streamload-rank", daemon=True
+            ).start()
         self._recipe = recipe
         self._board = board
         self._counts = counts
@@ -194,7 +200,7 @@ class Supply:
     def _pause(self, waiting: Waiting, blocked: list[int]) -> None:
         """Bytes aren't there yet: see to it that they come, and wait a moment."""
         assert self._start is not None
-        orphaned = self._parent is not None and os.getppid() != self._parent
+        orphaned = self._rank is not None and not self._rank.is_alive()
         if orphaned or self._board.generation != self._start.generation:
             raise Superseded
         self.want(blocked)
@@ -313,3 +319,12 @@ class Waiting:
             return False
         self._told += 1
         return True
+
+
+def _end_with(rank: multiprocessing.process.BaseProcess) -> None:
+    """End this worker when its rank dies, however that is.
+
+    torch's workers look at who their parent is: under forkserver that is the server, which outlives them.
+    """
+    rank.join()
+    os._exit(1)

@@ -137,13 +137,20 @@ class Loader:
         began = time.monotonic()
         source = self._start()
         place, steps = self._where(self._epoch)
-        self._board.give_order(
-            {"epoch": place.sequence, "step": place.step, "steps": steps, "cursors": place.cursors}
-        )
+        order = {"epoch": place.sequence, "step": place.step, "steps": steps, "cursors": place.cursors}
+        self._board.give_order(order)
         self._place = place
         self._digests = {}
         self._epoch += 1
-        epoch = _Epoch(self, source, began)
+        try:
+            epoch = _Epoch(self, source, began)
+        except RuntimeError as exc:
+            if not _is_a_death(exc):
+                raise
+            self.close()  # a worker was killed while no batch was asked for: begin with new ones
+            source = self._start()
+            self._board.give_order(order)
+            epoch = _Epoch(self, source, began)
         self._current = weakref.ref(epoch)
         return epoch
 
