@@ -15,6 +15,7 @@ from benchmarks.faults.matrix import ROWS, Sources, run_row
 from benchmarks.faults.oracle import LETTERS, Attempt
 from benchmarks.faults.readers import Reading, read_in_child
 from benchmarks.faults.rows import Row
+from benchmarks.faults.steps import SCENARIOS
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,7 +90,22 @@ def test_every_letter_is_one_of_the_oracles() -> None:
 def test_the_page_shows_the_results_that_are_committed() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
     assert reliability.rows(result) in (ROOT / "docs" / "reliability.md").read_text()
+    assert reliability.kills(result) in (ROOT / "docs" / "reliability.md").read_text()
     assert {(row["row"], row["name"]) for row in result["rows"]} <= {(row.number, row.name) for row in ROWS}
+
+
+def test_kills_are_spread_over_the_whole_life_of_a_shard() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
+    assert result["killed_in"] == reliability.killed_in(result["rows"])
+    assert sum(result["killed_in"].values()) >= 1000
+    for state in ("claiming", "taking over", "evicting", "publishing"):
+        assert result["killed_in"][state] >= 50
+    filled = [count for state, count in result["killed_in"].items() if state.endswith("% filled")]
+    assert len(filled) == 4
+    assert min(filled) >= 50
+    steps = next(row["happened"] for row in result["rows"] if row["name"] == "killed at each step")
+    for scenario in SCENARIOS:
+        assert steps[scenario] == steps[f"{scenario}, by strace"]
 
 
 def test_data_is_what_tarfile_reads(tmp_path: Path) -> None:
