@@ -98,12 +98,3 @@ def test_an_evaluation_of_one_rank_is_as_listed():
     order = GroupOrder(evaluation_options(1), len(case.entries), 0, 0, passes=1)
     listed = [(0, shard, i) for shard, own in enumerate(case.entries) for i in own]
     assert drain(order, Given(case.everything)) == listed
-
-
-@pytest.mark.parametrize("number", range(40))
-def test_the_groups_of_a_rank_are_those_of_all_its_steps(number):
-    rng = random.Random(number)
-    deal = Deal(rng.randint(1, 40), rng.randint(1, 12), rng.randint(1, 9))
-    for rank in range(deal.ranks):
-        needed = {group for step in range(200) for group, _, _ in deal.slices(step, rank)}
-        assert set(deal.groups_of(rank)) == needed
