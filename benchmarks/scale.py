@@ -243,9 +243,6 @@ class _AllHere:
     def arrived(self, shard: int) -> tuple[np.ndarray, bool]:
         return self._numbers, True
 
-    def forget(self) -> None:
-        """There is nothing to forget."""
-
 
 @contextmanager
 def process(

@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from drawn import augmented
 
 import streamload
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import write_shards
-
-
-def augmented(sample: dict[str, Any]) -> dict[str, Any]:
-    """Values that are drawn as an augmentation's are, and some that aren't."""
-    return {"drawn": torch.rand(2), "python": random.random(), "size": len(sample["jpg"])}
 
 
 class Case:

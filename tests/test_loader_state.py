@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from test_loader_resume import augmented
+from drawn import augmented
 
 import streamload
 from streamload.testing.faults import Fault
@@ -482,6 +482,27 @@ def test_a_shard_that_was_given_up_stays_cut_where_it_was(tmp_path: Path) -> Non
         with make(url, tmp_path / f"empty-{cut}", shuffle=60, lanes=4) as loader:
             loader.load_state_dict(states[cut])
             assert keys(loader) == expected[cut + 1 :]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_was_given_up_is_whole_in_the_next_pass(workers: int, tmp_path: Path) -> None:
+    """Workers go over the end of the pass at different batches, and have to agree on what comes behind it."""
+    paths = write_shards(tmp_path / "data", [30] * 4, seed=3)
+    whole = paths[1].read_bytes()
+    paths[1].write_bytes(whole[: len(whole) // 1024 * 512 + 100])
+    url = f"pipe:cat {tmp_path}/data/{{00000..00003}}.tar"
+    options = {"endless": True, "batch_size": 1, "shuffle": 60, "lanes": 4}
+    with make(url, tmp_path / "cache", **options) as loader:
+        first = taken(loader, 20)
+        state = loader.state_dict()
+    paths[1].write_bytes(whole)
+    in_all = [key for path in paths for key, _ in read_oracle(path)]
+    with make(url, tmp_path / "empty", num_workers=workers, **options) as loader:
+        loader.load_state_dict(state)
+        seen = [key for (key,) in [*first, *taken(loader, 230)]]
+    in_first = next(number for number, key in enumerate(seen) if key in seen[:number])
+    assert 90 < in_first < 120
+    assert sorted(seen[in_first : in_first + 120]) == sorted(in_all)
 
 
 def test_real_workers_and_ranks_fetch_only_what_is_still_to_come(tmp_path: Path) -> None:

@@ -18,9 +18,6 @@ class AllHere:
     def arrived(self, shard: int) -> tuple[np.ndarray, bool]:
         return np.arange(10), True
 
-    def forget(self) -> None:
-        """There is nothing to forget."""
-
 
 def test_the_shards_that_are_open_and_that_come_next_are_told_of_at_every_step(tmp_path: Path) -> None:
     tier = Tier(tmp_path / "tier", 10**6)

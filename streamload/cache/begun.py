@@ -6,7 +6,7 @@ many were seen, where it was given up if it was, and which version it is; whoeve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import xxhash
@@ -52,16 +52,16 @@ class Recalled:
         cache: all shards of the run.
         first: the place of the source's first shard among them.
         begun: what the state knows, by the place of the shard in the source.
+        holds: whether the pass that the state speaks of is still being read; it says nothing of later ones.
     """
 
-    def __init__(self, cache: ShardCache, first: int, begun: Mapping[int, Begun]):
+    def __init__(
+        self, cache: ShardCache, first: int, begun: Mapping[int, Begun], holds: Callable[[], bool]
+    ) -> None:
         self._cache = cache
         self._first = first
-        self._begun = dict(begun)
-
-    def forget(self) -> None:
-        """What the state knows was of a pass that is over."""
-        self._begun.clear()
+        self._begun = begun
+        self._holds = holds
 
     def arrived(self, shard: int) -> tuple[Numbers, bool]:
         """The usable sample numbers of a shard so far, and whether no more will come.
@@ -71,7 +71,7 @@ class Recalled:
             StreamloadError: as ShardCache.arrived.
         """
         numbers, ended = self._cache.arrived(self._first + shard)
-        begun = self._begun.get(shard)
+        begun = self._known(shard)
         if begun is None:
             return numbers, ended
         view = self._cache.view(self._first + shard)
@@ -92,10 +92,13 @@ class Recalled:
         """What a state is to know of open shards, by their place in the source."""
         return {shard: self._seen(shard) for shard in shards}
 
+    def _known(self, shard: int) -> Begun | None:
+        return self._begun.get(shard) if self._begun and self._holds() else None
+
     def _seen(self, shard: int) -> Begun:
         numbers, ended = self.arrived(shard)
         view = self._cache.view(self._first + shard)
-        known = self._begun.get(shard)
+        known = self._known(shard)
         given_up = view.count if view.gave_up else -1
         if known is not None and known.given_up >= 0 and ended:
             given_up = known.given_up

@@ -195,7 +195,8 @@ class Supply:
                 return np.empty(0, np.int64)
             return pass_order(own.order, pieces.shards, number, start.epoch + 1, 0)
 
-        arrivals = Recalled(self._cache, own.first, {} if state is None else state.begun)
+        begun, begun_in = ({} if state is None else state.begun), order.pass_
+        arrivals = Recalled(self._cache, own.first, begun, lambda: order.pass_ == begun_in)
         return Itinerary(order, next_pass, recipe.shards, own.first, arrivals, self._tier)
 
     def _source_of(self, shard: int) -> int:

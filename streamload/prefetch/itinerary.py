@@ -50,7 +50,6 @@ class Itinerary:
         self._shards = shards
         self._first = first
         self._arrivals = arrivals
-        self._begun_in = order.pass_
         self._base = order.position
         self._known = References(*(np.empty(0, np.int64) for _ in References._fields))
         self._run = Run(tier.root / "runs")
@@ -79,8 +78,6 @@ class Itinerary:
     def follow(self) -> bool:
         """Take up what has arrived; False if it gives no reference."""
         fresh = self._order.advance(self._arrivals)
-        if self._order.pass_ != self._begun_in:
-            self._arrivals.forget()
         if len(fresh.shards):
             fresh = fresh._replace(shards=fresh.shards + self._first)
             self._known = References(*map(np.concatenate, zip(self._known, fresh, strict=True)))
