@@ -6,6 +6,7 @@ Steps A (the list of shards) and K (the rank) are in loader/, L (the device) in 
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401  (each worker comes to import it, and numpy.random: here they share one)
 import gc
 import itertools
 import multiprocessing.connection
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy.random  # noqa: F401
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 

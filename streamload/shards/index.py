@@ -284,10 +284,10 @@ class IndexReader:
     def layouts(self) -> dict[int, tuple[str, ...]]:
         """The extensions of each layout that the entries have so far, `OWN_LAYOUT` excepted."""
         if self._layouts_seen < self.count:
-            found, first = np.unique(self.records["layout"][self._layouts_seen :], return_index=True)
-            for layout, at in zip(found.tolist(), first.tolist(), strict=True):
+            fresh = self.records["layout"][self._layouts_seen :].tolist()
+            for number, layout in enumerate(fresh, self._layouts_seen):
                 if layout != OWN_LAYOUT and layout not in self._layouts:
-                    members = self.entry(self._layouts_seen + at).members
+                    members = self.entry(number).members
                     self._layouts[layout] = tuple(extension for extension, _, _ in members)
             self._layouts_seen = self.count
         return self._layouts
