@@ -12,6 +12,7 @@ from math import gcd
 
 import numpy as np
 
+from streamload.order import plan
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
 from streamload.order.plan import OrderOptions
@@ -270,3 +271,8 @@ def drain(order: GroupOrder, arrivals: Given, most: int | None = None) -> list[t
             break
         found += zip(*(column.tolist() for column in references), strict=True)
     return found
+
+
+def shard_order(options: OrderOptions, shards: int, group: int, epoch: int, pass_: int) -> np.ndarray:
+    """The shards of a pass of a group, in the order in which it begins them, by the modules that ship."""
+    return plan.pass_order(options, plan.pieces(options, shards, group).shards, group, epoch, pass_)

@@ -4,11 +4,11 @@ import random
 
 import numpy as np
 import pytest
-from order_oracle import Case, Given, drain, pieces, sequence, walk
+from order_oracle import Case, Given, drain, pieces, sequence, shard_order, walk
 
 from streamload.errors import OptionError
 from streamload.order.group import GroupOrder
-from streamload.order.plan import OrderOptions, shard_order
+from streamload.order.plan import OrderOptions
 
 CASES = range(120)
 

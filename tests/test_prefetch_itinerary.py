@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from order_oracle import shard_order
 
 from streamload.cache import runs
 from streamload.cache.shard import ShardList, shard_of
 from streamload.cache.tier import Tier
 from streamload.order.group import GroupOrder
-from streamload.order.plan import OrderOptions, shard_order
+from streamload.order.plan import OrderOptions
 from streamload.prefetch.itinerary import Itinerary
 from streamload.urls import expand_urls
 

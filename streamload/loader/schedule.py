@@ -125,7 +125,8 @@ class Schedule:
         if place.position:
             ours = replace(ours, groups=saved.groups)
         first, rank = (0, here.rank) if ours.train else (here.rank, 0)
-        needed = {first + group for group in self._deal(ours).groups_of(rank)}
+        deal = deal_of(self._options, self.here, ours.groups)
+        needed = {first + group for group in deal.groups_of(rank)}
         check_fits(saved, ours, place, needed)
         self._refuse_other_options(saved, place)
         self._saved = saved if place.position else replace(saved, groups=ours.groups)
@@ -162,9 +163,6 @@ class Schedule:
             groups = saved.groups
         order = order_of(options, here, groups, shares, self._digest)
         return order if saved is None else replace(order, sources=saved.sources)
-
-    def _deal(self, order: Order) -> Deal:
-        return deal_of(self._options, self.here, order.groups)
 
     def _refuse_other_options(self, saved: Order, place: Place) -> None:
         """Lanes, window and groups are the state's; whoever asks for others means another run.

@@ -208,7 +208,7 @@ class GroupOrder:
     def coming_shards(self, count: int) -> list[int]:
         """The next shards that lanes will begin, up to `count`: of this pass, then of the following one.
 
-        Across the end of the last pass of an epoch see `shard_order`.
+        Across the end of the last pass of an epoch see `plan.pass_order`.
         """
         if self.finished:
             return []

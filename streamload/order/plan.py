@@ -165,16 +165,6 @@ def pass_order(
     return shards[permutation(key(options.seed, PASS_ORDER, epoch, group, pass_), shards.size)]
 
 
-def shard_order(
-    options: OrderOptions, shard_count: int, group: int, epoch: int, pass_: int
-) -> NDArray[np.int64]:
-    """The shards that `group` reads in one pass of one epoch, in the order in which it begins them.
-
-    What a filler needs to see across the end of an epoch. O(shards), like `pieces`.
-    """
-    return pass_order(options, pieces(options, shard_count, group).shards, group, epoch, pass_)
-
-
 def _sizes(given: NDArray[np.int64]) -> NDArray[np.int64]:
     hints = given.astype(np.int64)
     # Bytes of huge shards in larger units: entry number times size must stay below 2**63.
