@@ -221,8 +221,9 @@ def _with_secret(rng: random.Random) -> str:
 def _wrong_elsewhere(url: str, rng: random.Random) -> str:
     scheme, _, rest = url.partition("://")
     # Elsewhere than in http a user alone is no secret, nor is what stands behind a "#".
-    unknown = scheme if rest.startswith(SECRET) or f"#{SECRET}" in rest else "nosuch"
-    option = "" if rest.startswith(SECRET) or f"#{SECRET}" in rest else "-o"
+    only_web = rest.lstrip("/").startswith(SECRET) or f"#{SECRET}" in rest
+    unknown = scheme if only_web else "nosuch"
+    option = "" if only_web else "-o"
     half = ":/" if scheme.lower() in ("http", "https", "s3", "gs") else "://"
     return rng.choice((
         url.replace("a.tar", "{0..2}.tar"), url.replace("a.tar", "{0..2.tar"), url.replace("a.tar",
