@@ -9,7 +9,6 @@ import datetime
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,18 +17,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks import machine
 from benchmarks.contenders.workload import Epoch, Job, Result
 from benchmarks.process_tree import MemoryWatch
+from streamload.bench.rounds import Row
+from streamload.bench.rounds import medians as medians
+from streamload.bench.rounds import rotated as rotated
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 _LIMIT_SECONDS = 900
-
-Row = dict[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,11 +146,6 @@ def pattern(base: str, shards: int) -> str:
     return f"{base}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def rotated(contenders: Sequence[T], round_: int) -> list[T]:
-    start = round_ % len(contenders)
-    return [*contenders[start:], *contenders[:start]]
-
-
 def run(contender: Contender, job: Job, python: Path, watch_memory: bool = False) -> Ran:
     """Run a contender to its end.
 
@@ -200,14 +194,6 @@ def write(given: argparse.Namespace, name: str, content: Row) -> None:
     print(json.dumps({key: content[key] for key in ("medians", "targets")}, indent=1))
 
 
-def medians(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of each number, its median over the rounds, for the rows of each label."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["label"], []).append(row)
-    return {label: _medians_of(group) for label, group in groups.items()}
-
-
 def versions(rows: Sequence[Row]) -> Row:
     """Take the versions out of rows; they are the same in each round."""
     return {row["contender"]: row.pop("versions") for row in rows}
@@ -227,8 +213,3 @@ def ratio(medians_: dict[str, Row], metric: str, of: str, to: str) -> float | No
     if of not in medians_ or to not in medians_:
         return None
     return medians_[of][metric] / medians_[to][metric]
-
-
-def _medians_of(rows: Sequence[Row]) -> Row:
-    numbers = [key for key, value in rows[0].items() if isinstance(value, (int, float)) and key != "round"]
-    return {key: statistics.median(row[key] for row in rows) for key in numbers}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ class Job:
         epochs: how often to go through them.
         preprocess: "default" is the loader's own, "open_clip" open_clip's function as given; "none" makes
             nothing of a sample but the number of its bytes.
+        images: "float32", or "uint8" where a contender is made to hand over bytes.
         tokenizer: "words" or "open_clip".
         shuffle: the window where the loader lets one choose; None for its default.
         packages: a folder whose packages stand behind the interpreter's own; None for none.
@@ -50,6 +51,7 @@ class Job:
     batch_size: int = 64
     workers: int = 2
     preprocess: str = "open_clip"
+    images: Literal["float32", "uint8"] = "float32"
     tokenizer: str = "words"
     shuffle: int | None = None
     cache_dir: str | None = None
@@ -134,7 +136,7 @@ def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], job: Job, epoch: 
         images, texts = batch
         if is_first:
             _check(images, texts, job)
-        return len(images), images[:, epoch % 3].mean().item()
+        return len(images), images[:, epoch % 3].mean(dtype=torch.float32).item()
 
     return _timed(loader, job, look)
 
@@ -190,7 +192,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def _check(images: torch.Tensor, texts: torch.Tensor, job: Job) -> None:
-    assert images.dtype == torch.float32, images.dtype
+    assert images.dtype == getattr(torch, job.images), images.dtype
     assert images.shape == (job.batch_size, 3, 224, 224), images.shape
     assert texts.dtype == torch.int64, texts.dtype
     assert texts.shape == (job.batch_size, LENGTH), texts.shape

@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from streamload.cli.bench import bench
 from streamload.cli.cache import cache
 from streamload.cli.demo import demo
 from streamload.cli.doctor import doctor
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: half the time to start
 )
-for command in (demo, doctor, pack, version, warm):
+for command in (bench, demo, doctor, pack, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")
 

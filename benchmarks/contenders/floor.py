@@ -1,0 +1,39 @@
+"""The floor of streamload/bench/floor.py: bare processes that do the work and hand nothing over."""
+
+import re
+import time
+
+from benchmarks.contenders.workload import Epoch, Job, Result, tokenizer, versions
+from streamload.bench import floor
+
+
+def main() -> None:
+    job = Job.from_argument()
+    folder, first, last = re.fullmatch(r"(.*)/\{(\d+)\.\.(\d+)\}\.tar", job.urls).groups()  # type: ignore[union-attr]
+    paths = [f"{folder}/{number:0{len(first)}d}.tar" for number in range(int(first), int(last) + 1)]
+    tokenize = tokenizer(job)
+    imported = time.monotonic()
+    passes = floor.run(
+        paths,
+        workers=job.workers,
+        form=job.images,
+        batch_size=job.batch_size,
+        tokenizer=tokenize,
+        passes=job.epochs,
+    )
+    epochs = [
+        Epoch(
+            began=once.began,
+            first_batch=once.began,
+            ended=once.ended,
+            batches=once.images // job.batch_size,
+            images=once.images,
+            cpu_seconds=once.cpu_seconds,
+        )
+        for once in passes
+    ]
+    Result(imported, epochs, versions("streamload", "torch", "simplejpeg")).print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`streamload bench`: what this machine makes of one's own shards, and what limits it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.cli.warm import storage_options_of
+
+if TYPE_CHECKING:
+    from streamload.bench.run import Report
+
+_FLOOR = "floor, float32"
+
+
+def bench(
+    urls: Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")],
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes of each loader; all cores by default.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a round; 1,000 for each worker by default.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenize, as open_clip does for this model: ViT-B-32.")
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="What a training step takes for a batch.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all of it to a file, too.")
+    ] = None,
+    cache_dir: Annotated[
+        str | None, typer.Option(help="The cache whose disk is measured; nothing is kept in it.")
+    ] = None,
+    storage_options: Annotated[
+        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
+    ] = None,
+) -> None:
+    """Measure what limits a training on these shards.
+
+    In turn, each in a process of its own: the link, the disk, decoding alone, the least that the work can
+    cost (the floor), streamload, webdataset, and open_clip's own loader where it is installed. The first
+    shards are fetched into a temporary directory beside the cache, as many as have enough samples, and again
+    in each round.
+    """
+    from rich.console import Console
+
+    from streamload.bench.run import BenchOptions, bench
+
+    options = BenchOptions(
+        workers=workers,
+        batch_size=batch_size,
+        rounds=rounds,
+        samples=samples,
+        tokenizer=tokenizer,
+        step_seconds=step_seconds,
+        cache_dir=cache_dir,
+        storage_options=storage_options_of(storage_options),
+    )
+    with Console(stderr=True).status("starting") as status:
+        report = bench(urls, options, on_step=status.update)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    show(report, Console())
+
+
+def show(report: "Report", console: Any) -> None:
+    """The table, what was left out, and the verdict."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.metrics import format_bytes
+
+    data, settings = report.data, report.settings
+    console.print(
+        f"{len(data['shards']):,} shards, {format_bytes(data['bytes'])}, {data['usable']:,} of "
+        f"{data['samples']:,} samples usable, images {data['mean_width']}×{data['mean_height']} in the mean; "
+        f"{settings['workers']} workers, batches of {settings['batch_size']}, "
+        f"{settings['samples']:,} samples\n",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for title in ("images/s", "least–most", "× floor", "CPU µs an image", "MB/s"):
+        table.add_column(title, justify="right")
+    for cells in cells_of(report):
+        table.add_row(*cells)
+    console.print(table)
+    for name, why in report.left_out.items():
+        console.print(f"not measured: {name}: {escape(why)}", highlight=False)
+    console.print()
+    for line in report.verdict.lines:
+        console.print(escape(line), highlight=False)
+
+
+def cells_of(report: "Report") -> list[tuple[str, ...]]:
+    """The rows of the table: medians, and the least and the most of the rounds."""
+    floor = report.medians[_FLOOR]["images_per_second"]
+    cells: list[tuple[str, ...]] = []
+    for name, row in sorted(report.medians.items(), key=lambda item: _place(item[0])):
+        rates = [each["images_per_second"] for each in report.rounds if each["label"] == name]
+        cells.append(
+            (
+                name,
+                f"{row['images_per_second']:,.0f}",
+                f"{min(rates):,.0f}–{max(rates):,.0f}",
+                f"{row['images_per_second'] / floor:.2f}" if "images" in row else "",
+                f"{row['cpu_us_per_image']:,.0f}" if "cpu_us_per_image" in row else "",
+                f"{row['bytes_per_second'] / 1e6:,.0f}" if "bytes_per_second" in row else "",
+            )
+        )
+    return cells
+
+
+def _place(name: str) -> int:
+    from streamload.bench.run import NAMES
+
+    return NAMES.index(name)
