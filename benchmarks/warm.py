@@ -11,11 +11,11 @@ measured one: in it streamload and webdataset fill their caches from a local ser
 cache, is given the paths. What streamload does more than the others: it verifies the checksum of each
 sample that it reads.
 
-Contenders: streamload with its default transform (the pixels of open_clip's within one level of 255), and the
-same as uint8 batches; for each the floor (streamload/bench/floor.py): bare processes that do this work as fast
-as it could be made here, and keep no order, verify nothing and hand nothing over, so that nobody reads their
-batches; streamload with preprocess=open_clip's function, run as given; open_clip's loader; webdataset with
-cache_dir and open_clip's function.
+Contenders: streamload with its default transform (the pixels of open_clip's within one level of 255), and
+the same as uint8 batches; for each the floor (streamload/bench/floor.py): bare processes that do this work as
+fast as it could be made here, and keep no order, verify nothing and hand nothing over, so that nobody reads
+their batches; streamload with preprocess=open_clip's function, run as given; open_clip's loader; webdataset
+with cache_dir and open_clip's function.
 
 Result: results/warm.json; docs/performance.md has it as a table.
 

@@ -19,7 +19,7 @@ from streamload.cache import memory
 from streamload.cli import main
 from streamload.cli.doctor import examine
 
-COMMANDS = ("demo", "doctor", "pack", "version", "warm", "cache")
+COMMANDS = ("bench", "demo", "doctor", "pack", "version", "warm", "cache")
 
 
 class Done(NamedTuple):
@@ -100,7 +100,8 @@ def test_every_command_has_help(streamload, command):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["version"], ["doctor"], ["cache", "ls"]]
+    "arguments",
+    [["--help"], ["bench", "--help"], ["demo", "--help"], ["version"], ["doctor"], ["cache", "ls"]],
 )
 def test_no_command_but_demo_imports_torch(arguments, tmp_path):
     script = f"""

@@ -104,10 +104,13 @@ def prepare(
         if tally.usable >= samples:
             break
     if not tally.usable:
-        held = ", ".join(f".{extension}" for extension in sorted(tally.extensions)[:8]) or "nothing"
+        where = taken[0].name + (" …" if len(taken) > 1 else "")
+        if not tally.samples:
+            raise NoValidSamples(f"{where}: there is no sample in it")
+        held = ", ".join(f".{extension}" for extension in sorted(tally.extensions)[:8])
         raise NoValidSamples(
-            f"{taken[0].name}{' …' if len(taken) > 1 else ''}: none of {tally.samples:,} samples has a JPEG "
-            f"(.jpg, .jpeg) and a caption (.txt), which is what this measures; they have {held}"
+            f"{where}: none of {tally.samples:,} samples has a JPEG (.jpg, .jpeg) and a caption (.txt), "
+            f"which is what this measures; they have {held}"
         )
     if min(samples, tally.usable) < FEWEST_BATCHES * batch_size:
         raise OptionError(

@@ -91,7 +91,7 @@ def run(
         passes: how often.
 
     Raises:
-        RuntimeError: a worker ended; its own words are on stderr.
+        RuntimeError: a worker ended, with its own words.
     """
     shares = _deal(paths, workers, samples)
     context = multiprocessing.get_context("fork")
@@ -106,9 +106,7 @@ def run(
     for _, writer in pipes:
         writer.close()
     try:
-        each = [reader.recv() for reader, _ in pipes]
-    except EOFError:
-        raise RuntimeError("a worker of the floor ended before it was through") from None
+        each = [_received(reader) for reader, _ in pipes]
     finally:
         barrier.abort()
         for process in processes:
@@ -116,7 +114,20 @@ def run(
             process.close()
         for reader, _ in pipes:
             reader.close()
-    return [_together(same) for same in zip(*each, strict=True)]
+    done = [said for said in each if not isinstance(said, str)]
+    if len(done) < workers:
+        words = max((said for said in each if isinstance(said, str)), key=len)
+        raise RuntimeError(f"a worker of the floor ended: {words or 'it was killed'}")
+    return [_together(same) for same in zip(*done, strict=True)]
+
+
+def _received(reader: Connection) -> list[Pass] | str:
+    """A worker's passes, or why there are none; "" where it said nothing."""
+    try:
+        said: list[Pass] | str = reader.recv()
+    except EOFError:
+        return ""
+    return said
 
 
 def _together(same: Sequence[Pass]) -> Pass:
@@ -325,9 +336,9 @@ def _worker(
         results.send(done)
     except threading.BrokenBarrierError:
         pass  # another has ended, and said why
-    except BaseException:
+    except Exception as exc:
+        results.send(repr(exc))
         barrier.abort()
-        raise
     finally:
         results.close()
 

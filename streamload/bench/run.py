@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -219,7 +220,7 @@ def _in_turn(
 
 
 def _measured(job: Job) -> Row:
-    """A measurement in a process of its own, which goes with this one."""
+    """A measurement in a process of its own; nothing of it is left when this returns."""
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("STREAMLOAD_", "WDS_"))
     }
@@ -227,7 +228,13 @@ def _measured(job: Job) -> Row:
     command = [sys.executable, "-m", "streamload.bench.measures"]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # so that its own workers can be ended with it
         )
         try:
             output = process.communicate(job.to_json(), timeout=_LIMIT_SECONDS)[0]
@@ -237,7 +244,7 @@ def _measured(job: Job) -> Row:
             ) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.returncode:
             errors.seek(0)

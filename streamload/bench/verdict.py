@@ -85,8 +85,8 @@ def verdict(figures: Figures) -> Verdict:
         compute: figures.loader,
         "consumer": figures.consumer,
     }
-    first = _least(rates)
     later = _least({**rates, "link": None, "disk": figures.disk})
+    first = _least(rates) if figures.link is not None else later
     lines = []
     if figures.link is None:
         lines.append(f"Every epoch is limited by {_named(later, figures)}.")
@@ -104,7 +104,7 @@ def verdict(figures: Figures) -> Verdict:
             f"A training whose steps take more than {longest_ms:,.0f} ms for {figures.batch_size} images "
             f"never waits for data after the first epoch; --step-seconds takes yours into account."
         )
-    return Verdict(first, later, tuple(lines))
+    return Verdict(first, later, tuple(dict.fromkeys(lines)))
 
 
 def _compute(figures: Figures) -> Limit:

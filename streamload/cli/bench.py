@@ -1,6 +1,8 @@
 """`streamload bench`: what this machine makes of one's own shards, and what limits it."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,8 +63,12 @@ def bench(
         cache_dir=cache_dir,
         storage_options=storage_options_of(storage_options),
     )
-    with Console(stderr=True).status("starting") as status:
-        report = bench(urls, options, on_step=status.update)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has made goes with it
+    try:
+        with Console(stderr=True).status("starting") as status:
+            report = bench(urls, options, on_step=status.update)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     show(report, Console())
