@@ -53,18 +53,25 @@ class Job:
 
 
 def tokenizer_of(model: str | None) -> Any:
-    """open_clip's tokenizer of a model.
+    """open_clip's tokenizer of a model, if it is the one that goes word by word, which the floor relies on.
 
     Raises:
-        OptionError: open_clip isn't there, or knows no such model.
+        OptionError: open_clip isn't there, knows no such model, or has another kind of tokenizer for it.
     """
     if model is None:
         return None
+    from streamload.transforms.simple_tokenizer import is_simple_tokenizer
+
     try:
         import open_clip
-    except ImportError as exc:
+    except (ImportError, RuntimeError) as exc:  # RuntimeError: a torchvision of another torch
         raise OptionError(f"--tokenizer={model}: open_clip can't be imported: {exc}") from exc
-    try:
-        return open_clip.get_tokenizer(model)
-    except (AssertionError, RuntimeError, ValueError) as exc:
-        raise OptionError(f"--tokenizer={model}: open_clip has no such model: {exc}") from exc
+    if open_clip.get_model_config(model) is None:
+        raise OptionError(f"--tokenizer={model}: open_clip has no such model; one that it has is ViT-B-32")
+    tokenizer = open_clip.get_tokenizer(model)
+    if not is_simple_tokenizer(tokenizer):
+        raise OptionError(
+            f"--tokenizer={model}: its tokenizer is a {type(tokenizer).__name__}; expected a model with "
+            f"open_clip's SimpleTokenizer, such as ViT-B-32"
+        )
+    return tokenizer

@@ -45,18 +45,19 @@ class PillowTransform:
 
 
 def webdataset_loader(job: Job) -> Iterable[Any]:
-    """Batches without end, in the fluid form of webdataset's documentation."""
+    """As many batches as are asked for, in the fluid form of webdataset's documentation."""
     import webdataset as wds
 
     tokenizer = tokenizer_of(job.tokenizer)
     dataset = (
-        wds.WebDataset(_for_each_worker(job), shardshuffle=_SHARD_SHUFFLE, seed=job.seed)
+        wds.WebDataset(_for_each_worker(job), shardshuffle=_SHARD_SHUFFLE)
         .repeat()
         .shuffle(_SAMPLE_SHUFFLE)
         .decode("pilrgb")
         .to_tuple("jpg;jpeg", "txt")
         .map_tuple(PillowTransform(), _same if tokenizer is None else _Ids(tokenizer))
         .batched(job.batch_size, partial=False)
+        .with_epoch(math.ceil(job.batches / job.workers))
     )
     loader: Iterable[Any] = wds.WebLoader(dataset, batch_size=None, num_workers=job.workers)
     return loader
@@ -71,7 +72,7 @@ def open_clip_loader(job: Job) -> Iterable[Any]:
     try:
         import open_clip
         from open_clip_train import data
-    except (ImportError, RuntimeError, AttributeError) as exc:  # RuntimeError: a torchvision of another torch
+    except (ImportError, RuntimeError) as exc:  # RuntimeError: a torchvision of another torch
         raise NotHere(f"open_clip can't be imported: {exc}") from exc
     arguments = SimpleNamespace(
         train_data=_one_pattern(job),

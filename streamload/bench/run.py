@@ -48,7 +48,7 @@ class BenchOptions:
         batch_size: of each contender.
         rounds: how often each is measured.
         samples: that are read in a round; None for 1,000 for each worker.
-        tokenizer: a model's name for open_clip's get_tokenizer; None leaves captions as strings.
+        tokenizer: a model of open_clip's whose tokenizer is used; None leaves captions as strings.
         step_seconds: what a training step takes; None where that isn't known.
         cache_dir: a temporary directory is made beside it; None for the setting's.
         storage_options: for fsspec.
