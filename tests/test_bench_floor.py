@@ -35,7 +35,7 @@ def tar_of(members, format_=tarfile.GNU_FORMAT):
 
 def of_tarfile(data):
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        return [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
+        return [(member.name.encode(), member.offset_data, member.size) for member in tar if member.isreg()]
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -44,7 +44,7 @@ def test_members_are_those_of_tarfile(format_):
     folder.type, link.type, link.linkname = tarfile.DIRTYPE, tarfile.SYMTYPE, "a.jpg"
     files = [(tarfile.TarInfo(name), bytes(700 * number)) for number, name in enumerate(NAMES)]
     data = tar_of([(folder, b""), *files[:3], (link, b""), *files[3:]], format_)
-    assert [name for name, _, _ in of_tarfile(data)] == NAMES
+    assert [name.decode() for name, _, _ in of_tarfile(data)] == NAMES
     assert list(floor.members(data, 0, len(data))) == of_tarfile(data)
 
 
@@ -59,9 +59,9 @@ def test_sizes_in_base_256_and_in_pax_records_are_read():
     data = bytes(header) + bytes(1024) + said.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
     data += tar_of([(tarfile.TarInfo("last.bin"), b"x")])
     assert [(name, size) for name, _, size in of_tarfile(data)] == [
-        ("large.bin", 700),
-        ("pax.bin", 600),
-        ("last.bin", 1),
+        (b"large.bin", 700),
+        (b"pax.bin", 600),
+        (b"last.bin", 1),
     ]
     assert list(floor.members(data, 0, len(data))) == of_tarfile(data)
 

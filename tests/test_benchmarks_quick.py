@@ -52,6 +52,25 @@ def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str,
 
 
 @pytest.mark.timeout(400)
+def test_streamload_is_compared_with_the_floor_of_its_kind(tmp_path: Path) -> None:
+    contenders = ["floor, uint8", "streamload, uint8"]
+    result = run_quickly(
+        "warm", tmp_path / "out.json", "--openclip-python", "none", "--contenders", *contenders
+    )
+
+    floor, ours = (result["medians"][name] for name in contenders)
+    assert [row["images"] for row in result["rounds"]] == [256, 256]
+    assert 60 < ours["channel_mean"] < 200  # levels, not normalised
+    found = {target["claim"]: target["value"] for target in result["targets"] if target["value"] is not None}
+    assert found == {
+        "streamload, uint8: × the CPU time of floor, uint8": ours["cpu_us_per_image"]
+        / floor["cpu_us_per_image"],
+        "streamload, uint8: × the images/s of floor, uint8": ours["images_per_second"]
+        / floor["images_per_second"],
+    }
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale"])
 def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
     result = run_quickly(name, tmp_path / f"{name}.json")
