@@ -60,8 +60,8 @@ _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
 _PIXELS = 1 << 26  # of the largest image; only what an image needs of this memory is ever touched
 _PATIENCE_SECONDS = 600.0
-_header = struct.Struct("100s24x12s20xB100x6s82x155s").unpack_from
-"""Name, size, kind, magic and prefix."""
+_header = struct.Struct("100s24x12s20xB188x155s").unpack_from
+"""Name, size, kind and prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def members(data: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[by
     """
     at, long_name, pax_size = start, b"", -1
     while at < stop:
-        name, digits, kind, magic, prefix = _header(data, at)
+        name, digits, kind, prefix = _header(data, at)
         if digits[0] & 0x80:
             size = int.from_bytes(digits[1:], "big")
         else:
@@ -166,7 +166,7 @@ def members(data: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[by
                 name, long_name = long_name, b""
             else:
                 name = name.rstrip(b"\0")
-                if magic == b"ustar\0" and prefix[0]:
+                if prefix[0]:
                     name = prefix.rstrip(b"\0") + b"/" + name
             if pax_size >= 0:
                 size, pax_size = pax_size, -1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.warm import storage_options_of
+from streamload.errors import OptionError
 
 if TYPE_CHECKING:
     from streamload.bench.run import Report
@@ -63,6 +64,8 @@ def bench(
         cache_dir=cache_dir,
         storage_options=storage_options_of(storage_options),
     )
+    if json_file is not None and not json_file.parent.is_dir():
+        raise OptionError(f"--json={json_file}: there is no folder {json_file.parent}")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has made goes with it
     try:
         with Console(stderr=True).status("starting") as status:
