@@ -78,9 +78,9 @@ def test_pairs_are_the_samples_that_have_an_image_and_a_caption(tmp_path, format
     assert len(found) < len(samples)
 
 
-def test_a_members_name_is_split_at_its_first_dot_whatever_the_case():
+def test_neighbours_with_one_key_are_a_sample_split_at_the_first_dot_whatever_the_case():
     members = [("a.JPEG", b"1"), ("a.seg.txt", b"2"), ("a.txt", b"3"), ("b.jpg", b"4"), ("c.txt", b"5")]
-    data = tar_of([(tarfile.TarInfo(name), payload) for name, payload in members])
+    data = tar_of([(tarfile.TarInfo(name), payload) for name, payload in [*members, ("d.jpg", b"6")]])
     assert [(data[image], data[text]) for image, _, text, _ in floor.pairs(data)] == [(ord("1"), ord("3"))]
 
 
@@ -125,6 +125,12 @@ def test_boxes_are_distributed_as_those_of_the_default_transform(size):
         assert of(ours).mean() == pytest.approx(of(theirs).mean(), rel=0.01)
         assert of(ours).std() == pytest.approx(of(theirs).std(), rel=0.06)
     assert ours[:, :2].mean(axis=0) == pytest.approx(theirs[:, :2].mean(axis=0), abs=1)
+
+
+@pytest.mark.parametrize(("draw", "place"), [(0.0, 0), (0.999, 400 - 379)])
+def test_boxes_reach_from_edge_to_edge(draw, place):
+    draws = iter([0.0, 0.5, draw, draw])  # the least area, as wide as high
+    assert floor.box(400, 400, lambda: next(draws)) == (place, place, 379, 379)
 
 
 @pytest.mark.parametrize("size", [(100, 900), (900, 100)])

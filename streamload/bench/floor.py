@@ -21,7 +21,7 @@ rounds in turn; the machine was busy, so read the ratios), the one that is used 
   scratch image and copied 266 · tables 318 to 542
 - ids: a list into its row and zeros behind 3.4 · as bytes by `array` 2.9, which isn't worth its lines · a
   padded list 4.9 · a comprehension 4.0 · a tensor 30
-- threads: one for each process; torch's pool only adds waiting
+- threads: one for each process · two cost 4 times as much CPU and more, on cores that are all busy
 """
 
 from __future__ import annotations
