@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 _LOW_32 = 0xFFFF_FFFF
 _UNIT_MASK = (1 << 24) - 1
-_BLOCK = 32
+_UNIT = 1 / (1 << 24)
+_BLOCK = 16
 
 
 class Draws:
@@ -24,37 +25,34 @@ class Draws:
         # torch's CPU generator is a Mersenne Twister, and seeded by the lower half, as numpy's is.
         self._bits = np.random.MT19937()
         self._seeder = np.random.RandomState(self._bits)
-        self._raw: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._taken = 0
+        self._raw: Iterator[int] = iter(())
         self._python: random.Random | None = None
         self._seed = 0
+
+    def __reduce__(self) -> tuple[type[Draws], tuple[()]]:
+        return Draws, ()
 
     def seed(self, seed: int) -> None:
         """Begin the numbers of a sample: uint64."""
         self._seeder.seed(seed & _LOW_32)
-        self._raw = self._bits.random_raw(_BLOCK)
-        self._taken = 0
+        self._raw = self._blocks()
         self._python = None
         self._seed = seed
 
-    def ahead(self, count: int) -> npt.NDArray[np.uint64]:
-        """The next numbers of torch's generator, 32 bits each, without taking them."""
-        while self._raw.size < self._taken + count:
-            self._raw = np.concatenate([self._raw, self._bits.random_raw(_BLOCK)])
-        return self._raw[self._taken : self._taken + count]
-
-    def take(self, count: int) -> None:
-        """Take some of the numbers that lie ahead."""
-        self._taken += count
+    def torch_below(self, limit: int) -> int:
+        """`torch.randint(limit, (1,)).item()`, for less than 2**32."""
+        return next(self._raw) % limit
 
     def torch_rand(self) -> float:
         """`torch.rand(1).item()`."""
-        raw = int(self.ahead(1)[0])
-        self._taken += 1
-        return (raw & _UNIT_MASK) / (_UNIT_MASK + 1)
+        return (next(self._raw) & _UNIT_MASK) * _UNIT
 
     def python_random(self) -> float:
         """`random.random()`."""
         if self._python is None:
             self._python = random.Random(self._seed)
         return self._python.random()
+
+    def _blocks(self) -> Iterator[int]:
+        while True:
+            yield from self._bits.random_raw(_BLOCK).tolist()
