@@ -147,7 +147,7 @@ class _PlannedImages:
 
     def add(self, data: memoryview, seed: int) -> None:
         place = self._levels[self._count if self._statistics is None else 0]
-        self._transform(decode_jpeg_or_image(data), place, seed)
+        self._transform(decode_jpeg_or_image(data, in_scratch=True), place, seed)
         if self._statistics is not None:
             normalise_into(place, self._batch[self._count], *self._statistics)
         self._count += 1

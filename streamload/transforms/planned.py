@@ -38,26 +38,30 @@ class PlannedTransform:
         """
         if self._is_random:
             self._draws.seed(seed)
-        image = self._fitted(pixels)
+        if not self.plan.colour:
+            self._fit(pixels, destination)
+            return
+        image = self._fit(pixels, None)
         for step in self.plan.colour:
             image = step(image, self._draws)
         destination.copy_(image)
 
-    def _fitted(self, pixels: Pixels) -> torch.Tensor:
-        """The image cropped and resized to the size of the plan."""
+    def _fit(self, pixels: Pixels, out: torch.Tensor | None) -> torch.Tensor:
+        """Crop and resize an image to the size of the plan; into `out`, if there is one."""
         plan, (height, width) = self.plan, pixels.shape[:2]
         if isinstance(plan.fit, RandomCrop):
             assert self._boxes is not None
             box = self._boxes.draw(height, width, self._draws)
-            return resize_box(pixels, box, *plan.size, plan.by)
+            return resize_box(pixels, box, *plan.size, plan.by, out)
         resized = plan.fit.resized(height, width)
         if not all(resized):
             raise DecodeError(f"image of {width}×{height} can't be resized to {resized[1]}×{resized[0]}")
         (top, down), (left, across) = map(_middle, resized, plan.size)
         image = resize_and_cut(pixels, *resized, Box(max(top, 0), max(left, 0), down, across), plan.by)
         if (down, across) == plan.size:
-            return image
-        padded = torch.tensor(plan.fill, dtype=torch.uint8).view(3, 1, 1).repeat(1, *plan.size)
+            return image if out is None else out.copy_(image)
+        padded = torch.empty((3, *plan.size), dtype=torch.uint8) if out is None else out
+        padded.copy_(torch.tensor(plan.fill, dtype=torch.uint8).view(3, 1, 1).expand_as(padded))
         above, before = max(-top, 0), max(-left, 0)
         padded[:, above : above + down, before : before + across] = image
         return padded
