@@ -13,7 +13,6 @@ from streamload.transforms.draws import Draws
 CLIP_SCALE = (0.9, 1.0)
 CLIP_RATIO = (3 / 4, 4 / 3)
 _TRIES = 10
-_NEARLY = 1.00001  # far more than float32 rounds off
 
 
 class Box(NamedTuple):
@@ -47,28 +46,23 @@ class RandomBox:
 
     def draw(self, height: int, width: int, draws: Draws) -> Box:
         """Draw the box for an image of this size."""
-        area, most_across, most_down = (
-            height * width,
-            _NEARLY * (width + 0.5) ** 2,
-            _NEARLY * (height + 0.5) ** 2,
-        )
+        area = height * width
         for _ in range(_TRIES):
             share = draws.torch_rand() * self._span[0] + self._low[0]
             log_ratio = draws.torch_rand() * self._span[1] + self._low[1]
             ratio = math.exp(log_ratio)
-            if area * share * ratio > most_across or area * share / ratio > most_down:
-                continue  # too large, as most are, whatever float32 makes of it
-            share, ratio = self._rounded(share, log_ratio)
-            target = area * share
-            box_width = round(math.sqrt(target * ratio))
-            box_height = round(math.sqrt(target / ratio))
+            across, down = math.sqrt(area * share * ratio), math.sqrt(area * share / ratio)
+            if _is_near_half(across) or _is_near_half(down):
+                share, ratio = self._in_float32(share, log_ratio)
+                across, down = math.sqrt(area * share * ratio), math.sqrt(area * share / ratio)
+            box_height, box_width = round(down), round(across)
             if 0 < box_width <= width and 0 < box_height <= height:
                 top = draws.torch_below(height - box_height + 1)
                 return Box(top, draws.torch_below(width - box_width + 1), box_height, box_width)
         return self._central(height, width)
 
-    def _rounded(self, share: float, log_ratio: float) -> tuple[float, float]:
-        """The share of the area and the ratio as torch has them, in float32."""
+    def _in_float32(self, share: float, log_ratio: float) -> tuple[float, float]:
+        """The share of the area and the ratio as torch has them."""
         self._drawn[:] = share, log_ratio
         self._drawn_ratio.exp_()
         share, ratio = self._drawn.tolist()
@@ -82,3 +76,8 @@ class RandomBox:
         elif width / height > high:
             box_width = round(height * high)
         return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+def _is_near_half(length: float) -> bool:
+    """Whether what float32 rounds off, far less than a millionth, could make it another number of pixels."""
+    return abs(length % 1.0 - 0.5) <= 1e-6 * length
