@@ -7,14 +7,18 @@ from typing import Any
 import torch
 
 from streamload.transforms.normalise import normalise_batch
+from streamload.transforms.plan import Statistics
 
 
-def to_device(values: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
-    """A batch's tensors on the device; images that came as uint8 are normalised there.
+def to_device(
+    values: dict[str, Any], device: torch.device | None, statistics: Statistics | None = None
+) -> dict[str, Any]:
+    """A batch's tensors on the device.
 
     Args:
         values: tensors and lists; tensors in pinned memory are copied without waiting.
         device: None leaves everything where it is.
+        statistics: images are uint8 and get normalised there by these; None: they stay as they are.
     """
     if device is None:
         return values
@@ -22,7 +26,6 @@ def to_device(values: dict[str, Any], device: torch.device | None) -> dict[str, 
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in values.items()
     }
-    image = moved.get("image")
-    if isinstance(image, torch.Tensor) and image.dtype == torch.uint8:
-        moved["image"] = normalise_batch(image)
+    if statistics is not None:
+        moved["image"] = normalise_batch(moved["image"], *statistics)
     return moved

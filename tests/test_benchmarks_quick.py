@@ -87,9 +87,9 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         assert all(0 < row["live_bytes"] < row["limit_bytes"] for row in result["rounds"])
     if name == "scale":
         assert list(result["medians"]) == [
-            "idle DataLoader, 2 workers",
+            "idle DataLoader, 4 workers",
             "0 workers",
-            "2 workers",
+            "4 workers",
             "following",
         ]
         times = {
@@ -100,7 +100,7 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
             "first_batch_seconds",
         }
         sizes = {"above_bytes", "above_later_bytes", "above_peak_rss_bytes"}
-        assert result["medians"]["2 workers"].keys() >= times | sizes | {"start_cpu_seconds"}
+        assert result["medians"]["4 workers"].keys() >= times | sizes | {"start_cpu_seconds"}
     if name == "verification":  # every sample of the epoch, and none
         assert [row["checked"] for row in result["rounds"]] == [256, 0]
 

@@ -13,6 +13,7 @@ from streamload.handoff import own_empty
 from streamload.shards.keys import KeySpec
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.transforms.examples import Examples, Sample
+from streamload.transforms.plan import OPENAI, clip_plan
 
 
 def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
@@ -20,9 +21,8 @@ def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
         image=KeySpec.parse("jpg").choose,
         text=KeySpec.parse("txt").choose,
         tokenizer=None,
-        preprocess=None,
+        preprocess=clip_plan(train=True),
         map_sample=None,
-        train=True,
         as_bytes=as_bytes,
     )
     batch = examples.begin(5, own_empty)
@@ -36,7 +36,7 @@ def test_bytes_that_are_normalised_on_the_device_are_what_a_worker_normalises(tm
     in_worker, as_bytes = batch(path, as_bytes=False), batch(path, as_bytes=True)
     assert as_bytes["image"].dtype == torch.uint8
     assert as_bytes["image"].shape == (4, 3, 224, 224)
-    on_device = to_device(as_bytes, torch.device("cpu"))
+    on_device = to_device(as_bytes, torch.device("cpu"), OPENAI)
     assert on_device["text"] == in_worker["text"]
     torch.testing.assert_close(on_device["image"], in_worker["image"], rtol=0, atol=1e-5)
 
@@ -44,7 +44,7 @@ def test_bytes_that_are_normalised_on_the_device_are_what_a_worker_normalises(tm
 def test_without_a_device_nothing_is_moved(tmp_path: Path) -> None:
     (path,) = write_shards(tmp_path, [2], seed=42)
     values = batch(path, as_bytes=True)
-    assert to_device(values, None) is values
+    assert to_device(values, None, OPENAI) is values
 
 
 def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from streamload.errors import OptionError
 from streamload.integrations import openclip
-from streamload.integrations.openclip.arguments import take_save_steps
+from streamload.integrations.openclip.arguments import take_own
 
 SIZES = {"batch_size": 4, "workers": 0, "seed": 0, "world_size": 1, "rank": 0}
 NOTHING = {"train_data": None, "train_num_samples": None, "val_data": None, "val_num_samples": None}
@@ -172,17 +172,25 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "save_steps", "left"),
+    ("words", "own", "left"),
     [
-        ([], 0, []),
-        (["--lr", "1", "--streamload-save-steps", "5", "--logs", "x"], 5, ["--lr", "1", "--logs", "x"]),
-        (["--streamload-save-steps=20"], 20, []),
-        (["--streamload-save-steps=20", "--streamload-save-steps", "0"], 0, []),
-        (["--streamload-save-stepsize=20"], 0, ["--streamload-save-stepsize=20"]),
+        ([], (0, True), []),
+        (
+            ["--lr", "1", "--streamload-save-steps", "5", "--logs", "x"],
+            (5, True),
+            ["--lr", "1", "--logs", "x"],
+        ),
+        (["--streamload-save-steps=20"], (20, True), []),
+        (["--streamload-as-given", "--lr", "1"], (0, False), ["--lr", "1"]),
+        (["--streamload-as-given=1"], (0, True), ["--streamload-as-given=1"]),
+        (["--streamload-save-steps=20", "--streamload-save-steps", "0"], (0, True), []),
+        (["--streamload-save-stepsize=20"], (0, True), ["--streamload-save-stepsize=20"]),
     ],
 )
-def test_our_flag_is_taken_out_of_a_command_line(words: list[str], save_steps: int, left: list[str]) -> None:
-    assert take_save_steps(words) == (save_steps, left)
+def test_our_flags_are_taken_out_of_a_command_line(
+    words: list[str], own: tuple[int, bool], left: list[str]
+) -> None:
+    assert take_own(words) == (own, left)
 
 
 @pytest.mark.parametrize("words", [["=-1"], ["=x"], ["="], ["", "1.5"], [""], ["", "--lr"]])
@@ -191,7 +199,7 @@ def test_our_flag_needs_a_number_of_steps(words: list[str]) -> None:
     with pytest.raises(
         OptionError, match=r"--streamload-save-steps '.*': it has to be a whole number from 0"
     ):
-        take_save_steps([f"--streamload-save-steps{first}", *others])
+        take_own([f"--streamload-save-steps{first}", *others])
     with pytest.raises(OptionError, match="save_steps=-1"):
         openclip.install(data_module(), save_steps=-1)
 

@@ -63,13 +63,13 @@ def same_as_pillow(data):
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (15, 17), (64, 48), (120, 90), (333, 251)])
 def test_a_sound_jpeg_has_the_pixels_of_pillow_bit_by_bit(size, progressive, subsampling):
     data = encoded(photograph(*size), "JPEG", quality=88, subsampling=subsampling, progressive=progressive)
-    assert decode._decode_sound_jpeg(data) is not None
+    assert decode._decode_sound_jpeg(data, in_scratch=False) is not None
     same_as_pillow(data)
 
 
 def test_a_gray_jpeg_has_the_pixels_of_pillow():
     data = encoded(photograph(mode="L"), "JPEG")
-    assert decode._decode_sound_jpeg(data) is not None
+    assert decode._decode_sound_jpeg(data, in_scratch=False) is not None
     same_as_pillow(data)
 
 
@@ -81,7 +81,7 @@ def test_a_gray_jpeg_has_the_pixels_of_pillow():
     ],
 )
 def test_a_jpeg_of_other_colours_has_the_pixels_of_pillow(data):
-    assert decode._decode_sound_jpeg(data) is None
+    assert decode._decode_sound_jpeg(data, in_scratch=False) is None
     same_as_pillow(data)
 
 
@@ -240,3 +240,16 @@ def test_random_damage_gives_pixels_or_a_decode_error_and_nothing_else():
         except DecodeError:
             outcomes[False] += 1
     assert min(outcomes.values()) > 50, outcomes
+
+
+def test_pixels_in_scratch_are_those_of_an_image_whatever_was_there_before():
+    files = [encoded(photograph(*size), "JPEG") for size in [(500, 375), (64, 48), (2600, 2600), (3, 5)]]
+    expected = [decode_jpeg_or_image(file) for file in files]
+    for _ in range(2):
+        for file, pixels in zip(files, expected, strict=True):
+            assert np.array_equal(decode_jpeg_or_image(file, in_scratch=True), pixels)
+    kept = decode_jpeg_or_image(files[0])
+    for file in files:
+        decode_jpeg_or_image(file, in_scratch=True)
+    assert np.array_equal(kept, expected[0])
+    assert decode._scratch.memory.nbytes <= 16 << 20

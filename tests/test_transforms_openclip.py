@@ -14,8 +14,10 @@ from PIL import Image
 
 from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms.augment import RandomBox
-from streamload.transforms.default import DefaultTransform
+from streamload.transforms.draws import Draws
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
+from streamload.transforms.plan import clip_plan
+from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
 from streamload.transforms.tokenize import adapt_tokenizer
 from streamload.transforms.user import SeededGenerators
@@ -42,15 +44,17 @@ def levels_of(normalised):
 @pytest.mark.parametrize(("scale", "ratio"), [((0.9, 1.0), (3 / 4, 4 / 3)), ((0.08, 1.0), (0.5, 1.5))])
 def test_boxes_are_torchvisions_for_the_same_seed(width, height, scale, ratio):
     image = Image.new("RGB", (width, height))
-    boxes = RandomBox(scale, ratio)
+    boxes, draws = RandomBox(scale, ratio), Draws()
     for seed in (0, 1, 2**32 - 1, 2**40 + 17, 2**64 - 1, *range(100, 200)):
         torch.manual_seed(seed)
         expected = RandomResizedCrop.get_params(image, list(scale), list(ratio))
-        assert boxes.draw(height, width, seed) == tuple(expected)
+        draws.seed(seed)
+        assert boxes.draw(height, width, draws) == tuple(expected)
+        assert draws.torch_rand() == torch.rand(1).item()
 
 
 def test_the_training_transform_is_open_clips_within_a_level():
-    ours, theirs = DefaultTransform(train=True), image_transform(224, is_train=True)
+    ours, theirs = PlannedTransform(clip_plan(train=True)), image_transform(224, is_train=True)
     levels, image = torch.zeros(3, 224, 224, dtype=torch.uint8), torch.zeros(3, 224, 224)
     values = beyond = 0
     for number in range(36):
@@ -72,7 +76,7 @@ def test_the_training_transform_is_open_clips_within_a_level():
 def test_the_evaluation_transform_is_open_clips_within_a_level(width, height):
     pixels = photograph(width, height, 0)
     levels, image = torch.zeros(3, 224, 224, dtype=torch.uint8), torch.zeros(3, 224, 224)
-    DefaultTransform(train=False)(pixels, levels)
+    PlannedTransform(clip_plan(train=False))(pixels, levels)
     normalise_into(levels, image)
     expected = image_transform(224, is_train=False)(Image.fromarray(pixels))
     apart = (levels_of(image) - levels_of(expected)).abs()

@@ -276,7 +276,7 @@ class Supply:
         for itinerary in self._itineraries.values():
             needed.update(dict.fromkeys(itinerary.shards_in_use()))
             if self._fills_ahead:
-                later.update(dict.fromkeys(itinerary.coming(self._shards_ahead())))
+                later.update(dict.fromkeys(itinerary.coming(self._shards_ahead()).tolist()))
         shards = self._recipe.shards
         self._ahead.want(
             [shards[shard] for shard in needed], [shards[shard] for shard in later if shard not in needed]

@@ -14,7 +14,7 @@ import torch
 
 from streamload.cache.selection import Keep
 from streamload.loader.loader import Loader
-from streamload.loader.options import LoaderOptions, OnError, Output
+from streamload.loader.options import ImageDtype, LoaderOptions, OnError, Output
 from streamload.loader.sources import Factors, Source, read_sources
 from streamload.loader.together import gather_state
 from streamload.settings import Eviction, Revalidate, Where
@@ -28,6 +28,8 @@ def make_loader(
     tokenizer: Any = None,
     *,
     preprocess: Preprocess | None = None,
+    compile: bool = True,  # noqa: A002
+    image_dtype: ImageDtype = "float32",
     batch_size: int = 64,
     num_workers: int = 4,
     num_samples: int | None = None,
@@ -70,9 +72,15 @@ def make_loader(
             of Sources, which are mixed by weight.
         tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
             any `list[str] → int64[N, L]`. None leaves captions as strings.
-        preprocess: PIL image to tensor, run as given, its random generators seeded by the sample. None:
+        preprocess: PIL image to tensor. A chain of torchvision's and open_clip's functions as open_clip's
+            `preprocess_train` and `preprocess_val` is compiled if all of it is known (docs/transforms.md has
+            the list): a faster path to the same boxes, flips, and pixels within one level of 255. Anything
+            else runs as given, its random generators seeded by the sample; the log says which. None:
             open_clip's default for 224 pixels (in training a random resized crop, else resize and centre
-            crop), by a faster path with the same pixels within one level of 255.
+            crop), compiled.
+        compile: False runs `preprocess` as given in any case.
+        image_dtype: "uint8" leaves a compiled transform's images as levels, a quarter of the bytes, to be
+            normalised by whoever uses them. (On a device they are moved as uint8 anyway.)
         batch_size: samples in a batch of one rank.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of

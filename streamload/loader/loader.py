@@ -23,6 +23,7 @@ from streamload.loader.schedule import Schedule
 from streamload.loader.together import gathered
 from streamload.metrics import Counters, Snapshot
 from streamload.origins.origin import import_origins
+from streamload.transforms.plan import Statistics
 
 _BATCHES_HELD = 3
 """How many batches of one worker a training loop has at a time, at most, as a rule."""
@@ -39,6 +40,7 @@ class Loader:
         self._schedule = Schedule(options)
         self._order: Order | None = None  # by which the workers go
         self._batch = 0  # of all ranks together
+        self._statistics: Statistics | None = None  # of images that come as bytes and leave as floats
         self._current: weakref.ref[_Epoch] | None = None
         self._board = Board(1 + options.num_workers, len(options.sources))
         self._counts = Counters(self._board.counters[0])
@@ -209,7 +211,7 @@ class Loader:
         self._checks.agree(batch)
         self._schedule.course.take(batch.position + self._batch, batch.groups)
         self._checks.heed(batch, self.stats().samples_yielded)
-        values = to_device(batch.values, self.options.device)
+        values = to_device(batch.values, self.options.device, self._statistics)
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._board.by_source[0, :, 0] += batch.taken
@@ -255,6 +257,7 @@ class Loader:
             deal = self._schedule.deal()
             recipe, placed = recipe_for(options, self._schedule.here, self._schedule.orders(), deal)
             self._order, self._batch = order, deal.batch
+            self._statistics = recipe.examples.unnormalised if options.image_dtype == "float32" else None
             self._leave_tier = weakref.finalize(self, placed.close)
             import_origins(options.urls.kinds())
             slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)

@@ -14,10 +14,12 @@ from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
+from streamload.transforms.recognise import NotRecognised, recognise
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
+ImageDtype = Literal["float32", "uint8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class LoaderOptions:
     sources: tuple[SourceOptions, ...]
     tokenizer: Any
     preprocess: Preprocess | None
+    compile: bool
+    image_dtype: ImageDtype
     batch_size: int
     num_workers: int
     num_samples: int | None
@@ -66,6 +70,7 @@ class LoaderOptions:
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
         _one_of("output", self.output, ("tuple", "dict", "hf"))
         _one_of("on_error", self.on_error, ("skip", "raise"))
+        _one_of("image_dtype", self.image_dtype, ("float32", "uint8"))
         if self.revalidate is not None:
             _one_of("revalidate", self.revalidate, get_args(Revalidate))
         if self.eviction is not None:
@@ -96,11 +101,28 @@ class LoaderOptions:
                 "map_sample= makes the whole example: preprocess= and tokenizer= have no place beside it"
             )
 
+        if self.image_dtype == "uint8":
+            self._refuse_floats()
+
     @property
     def urls(self) -> UrlList:
         """The shards of all sources."""
         first, *others = (source.urls for source in self.sources)
         return sum(others, first)
+
+    def _refuse_floats(self) -> None:
+        """Refuse a transform that can't be stopped in front of its floats."""
+        if self.map_sample is not None or (self.preprocess is not None and not self.compile):
+            raise OptionError(
+                'image_dtype="uint8" is for images that streamload makes, not for functions as given'
+            )
+        if self.preprocess is not None:
+            try:
+                recognise(self.preprocess)
+            except NotRecognised as exc:
+                raise OptionError(
+                    f'image_dtype="uint8" is for a preprocess= that can be compiled: {exc}'
+                ) from exc
 
     @property
     def goes_on(self) -> bool:

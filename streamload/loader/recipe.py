@@ -18,7 +18,9 @@ from streamload.origins.origin import OriginOptions
 from streamload.settings import read_settings
 from streamload.shards.keys import KeySpec
 from streamload.topology import Topology, run_name
-from streamload.transforms.examples import Examples
+from streamload.transforms.examples import Examples, Preprocess
+from streamload.transforms.plan import ImagePlan, clip_plan
+from streamload.transforms.recognise import NotRecognised, recognise
 from streamload.transforms.tokenize import adapt_tokenizer
 
 logger = logging.getLogger("streamload")
@@ -110,8 +112,22 @@ def _examples(options: LoaderOptions) -> Examples:
         image=KeySpec.parse(options.image_key).choose,
         text=KeySpec.parse(options.text_key).choose,
         tokenizer=adapt_tokenizer(options.tokenizer),
-        preprocess=options.preprocess,
+        preprocess=_planned(options),
         map_sample=options.map_sample,
-        train=options.train,
-        as_bytes=on_device,
+        as_bytes=on_device or options.image_dtype == "uint8",
     )
+
+
+def _planned(options: LoaderOptions) -> ImagePlan | Preprocess:
+    """The plan of what was asked for; the function itself if there is none."""
+    if options.preprocess is None:
+        return clip_plan(options.train)
+    if not options.compile:
+        return options.preprocess
+    try:
+        plan = recognise(options.preprocess)
+    except NotRecognised as exc:
+        logger.info("preprocess= runs as given: %s", exc)
+        return options.preprocess
+    logger.info("preprocess= is compiled: %s", plan)
+    return plan

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -205,19 +204,19 @@ class GroupOrder:
         places = dict.fromkeys([*waiting.tolist(), *reading.tolist()])
         return [int(self._lanes.order[place]) for place in places if place not in self._done]
 
-    def coming_shards(self, count: int) -> list[int]:
+    def coming_shards(self, count: int) -> NDArray[np.int64]:
         """The next shards that lanes will begin, up to `count`: of this pass, then of the following one.
 
         Across the end of the last pass of an epoch see `plan.pass_order`.
         """
         if self.finished:
-            return []
-        coming = self._lanes.order[list(islice(self._lanes.coming(), count))].tolist()
+            return np.empty(0, np.int64)
+        coming = self._lanes.order[self._lanes.coming(count)]
         if len(coming) < count and self._pass + 1 != self._passes:
             if self._following is None:
                 self._following = self._order_of(self._pass + 1)
-            coming += self._following[: count - len(coming)].tolist()
-        return [int(shard) for shard in coming]
+            coming = np.concatenate([coming, self._following[: count - len(coming)]])
+        return coming
 
     def blocked(self, arrivals: Arrivals | None = None) -> list[int]:
         """The shards of which lanes lack the next samples, one a lane, most urgent first.

@@ -6,6 +6,7 @@ nothing is drawn: value *i* of a stream is computed without the ones before it. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Final
 
@@ -105,7 +106,13 @@ def _bucket(key_: int, indexes: NDArray[np.int64], bits: int) -> NDArray[np.int6
 
 def sample_seed(seed: int, epoch: int, pass_: int, shard: int, sample: int) -> int:
     """The 64-bit seed of one visit to one sample: its augmentation, on whatever layout it is computed."""
-    return key(seed, SAMPLE, epoch, pass_, shard, sample)
+    return mix(_visit_key(seed, epoch, pass_, shard) ^ (sample & _MASK))
+
+
+@functools.lru_cache(1 << 12)
+def _visit_key(seed: int, epoch: int, pass_: int, shard: int) -> int:
+    """The part of a sample's seed that it shares with the other samples of its shard."""
+    return key(seed, SAMPLE, epoch, pass_, shard)
 
 
 def pick(sample_seed_: int, attempt: int, count: int) -> int:

@@ -98,6 +98,7 @@ class Lanes:
         self.given = state.given
         self.samples = np.full(order.size, -1, np.int32)
         self._done = done
+        self._last_done = max(done, default=-1)
         self._parts = parts
         self._count = count
         # Mutable state: given, the turn (round, slot, next), and for each lane: the place of its shard, what
@@ -132,16 +133,19 @@ class Lanes:
         """The places in the pass of the shards that lanes are reading, int64."""
         return np.array([p for p in self._place.tolist() if p >= 0 and p not in self._done], np.int64)
 
-    def coming(self) -> Iterator[int]:
-        """The places in the pass of the shards that no lane has taken yet, in order."""
-        return (place for place in range(self._next, self.order.size) if place not in self._done)
+    def coming(self, count: int) -> NDArray[np.int64]:
+        """The places in the pass of the next shards that no lane has taken yet, at most `count`, in order."""
+        places = np.arange(self._next, min(self._next + count + len(self._done), self.order.size))
+        if self._next <= self._last_done:
+            places = places[[place not in self._done for place in places.tolist()]]
+        return places[:count]
 
     def lacking(self) -> list[int]:
         """Places in the pass of the shards whose samples are lacking first, one a lane, most urgent first.
 
         For a lane whose shard is known to its end that is the next shard that no lane has taken.
         """
-        coming = self.coming()
+        coming = iter(self.coming(self._count).tolist())
         places = []
         for lane in np.argsort(np.maximum(self._dry, self._rounds_done()), kind="stable").tolist():
             if not self._ended[lane]:

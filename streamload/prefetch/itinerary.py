@@ -117,21 +117,21 @@ class Itinerary:
         known = sorted(set(self._known.shards.tolist()))
         return list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
 
-    def coming(self, count: int) -> list[int]:
+    def coming(self, count: int) -> npt.NDArray[np.int64]:
         """The next shards that will be opened, over the end of the pass."""
         coming = self._order.coming_shards(count)
         if len(coming) < count:
-            coming = [*coming, *self._next_pass()[: count - len(coming)].tolist()]
-        return self._here(coming)
+            coming = np.concatenate([coming, self._next_pass()[: count - len(coming)]])
+        return coming + self._first
 
     def tell_progress(self) -> None:
         """Tell the other users of the tier what is open and what comes next, if that has changed."""
         in_use = self.shards_in_use()
-        state = (in_use, self._order.coming_shards(1))
+        state = (in_use, self._order.coming_shards(1).tolist())
         if state != self._told:
             self._told = state
-            visits = [*in_use, *self.coming(VISITS_KEPT)][:VISITS_KEPT]
-            self._run.tell(self._names_of(np.array(visits, np.int64)))
+            visits = np.concatenate([np.array(in_use, np.int64), self.coming(VISITS_KEPT)])[:VISITS_KEPT]
+            self._run.tell(self._names_of(visits))
 
     def _names_of(self, visits: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """The short names of shards; those of which it was asked the last time are known."""

@@ -1,19 +1,18 @@
-"""What is random about an image, drawn from the seed of the sample (part of I); no pixel is touched."""
+"""Random boxes of an image (part of I); no pixel is touched."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+
+from streamload.transforms.draws import Draws
 
 CLIP_SCALE = (0.9, 1.0)
 CLIP_RATIO = (3 / 4, 4 / 3)
 _TRIES = 10
-_UNIT_MASK = np.uint64((1 << 24) - 1)
-_UNIT = 1 / (1 << 24)
 
 
 class Box(NamedTuple):
@@ -28,43 +27,46 @@ class Box(NamedTuple):
 class RandomBox:
     """Boxes of random area and aspect ratio, those of torchvision's `RandomResizedCrop.get_params`.
 
-    A seed gives the box that torchvision would have drawn after `torch.manual_seed(seed)`. About 25 µs, half
-    of what torch's generator takes; one thread at a time.
+    Args:
+        scale: least and largest share of the area that a box has.
+        ratio: least and largest width / height of a box.
     """
 
     def __init__(
         self, scale: tuple[float, float] = CLIP_SCALE, ratio: tuple[float, float] = CLIP_RATIO
     ) -> None:
-        self._ratio = ratio
-        bounds = torch.stack([torch.tensor(scale), torch.log(torch.tensor(ratio))]).numpy()
-        self._low = bounds[:, 0].astype(np.float64)
-        self._span = (bounds[:, 1] - bounds[:, 0]).astype(np.float64)
-        # torch's CPU generator is a Mersenne Twister, and seeded by the lower half, as numpy's is.
-        self._bits = np.random.MT19937()
-        self._seeder = np.random.RandomState(self._bits)
+        self._scale, self._ratio = scale, ratio
+        low, high = torch.stack([torch.tensor(scale), torch.log(torch.tensor(ratio))]).double().T
+        self._low, self._span = low.tolist(), (high - low).tolist()
+        self._drawn = np.empty(2, np.float32)
+        self._drawn_ratio = torch.from_numpy(self._drawn)[1:]
 
-    def draw(self, height: int, width: int, seed: int) -> Box:
+    def __reduce__(self) -> tuple[type[RandomBox], tuple[Any, ...]]:
+        return RandomBox, (self._scale, self._ratio)
+
+    def draw(self, height: int, width: int, draws: Draws) -> Box:
         """Draw the box for an image of this size."""
-        self._seeder.seed(seed & 0xFFFFFFFF)
-        raw: npt.NDArray[np.uint64] = self._bits.random_raw(2 * _TRIES + 2)
-        for attempt, (share, ratio) in enumerate(self._shares_and_ratios(raw[: 2 * _TRIES])):
-            target = height * width * share
-            box_width = round(math.sqrt(target * ratio))
-            box_height = round(math.sqrt(target / ratio))
+        area = height * width
+        for _ in range(_TRIES):
+            share = draws.torch_rand() * self._span[0] + self._low[0]
+            log_ratio = draws.torch_rand() * self._span[1] + self._low[1]
+            ratio = math.exp(log_ratio)
+            across, down = math.sqrt(area * share * ratio), math.sqrt(area * share / ratio)
+            if _is_near_half(across) or _is_near_half(down):
+                share, ratio = self._in_float32(share, log_ratio)
+                across, down = math.sqrt(area * share * ratio), math.sqrt(area * share / ratio)
+            box_height, box_width = round(down), round(across)
             if 0 < box_width <= width and 0 < box_height <= height:
-                top, left = raw[2 * attempt + 2 : 2 * attempt + 4].tolist()
-                return Box(
-                    top % (height - box_height + 1), left % (width - box_width + 1), box_height, box_width
-                )
+                top = draws.torch_below(height - box_height + 1)
+                return Box(top, draws.torch_below(width - box_width + 1), box_height, box_width)
         return self._central(height, width)
 
-    def _shares_and_ratios(self, raw: npt.NDArray[np.uint64]) -> list[list[float]]:
-        """What torch's `uniform_` makes of these numbers, in float32: of each two, area share and ratio."""
-        unit = (raw & _UNIT_MASK).reshape(-1, 2) * _UNIT
-        drawn = (unit * self._span + self._low).astype(np.float32)
-        torch.from_numpy(drawn)[:, 1].exp_()
-        tries: list[list[float]] = drawn.tolist()
-        return tries
+    def _in_float32(self, share: float, log_ratio: float) -> tuple[float, float]:
+        """The share of the area and the ratio as torch has them."""
+        self._drawn[:] = share, log_ratio
+        self._drawn_ratio.exp_()
+        share, ratio = self._drawn.tolist()
+        return share, ratio
 
     def _central(self, height: int, width: int) -> Box:
         low, high = self._ratio
@@ -74,3 +76,8 @@ class RandomBox:
         elif width / height > high:
             box_width = round(height * high)
         return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+def _is_near_half(length: float) -> bool:
+    """Whether what float32 rounds off, far less than a millionth, could make it another number of pixels."""
+    return abs(length % 1.0 - 0.5) <= 1e-6 * length

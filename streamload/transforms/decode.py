@@ -7,6 +7,7 @@ decoder warn included, is Pillow's, so that what is accepted and what is refused
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 
 import numpy as np
@@ -40,15 +41,34 @@ _PLUGINS = (
 )
 FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
+_SCRATCH_BYTES = 16 << 20
 _JPEG_START = b"\xff\xd8\xff"
 _FAST_COLOURS = frozenset(("YCbCr", "Gray"))
 
 
-def decode_jpeg_or_image(data: bytes | memoryview) -> Pixels:
+class _Scratch(threading.local):
+    """Memory for one image at a time: fresh pages for each cost a sixth of what decoding does."""
+
+    memory: Pixels = np.empty(0, np.uint8)
+
+    def of(self, size: int) -> Pixels | None:
+        """At least `size` bytes; None for an image that is too large to keep as much for."""
+        if size > _SCRATCH_BYTES:
+            return None
+        if self.memory.size < size:
+            self.memory = np.empty(min(_SCRATCH_BYTES, 2 * size), np.uint8)
+        return self.memory
+
+
+_scratch = _Scratch()
+
+
+def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) -> Pixels:
     """Decode an image.
 
     Args:
         data: a whole JPEG, PNG, WebP, GIF or BMP file.
+        in_scratch: the pixels are needed only until this thread decodes another image.
 
     Returns:
         uint8[H, W, 3], contiguous and writable. Of an animation, the first frame.
@@ -57,7 +77,7 @@ def decode_jpeg_or_image(data: bytes | memoryview) -> Pixels:
         DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
     """
     if data[:3] == _JPEG_START:
-        pixels = _decode_sound_jpeg(data)
+        pixels = _decode_sound_jpeg(data, in_scratch)
         if pixels is not None:
             return pixels
     return np.array(decode_to_pillow(data))
@@ -85,14 +105,15 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
             ) from exc
 
 
-def _decode_sound_jpeg(data: bytes | memoryview) -> Pixels | None:
+def _decode_sound_jpeg(data: bytes | memoryview, in_scratch: bool) -> Pixels | None:
     """The pixels of a JPEG without oddities; None leaves it to Pillow."""
     try:
         height, width, colour, _ = simplejpeg.decode_jpeg_header(data)
         _check_size(width, height)
         if colour not in _FAST_COLOURS:
             return None
-        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
+        memory = _scratch.of(height * width * 3) if in_scratch else None
+        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=memory)
     except DecodeError:
         raise
     except ValueError:  # strict, its default: what libjpeg only warns of is raised

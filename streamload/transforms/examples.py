@@ -12,15 +12,15 @@ import torch
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
 from streamload.transforms.decode import decode_jpeg_or_image
-from streamload.transforms.default import DefaultTransform
 from streamload.transforms.normalise import normalise_into
+from streamload.transforms.plan import ImagePlan, Statistics
+from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.tokenize import BatchTokenizer
 from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]
 MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
 Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
-IMAGE_SIZE = 224
 
 
 class Sample(NamedTuple):
@@ -59,28 +59,33 @@ class Examples:
         image: tells from a sample's extensions which one holds the image.
         text: which one holds the caption, and in which field of a JSON member.
         tokenizer: captions to ids; None leaves them as strings.
-        preprocess: PIL image to value; None is the default transform, to IMAGE_SIZE.
+        preprocess: pixels to an image of the batch by a plan, or PIL image to value by a function as given.
         map_sample: in place of all of the above: the raw sample to a dict of values.
-        train: whether the default transform augments.
-        as_bytes: leave the default transform's images as uint8, to be normalised where they are used.
+        as_bytes: leave a plan's images as uint8, to be normalised where they are used.
     """
 
     image: Choose
     text: Choose
     tokenizer: BatchTokenizer | None
-    preprocess: Preprocess | None
+    preprocess: ImagePlan | Preprocess
     map_sample: MapSample | None
-    train: bool
     as_bytes: bool
+
+    @property
+    def unnormalised(self) -> Statistics | None:
+        """What images that are left as uint8 have still to be normalised by; None: nothing."""
+        return (
+            self.preprocess.statistics if self.as_bytes and isinstance(self.preprocess, ImagePlan) else None
+        )
 
     def begin(self, size: int, allocate: Allocate) -> BatchInProgress:
         """An empty batch of at most `size` examples; `allocate` gives the memory of its tensors."""
         if self.map_sample is not None:
             return _MappedBatch(self.map_sample, allocate)
-        if self.preprocess is not None:
-            images: _Images = _GivenImages(self.preprocess, allocate)
+        if isinstance(self.preprocess, ImagePlan):
+            images: _Images = _PlannedImages(self.preprocess, self.as_bytes, size, allocate)
         else:
-            images = _DefaultImages(self.train, self.as_bytes, size, allocate)
+            images = _GivenImages(self.preprocess, allocate)
         return _CaptionedBatch(images, self)
 
 
@@ -125,30 +130,30 @@ class _CaptionedBatch:
         self._images.close()
 
 
-class _DefaultImages:
-    """The default transform, each image normalised while it is in the processor's cache."""
+class _PlannedImages:
+    """Images by a plan, each normalised while it is in the processor's cache."""
 
-    def __init__(self, train: bool, as_bytes: bool, size: int, allocate: Allocate):
-        self._transform = DefaultTransform(train, IMAGE_SIZE)
-        self._as_bytes = as_bytes
+    def __init__(self, plan: ImagePlan, as_bytes: bool, size: int, allocate: Allocate):
+        self._transform = PlannedTransform(plan)
+        self._statistics = None if as_bytes else plan.statistics
         self._count = 0
         # The transform writes channels last: into the batch itself, or beside it for the normalising.
-        if as_bytes:
-            levels = allocate((size, IMAGE_SIZE, IMAGE_SIZE, 3), torch.uint8)
+        if self._statistics is None:
+            levels = allocate((size, *plan.size, 3), torch.uint8)
         else:
-            levels = torch.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8)
-            self._batch = allocate((size, 3, IMAGE_SIZE, IMAGE_SIZE), torch.float32)
+            levels = torch.empty((1, *plan.size, 3), dtype=torch.uint8)
+            self._batch = allocate((size, 3, *plan.size), torch.float32)
         self._levels = levels.permute(0, 3, 1, 2)
 
     def add(self, data: memoryview, seed: int) -> None:
-        place = self._levels[self._count if self._as_bytes else 0]
-        self._transform(decode_jpeg_or_image(data), place, seed)
-        if not self._as_bytes:
-            normalise_into(place, self._batch[self._count])
+        place = self._levels[self._count if self._statistics is None else 0]
+        self._transform(decode_jpeg_or_image(data, in_scratch=True), place, seed)
+        if self._statistics is not None:
+            normalise_into(place, self._batch[self._count], *self._statistics)
         self._count += 1
 
     def finish(self) -> torch.Tensor:
-        return (self._levels if self._as_bytes else self._batch)[: self._count]
+        return (self._levels if self._statistics is None else self._batch)[: self._count]
 
     def close(self) -> None:
         """Nothing is borrowed."""

@@ -1,4 +1,4 @@
-"""Bicubic resizing with antialias of uint8 images (part of I): Pillow's pixels by torch's kernel, 4× faster.
+"""Resizing with antialias of uint8 images (part of I): Pillow's pixels by torch's kernel, 4× faster.
 
 Both round to uint8 between their two passes, so the passes must come in Pillow's order; then a value differs
 by at most one level (in one of about 10 million by two: torch's weights have 15 bits, Pillow's 22).
@@ -7,69 +7,92 @@ by at most one level (in one of about 10 million by two: torch's weights have 15
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from PIL import Image
 
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels
 
+Filter = Literal["bicubic", "bilinear"]
+
 _LONGEST = 8
-"""How many times its short side a resized image is long before only the part that is used gets computed."""
+"""How many times the part that is used a resized image is long before only that part gets computed."""
+# What F.interpolate calls, which can't be told where to put the result: that costs a tenth of the resizing.
+_KERNELS: dict[Filter, Callable[..., torch.Tensor]] = {
+    "bicubic": torch._C._nn._upsample_bicubic2d_aa,
+    "bilinear": torch._C._nn._upsample_bilinear2d_aa,
+}
+_PILLOWS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
-def resize_box(pixels: Pixels, box: Box, height: int, width: int) -> torch.Tensor:
-    """Crop an image and resize the crop, as `crop(…).resize(…, BICUBIC)` of Pillow.
+def resize_box(
+    pixels: Pixels,
+    box: Box,
+    height: int,
+    width: int,
+    by: Filter = "bicubic",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Crop an image and resize the crop, as `crop(…).resize(…)` of Pillow.
 
     Args:
         pixels: uint8[H, W, 3], writable.
         box: within the image.
         height: of the result.
         width: of the result.
+        by: the filter.
+        out: where to put it: uint8[3, height, width]; channels last saves a copy. None: memory of its own.
 
     Returns:
-        uint8[3, height, width] in memory of its own, channels last.
+        uint8[3, height, width], channels last if the memory is its own.
     """
     top, left, box_height, box_width = box
-    image = torch.from_numpy(pixels)[None, top : top + box_height, left : left + box_width].permute(
+    image = torch.from_numpy(pixels[None, top : top + box_height, left : left + box_width]).permute(
         0, 3, 1, 2
     )
     if _goes_down_first(box_height, box_width, height, width):
-        image = _interpolate(image, height, box_width)
-    return _interpolate(image, height, width)[0]
+        image = _interpolate(image, height, box_width, by, None)
+    return _interpolate(image, height, width, by, None if out is None else out[None])[0]
 
 
-def resize_and_crop_centre(pixels: Pixels, size: int) -> torch.Tensor:
-    """Resize the short side to `size` and cut the middle square: torchvision's Resize and CenterCrop.
+def resize_and_cut(
+    pixels: Pixels, height: int, width: int, part: Box, by: Filter = "bicubic"
+) -> torch.Tensor:
+    """Resize an image to height × width and cut a part out, as `resize(…).crop(…)` of Pillow.
 
     Args:
         pixels: uint8[H, W, 3], writable.
-        size: of the result.
+        height: of the whole image, resized.
+        width: the same.
+        part: within the resized image.
+        by: the filter.
 
     Returns:
-        uint8[3, size, size]; its memory may be larger than it.
+        uint8[3, part.height, part.width]; its memory may be larger than it.
     """
-    height, width = pixels.shape[:2]
-    long = int(size * max(height, width) / min(height, width))
-    new_height, new_width = (long, size) if width <= height else (size, long)
-    top, left = round((new_height - size) / 2), round((new_width - size) / 2)
-    if long > _LONGEST * size:
-        return _resize_part(pixels, new_height, new_width, Box(top, left, size, size))
-    resized = resize_box(pixels, Box(0, 0, height, width), new_height, new_width)
-    return resized[:, top : top + size, left : left + size]
+    if max(height, width) > _LONGEST * max(part.height, part.width):
+        return _resize_part(pixels, height, width, part, by)
+    whole = Box(0, 0, *pixels.shape[:2])
+    resized = resize_box(pixels, whole, height, width, by)
+    return resized[:, part.top : part.top + part.height, part.left : part.left + part.width]
 
 
-def _interpolate(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _interpolate(
+    image: torch.Tensor, height: int, width: int, by: Filter, out: torch.Tensor | None
+) -> torch.Tensor:
+    """What `F.interpolate(image, (height, width), mode=by, antialias=True)` gives, but into `out`."""
     if image.shape[2:] == (height, width):
-        return image
-    # The kernel is fastest from channels last to channels last; a copy of a crop costs it less than its gaps.
-    image = image.contiguous(memory_format=torch.channels_last)
-    return F.interpolate(image, (height, width), mode="bicubic", antialias=True)
+        return image if out is None else out.copy_(image)
+    if out is None:
+        out = torch.empty((1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    return _KERNELS[by](image, (height, width), False, None, None, out=out)
 
 
-def _resize_part(pixels: Pixels, height: int, width: int, part: Box) -> torch.Tensor:
+def _resize_part(pixels: Pixels, height: int, width: int, part: Box, by: Filter) -> torch.Tensor:
     """A part of the image resized to height × width, the rest not computed: for very long images."""
     down, across = pixels.shape[0] / height, pixels.shape[1] / width
     source = (
@@ -78,7 +101,7 @@ def _resize_part(pixels: Pixels, height: int, width: int, part: Box) -> torch.Te
         (part.left + part.width) * across,
         (part.top + part.height) * down,
     )
-    image = Image.fromarray(pixels).resize((part.width, part.height), Image.Resampling.BICUBIC, box=source)
+    image = Image.fromarray(pixels).resize((part.width, part.height), _PILLOWS[by], box=source)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 

@@ -20,20 +20,27 @@ from types import ModuleType
 from typing import Any, Literal
 
 from streamload.errors import OptionError
-from streamload.integrations.openclip.arguments import refuse_unknown, selected, take_save_steps
+from streamload.integrations.openclip.arguments import refuse_unknown, selected, take_own
 from streamload.integrations.openclip.data import Batches, Data, training, validation
 from streamload.loader.options import at_least
 
 __all__ = ["Batches", "Data", "install", "main"]
 
 
-def install(module: ModuleType | None = None, *, save_steps: int = 0) -> Callable[[], None]:
+def install(
+    module: ModuleType | None = None,
+    *,
+    save_steps: int = 0,
+    compile: bool = True,  # noqa: A002
+) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
     Args:
         module: its data module; None finds `open_clip_train.data` (`training.data` up to 2.24).
         save_steps: after how many steps, again and again, the loader's state is written beside OpenCLIP's
             checkpoints, so that --resume goes on behind the last of them. 0: only that of each epoch's end.
+        compile: False runs OpenCLIP's training transform as given, too, instead of compiled (make_loader's
+            `compile`). That of validation always runs as given: its batches are OpenCLIP's own to the bit.
 
     Returns:
         A function that puts the original back.
@@ -63,9 +70,10 @@ def install(module: ModuleType | None = None, *, save_steps: int = 0) -> Callabl
             )
         refuse_unknown(args)
         output: Literal["dict", "tuple"] = "dict" if as_dict else "tuple"
-        common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "output": output, **selected(args)}
+        common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "compile": compile, "output": output}
+        common |= selected(args)
         if not is_train:
-            return validation(args, common)
+            return validation(args, common | {"compile": False})  # what is reported is compared to the digit
         return training(args, common, epoch, floor, save_steps)
 
     def uninstall() -> None:
@@ -89,12 +97,12 @@ def main(arguments: list[str]) -> None:
     """Run OpenCLIP's training on streamload.
 
     Args:
-        arguments: open_clip_train's, and --streamload-save-steps N (install() says what it does). A leading
-            "--" is passed over: `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to
-            leave --logs alone.
+        arguments: open_clip_train's, --streamload-save-steps N, and --streamload-as-given, which is
+            compile=False (install() says what they do). A leading "--" is passed over:
+            `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to leave --logs alone.
     """
-    save_steps, arguments = take_save_steps(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    own, arguments = take_own(arguments[1:] if arguments[:1] == ["--"] else arguments)
     data = _data_module()
-    install(data, save_steps=save_steps)
+    install(data, **own._asdict())
     train = importlib.import_module(data.__name__.replace(".data", ".main"))
     train.main(arguments)

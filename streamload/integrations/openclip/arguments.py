@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamload import urls
 from streamload.errors import OptionError
@@ -13,6 +13,7 @@ from streamload.loader import make_loader
 from streamload.shards.samples import Entry
 
 _SAVE_STEPS = "--streamload-save-steps"
+_AS_GIVEN = "--streamload-as-given"
 
 # Arguments that say what is trained on. What isn't known must not be ignored: these are heeded here …
 _HEEDED = {
@@ -35,25 +36,34 @@ _ABOUT_DATA = ("data_", "dataset_", "image_key", "json_", "max_image_", "text_ke
 _ABOUT_VALIDATION = ("val_data", "val_num")
 
 
-def take_save_steps(arguments: Iterable[str]) -> tuple[int, list[str]]:
-    """Take --streamload-save-steps out of a command line, since OpenCLIP's parser doesn't know it.
+class OwnArguments(NamedTuple):
+    """The flags that OpenCLIP's parser doesn't know: what `install` takes."""
+
+    save_steps: int
+    compile: bool
+
+
+def take_own(arguments: Iterable[str]) -> tuple[OwnArguments, list[str]]:
+    """Take --streamload-save-steps N and --streamload-as-given out of a command line.
 
     Returns:
-        Its value, 0 if it isn't given, and the other words.
+        What they say, and the other words.
 
     Raises:
-        OptionError: its value is no whole number from 0.
+        OptionError: N is no whole number from 0.
     """
-    given, others, words = "0", [], iter(arguments)
+    given, as_given, others, words = "0", False, [], iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name == _SAVE_STEPS:
             given = value if equals else next(words, "")
+        elif word == _AS_GIVEN:
+            as_given = True
         else:
             others.append(word)
     if not given.isdecimal():
         raise OptionError(f"{_SAVE_STEPS} {given!r}: it has to be a whole number from 0")
-    return int(given), others
+    return OwnArguments(int(given), not as_given), others
 
 
 def listed_size(shards: str) -> int | None:

@@ -1,0 +1,77 @@
+"""Plans carried out: pixels → an image's place in a batch, up to the normalising (part of I)."""
+
+from __future__ import annotations
+
+import torch
+
+from streamload.errors import DecodeError
+from streamload.transforms.augment import Box, RandomBox
+from streamload.transforms.decode import Pixels
+from streamload.transforms.draws import Draws
+from streamload.transforms.plan import ImagePlan, RandomCrop
+from streamload.transforms.resize import resize_and_cut, resize_box
+
+
+class PlannedTransform:
+    """What a plan says, on pixels: Pillow's within one level of 255, a value in a million within two.
+
+    About 600 µs for 500×375 → 224 px. Deterministic in (pixels, seed); one thread at a time.
+    """
+
+    def __init__(self, plan: ImagePlan) -> None:
+        self.plan = plan
+        self._boxes = RandomBox(plan.fit.scale, plan.fit.ratio) if isinstance(plan.fit, RandomCrop) else None
+        self._is_random = self._boxes is not None or bool(plan.colour)
+        self._draws = Draws()
+
+    def __call__(self, pixels: Pixels, destination: torch.Tensor, seed: int = 0) -> None:
+        """Transform an image into its place.
+
+        Args:
+            pixels: uint8[H, W, 3], writable.
+            destination: uint8[3, *plan.size]; channels last saves 90 µs.
+            seed: uint64 of the sample and pass. What is random is drawn as the functions that the plan stands
+                for draw it, with torch's and Python's generators seeded by it (user.py).
+
+        Raises:
+            DecodeError: the image is so long that nothing of its short side would be left.
+        """
+        if self._is_random:
+            self._draws.seed(seed)
+        if not self.plan.colour:
+            self._fit(pixels, destination)
+            return
+        image = self._fit(pixels, None)
+        for step in self.plan.colour:
+            image = step(image, self._draws)
+        destination.copy_(image)
+
+    def _fit(self, pixels: Pixels, out: torch.Tensor | None) -> torch.Tensor:
+        """Crop and resize an image to the size of the plan; into `out`, if there is one."""
+        plan, (height, width) = self.plan, pixels.shape[:2]
+        if isinstance(plan.fit, RandomCrop):
+            assert self._boxes is not None
+            box = self._boxes.draw(height, width, self._draws)
+            return resize_box(pixels, box, *plan.size, plan.by, out)
+        resized = plan.fit.resized(height, width)
+        if not all(resized):
+            raise DecodeError(f"image of {width}×{height} can't be resized to {resized[1]}×{resized[0]}")
+        (top, down), (left, across) = map(_middle, resized, plan.size)
+        image = resize_and_cut(pixels, *resized, Box(max(top, 0), max(left, 0), down, across), plan.by)
+        if (down, across) == plan.size:
+            return image if out is None else out.copy_(image)
+        padded = torch.empty((3, *plan.size), dtype=torch.uint8) if out is None else out
+        padded.copy_(torch.tensor(plan.fill, dtype=torch.uint8).view(3, 1, 1).expand_as(padded))
+        above, before = max(-top, 0), max(-left, 0)
+        padded[:, above : above + down, before : before + across] = image
+        return padded
+
+
+def _middle(length: int, wanted: int) -> tuple[int, int]:
+    """Where the middle of a side begins, less than 0 where there isn't enough of it, and how long it is.
+
+    Rounded as by torchvision's CenterCrop, which pads what is too short.
+    """
+    if length < wanted:
+        return -((wanted - length) // 2), length
+    return round((length - wanted) / 2), wanted

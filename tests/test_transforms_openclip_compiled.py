@@ -1,0 +1,218 @@
+"""open_clip's and torchvision's transforms as plans, held to themselves on Pillow images.
+
+These run in the environment that has open_clip.
+"""
+
+import logging
+import sys
+import warnings
+
+import pytest
+import torch
+from photographs import SIZES, photograph
+from PIL import Image
+
+import streamload
+from streamload.errors import OptionError
+from streamload.testing.photographs import write_photograph_shards
+from streamload.testing.torchvision_stub import define_torchvision_schemas
+from streamload.transforms.normalise import normalise_into
+from streamload.transforms.plan import OPENAI, clip_plan
+from streamload.transforms.planned import PlannedTransform
+from streamload.transforms.recognise import NotRecognised, recognise
+from streamload.transforms.user import SeededGenerators
+
+define_torchvision_schemas()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    open_clip = pytest.importorskip(
+        "open_clip", reason="open_clip is not in this environment; `make test-openclip` runs these tests"
+    )
+    from open_clip.transform import AugmentationCfg, CenterCropOrPad, image_transform
+    from torchvision import transforms
+    from torchvision.transforms import InterpolationMode
+
+BICUBIC = InterpolationMode.BICUBIC
+SIGLIP = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+
+
+def open_clips(size, *, is_train, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of options that it has used
+        return image_transform(size, is_train=is_train, **options)
+
+
+def chain(*steps):
+    return transforms.Compose([*steps, transforms.ToTensor()])
+
+
+def colour_of(*steps, size=(96, 128)):
+    crop = transforms.RandomResizedCrop(size, scale=(0.3, 1.0), interpolation=BICUBIC)
+    return chain(crop, *steps)
+
+
+KNOWN = {
+    "open_clip's training": open_clips(224, is_train=True),
+    "one with small crops": open_clips(96, is_train=True, aug_cfg={"scale": (0.08, 1.0)}),
+    "not square": open_clips((160, 96), is_train=True),
+    "SigLIP's statistics": open_clips(256, is_train=True, **SIGLIP),
+    "some grey": open_clips(64, is_train=True, aug_cfg=AugmentationCfg(gray_scale_prob=0.4)),
+    "shortest": open_clips(224, is_train=False),
+    "shortest, bilinear": open_clips(224, is_train=False, interpolation="bilinear"),
+    "shortest, not square": open_clips((160, 96), is_train=False),
+    "longest": open_clips(224, is_train=False, resize_mode="longest", fill_color=127),
+    "longest, odd": open_clips((95, 161), is_train=False, resize_mode="longest"),
+    "squash": open_clips(384, is_train=False, resize_mode="squash", **SIGLIP),
+    "flipped": colour_of(transforms.RandomHorizontalFlip(0.7)),
+    "flipped and grey": colour_of(transforms.RandomHorizontalFlip(), transforms.RandomGrayscale(0.5)),
+    "grey": colour_of(transforms.Grayscale(3)),
+    "imagenet's": chain(transforms.Resize(256), transforms.CenterCrop(224)),
+    "nested": chain(transforms.Compose([transforms.Resize([80], BICUBIC), transforms.CenterCrop([100])])),
+    "levels": transforms.Compose([transforms.Resize((50, 70), BICUBIC), transforms.PILToTensor()]),
+}  # fmt: skip
+
+
+def as_given(transform, pixels, seed):
+    with SeededGenerators() as generators:
+        generators.seed(seed)
+        return transform(Image.fromarray(pixels))
+
+
+def as_planned(plan, pixels, seed):
+    levels = torch.zeros(3, *plan.size, dtype=torch.uint8)
+    PlannedTransform(plan)(pixels, levels, seed)
+    if plan.statistics is None:
+        return levels
+    image = torch.empty(3, *plan.size)
+    normalise_into(levels, image, *plan.statistics)
+    return image
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_chain_gives_the_same_image_by_its_plan(name):
+    transform, plan = KNOWN[name], recognise(KNOWN[name])
+    std = 1 / 255 if plan.statistics is None else min(plan.statistics.std)
+    apart = []
+    for number in range(30):
+        pixels = photograph(*SIZES[number % len(SIZES)], which=number % 5)
+        expected = as_given(transform, pixels, seed=31 * number)
+        ours = as_planned(plan, pixels, seed=31 * number)
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+        apart.append(((ours.double() - expected.double()).abs() * 255 * std).flatten())
+    every = torch.cat(apart)
+    assert every.max() < 2.01
+    assert (every > 1.01).sum() <= 5e-6 * every.numel() + 3
+
+
+def test_what_runs_without_arguments_is_what_open_clip_has_by_default():
+    for train in (True, False):
+        assert recognise(open_clips(224, is_train=train)) == clip_plan(train)
+    assert clip_plan(True).statistics == OPENAI
+
+
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (lambda image: image, "it doesn't resize|<lambda> isn't known"),
+        (transforms.ToTensor(), "ToTensor isn't known, or not at that place"),
+        (transforms.Compose([]), "it doesn't resize"),
+        (chain(transforms.Resize(64)), "of several sizes"),
+        (transforms.Compose([transforms.Resize((64, 64))]), "doesn't end in a tensor"),
+        (colour_of(transforms.ColorJitter(0.4)), "ColorJitter isn't known"),
+        (colour_of(transforms.RandomVerticalFlip()), "RandomVerticalFlip isn't known"),
+        (open_clips(64, is_train=True, aug_cfg={"color_jitter": (0.4,) * 4, "color_jitter_prob": 0.8}),
+         "color_jitter isn't known"),
+        (chain(transforms.RandomHorizontalFlip(), transforms.Resize((8, 8))), "RandomHorizontalFlip"),
+        (transforms.Compose([*colour_of().transforms, transforms.RandomErasing()]), "RandomErasing"),
+        (chain(transforms.Resize(64, max_size=90), transforms.CenterCrop(64)),
+         "max_size"),
+        (chain(transforms.Resize(64, InterpolationMode.LANCZOS), transforms.CenterCrop(64)), "by lanczos"),
+        (chain(transforms.Resize(64), CenterCropOrPad(64, fill=0.5)),
+         "fills with 0.5"),
+        (transforms.Compose([*colour_of().transforms, transforms.Normalize([0.5], [0.5])]), "three channels"),
+    ],
+)  # fmt: skip
+def test_what_no_plan_could_do_exactly_is_not_recognised(transform, reason):
+    with pytest.raises(NotRecognised, match=reason):
+        recognise(transform)
+
+
+def test_what_only_looks_like_a_known_function_is_not_recognised():
+    class RandomResizedCrop(transforms.RandomResizedCrop):
+        def forward(self, image):
+            return super().forward(image).rotate(90)
+
+    RandomResizedCrop.__module__ = "torchvision.transforms.transforms"
+    crop = transforms.RandomResizedCrop(64, interpolation=BICUBIC)
+    assert recognise(chain(crop)).size == (64, 64)
+    with pytest.raises(NotRecognised):
+        recognise(chain(RandomResizedCrop(64, interpolation=BICUBIC)))
+    hooked = transforms.RandomResizedCrop(64, interpolation=BICUBIC)
+    hooked.register_forward_hook(lambda module, arguments, image: image.rotate(90))
+    with pytest.raises(NotRecognised):
+        recognise(chain(hooked))
+    crop.forward = lambda image: image
+    with pytest.raises(NotRecognised):
+        recognise(chain(crop))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("photographs")
+    write_photograph_shards(directory, 96, 48)
+    return f"{directory}/{{00000..00001}}.tar"
+
+
+def images(shards, tmp_path, **options):
+    with streamload.make_loader(
+        shards, batch_size=16, cache_dir=tmp_path, cache_size="1GB", seed=5, **{"num_workers": 2, **options}
+    ) as loader:
+        return torch.cat([image for image, _ in loader])
+
+
+@pytest.mark.parametrize("name", ["open_clip's training", "some grey", "flipped and grey", "longest"])
+def test_a_loader_gives_the_same_batches_compiled_and_as_given(name, shards, tmp_path, caplog):
+    transform = KNOWN[name]
+    statistics = recognise(transform).statistics
+    with caplog.at_level(logging.INFO, "streamload"):
+        ours = images(shards, tmp_path, preprocess=transform)
+    assert "preprocess= is compiled" in caplog.text
+    given = images(shards, tmp_path, preprocess=transform, compile=False)
+    assert (ours.shape, ours.dtype) == (given.shape, given.dtype)
+    levels = (ours - given).abs() * 255 * min(statistics.std)
+    assert levels.max() < 2.01
+    assert (levels > 1.01).float().mean() < 1e-5
+
+
+def test_levels_are_what_a_worker_would_have_normalised(shards, tmp_path):
+    transform = KNOWN["SigLIP's statistics"]
+    floats = images(shards, tmp_path, preprocess=transform)
+    levels = images(shards, tmp_path, preprocess=transform, image_dtype="uint8")
+    assert levels.dtype == torch.uint8
+    torch.testing.assert_close((levels / 255 - 0.5) / 0.5, floats, rtol=0, atol=1e-5)
+    on_device = images(shards, tmp_path, preprocess=transform, device="cpu")
+    torch.testing.assert_close(on_device, floats, rtol=0, atol=1e-5)
+
+
+def test_levels_are_asked_for_only_where_they_can_be_had(shards, tmp_path):
+    with pytest.raises(OptionError, match="ColorJitter isn't known"):
+        images(shards, tmp_path, preprocess=colour_of(transforms.ColorJitter(0.4)), image_dtype="uint8")
+    with pytest.raises(OptionError, match="functions as given"):
+        images(shards, tmp_path, preprocess=KNOWN["grey"], image_dtype="uint8", compile=False)
+    with pytest.raises(OptionError, match="image_dtype='int8'"):
+        images(shards, tmp_path, image_dtype="int8")
+
+
+def test_a_transform_that_is_not_recognised_runs_as_given_and_the_log_says_why(shards, tmp_path, caplog):
+    transform = colour_of(transforms.ColorJitter(0.4))
+    with caplog.at_level(logging.INFO, "streamload"):
+        ours = images(shards, tmp_path, preprocess=transform)
+    assert "preprocess= runs as given: ColorJitter isn't known" in caplog.text
+    assert torch.equal(ours, images(shards, tmp_path, preprocess=transform, compile=False))
+
+
+def test_recognising_imports_nothing(tmp_path):
+    before = set(sys.modules)
+    with pytest.raises(NotRecognised):
+        recognise(object())
+    assert set(sys.modules) == before
