@@ -35,7 +35,7 @@ from streamload.testing.server import ShardServer
 
 CONTENDERS = [
     Contender("streamload", "streamload_", {"preprocess": "default"}),
-    Contender("streamload, uint8", "streamload_uint8", {"preprocess": "default", "images": "uint8"}),
+    Contender("streamload, uint8", "streamload_", {"preprocess": "default", "images": "uint8"}),
     Contender("floor", "floor", {"preprocess": "default"}),
     Contender("floor, uint8", "floor", {"preprocess": "default", "images": "uint8"}),
     Contender("streamload, open_clip's preprocess", "streamload_"),
@@ -59,7 +59,7 @@ def main() -> None:
         for round_ in range(given.rounds):
             for contender in turns.rotated(contenders, round_):
                 near = str(directory / "shards") if contender.adapter in ("openclip", "floor") else server.url
-                cache = directory / f"cache-{contender.adapter.partition('_')[0]}"
+                cache = directory / f"cache-{contender.adapter}"
                 cache.mkdir(exist_ok=True)
                 job = Job(
                     **{

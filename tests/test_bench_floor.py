@@ -17,6 +17,7 @@ from benchmarks.contenders.workload import WordTokenizer
 from streamload.bench import floor
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.transforms.augment import Box, RandomBox
+from streamload.transforms.draws import Draws
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.resize import _goes_down_first, resize_box
 
@@ -116,9 +117,10 @@ def test_float32_batches_are_the_uint8_ones_normalised():
 
 @pytest.mark.parametrize("size", [(375, 500), (500, 400), (300, 451)])
 def test_boxes_are_distributed_as_those_of_the_default_transform(size):
-    draw, boxes = random.Random(7).random, RandomBox()
+    draw, boxes, draws = random.Random(7).random, RandomBox(), Draws()
+    draws.seed(7)
     ours = np.array([floor.box(*size, draw) for _ in range(4000)])
-    theirs = np.array([boxes.draw(*size, seed) for seed in range(4000)])
+    theirs = np.array([boxes.draw(*size, draws) for _ in range(4000)])
     assert (ours[:, 0] + ours[:, 2] <= size[0]).all()
     assert (ours[:, 1] + ours[:, 3] <= size[1]).all()
     for of in (lambda box: box[:, 2] * box[:, 3] / math.prod(size), lambda box: box[:, 3] / box[:, 2]):
@@ -135,7 +137,7 @@ def test_boxes_reach_from_edge_to_edge(draw, place):
 
 @pytest.mark.parametrize("size", [(100, 900), (900, 100)])
 def test_an_image_for_which_no_box_fits_is_cut_in_the_middle(size):
-    assert floor.box(*size, random.Random(1).random) == RandomBox().draw(*size, 1)
+    assert floor.box(*size, random.Random(1).random) == RandomBox().draw(*size, Draws())
 
 
 def test_ids_are_those_of_the_tokenizer():

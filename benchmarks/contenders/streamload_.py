@@ -35,6 +35,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         num_workers=job.workers,
         shuffle=job.shuffle,
         seed=job.seed,
+        image_dtype=job.images,
         cache_dir=job.cache_dir,
         **more,
     ) as loader:

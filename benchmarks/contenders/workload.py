@@ -35,7 +35,7 @@ class Job:
         epochs: how often to go through them.
         preprocess: "default" is the loader's own, "open_clip" open_clip's function as given; "none" makes
             nothing of a sample but the number of its bytes.
-        images: "float32", or "uint8" where a contender is made to hand over bytes.
+        images: "float32", or "uint8" where a contender is to hand over bytes.
         tokenizer: "words" or "open_clip".
         shuffle: the window where the loader lets one choose; None for its default.
         packages: a folder whose packages stand behind the interpreter's own; None for none.

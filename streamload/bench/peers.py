@@ -19,6 +19,7 @@ from PIL import Image
 
 from streamload.bench.job import Job, NotHere, tokenizer_of
 from streamload.transforms.augment import RandomBox
+from streamload.transforms.draws import Draws
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
 
 _SIZE = 224
@@ -30,14 +31,14 @@ class PillowTransform:
     """What torchvision does on Pillow images: a random box, resized, to float, normalised."""
 
     def __init__(self) -> None:
-        self._boxes = RandomBox()
+        self._boxes, self._draws = RandomBox(), Draws()
         self._mean = torch.tensor(OPENAI_MEAN).view(3, 1, 1)
         self._std = torch.tensor(OPENAI_STD).view(3, 1, 1)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """float32[3, 224, 224] of a Pillow image in RGB."""
-        seed = int(torch.randint(1 << 32, ()).item())
-        top, left, height, width = self._boxes.draw(image.height, image.width, seed)
+        self._draws.seed(int(torch.randint(1 << 32, ()).item()))
+        top, left, height, width = self._boxes.draw(image.height, image.width, self._draws)
         cut = image.crop((left, top, left + width, top + height))
         resized = cut.resize((_SIZE, _SIZE), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()
