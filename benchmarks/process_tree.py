@@ -2,9 +2,6 @@
 
 import contextlib
 import os
-import statistics
-import threading
-import time
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -63,44 +60,3 @@ def most_rss_bytes(root: int) -> int:
                 if line.startswith("VmHWM:"):
                     total += int(line.split()[1]) * 1024
     return total
-
-
-class MemoryWatch:
-    """Samples a tree's PSS in a thread until the block ends.
-
-    Attributes:
-        samples: (monotonic seconds, bytes).
-    """
-
-    def __init__(self, root: int, every_seconds: float = 0.05) -> None:
-        self.samples: list[tuple[float, int]] = []
-        self._root = root
-        self._every_seconds = every_seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory-watch")
-
-    def __enter__(self) -> "MemoryWatch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def peak_bytes(self, start: float, stop: float) -> int:
-        return max(self._between(start, stop))
-
-    def steady_bytes(self, start: float, stop: float) -> int:
-        """The median of the second half of a time."""
-        return int(statistics.median(self._between((start + stop) / 2, stop)))
-
-    def last_bytes(self, before: float) -> int:
-        """The last sample before a moment."""
-        return next((size for at, size in reversed(self.samples) if at < before), 0)
-
-    def _between(self, start: float, stop: float) -> list[int]:
-        return [size for at, size in self.samples if start <= at <= stop] or [0]
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self._every_seconds):
-            self.samples.append((time.monotonic(), pss_bytes(self._root)))

@@ -36,6 +36,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         shuffle=job.shuffle,
         seed=job.seed,
         cache_dir=job.cache_dir,
+        cache_size=job.cache_bytes,
         **more,
     ) as loader:
         imported = time.monotonic()
