@@ -31,8 +31,8 @@ from benchmarks.peers import LITDATA, MOSAIC, STREAMLOAD, WEBDATASET
 from benchmarks.turns import Contender, Row
 
 CONTENDERS = [STREAMLOAD, WEBDATASET, LITDATA, MOSAIC]
-SHARDS, SAMPLES_PER_SHARD = 32, 96
-QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 8, 32
+SHARDS, SAMPLES_PER_SHARD = 32, 96  # MosaicML Streaming takes no limit below four of its shards
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 16, 16
 EPOCHS = 3
 FAST = 1e12  # no limit on the link
 LIMIT_SECONDS, QUICK_LIMIT_SECONDS = 300, 60

@@ -220,6 +220,7 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its workers, too
             process.wait()
+            process.stdout.close()
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(f"{contender.name} ended with {process.returncode}:\n{errors.read()[-4000:]}")

@@ -6,10 +6,12 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import report, shuffle_report
+from benchmarks import peer_tables, report, shuffle_report
+from benchmarks.markdown import filled
 from streamload.settings import file_system
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +20,9 @@ METRICS = {
     "cold": {"first_batch_seconds", "epoch_1_seconds", "epoch_2_seconds", "epoch_1_bytes", "epoch_2_bytes"},
     "warm": {"images_per_second", "cpu_us_per_image"},
     "memory": {"peak_bytes", "steady_bytes", "before_bytes"},
+    "scaling": {"images_per_second", "cpu_us_per_image"},
+    "consumer": {"images_per_second", "waited_share"},
+    "half": {"held_bytes", "fetched_bytes", "images_per_second"},
 }
 
 
@@ -126,6 +131,45 @@ def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: 
     assert "streamload ended with 3:\nno such luck" in ended.stderr
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("name", "rows"), [("scaling", 2), ("consumer", 1), ("half", 3)])
+def test_a_benchmark_beside_the_peers_writes_rows_a_table_and_a_chart(
+    name: str, rows: int, tmp_path: Path
+) -> None:
+    result = run_quickly(
+        name, tmp_path / f"{name}.json", "--contenders", "streamload", "--openclip-python", "none"
+    )
+
+    assert result["seeds"] == [0]
+    assert [row["images"] for row in result["rounds"]] == [256] * rows
+    assert all(medians.keys() >= METRICS[name] for medians in result["medians"].values())
+    tables = report.tables_of({name: result})
+    assert tables[name].count("\n") == 2
+    assert tables[f"{name}_chart"].endswith(f"(images/{name}.svg)")
+    _, drawing = peer_tables.charts_of({name: result})[name]
+    assert result["rounds"][0]["contender"] in "".join(ElementTree.fromstring(drawing).itertext())
+    if name == "half":
+        first, *later = result["rounds"]
+        assert first["fetched_bytes"] >= result["settings"]["bytes"]
+        assert all(row["fetched_bytes"] < first["fetched_bytes"] for row in later)
+        assert all(0 < row["held_bytes"] <= result["settings"]["limit_bytes"] for row in result["rounds"])
+    if name == "consumer":
+        assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
+
+
+@pytest.mark.timeout(400)
+def test_a_peer_that_is_not_built_is_left_out_aloud(tmp_path: Path) -> None:
+    out = tmp_path / "warm.json"
+    command = [sys.executable, "-m", "benchmarks.warm", "--quick", "--out", str(out)]
+    command += ["--python", sys.executable, "--openclip-python", sys.executable, "--peers", str(tmp_path)]
+    command += ["--contenders", "streamload, last 10 batches kept", "SPDL"]
+    ended = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=380)
+
+    assert f"SPDL is left out: no {tmp_path / 'spdl'}" in ended.stderr
+    (row,) = json.loads(out.read_text())["rounds"]
+    assert row["changed_batches"] == 0
+
+
 def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
     page = "before\n<!-- warm -->\nlast year\n<!-- /warm -->\nafter\n<!-- cold -->\n<!-- /cold -->\n"
-    assert report.filled(page, {"warm": "| new |"}) == page.replace("last year", "| new |")
+    assert filled(page, {"warm": "| new |"}) == page.replace("last year", "| new |")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venv-peers"
+FOLDER = Path(__file__).parent
+"""Where the pins stand."""
 _STAMP = ".ready"
 _CHECKS = {"spdl": ["import spdl.io.utils; spdl.io.utils.get_ffmpeg_versions()"]}
 """What pip can't know: SPDL takes FFmpeg's libraries from the system."""
@@ -44,14 +46,14 @@ def build_all(wanted: Sequence[str], into: Path) -> int:
         try:
             build(name, into)
         except subprocess.CalledProcessError as error:
-            print(f"{name} could not be built: {_last_line(error.stderr)}", file=sys.stderr, flush=True)
+            print(f"{name} could not be built: {_reason(error.stderr)}", file=sys.stderr, flush=True)
             failed = 1
     return failed
 
 
 def names() -> list[str]:
     """The peers that have an environment."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.txt"))
+    return sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 
 def python_of(name: str, into: Path = PEERS) -> Path:
@@ -88,7 +90,7 @@ def build(name: str, into: Path) -> None:
 
 
 def _requirements(name: str) -> Path:
-    return Path(__file__).with_name(f"{name}.txt")
+    return FOLDER / f"{name}.txt"
 
 
 def _pins(name: str) -> str:
@@ -100,9 +102,10 @@ def _checked(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _last_line(said: str) -> str:
-    """The reason, which stands last."""
-    return (said.splitlines() or ["no reason was given"])[-1]
+def _reason(said: str) -> str:
+    """pip's last error, which a hint may follow, or the end of a traceback."""
+    lines = said.splitlines() or ["no reason was given"]
+    return ([line for line in lines if line.startswith("ERROR")] or lines)[-1]
 
 
 if __name__ == "__main__":
