@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 WIDTH = 760
-_LABELS = 250  # what the labels of bars take
+_LABELS = 260  # what the labels of bars take
 _ROW = 24
 _TOP = 44
 _MARGIN = 16

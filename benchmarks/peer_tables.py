@@ -52,7 +52,7 @@ def peers(result: Result) -> str:
     for name, limits in result["limits"].items():
         made = result["conversions"].get(name)
         if limits:
-            first = [f"{made['seconds']:.1f}", f"{made['bytes'] / 1e6:,.1f}"] if made else ["–", "–"]
+            first = [f"{made['seconds']:.1f}", f"{made['bytes'] / 1e6:,.2f}"] if made else ["–", "–"]
             rows.append([name, *first, "; ".join(limits)])
     return table(["contender", "made first, s", "its bytes, MB", "what it doesn't do"], rows)
 

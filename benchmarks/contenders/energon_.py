@@ -40,8 +40,8 @@ SAMPLES_IN_SEQUENCE = 100
 
 LIMITS = (
     "an index of all samples is made before the first",
-    "plain HTTP isn't read: an object store is",
-    "no cache of shards",
+    "reads object stores and local files, not plain HTTP",
+    "no cache that lasts from epoch to epoch",
 )
 
 

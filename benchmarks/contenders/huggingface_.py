@@ -14,7 +14,7 @@ from benchmarks.contenders.workload import Job, Result, Transform, train, versio
 SAMPLE_SHUFFLE = 1000
 """As its documentation has it, and its default."""
 
-LIMITS = ("no cache when it streams: each epoch fetches all again", "no more workers than shards")
+LIMITS = ("no cache when it streams: each epoch fetches all again", "more workers than shards stay idle")
 
 
 def main() -> None:

@@ -85,7 +85,11 @@ def main() -> None:
         max_cache_size=job.cache_bytes,
     )
     loader = litdata.StreamingDataLoader(
-        dataset, batch_size=job.batch_size, num_workers=job.workers, drop_last=True
+        dataset,
+        batch_size=job.batch_size,
+        num_workers=job.workers,
+        drop_last=True,
+        persistent_workers=job.workers > 0,
     )
     imported = time.monotonic()
     epochs = [train(loader, job, epoch) for epoch in range(job.epochs)]

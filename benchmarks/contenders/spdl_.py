@@ -28,9 +28,9 @@ from benchmarks.contenders.workload import (
 )
 
 LIMITS = (
-    "no cache",
-    "samples aren't shuffled: shards are, and a batch is a piece of one",
-    "no split among ranks",
+    "no cache: each epoch fetches all again",
+    "shuffles no samples: shards are, and a batch is a piece of one",
+    "a split of tars among ranks is the user's to write",
 )
 
 Samples = list[tuple[bytes, str]]
