@@ -5,10 +5,12 @@ each epoch, and how fast is it?
 
 Command: python -m benchmarks.half
 
-32 shards over a server on loopback without a limit of its rate, 2 workers, 3 epochs, the work of warm.py.
+96 shards over a server on loopback without a limit of its rate, 2 workers, 3 epochs, the work of warm.py.
 The limit is half of the shards' bytes, given as each loader's documentation has it: streamload `cache_size`,
 webdataset `cache_size`, LitData `max_cache_size`, MosaicML Streaming `cache_limit`. The other peers have no
-cache that could be limited.
+cache that could be limited. Samples are shuffled over a window whose shards the limit has room for, 500
+samples: streamload `shuffle`, webdataset `.shuffle`, MosaicML Streaming `shuffle_block_size`; LitData
+shuffles inside a chunk.
 
 - held: what the files below the cache's directory take on the disk, looked at ten times a second; the most
   of each epoch. A loader that reads a part may hold more for a moment than it keeps.
@@ -31,8 +33,8 @@ from benchmarks.peers import LITDATA, MOSAIC, STREAMLOAD, WEBDATASET
 from benchmarks.turns import Contender, Row
 
 CONTENDERS = [STREAMLOAD, WEBDATASET, LITDATA, MOSAIC]
-SHARDS, SAMPLES_PER_SHARD = 32, 96  # MosaicML Streaming takes no limit below four of its shards
-QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 16, 16
+SHARDS, SAMPLES_PER_SHARD, SHUFFLE = 96, 32, 500
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_SHUFFLE = 64, 4, 32
 EPOCHS = 3
 FAST = 1e12  # no limit on the link
 LIMIT_SECONDS, QUICK_LIMIT_SECONDS = 300, 60
@@ -40,9 +42,8 @@ LIMIT_SECONDS, QUICK_LIMIT_SECONDS = 300, 60
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=2, names=[contender.name for contender in CONTENDERS])
-    shards, per_shard = (
-        (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
-    )
+    full, quick = (SHARDS, SAMPLES_PER_SHARD, SHUFFLE), (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_SHUFFLE)
+    shards, per_shard, shuffle = quick if given.quick else full
     places, contenders = turns.interpreters(given), turns.chosen(given, CONTENDERS)
     rows: list[Row] = []
     failures: list[Row] = []
@@ -57,6 +58,7 @@ def main() -> None:
                         epochs=EPOCHS,
                         seed=round_,
                         packages=places.packages(),
+                        shuffle=shuffle,
                         cache_bytes=total_bytes // 2,
                         **contender.job,
                     )
@@ -78,6 +80,7 @@ def main() -> None:
                 "shards": shards,
                 "bytes": total_bytes,
                 "limit_bytes": total_bytes // 2,
+                "shuffle": shuffle,
                 "epochs": EPOCHS,
                 "batch_size": Job.batch_size,
                 "workers": Job.workers,

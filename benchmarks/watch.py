@@ -69,12 +69,13 @@ def folder(root: Path) -> Watch:
 
 
 def held_bytes(root: Path) -> int:
-    """What the files below a directory take on the disk now."""
-    total = 0
+    """What the files below a directory take on the disk now; one that is renamed meanwhile counts once."""
+    found = {}
     for place, _, names in os.walk(root):
         for name in names:
             try:
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+                status = os.lstat(os.path.join(place, name))
             except FileNotFoundError:
                 continue  # it went meanwhile
-    return total
+            found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())

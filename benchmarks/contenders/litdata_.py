@@ -5,9 +5,7 @@ shards. It brings no downloader for HTTP: `register_downloader`, made for that, 
 """
 
 import os
-import shutil
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,8 @@ class Http(Downloader):
     """A chunk by one request, published by one rename."""
 
     def download_file(self, remote_filepath: str, local_filepath: str) -> None:
-        if os.path.exists(local_filepath):
-            return
-        arriving = f"{local_filepath}.{os.getpid()}.tmp"
-        with urllib.request.urlopen(remote_filepath) as answer, open(arriving, "wb") as file:
-            shutil.copyfileobj(answer, file, 1 << 20)
-        self._publish_file(arriving, local_filepath)
+        if not os.path.exists(local_filepath):
+            self._publish_file(tars.download(remote_filepath, local_filepath), local_filepath)
 
 
 class Photographs(litdata.StreamingDataset):

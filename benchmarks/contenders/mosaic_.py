@@ -4,9 +4,7 @@ A sample is a photograph's bytes and a caption; its shards are as large as the t
 for HTTP; `DOWNLOADER_MAPPINGS` takes the one below.
 """
 
-import shutil
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +24,14 @@ LIMITS = (
 
 
 class Http(download.CloudDownloader):
-    """A shard by one request; its caller renames what has arrived."""
+    """A shard by one request, published by one rename."""
 
     @staticmethod
-    def prefix() -> str:
-        return "http"
-
-    def _client_identifier(self) -> str:
+    def _client_identifier() -> str:
         return "http"
 
     def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
-        with urllib.request.urlopen(remote, timeout=timeout) as answer, open(local, "wb") as file:
-            shutil.copyfileobj(answer, file, 1 << 20)
+        Path(tars.download(remote, local)).rename(local)
 
     def clean_up(self) -> None:
         pass
@@ -78,6 +72,7 @@ def main() -> None:
         batch_size=job.batch_size,
         shuffle=True,
         shuffle_seed=job.seed,
+        shuffle_block_size=job.shuffle,
         cache_limit=job.cache_bytes,
     )
     loader = streaming.StreamingDataLoader(

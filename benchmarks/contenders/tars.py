@@ -1,6 +1,9 @@
-"""What the peers that read no shards by URL need of them: their paths, and their samples."""
+"""What peers lack that read other formats, or no URLs: shards' paths and samples, and a download."""
 
+import os
+import shutil
 import tarfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,3 +39,11 @@ def link(urls: str, folder: Path) -> list[Path]:
         links.append(folder / path.name)
         links[-1].symlink_to(path)
     return links
+
+
+def download(url: str, path: str) -> str:
+    """Fetch a file by one request to a name beside `path`; that name, to be published by a rename."""
+    arriving = f"{path}.{os.getpid()}.tmp"
+    with urllib.request.urlopen(url) as answer, open(arriving, "wb") as file:
+        shutil.copyfileobj(answer, file, 1 << 20)
+    return arriving
