@@ -67,27 +67,23 @@ def main() -> None:
                     **contender.job,
                 }
                 rows += measure(contender, job, places.of(contender), directory, shards, its_bytes, rates)
-    versions, limits = turns.versions(rows), near.limits(rows)
-    medians = turns.medians(rows)
+    settings = {
+        "samples": shards * per_shard,
+        "shards": shards,
+        "bytes": total_bytes,
+        "batch_size": Job.batch_size,
+        "workers": Job.workers,
+        "tokenizer": Job.tokenizer,
+        "rates": list(rates),
+    }
+    content = turns.content(given, settings, rows)
+    medians = content["medians"]
     turns.write(
         given,
         "cold",
         {
-            "settings": {
-                "samples": shards * per_shard,
-                "shards": shards,
-                "bytes": total_bytes,
-                "batch_size": Job.batch_size,
-                "workers": Job.workers,
-                "tokenizer": Job.tokenizer,
-                "rates": list(rates),
-            },
-            "versions": versions,
-            "limits": limits,
+            **content,
             "conversions": conversions,
-            "seeds": list(range(given.rounds)),
-            "rounds": rows,
-            "medians": medians,
             "ratios": {
                 name: {
                     "first batch": row["first_batch_seconds"] / row["first_batch_limit_seconds"],

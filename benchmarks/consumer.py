@@ -48,22 +48,8 @@ def main() -> None:
                 [(contender, speed) for speed in speeds for contender in data.contenders], round_
             )
         ]
-    versions = turns.versions(rows)
-    limits = near.limits(rows)
-    turns.write(
-        given,
-        "consumer",
-        {
-            "settings": {**data.settings(), "consumed_per_second": list(speeds)},
-            "versions": versions,
-            "limits": limits,
-            "conversions": data.conversions,
-            "seeds": list(range(given.rounds)),
-            "rounds": rows,
-            "medians": turns.medians(rows),
-            "targets": [],
-        },
-    )
+    content = data.content(given, rows, consumed_per_second=list(speeds))
+    turns.write(given, "consumer", {**content, "targets": []})
 
 
 if __name__ == "__main__":

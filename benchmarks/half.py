@@ -34,7 +34,7 @@ from benchmarks.turns import Contender, Row
 
 CONTENDERS = [STREAMLOAD, WEBDATASET, LITDATA, MOSAIC]
 SHARDS, SAMPLES_PER_SHARD, SHUFFLE = 96, 32, 500
-QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_SHUFFLE = 64, 4, 32
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_SHUFFLE = 32, 4, 32
 EPOCHS = 3
 FAST = 1e12  # no limit on the link
 LIMIT_SECONDS, QUICK_LIMIT_SECONDS = 300, 60
@@ -67,33 +67,26 @@ def main() -> None:
                         rows += measure(contender, job, places.of(contender), directory, line, seconds)
                     except turns.TookTooLong as error:
                         failures.append({"contender": contender.name, "round": round_, "reason": str(error)})
-    versions = turns.versions(rows)
-    limits = near.limits(rows)
-    medians = turns.medians(rows)
     ours = [row["held_bytes"] for row in rows if row["contender"] == STREAMLOAD.name]
+    settings = {
+        "samples": shards * per_shard,
+        "shards": shards,
+        "bytes": total_bytes,
+        "limit_bytes": total_bytes // 2,
+        "shuffle": shuffle,
+        "epochs": EPOCHS,
+        "batch_size": Job.batch_size,
+        "workers": Job.workers,
+        "tokenizer": Job.tokenizer,
+        "limit_seconds": seconds,
+    }
     turns.write(
         given,
         "half",
         {
-            "settings": {
-                "samples": shards * per_shard,
-                "shards": shards,
-                "bytes": total_bytes,
-                "limit_bytes": total_bytes // 2,
-                "shuffle": shuffle,
-                "epochs": EPOCHS,
-                "batch_size": Job.batch_size,
-                "workers": Job.workers,
-                "tokenizer": Job.tokenizer,
-                "limit_seconds": seconds,
-            },
-            "versions": versions,
-            "limits": limits,
+            **turns.content(given, settings, rows),
             "conversions": conversions,
-            "seeds": list(range(given.rounds)),
-            "rounds": rows,
             "failures": failures,
-            "medians": medians,
             "targets": [
                 turns.target(
                     "the most that streamload held, bytes",

@@ -82,16 +82,18 @@ class Near:
             "versions": ran.result.versions,
         }
 
-    def settings(self) -> Row:
-        """What all contenders did alike."""
-        return {
+    def content(self, given: argparse.Namespace, rows: list[Row], **more: Any) -> Row:
+        """What the result holds of these rows; `more` are settings."""
+        settings = {
             "samples": self.samples,
             "shards": self.shards,
             "bytes": self.total_bytes,
             "batch_size": Job.batch_size,
             "workers": Job.workers,
             "tokenizer": self.tokenizer,
+            **more,
         }
+        return {**turns.content(given, settings, rows), "conversions": self.conversions}
 
 
 @contextmanager
@@ -128,8 +130,3 @@ def converted(
         done[contender.name] = turns.run(contender, job, places.of(contender)).result.notes
         print(f"converted for {contender.name}", file=sys.stderr, flush=True)
     return done
-
-
-def limits(rows: Sequence[Row]) -> Row:
-    """Take what contenders don't do out of rows; it is the same in each round."""
-    return {row["contender"]: row.pop("limits") for row in rows}

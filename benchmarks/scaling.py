@@ -36,17 +36,13 @@ def main() -> None:
                 [(contender, count) for contender in data.contenders for count in workers], round_
             )
         ]
-    versions, medians = turns.versions(rows), turns.medians(rows)
-    near.limits(rows)
+    content = data.content(given, rows, workers=list(workers))
+    medians = content["medians"]
     turns.write(
         given,
         "scaling",
         {
-            "settings": {**data.settings(), "workers": list(workers)},
-            "versions": versions,
-            "seeds": list(range(given.rounds)),
-            "rounds": rows,
-            "medians": medians,
+            **content,
             "ratios": {
                 f"images_per_second, {count} workers against 1": {
                     contender.name: turns.ratio(

@@ -258,6 +258,18 @@ def versions(rows: Sequence[Row]) -> Row:
     return {row["contender"]: row.pop("versions") for row in rows}
 
 
+def content(given: argparse.Namespace, settings: Row, rows: list[Row]) -> Row:
+    """What the result of a benchmark beside the peers holds; what is the same in each round is taken out."""
+    return {
+        "settings": settings,
+        "versions": versions(rows),
+        "limits": {row["contender"]: row.pop("limits") for row in rows},
+        "seeds": list(range(given.rounds)),
+        "rounds": rows,
+        "medians": medians(rows),
+    }
+
+
 def target(
     claim: str, value: float | None, at_most: float | None = None, at_least: float | None = None
 ) -> Row:

@@ -42,20 +42,14 @@ def main() -> None:
             for round_ in range(given.rounds)
             for contender in turns.rotated(data.contenders, round_)
         ]
-    versions, limits = turns.versions(rows), near.limits(rows)
-    medians = turns.medians(rows)
+    content = data.content(given, rows)
+    medians = content["medians"]
     speed = {name: turns.ratio(medians, "images_per_second", name, "open_clip") for name in medians}
     turns.write(
         given,
         "warm",
         {
-            "settings": data.settings(),
-            "versions": versions,
-            "limits": limits,
-            "conversions": data.conversions,
-            "seeds": list(range(given.rounds)),
-            "rounds": rows,
-            "medians": medians,
+            **content,
             "ratios": {"images_per_second against open_clip": speed},
             "targets": [
                 turns.target(

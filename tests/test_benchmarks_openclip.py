@@ -39,7 +39,7 @@ def test_a_peer_with_a_cache_is_given_half_of_the_data_as_its_limit(tmp_path: Pa
     subprocess.run([*command, "--contenders", "webdataset, cache_dir"], cwd=ROOT, check=True, timeout=380)
     result = json.loads(out.read_text())
 
-    assert [row["images"] for row in result["rounds"]] == [256] * 3
+    assert [row["images"] for row in result["rounds"]] == [128] * 3
     assert result["limits"]["webdataset, cache_dir"]
     assert result["failures"] == []
 

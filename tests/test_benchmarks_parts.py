@@ -3,6 +3,7 @@
 Nothing is downloaded: what these environments ask for is there.
 """
 
+import argparse
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +18,7 @@ import torch
 from benchmarks import charts, peer_tables, turns
 from benchmarks.contenders.workload import Job, Kept, train
 from benchmarks.environments import build
-from benchmarks.peers import PEERS
+from benchmarks.peers import LITDATA, OPEN_CLIP, PEERS, SPDL, STREAMLOAD
 from benchmarks.turns import Contender
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +87,17 @@ def test_an_unknown_environment_is_refused_with_those_that_there_are():
     assert ended.returncode == 2
     assert "no environment is called lidtata" in ended.stderr
     assert "litdata" in ended.stderr
+
+
+def test_a_peer_whose_environment_is_not_there_is_left_out_aloud(tmp_path, capsys):
+    wanted = [SPDL.name, STREAMLOAD.name, OPEN_CLIP.name]
+    given = argparse.Namespace(
+        python=Path(sys.executable), openclip_python=tmp_path / "none", peers=tmp_path, contenders=wanted
+    )
+    assert turns.chosen(given, [STREAMLOAD, LITDATA, OPEN_CLIP, SPDL]) == [STREAMLOAD]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" is left out: no ")[0] for line in said] == [OPEN_CLIP.name, SPDL.name]
+    assert said[1].endswith(str(tmp_path / "spdl"))
 
 
 def test_a_contender_that_does_not_end_is_killed_with_its_children(tmp_path):
