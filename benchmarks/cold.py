@@ -18,8 +18,10 @@ moment.
   paths. Target: first epoch ≤ 1.15 × the longer of the two.
 
 Contenders: streamload (default transform); open_clip's loader with `pipe:curl`, as its documentation has
-it; and webdataset with cache_dir. open_clip has no cache: it can't do but fetch again. Captions to ids by a
-word tokenizer.
+it; webdataset with cache_dir; and of the other peers those that can read over HTTP: Hugging Face datasets and
+SPDL the tars, LitData and MosaicML Streaming what was made of the tars in their own formats, with a
+downloader of ours, as they bring none. open_clip, Hugging Face datasets and SPDL have no cache: they can't do
+but fetch again. Captions to ids by a word tokenizer.
 
 Result: results/cold.json; docs/performance.md has it as a table.
 
@@ -31,17 +33,13 @@ arriving, and takes the first batch from the first samples of each.
 from pathlib import Path
 from typing import Any
 
-from benchmarks import link, machine, turns
+from benchmarks import link, machine, near, turns
 from benchmarks.contenders.workload import Job
+from benchmarks.near import QUICK_SAMPLES_PER_SHARD, QUICK_SHARDS, SAMPLES_PER_SHARD, SHARDS
+from benchmarks.peers import HUGGINGFACE, LITDATA, MOSAIC, OPEN_CLIP, SPDL, STREAMLOAD, WEBDATASET
 from benchmarks.turns import Contender
 
-CONTENDERS = [
-    Contender("streamload", "streamload_", {"preprocess": "default"}),
-    Contender("open_clip", "openclip"),
-    Contender("webdataset, cache_dir", "webdataset_"),
-]
-SHARDS = 8
-SAMPLES_PER_SHARD = 384  # with these every worker has the same share: nobody has to read a shard twice
+CONTENDERS = [STREAMLOAD, OPEN_CLIP, WEBDATASET, HUGGINGFACE, SPDL, LITDATA, MOSAIC]
 RATES = (20e6, 40e6)
 FIRST_BATCH_FACTOR, FIRST_BATCH_SECONDS = 1.3, 0.3
 EPOCH_FACTOR = 1.15
@@ -49,14 +47,18 @@ EPOCH_FACTOR = 1.15
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=3, names=[contender.name for contender in CONTENDERS])
-    shards, per_shard = (2, 128) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
+    shards, per_shard = (
+        (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
+    )
     rates = RATES[1:] if given.quick else RATES
     places = turns.interpreters(given)
     contenders = turns.chosen(given, CONTENDERS)
     rows: list[dict[str, Any]] = []
     with turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes):
+        conversions = near.converted(contenders, places, directory / "shards", shards)
         for round_ in range(given.rounds):
             for contender in turns.rotated(contenders, round_):
+                its_bytes = conversions.get(contender.name, {}).get("bytes", total_bytes)
                 job = {
                     "samples": shards * per_shard,
                     "epochs": 2,
@@ -64,26 +66,24 @@ def main() -> None:
                     "packages": places.packages(),
                     **contender.job,
                 }
-                rows += measure(contender, job, places.of(contender), directory, shards, total_bytes, rates)
-    versions = turns.versions(rows)
-    medians = turns.medians(rows)
+                rows += measure(contender, job, places.of(contender), directory, shards, its_bytes, rates)
+    settings = {
+        "samples": shards * per_shard,
+        "shards": shards,
+        "bytes": total_bytes,
+        "batch_size": Job.batch_size,
+        "workers": Job.workers,
+        "tokenizer": Job.tokenizer,
+        "rates": list(rates),
+    }
+    content = turns.content(given, settings, rows)
+    medians = content["medians"]
     turns.write(
         given,
         "cold",
         {
-            "settings": {
-                "samples": shards * per_shard,
-                "shards": shards,
-                "bytes": total_bytes,
-                "batch_size": Job.batch_size,
-                "workers": Job.workers,
-                "tokenizer": Job.tokenizer,
-                "rates": list(rates),
-            },
-            "versions": versions,
-            "seeds": list(range(given.rounds)),
-            "rounds": rows,
-            "medians": medians,
+            **content,
+            "conversions": conversions,
             "ratios": {
                 name: {
                     "first batch": row["first_batch_seconds"] / row["first_batch_limit_seconds"],
@@ -107,9 +107,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A run at each rate, and before them the epoch with the bytes near of one that has no cache."""
     compute = None
-    if contender.adapter == "openclip":
-        near = Job(urls=turns.pattern(str(directory / "shards"), shards), **job)
-        compute = _seconds(turns.run(contender, near, python).epochs[1])
+    if contender.reads == "path":
+        at_hand = Job(urls=contender.data(str(directory / "shards"), shards), **job)
+        compute = _seconds(turns.run(contender, at_hand, python).epochs[1])
     rows = []
     for rate in rates:
         with link.serving(directory / "shards", rate) as line:
@@ -130,7 +130,7 @@ def measure(
 def over_link(
     contender: Contender, job: dict[str, Any], python: Path, directory: Path, shards: int, line: link.Link
 ) -> dict[str, Any]:
-    url = turns.pattern(line.url, shards)
+    url = contender.data(line.url, shards)
     if contender.adapter == "openclip":
         url = f"pipe:curl -f -s -L {url}"
     load = machine.load()
@@ -152,6 +152,7 @@ def over_link(
         "epoch_2_seconds": _seconds(second),
         "epoch_2_bytes": line.fetched_bytes(second.began, float("inf")),
         "images": first.images,
+        "limits": ran.result.limits,
         "notes": ran.result.notes,
         "versions": ran.result.versions,
     }

@@ -29,15 +29,14 @@ the least recently used going first, a shard would go nearly always just before 
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import link, machine, process_tree, turns
+from benchmarks.watch import Watch
 from streamload.cache.directory import bytes_below
 from streamload.cache.tier import Tier
 from streamload.testing.shards import ShardOptions, write_shards
@@ -121,7 +120,7 @@ def measure(
     """Run the ranks; a row for each epoch, and what all that the tier holds at the end takes."""
     load, began = machine.load(), time.monotonic()
     job["loader"]["cache_dir"] = str(cache / "tier")
-    with LiveWatch(cache / "tier") as watch:
+    with live_watch(cache / "tier") as watch:
         ranks = run_ranks(job, python)
     used_bytes, limit_bytes = Tier.open(cache / "tier").used_bytes, job["loader"]["cache_size"]
     data_bytes = used_bytes if used_bytes < limit_bytes / 2 else 2 * limit_bytes
@@ -188,39 +187,12 @@ def run_ranks(job: dict[str, Any], python: Path) -> list[dict[str, Any]]:
     return [json.loads(output) for output in outputs]
 
 
-class LiveWatch:
-    """Looks again and again, in a thread, at what of a tier is in use by the descendants of this process.
-
-    Attributes:
-        samples: (monotonic seconds, bytes).
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.samples: list[tuple[float, int]] = []
-        self._root = root.resolve()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="live-watch")
-
-    def __enter__(self) -> "LiveWatch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def mean_bytes(self, start: float, stop: float) -> int:
-        """The mean over a time; of the samples around it where none falls into it."""
-        between = [size for at, size in self.samples if start <= at < stop]
-        return int(statistics.mean(between or [size for _, size in self.samples] or [0]))
-
-    def _watch(self) -> None:
-        tier = None
-        while not self._ended.wait(_EVERY_SECONDS):
-            if tier is None and (self._root / "tier.json").is_file():
-                tier = Tier.open(self._root)
-            if tier is not None:
-                self.samples.append((time.monotonic(), live_bytes(tier)))
+def live_watch(root: Path) -> Watch:
+    """Looks at what of a tier is in use by the descendants of this process, once the tier is there."""
+    root = root.resolve()
+    return Watch(
+        lambda: live_bytes(Tier.open(root)) if (root / "tier.json").is_file() else None, _EVERY_SECONDS
+    )
 
 
 def live_bytes(tier: Tier) -> int:

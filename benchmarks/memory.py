@@ -26,13 +26,11 @@ from typing import Any
 
 from benchmarks import machine, turns
 from benchmarks.contenders.workload import Job
+from benchmarks.peers import OPEN_CLIP, STREAMLOAD
 from benchmarks.turns import Contender
 from streamload.testing.server import ShardServer
 
-CONTENDERS = [
-    Contender("streamload", "streamload_", {"preprocess": "default"}),
-    Contender("open_clip", "openclip"),
-]
+CONTENDERS = [STREAMLOAD, OPEN_CLIP]
 SHARDS = 54
 SAMPLES_PER_SHARD = 384
 SHUFFLE = 10_000

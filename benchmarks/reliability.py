@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.report import filled, table
+from benchmarks.markdown import filled, table
 from benchmarks.turns import RESULTS, ROOT
 
 PAGE = ROOT / "docs/reliability.md"

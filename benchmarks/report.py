@@ -1,24 +1,21 @@
-"""Writes the tables of docs/performance.md and benchmarks/README.md from results/*.json.
+"""Writes the tables of docs/performance.md and benchmarks/README.md, and its charts, from results/*.json.
 
 Command: python -m benchmarks.report
 
-A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is around them is written by hand and left
-alone.
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`, the chart of a benchmark between the same with
+NAME_chart; what is around them is written by hand and left alone. Charts are drawn into docs/images.
 """
 
 import argparse
 import json
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks import peer_tables
+from benchmarks.markdown import Result, filled, number, spread, table
 from benchmarks.turns import RESULTS, ROOT
 
 PAGES = (ROOT / "docs/performance.md", ROOT / "benchmarks/README.md")
-NAMES = ("cold", "warm", "memory", "memory_tier", "hits", "fill", "verification", "scale")
-
-Result = dict[str, Any]
+IMAGES = ROOT / "docs/images"
 
 
 def main() -> None:
@@ -27,33 +24,26 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
+    parser.add_argument("--images", type=Path, default=IMAGES)
     given = parser.parse_args()
-    results = {name: _read(given.results / f"{name}.json") for name in NAMES}
-    tables = tables_of({name: result for name, result in results.items() if result is not None})
+    found = {name: _read(given.results / f"{name}.json") for name in TABLES}
+    results = {name: result for name, result in found.items() if result is not None}
+    tables = tables_of(results)
+    given.images.mkdir(parents=True, exist_ok=True)
+    for name, (_, drawing) in peer_tables.charts_of(results).items():
+        (given.images / f"{name}.svg").write_text(drawing)
     for page in given.pages:
         page.write_text(filled(page.read_text(), tables))
 
 
-def filled(page: str, tables: dict[str, str]) -> str:
-    """The page with the tables that are there put into their places."""
-    for name, table in tables.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        page = place.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
-    return page
-
-
 def tables_of(results: dict[str, Result]) -> dict[str, str]:
-    makers = {
-        "cold": cold,
-        "warm": warm,
-        "memory": memory,
-        "memory_tier": memory_tier,
-        "hits": hits,
-        "fill": fill,
-        "verification": verification,
-        "scale": scale,
+    tables = {name: TABLES[name](result) for name, result in results.items()}
+    tables |= {
+        f"{name}_chart": f"![{title}](images/{name}.svg)"
+        for name, (title, _) in peer_tables.charts_of(results).items()
     }
-    tables = {name: makers[name](result) for name, result in results.items()}
+    if results.get("warm", {}).get("limits"):
+        tables["peers"] = peer_tables.peers(results["warm"])
     return {"targets": targets(results), "machine": machine(results), **tables}
 
 
@@ -65,7 +55,7 @@ def targets(results: dict[str, Result]) -> str:
             if limit is None:
                 sign, limit = "≥", target["at_least"]
             met = {True: "yes", False: "no", None: "not measured"}[target["met"]]
-            rows.append([name, target["claim"], f"{sign} {_number(limit)}", _number(target["value"]), met])
+            rows.append([name, target["claim"], f"{sign} {number(limit)}", number(target["value"]), met])
     return table(["benchmark", "claim", "target", "measured", "reached"], rows)
 
 
@@ -86,51 +76,20 @@ def machine(results: dict[str, Result]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def cold(result: Result) -> str:
-    head = [
-        "contender and link",
-        "first batch, s",
-        "its bytes' time, s",
-        "epoch 1, s",
-        "download / compute, s",
-        "epoch 2, s",
-        "fetched, MB, epochs 1 / 2",
-    ]
-    rows = [
-        [
-            name,
-            _spread(result, name, "first_batch_seconds"),
-            f"{row['bytes_time_seconds']:.2f}",
-            _spread(result, name, "epoch_1_seconds"),
-            f"{row['download_seconds']:.1f} / {row['compute_seconds']:.1f}",
-            f"{row['epoch_2_seconds']:.1f}",
-            f"{row['epoch_1_bytes'] / 1e6:.0f} / {row['epoch_2_bytes'] / 1e6:.0f}",
-        ]
-        for name, row in result["medians"].items()
-    ]
-    return table(head, rows)
-
-
-def warm(result: Result) -> str:
-    against = next(iter(result["ratios"].values()))
-    rows = [
-        [
-            name,
-            _spread(result, name, "images_per_second", 0),
-            _number(against.get(name)),
-            f"{row['cpu_us_per_image']:,.0f}",
-        ]
-        for name, row in result["medians"].items()
-    ]
-    return table(["contender", "images/s (rounds)", "× open_clip", "CPU µs an image"], rows)
-
-
 def memory(result: Result) -> str:
     rows = [
         [name, *(f"{row[f'{which}_bytes'] / 1e6:,.0f}" for which in ("peak", "steady", "before"))]
         for name, row in result["medians"].items()
     ]
     return table(["contender", "peak, MB", "steady, MB", "before the first batch was asked for, MB"], rows)
+
+
+def flat(result: Result) -> str:
+    rows = [
+        [name, f"{row['private_bytes'] / 1e6:.1f}", f"{row['slope'] / 1e3:+.1f}"]
+        for name, row in result["medians"].items()
+    ]
+    return table(["worker of", "of its own at the end, MB", "growth, KB a thousand samples"], rows)
 
 
 def hits(result: Result) -> str:
@@ -182,9 +141,9 @@ def scale(result: Result) -> str:
     rows = [
         [
             name,
-            _spread(result, name, "start_seconds"),
+            spread(result, name, "start_seconds"),
             f"{row['start_cpu_seconds']:.2f}",
-            _spread(result, name, "first_batch_seconds"),
+            spread(result, name, "first_batch_seconds"),
             *(f"{row[f'above_{which}'] / 1e6:,.0f}" for which in ("bytes", "later_bytes", "peak_rss_bytes")),
         ]
         for name, row in result["medians"].items()
@@ -200,8 +159,8 @@ def memory_tier(result: Result) -> str:
     rows = [
         [
             name,
-            _spread(result, name, "images_per_second", 0),
-            _spread(result, name, "cpu_us_per_image", 0),
+            spread(result, name, "images_per_second", 0),
+            spread(result, name, "cpu_us_per_image", 0),
             f"{row['disk_bytes_per_image'] / 1e3:,.0f}",
         ]
         for name, row in result["medians"].items()
@@ -211,25 +170,20 @@ def memory_tier(result: Result) -> str:
     )
 
 
+TABLES = {
+    **peer_tables.TABLES,
+    "memory": memory,
+    "flat": flat,
+    "memory_tier": memory_tier,
+    "hits": hits,
+    "fill": fill,
+    "verification": verification,
+    "scale": scale,
+}
+
+
 def _read(path: Path) -> Result | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _spread(result: Result, name: str, metric: str, digits: int = 2) -> str:
-    """The median, and the least and most of the rounds."""
-    values = [row[metric] for row in result["rounds"] if row["label"] == name]
-    return f"{result['medians'][name][metric]:.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value / 1e6:,.0f} MB" if value >= 1e6 else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

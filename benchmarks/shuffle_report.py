@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.report import filled, table
+from benchmarks.markdown import filled, table
 from benchmarks.shuffle import DEFAULT
 from benchmarks.turns import RESULTS, ROOT
 

@@ -12,23 +12,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks import machine
+from benchmarks import machine, watch
 from benchmarks.contenders.workload import Epoch, Job, Result
-from benchmarks.process_tree import MemoryWatch
+from benchmarks.environments import build as environments
+from benchmarks.watch import Watch
 from streamload.bench.rounds import Row
 from streamload.bench.rounds import medians as medians
 from streamload.bench.rounds import rotated as rotated
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
-_LIMIT_SECONDS = 900
+LIMIT_SECONDS = 900
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,49 @@ class Contender:
         name: in results.
         adapter: the module in contenders/ that runs it.
         job: what differs from the other contenders' job.
+        environment: "own", "open_clip", or the name of a peer's.
+        reads: shards by "url", which it keeps once they are there; by "path" when they are near, as it keeps
+            none; or "converted", its own format.
     """
 
     name: str
     adapter: str
     job: dict[str, Any] = field(default_factory=dict)
+    environment: str = "own"
+    reads: Literal["url", "path", "converted"] = "url"
 
     @property
     def needs_open_clip(self) -> bool:
-        return self.adapter == "openclip" or self.job.get("preprocess", "open_clip") == "open_clip"
+        return self.environment == "open_clip" or self.job.get("preprocess", "open_clip") == "open_clip"
+
+    def data(self, base: str, shards: int) -> str:
+        """What it is told to read of what lies below a directory or URL."""
+        return f"{base}/{self.environment}" if self.reads == "converted" else pattern(base, shards)
 
 
 @dataclass(frozen=True)
 class Interpreters:
-    """Where contenders run: open_clip pins an older webdataset than the rest, so it has its own."""
+    """Where contenders run: open_clip pins an older webdataset than the rest, and each peer its own."""
 
     own: Path
     open_clip: Path | None
+    peers: Path
 
     def of(self, contender: Contender) -> Path:
-        if contender.adapter == "openclip" and self.open_clip is not None:
+        if contender.environment == "open_clip" and self.open_clip is not None:
             return self.open_clip
+        if contender.environment in environments.names():
+            return environments.python_of(contender.environment, self.peers)
         return self.own
+
+    def missing(self, contender: Contender) -> Path | None:
+        """What a contender needs that isn't there."""
+        if contender.needs_open_clip and self.open_clip is None:
+            return ROOT / ".venv-openclip"
+        named = contender.environment
+        if named in environments.names() and not environments.is_ready(named, self.peers):
+            return self.peers / named
+        return None
 
     def packages(self) -> str | None:
         """open_clip's environment, to stand behind the packages of the other."""
@@ -70,13 +91,17 @@ class Interpreters:
         return subprocess.check_output([self.open_clip, "-c", code], text=True).strip()
 
 
+class TookTooLong(RuntimeError):
+    """A contender didn't come to its end."""
+
+
 @dataclass(frozen=True)
 class Ran:
     """One run of a contender."""
 
     started: float
     result: Result
-    memory: MemoryWatch | None
+    memory: Watch | None
 
     @property
     def epochs(self) -> list[Epoch]:
@@ -94,6 +119,9 @@ def arguments(description: str | None, rounds: int, names: Sequence[str]) -> arg
     parser.add_argument("--python", type=Path, default=ROOT / ".venv/bin/python")
     parser.add_argument("--openclip-python", type=Path, default=ROOT / ".venv-openclip/bin/python")
     parser.add_argument(
+        "--peers", type=Path, default=environments.PEERS, help="the peers' environments; default .venv-peers"
+    )
+    parser.add_argument(
         "--out", type=Path, help="file for the JSON; default benchmarks/results/NAME.json, none with --quick"
     )
     given = parser.parse_args()
@@ -103,17 +131,20 @@ def arguments(description: str | None, rounds: int, names: Sequence[str]) -> arg
 
 
 def interpreters(given: argparse.Namespace) -> Interpreters:
-    return Interpreters(given.python, given.openclip_python if given.openclip_python.exists() else None)
+    there = given.openclip_python if given.openclip_python.exists() else None
+    return Interpreters(given.python, there, given.peers)
 
 
 def chosen(given: argparse.Namespace, all_of_them: Sequence[Contender]) -> list[Contender]:
-    """The contenders asked for; those that need open_clip only where it is installed."""
-    found = [contender for contender in all_of_them if contender.name in given.contenders]
-    if interpreters(given).open_clip is None:
-        for contender in found:
-            if contender.needs_open_clip:
-                print(f"{contender.name} is left out: no {given.openclip_python}", file=sys.stderr)
-        found = [contender for contender in found if not contender.needs_open_clip]
+    """The contenders asked for whose environments are there; the others are left out aloud."""
+    places, found = interpreters(given), []
+    for contender in all_of_them:
+        if contender.name not in given.contenders:
+            continue
+        if missing := places.missing(contender):
+            print(f"{contender.name} is left out: no {missing}", file=sys.stderr)
+        else:
+            found.append(contender)
     return found
 
 
@@ -146,11 +177,18 @@ def pattern(base: str, shards: int) -> str:
     return f"{base}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def run(contender: Contender, job: Job, python: Path, watch_memory: bool = False) -> Ran:
+def run(
+    contender: Contender,
+    job: Job,
+    python: Path,
+    watch_memory: bool = False,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> Ran:
     """Run a contender to its end.
 
     Raises:
-        RuntimeError: it failed, or took longer than a quarter of an hour.
+        TookTooLong: it didn't end in time, and was killed.
+        RuntimeError: it failed.
     """
     command = [str(python), "-m", f"benchmarks.contenders.{contender.adapter}", job.to_argument()]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -158,24 +196,31 @@ def run(contender: Contender, job: Job, python: Path, watch_memory: bool = False
     with tempfile.TemporaryFile("w+") as errors:
         started = time.monotonic()
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
         )
-        timer = threading.Timer(_LIMIT_SECONDS, process.kill)
-        timer.start()
-        watch = MemoryWatch(process.pid) if watch_memory else None
+        memory = watch.memory(process.pid) if watch_memory else None
         try:
-            with watch or contextlib.nullcontext():
-                output = process.communicate()[0]
+            with memory or contextlib.nullcontext():
+                output = process.communicate(timeout=limit_seconds)[0]
+        except subprocess.TimeoutExpired:
+            raise TookTooLong(f"{contender.name} was killed after {limit_seconds:.0f} s") from None
         finally:
-            timer.cancel()
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its workers, too
             process.wait()
+            process.stdout.close()
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(f"{contender.name} ended with {process.returncode}:\n{errors.read()[-4000:]}")
-    said = json.loads(output)
+    said = json.loads(output.splitlines()[-1])
     said["epochs"] = [Epoch(**epoch) for epoch in said["epochs"]]
-    return Ran(started, Result(**said), watch)
+    return Ran(started, Result(**said), memory)
 
 
 def write(given: argparse.Namespace, name: str, content: Row) -> None:
@@ -197,6 +242,18 @@ def write(given: argparse.Namespace, name: str, content: Row) -> None:
 def versions(rows: Sequence[Row]) -> Row:
     """Take the versions out of rows; they are the same in each round."""
     return {row["contender"]: row.pop("versions") for row in rows}
+
+
+def content(given: argparse.Namespace, settings: Row, rows: list[Row]) -> Row:
+    """What the result of a benchmark beside the peers holds; what is the same in each round is taken out."""
+    return {
+        "settings": settings,
+        "versions": versions(rows),
+        "limits": {row["contender"]: row.pop("limits") for row in rows},
+        "seeds": list(range(given.rounds)),
+        "rounds": rows,
+        "medians": medians(rows),
+    }
 
 
 def target(

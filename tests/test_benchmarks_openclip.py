@@ -31,6 +31,20 @@ def test_all_contenders_do_the_same_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.skipif(not OWN.exists(), reason="webdataset's cache is looked at beside its newer version")
+def test_a_peer_with_a_cache_is_given_half_of_the_data_as_its_limit(tmp_path: Path) -> None:
+    out = tmp_path / "half.json"
+    command = [sys.executable, "-m", "benchmarks.half", "--quick", "--out", str(out)]
+    command += ["--python", str(OWN), "--openclip-python", sys.executable]
+    subprocess.run([*command, "--contenders", "webdataset, cache_dir"], cwd=ROOT, check=True, timeout=380)
+    result = json.loads(out.read_text())
+
+    assert [row["images"] for row in result["rounds"]] == [128] * 3
+    assert result["limits"]["webdataset, cache_dir"]
+    assert result["failures"] == []
+
+
+@pytest.mark.timeout(400)
 def test_open_clips_own_order_is_followed(tmp_path: Path) -> None:
     out = tmp_path / "shuffle.json"
     command = [sys.executable, "-m", "benchmarks.shuffle", "--quick", "--out", str(out)]

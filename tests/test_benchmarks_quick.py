@@ -6,10 +6,12 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import report, shuffle_report
+from benchmarks import peer_tables, report, shuffle_report
+from benchmarks.markdown import filled
 from streamload.settings import file_system
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +20,9 @@ METRICS = {
     "cold": {"first_batch_seconds", "epoch_1_seconds", "epoch_2_seconds", "epoch_1_bytes", "epoch_2_bytes"},
     "warm": {"images_per_second", "cpu_us_per_image"},
     "memory": {"peak_bytes", "steady_bytes", "before_bytes"},
+    "scaling": {"images_per_second", "cpu_us_per_image"},
+    "consumer": {"images_per_second", "waited_share"},
+    "half": {"held_bytes", "fetched_bytes", "images_per_second"},
 }
 
 
@@ -25,6 +30,7 @@ OWN_METRICS = {
     "hits": {"hits", "hits_counted", "expected", "limit_bytes", "live_bytes", "data_bytes"},
     "fill": {"bytes_per_cpu_second", "bytes_per_second", "cpu_ns_per_byte"},
     "scale": set(),
+    "flat": {"private_bytes", "slope"},
     "verification": {"checked", "check_us_per_image", "cpu_us_per_image", "share"},
 }
 
@@ -39,13 +45,15 @@ def run_quickly(name: str, out: Path, *more: str) -> dict[str, Any]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["cold", "warm", "memory"])
 def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str, tmp_path: Path) -> None:
+    contender = "streamload, last 10 batches kept" if name == "warm" else "streamload"
     out = tmp_path / f"{name}.json"
-    result = run_quickly(name, out, "--contenders", "streamload", "--openclip-python", "none")
+    result = run_quickly(name, out, "--contenders", contender, "--openclip-python", "none")
 
     assert {"cpu", "cores", "memory_bytes", "kernel"} == result["machine"].keys()
-    assert result["versions"]["streamload"].keys() >= {"python", "streamload", "torch"}
+    assert result["versions"][contender].keys() >= {"python", "streamload", "torch"}
     assert result["seeds"] == [0]
     assert [row["images"] for row in result["rounds"]] == [256]
+    assert result["rounds"][0].get("changed_batches", 0) == 0
     (medians,) = result["medians"].values()
     assert medians.keys() >= METRICS[name]
     assert result["targets"]
@@ -71,7 +79,7 @@ def test_streamload_is_compared_with_the_floor_of_its_kind(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale"])
+@pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale", "flat"])
 def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
     result = run_quickly(name, tmp_path / f"{name}.json")
 
@@ -145,6 +153,32 @@ def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: 
     assert "streamload ended with 3:\nno such luck" in ended.stderr
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "images"), [("scaling", [256] * 2), ("consumer", [256]), ("half", [128] * 3)]
+)
+def test_a_benchmark_beside_the_peers_writes_rows_a_table_and_a_chart(
+    name: str, images: list[int], tmp_path: Path
+) -> None:
+    result = run_quickly(
+        name, tmp_path / f"{name}.json", "--contenders", "streamload", "--openclip-python", "none"
+    )
+
+    assert result["seeds"] == [0]
+    assert [row["images"] for row in result["rounds"]] == images
+    assert all(medians.keys() >= METRICS[name] for medians in result["medians"].values())
+    tables = report.tables_of({name: result})
+    assert tables[name].count("\n") == 2
+    assert tables[f"{name}_chart"].endswith(f"(images/{name}.svg)")
+    _, drawing = peer_tables.charts_of({name: result})[name]
+    assert result["rounds"][0]["contender"] in "".join(ElementTree.fromstring(drawing).itertext())
+    if name == "half":
+        assert result["rounds"][0]["fetched_bytes"] >= result["settings"]["bytes"]
+        assert all(0 < row["held_bytes"] < result["settings"]["bytes"] for row in result["rounds"])
+    if name == "consumer":
+        assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
+
+
 def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
     page = "before\n<!-- warm -->\nlast year\n<!-- /warm -->\nafter\n<!-- cold -->\n<!-- /cold -->\n"
-    assert report.filled(page, {"warm": "| new |"}) == page.replace("last year", "| new |")
+    assert filled(page, {"warm": "| new |"}) == page.replace("last year", "| new |")

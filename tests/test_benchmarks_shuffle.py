@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import shuffle_report
 from benchmarks.following import epoch_of
+from benchmarks.markdown import filled
 from benchmarks.order_measures import Epoch, measures
-from benchmarks.report import filled
 from benchmarks.turns import RESULTS
 from streamload.order.plan import OrderOptions
 

@@ -6,6 +6,12 @@ from types import SimpleNamespace
 
 from benchmarks.contenders.workload import Job, Result, open_clip_preprocess, tokenizer, train, versions
 
+LIMITS = (
+    "no cache: each epoch fetches all again",
+    "1,000 samples a worker before the first batch",
+    "no more workers than shards",
+)
+
 
 def main() -> None:
     job = Job.from_argument()
@@ -32,7 +38,7 @@ def main() -> None:
         info.set_epoch(epoch)
         epochs.append(train(info.dataloader, job, epoch))
     names = ("open_clip_torch", "webdataset", "torchvision", "torch", "pillow")
-    Result(imported, epochs, versions(*names)).print()
+    Result(imported, epochs, versions(*names), limits=LIMITS).print()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         job.urls,
         None if reads_only else tokenizer(job),
         preprocess=preprocess,
+        compile=job.compile,
         map_sample=bytes_of if reads_only else None,
         batch_size=job.batch_size,
         num_workers=job.workers,
@@ -37,6 +38,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         seed=job.seed,
         image_dtype=job.images,
         cache_dir=job.cache_dir,
+        cache_size=job.cache_bytes,
         **more,
     ) as loader:
         imported = time.monotonic()

@@ -11,6 +11,8 @@ SHARD_SHUFFLE = 100
 SAMPLE_SHUFFLE = 1000
 """Both as its documentation has them."""
 
+LIMITS = ("a shard is read when it has arrived whole", "no more workers than shards")
+
 
 def main() -> None:
     job = Job.from_argument()
@@ -20,7 +22,13 @@ def main() -> None:
         return tokenize(caption)[0]
 
     dataset = (
-        wds.WebDataset(job.urls, shardshuffle=SHARD_SHUFFLE, cache_dir=job.cache_dir, seed=job.seed)
+        wds.WebDataset(
+            job.urls,
+            shardshuffle=SHARD_SHUFFLE,
+            cache_dir=job.cache_dir,
+            cache_size=-1 if job.cache_bytes is None else job.cache_bytes,
+            seed=job.seed,
+        )
         .shuffle(job.shuffle or SAMPLE_SHUFFLE)
         .decode("pilrgb")
         .to_tuple("jpg", "txt")
@@ -32,7 +40,8 @@ def main() -> None:
     )
     imported = time.monotonic()
     epochs = [train(loader, job, epoch) for epoch in range(job.epochs)]
-    Result(imported, epochs, versions("webdataset", "torchvision", "torch", "pillow")).print()
+    names = ("webdataset", "torchvision", "torch", "pillow")
+    Result(imported, epochs, versions(*names), limits=LIMITS).print()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Photographs become float32[N, 3, 224, 224] as open_clip trains on them (a random
 antialias, normalised), captions become int64[N, 77], and the consumer reads one channel of every image.
 """
 
+import collections
+import io
 import json
 import os
 import sys
@@ -22,6 +24,10 @@ from benchmarks.process_tree import cpu_seconds, disk_bytes
 
 Batch = TypeVar("Batch")
 LENGTH = 77
+SIDE = 224
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+"""The statistics that open_clip normalises with, for loaders that don't run its function."""
 _IDS = 49_406
 
 
@@ -36,9 +42,15 @@ class Job:
         preprocess: "default" is the loader's own, "open_clip" open_clip's function as given; "none" makes
             nothing of a sample but the number of its bytes.
         images: "float32", or "uint8" where a contender is to hand over bytes.
+        compile: of streamload, whether it compiles preprocess.
         tokenizer: "words" or "open_clip".
         shuffle: the window where the loader lets one choose; None for its default.
         packages: a folder whose packages stand behind the interpreter's own; None for none.
+        convert_to: a folder: write the shards there in the loader's own format, and train on nothing.
+        cache_bytes: the most that the loader's cache may hold; None for its default.
+        keep: how many batches the consumer keeps; at the end of an epoch it looks whether they are still
+            what they were.
+        step_seconds: how long the consumer takes for each batch, besides.
         checks: of streamload, how the check of each sample that is read runs: "shipped", or for
             verification.py "timed" or "off".
         drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
@@ -52,10 +64,15 @@ class Job:
     workers: int = 2
     preprocess: str = "open_clip"
     images: Literal["float32", "uint8"] = "float32"
+    compile: bool = True
     tokenizer: str = "words"
     shuffle: int | None = None
     cache_dir: str | None = None
     packages: str | None = None
+    convert_to: str | None = None
+    cache_bytes: int | None = None
+    keep: int = 0
+    step_seconds: float = 0.0
     checks: str = "shipped"
     drop_pages: bool = False
 
@@ -83,19 +100,29 @@ class Epoch:
     channel_mean: float = 0.0
     disk_bytes: int = 0
     """What was read from disks, by all processes."""
+    waited_seconds: float = 0.0
+    """From the first batch on, the consumer's time without one."""
+    changed_batches: int = 0
+    """Of those that it kept, the ones that weren't at the end what they had been."""
 
 
 @dataclass
 class Result:
-    """What a contender measured."""
+    """What a contender measured.
+
+    Attributes:
+        limits: what it doesn't do of what others do, in a few words each.
+    """
 
     imported: float
     epochs: list[Epoch]
     versions: dict[str, str]
     notes: dict[str, Any] = field(default_factory=dict)
+    limits: Sequence[str] = ()
 
     def print(self) -> None:
-        json.dump(asdict(self), sys.stdout)
+        """In the last line of the output, whatever else a library has said there."""
+        print(f"\n{json.dumps(asdict(self))}")
 
 
 class WordTokenizer:
@@ -126,7 +153,33 @@ def tokenizer(job: Job) -> Callable[..., torch.Tensor]:
 
 def open_clip_preprocess() -> Callable[..., torch.Tensor]:
     """What open_clip's create_model_and_transforms gives as preprocess_train."""
-    return _open_clip().image_transform(224, is_train=True)
+    return _open_clip().image_transform(SIDE, is_train=True)
+
+
+class Transform:
+    """A photograph's bytes and its caption to tensors: Pillow, open_clip's function, the job's tokenizer."""
+
+    def __init__(self, job: Job) -> None:
+        self._preprocess, self._tokenize = open_clip_preprocess(), tokenizer(job)
+
+    def __call__(self, jpeg: bytes, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(jpeg)) as image:
+            return self._preprocess(image), self._tokenize(caption)[0]
+
+
+def converting(convert: Callable[[Job, Path], None], job: Job, names: Sequence[str]) -> None:
+    """Convert the shards, and print how long that took and how many bytes it wrote."""
+    assert job.convert_to is not None
+    folder, began = Path(job.convert_to), time.monotonic()
+    folder.mkdir(parents=True)
+    convert(job, folder)
+    seconds = time.monotonic() - began
+    written = sum(
+        path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
+    )
+    Result(began, [], versions(*names), {"seconds": seconds, "bytes": written}).print()
 
 
 def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], job: Job, epoch: int) -> Epoch:
@@ -136,9 +189,57 @@ def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], job: Job, epoch: 
         images, texts = batch
         if is_first:
             _check(images, texts, job)
-        return len(images), images[:, epoch % 3].mean(dtype=torch.float32).item()
+        return len(images), mean_of(images[:, epoch % 3])
 
-    return _timed(loader, job, look)
+    if not job.keep:
+        return _timed(loader, job, look)
+    kept = Kept(job.keep)
+
+    def look_and_keep(batch: tuple[torch.Tensor, torch.Tensor], is_first: bool) -> tuple[int, float]:
+        kept.add(batch)
+        return look(batch, is_first)
+
+    seen = _timed(loader, job, look_and_keep)
+    seen.changed_batches = kept.changed()
+    return seen
+
+
+class Kept:
+    """The last batches, and what their bytes were when they came."""
+
+    def __init__(self, most: int) -> None:
+        self._batches: collections.deque[tuple[tuple[torch.Tensor, ...], bytes]] = collections.deque(
+            maxlen=most
+        )
+
+    def add(self, batch: tuple[torch.Tensor, ...]) -> None:
+        self._batches.append((batch, _digest(batch)))
+
+    def changed(self) -> int:
+        """How many of them aren't what they were.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if not self._batches:
+            raise RuntimeError("no batch was kept")
+        return sum(_digest(batch) != digest for batch, digest in self._batches)
+
+
+def _digest(batch: tuple[torch.Tensor, ...]) -> bytes:
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for part in batch:
+        digest.update(part.contiguous().numpy())
+    return digest.digest()
+
+
+def mean_of(channel: torch.Tensor) -> float:
+    """The mean of all values; of bytes by the quickest way there is."""
+    if channel.dtype == torch.uint8:
+        return float(channel.numpy().sum()) / channel.numel()
+    return channel.mean().item()
 
 
 def read(loader: Iterable[dict[str, Any]], job: Job) -> Epoch:
@@ -156,14 +257,20 @@ def _timed(loader: Iterable[Batch], job: Job, look: Callable[[Batch, bool], tupl
         drop_pages(Path(job.cache_dir))
     cpu_before, disk_before = cpu_seconds(), disk_bytes()
     seen = Epoch(began=time.monotonic())
-    mean = 0.0
+    mean, asked = 0.0, seen.began
     for batch in loader:
-        if not seen.batches:
-            seen.first_batch = time.monotonic()
+        came = time.monotonic()
+        if seen.batches:
+            seen.waited_seconds += came - asked
+        else:
+            seen.first_batch = came
         images, channel = look(batch, not seen.batches)
         mean += channel
         seen.batches += 1
         seen.images += images
+        if job.step_seconds:
+            time.sleep(job.step_seconds)
+        asked = time.monotonic()
     seen.ended = time.monotonic()
     seen.cpu_seconds = cpu_seconds() - cpu_before
     seen.disk_bytes = disk_bytes() - disk_before
@@ -193,7 +300,7 @@ def versions(*names: str) -> dict[str, str]:
 
 def _check(images: torch.Tensor, texts: torch.Tensor, job: Job) -> None:
     assert images.dtype == getattr(torch, job.images), images.dtype
-    assert images.shape == (job.batch_size, 3, 224, 224), images.shape
+    assert images.shape == (job.batch_size, 3, SIDE, SIDE), images.shape
     assert texts.dtype == torch.int64, texts.dtype
     assert texts.shape == (job.batch_size, LENGTH), texts.shape
 

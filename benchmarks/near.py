@@ -1,0 +1,132 @@
+"""Contenders with the bytes near: what warm.py, scaling.py and consumer.py do alike.
+
+Every shard lies in local files. An epoch goes before the measured one: in it those that have a cache fill it
+from a local server; the others are given the paths, or what was made of the shards in their own format.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, turns
+from benchmarks.contenders.workload import Job
+from benchmarks.turns import Contender, Interpreters, Row
+from streamload.testing.server import ShardServer
+
+SHARDS = 8
+SAMPLES_PER_SHARD = 384  # with these every worker has the same share: nobody has to read a shard twice
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 128
+
+
+@dataclass(frozen=True)
+class Near:
+    """Shards in local files, a server of them, and the contenders that read them.
+
+    Attributes:
+        contenders: those that were asked for and are installed.
+        conversions: of those that read a format of their own, what making it took.
+    """
+
+    contenders: Sequence[Contender]
+    places: Interpreters
+    directory: Path
+    url: str
+    shards: int
+    samples: int
+    total_bytes: int
+    conversions: Mapping[str, Row]
+
+    @property
+    def tokenizer(self) -> str:
+        """open_clip's, for all, where it is installed."""
+        return "open_clip" if self.places.open_clip is not None else "words"
+
+    def run(self, contender: Contender, round_: int, label: str | None = None, **more: Any) -> Row:
+        """Measure the second epoch of a contender; `more` is for its job."""
+        base = self.url if contender.reads == "url" else str(self.directory / "shards")
+        cache = self.directory / f"cache-{contender.adapter}"
+        cache.mkdir(exist_ok=True)
+        told = {
+            "urls": contender.data(base, self.shards),
+            "samples": self.samples,
+            "epochs": 2,
+            "seed": round_,
+            "tokenizer": self.tokenizer,
+            "cache_dir": str(cache),
+            "packages": self.places.packages(),
+            **contender.job,
+            **more,
+        }
+        load = machine.load()
+        ran = turns.run(contender, Job(**told), self.places.of(contender))
+        last = ran.epochs[-1]
+        seconds = last.ended - last.began
+        return {
+            "label": label or contender.name,
+            "contender": contender.name,
+            "round": round_,
+            "load_before": load,
+            "images": last.images,
+            "seconds": seconds,
+            "images_per_second": last.images / seconds,
+            "cpu_us_per_image": last.cpu_seconds / last.images * 1e6,
+            "first_batch_seconds": last.first_batch - last.began,
+            "waited_share": last.waited_seconds / (last.ended - last.first_batch),
+            "changed_batches": sum(epoch.changed_batches for epoch in ran.epochs),
+            "channel_mean": last.channel_mean,
+            "limits": ran.result.limits,
+            "versions": ran.result.versions,
+        }
+
+    def content(self, given: argparse.Namespace, rows: list[Row], **more: Any) -> Row:
+        """What the result holds of these rows; `more` are settings."""
+        settings = {
+            "samples": self.samples,
+            "shards": self.shards,
+            "bytes": self.total_bytes,
+            "batch_size": Job.batch_size,
+            "workers": Job.workers,
+            "tokenizer": self.tokenizer,
+            **more,
+        }
+        return {**turns.content(given, settings, rows), "conversions": self.conversions}
+
+
+@contextmanager
+def ready(given: argparse.Namespace, all_of_them: Sequence[Contender]) -> Iterator[Near]:
+    """Write the shards, serve them, and convert them for those that need it."""
+    shards, per_shard = (
+        (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
+    )
+    places, contenders = turns.interpreters(given), turns.chosen(given, all_of_them)
+    with (
+        turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes),
+        ShardServer.spawn(directory / "shards") as server,
+    ):
+        conversions = converted(contenders, places, directory / "shards", shards)
+        samples = shards * per_shard
+        yield Near(contenders, places, directory, server.url, shards, samples, total_bytes, conversions)
+
+
+def converted(
+    contenders: Sequence[Contender], places: Interpreters, folder: Path, shards: int
+) -> dict[str, Row]:
+    """Convert shards for those that read a format of their own; by name, the seconds and bytes of each."""
+    done = {}
+    for contender in contenders:
+        if contender.reads != "converted":
+            continue
+        job = Job(
+            turns.pattern(str(folder), shards),
+            samples=0,
+            epochs=0,
+            seed=0,
+            convert_to=contender.data(str(folder), 0),
+        )
+        done[contender.name] = turns.run(contender, job, places.of(contender)).result.notes
+        print(f"converted for {contender.name}", file=sys.stderr, flush=True)
+    return done

@@ -1,0 +1,25 @@
+"""The contenders of the suite: what each is called, which adapter runs it where, and what it reads."""
+
+from benchmarks.turns import Contender
+
+_OWN_TRANSFORM = {"preprocess": "default"}
+
+STREAMLOAD = Contender("streamload", "streamload_", _OWN_TRANSFORM)
+STREAMLOAD_UINT8 = Contender("streamload, uint8", "streamload_", {**_OWN_TRANSFORM, "images": "uint8"})
+STREAMLOAD_COMPILED = Contender("streamload, open_clip's preprocess", "streamload_")
+STREAMLOAD_AS_GIVEN = Contender("streamload, preprocess as given", "streamload_", {"compile": False})
+STREAMLOAD_KEPT = Contender("streamload, last 10 batches kept", "streamload_", {**_OWN_TRANSFORM, "keep": 10})
+
+FLOOR = Contender("floor", "floor", _OWN_TRANSFORM, reads="path")
+FLOOR_UINT8 = Contender("floor, uint8", "floor", {**_OWN_TRANSFORM, "images": "uint8"}, reads="path")
+
+OPEN_CLIP = Contender("open_clip", "openclip", environment="open_clip", reads="path")
+WEBDATASET = Contender("webdataset, cache_dir", "webdataset_")
+SPDL = Contender("SPDL", "spdl_", _OWN_TRANSFORM, environment="spdl", reads="path")
+HUGGINGFACE = Contender("Hugging Face datasets", "huggingface_", environment="huggingface", reads="path")
+LITDATA = Contender("LitData", "litdata_", environment="litdata", reads="converted")
+MOSAIC = Contender("MosaicML Streaming", "mosaic_", environment="mosaic", reads="converted")
+DALI = Contender("DALI on the CPU", "dali_", _OWN_TRANSFORM, environment="dali", reads="converted")
+ENERGON = Contender("Megatron-Energon", "energon_", environment="energon", reads="converted")
+
+PEERS = (OPEN_CLIP, WEBDATASET, SPDL, HUGGINGFACE, LITDATA, MOSAIC, DALI, ENERGON)
