@@ -18,8 +18,9 @@ are still those that came (memory that is used again must not change under a use
 preprocess=open_clip's function, compiled, and as given; and the peers, each as its own documentation
 recommends for this work, in an environment of its own (environments/). open_clip's loader, webdataset with
 cache_dir, Hugging Face datasets, LitData, MosaicML Streaming and Megatron-Energon run open_clip's function;
-SPDL and DALI, which bring their own decoders and resizers, those. LitData and MosaicML Streaming read a format of their own: what making it
-took, and its bytes, are in the table, and so is the index that Megatron-Energon and DALI make.
+SPDL and DALI, which bring their own decoders and resizers, those. LitData and MosaicML Streaming read a
+format of their own: what making it took, and its bytes, are in the table, and so is the index that
+Megatron-Energon and DALI make.
 
 Result: results/warm.json; docs/performance.md has it as a table.
 
