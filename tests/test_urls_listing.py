@@ -97,6 +97,10 @@ def test_of_a_million_urls_only_the_ends_are_checked(monkeypatch):
     starts = [f"{n}/x" for n in range(-5, 6)]
     lists = [f"s3://b{x}/{n}{y}" for x in ("a", "/b") for n in (0, 9) for y in "cd"]
     assert checked == hosts + starts + lists
+    checked.clear()
+    expand_urls("shard-{0..999999}.tar::d{0..999999}/{a,b}::s{3..5}://b/{0..9}::~{0..2}")
+    files = ["shard-0.tar", "shard-999999.tar", "d0/a", "d0/b", "d999999/a", "d999999/b"]
+    assert checked == [*files, *(f"s{n}://b/{m}" for n in (3, 4, 5) for m in (0, 9)), "~0", "~1", "~2"]
 
 
 _PIECES = ["/", "//", ":", "://", "-", "", " ", "\n", "~", "~root/", "@", "[", "]", "?", "#", "%", "a",
@@ -146,6 +150,9 @@ def test_the_kinds_of_urls_that_begin_well_are_refused_as_all_of_them_are(seed):
         "pipe:",
         "https:/",
         " ",
+        "d",
+        "s",
+        "train-",
     ]
     for _ in range(500):
         same_refusal_as_of_all(rng.choice(begins) + "".join(rng.choices(_PIECES, k=rng.randint(1, 5))))

@@ -66,11 +66,12 @@ class UrlList(Sequence[str]):
     def kinds(self) -> Iterator[str]:
         """Those of the URLs, in order, that stand for all others in all that `check` and `scheme` look at.
 
-        That is every URL, but where a range of numbers stands in a command or behind the '/' that ends a host
-        (or begins a path), only its first and last number. Nothing that is checked depends on which number
-        stands there: the scheme, host, bucket, user, home directory and first character are in front of it;
-        a number is never empty; and of digits and '-' comes neither a blank or control character nor '://'.
-        So if any URL is refused, the first of those here that is refused is the first of all.
+        That is every URL, but where a range of numbers stands in a command, behind the '/' that ends a host
+        (or begins a path), or in the name of a file, only its first and last number. Nothing that is
+        checked depends on which number stands there: the scheme, host, bucket, user, home directory and
+        first character are in front of it; a number is never empty; and of digits and '-' comes neither a
+        blank or control character nor '://'. So if any URL is refused, the first of those here that is
+        refused is the first of all.
         """
         return _kinds((self._node,), "")
 
@@ -247,7 +248,9 @@ def _kinds(nodes: tuple[Node, ...], before: str) -> Iterator[str]:
         for inner in node.nodes:
             yield from _kinds((inner, *rest), before)
     else:
-        ends_suffice = isinstance(node, Numbers) and len(node) > 2 and _is_place(before)
+        ends_suffice = (
+            isinstance(node, Numbers) and len(node) > 2 and (_is_place(before) or _is_file(before, rest))
+        )
         for text in (node[0], node[len(node) - 1]) if ends_suffice else node:
             yield from _kinds(rest, before + text)
 
@@ -258,3 +261,18 @@ def _is_place(text: str) -> bool:
         return True
     match = SCHEME.match(text)
     return "/" in text[match.end() if match else 0 :]
+
+
+def _is_file(text: str, rest: tuple[Node, ...]) -> bool:
+    """Whether a number between them is in the name of a file in the working directory: no scheme can come."""
+    return text[:1].isalpha() and ":" not in text and not any(map(_has_colon, rest))
+
+
+def _has_colon(node: Node) -> bool:
+    if isinstance(node, Texts):
+        return any(":" in text for text in node.texts)
+    if isinstance(node, Product):
+        return any(map(_has_colon, node.parts))
+    if isinstance(node, Chain):
+        return any(map(_has_colon, node.nodes))
+    return isinstance(node, Stretch) and _has_colon(node.node)
