@@ -21,7 +21,6 @@ could pile up (views of shards, connections, remembered words) is bounded.
 """
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,9 +108,9 @@ def lines_of(command: list[str]) -> Iterator[Row]:
     Raises:
         CalledProcessError: it failed.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLOAD_")}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(turns.ROOT)}
-    with subprocess.Popen(command, cwd=turns.ROOT, env=environ, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        command, cwd=turns.ROOT, env=turns.environment(), stdout=subprocess.PIPE, text=True
+    ) as running:
         assert running.stdout is not None
         yield from map(json.loads, running.stdout)
     if running.returncode:

@@ -38,7 +38,6 @@ computed once in the rank and handed to its workers.
 """
 
 import json
-import os
 import subprocess
 import threading
 import time
@@ -250,9 +249,7 @@ def process(
     python: Path, module: str, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A process with the place of the rank, and what it has said by now; it is gone when the block ends."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLOAD_")}
-    environ |= {name: str(value) for name, value in LAUNCHED.items()}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(turns.ROOT)}
+    environ = turns.environment() | {name: str(value) for name, value in LAUNCHED.items()}
     command = [str(python), "-m", f"benchmarks.{module}", *arguments]
     said: dict[str, Any] = {}
     with subprocess.Popen(

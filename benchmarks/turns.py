@@ -177,6 +177,12 @@ def pattern(base: str, shards: int) -> str:
     return f"{base}/{{00000..{shards - 1:05d}}}.tar"
 
 
+def environment() -> dict[str, str]:
+    """What a measured process has around it: no settings of the user's, one thread, this checkout."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("STREAMLOAD_", "WDS_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
 def run(
     contender: Contender,
     job: Job,
@@ -191,14 +197,12 @@ def run(
         RuntimeError: it failed.
     """
     command = [str(python), "-m", f"benchmarks.contenders.{contender.adapter}", job.to_argument()]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environ = {name: value for name, value in environ.items() if not name.startswith(("STREAMLOAD_", "WDS_"))}
     with tempfile.TemporaryFile("w+") as errors:
         started = time.monotonic()
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environ,
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import streamload
@@ -66,3 +67,17 @@ def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:
                 (5, 3, 224, 224),
             )
             assert (ids.device.type, ids.shape) == ("meta", (5, 7))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"image_dtype": "uint8"}, {"preprocess": lambda image: torch.zeros(3, 224, 224, dtype=torch.uint8)}],
+)
+def test_levels_that_were_asked_for_stay_levels_on_the_device(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    paths = [str(path) for path in write_shards(tmp_path / "data", [10], seed=44)]
+    options = {"num_workers": 0, "cache_dir": tmp_path / "cache", "cache_size": "1GB", **options}
+    with streamload.make_loader(paths, batch_size=5, device="meta", **options) as loader:
+        for images, _ in loader:
+            assert (images.device.type, images.dtype, images.shape) == ("meta", torch.uint8, (5, 3, 224, 224))

@@ -15,8 +15,6 @@ from nvidia.dali import fn, pipeline_def, types
 
 from benchmarks.contenders import tars
 from benchmarks.contenders.workload import (
-    OPENAI_MEAN,
-    OPENAI_STD,
     SIDE,
     Job,
     Result,
@@ -25,6 +23,7 @@ from benchmarks.contenders.workload import (
     train,
     versions,
 )
+from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
 
 SAMPLE_SHUFFLE = 1024
 """Its default: samples that wait in memory for their turn."""

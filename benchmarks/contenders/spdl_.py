@@ -17,8 +17,6 @@ from spdl.pipeline import PipelineBuilder
 
 from benchmarks.contenders import tars
 from benchmarks.contenders.workload import (
-    OPENAI_MEAN,
-    OPENAI_STD,
     SIDE,
     Job,
     Result,
@@ -26,6 +24,7 @@ from benchmarks.contenders.workload import (
     train,
     versions,
 )
+from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
 
 LIMITS = (
     "no cache: each epoch fetches all again",

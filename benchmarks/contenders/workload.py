@@ -25,9 +25,6 @@ from benchmarks.process_tree import cpu_seconds, disk_bytes
 Batch = TypeVar("Batch")
 LENGTH = 77
 SIDE = 224
-OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
-OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
-"""The statistics that open_clip normalises with, for loaders that don't run its function."""
 _IDS = 49_406
 
 
