@@ -30,17 +30,17 @@ lint: $(READY)  ## Check style, types and the import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# These tests meet real processes, disks and servers, within deadlines that a busy machine can miss. What fails is run
-# once more, by itself, and has to pass then; the output shows both.
-TESTED = || { [ $$? = 1 ] && $(1) --last-failed --last-failed-no-failures none; }
+# Many tests wait for processes, disks and servers: two run at a time. Their deadlines can be missed by a busy machine:
+# what fails is run once more, by itself, and has to pass then; the output shows both.
+TESTED = $(1) --numprocesses 2 --dist worksteal || \
+	{ [ $$? = 1 ] && $(1) --last-failed --last-failed-no-failures none; }
 
 pytest: $(READY)
-	$(BIN)/python -m pytest $(call TESTED,$(BIN)/python -m pytest)
+	$(call TESTED,$(BIN)/python -m pytest)
 
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
-	.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS) \
-		$(call TESTED,.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS))
+	$(call TESTED,.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS))
 
 # Another seed each time; a failure shows the seed and the number of its case.
 CASES ?= 1000000

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from streamload.cache import memory
+
+SHARED_MEMORY = Path("/dev/shm")
 
 # These run open_clip's own code, in an environment of their own (make pytest-openclip).
 collect_ignore_glob = [] if importlib.util.find_spec("open_clip") else ["*openclip*"]
@@ -51,6 +56,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch")
 
 
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of the test's own in the machine's tmpfs, instead of all of it."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix=f"streamload-test-{os.getpid()}-") as place:
+        monkeypatch.setattr(memory, "PLACE", Path(place))
+        yield Path(place)
+
+
 Held = dict[str, set[str]]
 
 
@@ -70,17 +83,31 @@ def _held() -> Held:
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "child processes": children,
         "descriptors": {d for d in descriptors if "/proc/" not in d and "anon_inode:[eventpoll]" not in d},
-        "shared memory": {str(path) for path in Path("/dev/shm").iterdir() if not _is_anothers(path)},
+        "shared memory": {str(path) for path in SHARED_MEMORY.iterdir()},
     }
 
 
 def _is_anothers(path: Path) -> bool:
-    """Whether a file in /dev/shm is torch's, for a process that isn't of this test."""
-    named = re.match(r"torch_(\d+)_", path.name)
-    if named is None or not psutil.pid_exists(pid := int(named[1])):
-        return False
+    """Whether a file or directory in /dev/shm is of a process that isn't of this test.
+
+    Tests run side by side. torch and the tests put a process into the name of what they make; of what is
+    named otherwise whoever has it open is asked.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
-        return os.getpid() not in {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+        if named := re.match(r"(?:torch|streamload-test)[_-](\d+)(?:[_-]|$)", path.name):
+            return not _is_of_this_test(psutil.Process(int(named[1])))
+    held_by = [process for process in psutil.process_iter() if _has_open(process, path)]
+    return bool(held_by) and not any(_is_of_this_test(process) for process in held_by)
+
+
+def _is_of_this_test(process: psutil.Process) -> bool:
+    return os.getpid() in {process.pid, *(parent.pid for parent in process.parents())}
+
+
+def _has_open(process: psutil.Process, path: Path) -> bool:
+    with contextlib.suppress(OSError, psutil.Error):
+        opened = [Path(f"/proc/{process.pid}/fd/{name}") for name in os.listdir(f"/proc/{process.pid}/fd")]
+        return any(link.readlink().is_relative_to(path) for link in opened)
     return False
 
 
@@ -96,7 +123,9 @@ def leaks_nothing(patience_seconds: float = 5.0) -> Iterator[None]:
     deadline = time.monotonic() + patience_seconds
     while True:
         gc.collect()  # an exception's traceback may hold what nobody can reach any more
-        left = {kind: sorted(now - before[kind]) for kind, now in _held().items() if now - before[kind]}
+        left = {kind: sorted(now - before[kind]) for kind, now in _held().items()}
+        left["shared memory"] = [path for path in left["shared memory"] if not _is_anothers(Path(path))]
+        left = {kind: some for kind, some in left.items() if some}
         if not left:
             return
         if time.monotonic() > deadline:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import stat
 import tempfile
 import threading
@@ -34,16 +33,8 @@ from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
 
 COUNTS = [20, 30, 25, 15]
+pytestmark = pytest.mark.usefixtures("shm")
 needs_mounts = pytest.mark.skipif(bool(why_no_small_disk()), reason=why_no_small_disk())
-
-
-@pytest.fixture(autouse=True)
-def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A place of its own in the machine's tmpfs, instead of all of it."""
-    place = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="streamload-test-"))
-    monkeypatch.setattr(memory, "PLACE", place)
-    yield place
-    shutil.rmtree(place)
 
 
 @pytest.fixture

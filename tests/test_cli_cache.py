@@ -4,13 +4,10 @@ import io
 import json
 import os
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 from tiers import Filled, flip, listing, payload_start
 
-from streamload.cache import memory
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Tier
 from streamload.cli import main
@@ -304,14 +301,6 @@ def test_cache_ls_and_stat_show_an_index_without_data_as_what_it_is(streamload, 
         assert any(line.split()[:4] == ["indexes", "without", "data", "1"] for line in out.splitlines())
     finally:
         filled.close()
-
-
-@pytest.fixture
-def shm(monkeypatch):
-    """A place of its own in the machine's tmpfs, instead of all of it."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="streamload-test-") as place:
-        monkeypatch.setattr(memory, "PLACE", Path(place))
-        yield Path(place)
 
 
 def test_a_cache_in_memory_is_found_listed_and_cleared_as_any_other(

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -266,13 +265,11 @@ def test_doctor_fails_when_the_cache_dir_can_not_be_written(tmp_path, monkeypatc
         ("auto", "cache auto: in memory if the data is known to take at most 70.0 MB, else on disk"),
     ],
 )
-def test_doctor_says_which_cache_a_run_would_take_and_why(streamload, cache, says, tmp_path, monkeypatch):
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="streamload-test-") as place:
-        monkeypatch.setattr(memory, "PLACE", Path(place))
-        variables = {"STREAMLOAD_CACHE_DIR": str(tmp_path / "disk"), "STREAMLOAD_MEMORY_SIZE": "70MB"}
-        done = streamload("doctor", STREAMLOAD_CACHE=cache, **variables)
-        assert list(Path(place).iterdir()) == []
-    root = f"{place}/streamload-{os.geteuid()}"
+def test_doctor_says_which_cache_a_run_would_take_and_why(streamload, cache, says, tmp_path, shm):
+    variables = {"STREAMLOAD_CACHE_DIR": str(tmp_path / "disk"), "STREAMLOAD_MEMORY_SIZE": "70MB"}
+    done = streamload("doctor", STREAMLOAD_CACHE=cache, **variables)
+    assert list(shm.iterdir()) == []
+    root = f"{shm}/streamload-{os.geteuid()}"
     text = " ".join(done.stdout.split())
     assert says.format(disk=tmp_path / "disk", memory=root) in text
     assert "memory size 70.0 MB STREAMLOAD_MEMORY_SIZE" in text
@@ -280,15 +277,13 @@ def test_doctor_says_which_cache_a_run_would_take_and_why(streamload, cache, say
     assert ("writable yes" in text) is (cache != "memory")
 
 
-def test_doctor_with_no_disk_fails_unless_memory_will_do(streamload, tmp_path, monkeypatch):
+def test_doctor_with_no_disk_fails_unless_memory_will_do(streamload, tmp_path, monkeypatch, shm):
     (tmp_path / "file").touch()
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="streamload-test-") as place:
-        monkeypatch.setattr(memory, "PLACE", Path(place))
-        monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "file"))
-        assert streamload("doctor", STREAMLOAD_CACHE="memory").returncode == 0
-        done = streamload("doctor", STREAMLOAD_CACHE="auto")
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "file"))
+    assert streamload("doctor", STREAMLOAD_CACHE="memory").returncode == 0
+    done = streamload("doctor", STREAMLOAD_CACHE="auto")
     assert done.returncode == 0
-    assert f"auto: in memory at {place}" in " ".join(done.stdout.split())
+    assert f"auto: in memory at {shm}" in " ".join(done.stdout.split())
     monkeypatch.setattr(memory, "PLACE", Path("/proc/streamload"))  # where nothing can be stored
     done = streamload("doctor", STREAMLOAD_CACHE="auto")
     assert done.returncode == 1

@@ -381,6 +381,14 @@ def test_with_a_full_disk_the_training_goes_on(server: ShardServer, tmp_path: Pa
         assert loader.stats().range_reads > 0 or spares(small_disk / "cache")
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that have no room are done without soon."""
+    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_SECONDS", 0.5)
+    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_AGAIN_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_full_disk_is_an_error_only_where_there_is_no_other_place(
     server: ShardServer, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +417,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("scheme", ["http", "pipe"])
 def test_a_disk_that_becomes_full_in_a_run_does_not_stop_it(

@@ -119,5 +119,5 @@ def _scratch() -> Iterator[str]:
     """A directory for files, in memory where that can be had."""
     memory = Path("/dev/shm")
     place = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="streamload-fuzz-", dir=place) as directory:
+    with tempfile.TemporaryDirectory(prefix=f"streamload-test-{os.getpid()}-", dir=place) as directory:
         yield directory

@@ -10,6 +10,7 @@ as nothing damages them · it ends.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -178,7 +179,9 @@ class _Story:
 
 def simulate(seed: int, *, trace: bool = False) -> Result:
     """Run the simulation of a seed; `trace` prints all of its calls."""
-    place = tempfile.mkdtemp(prefix="streamload-simulation-", dir=_MEMORY if _MEMORY.is_dir() else None)
+    place = tempfile.mkdtemp(
+        prefix=f"streamload-test-{os.getpid()}-", dir=_MEMORY if _MEMORY.is_dir() else None
+    )
     engine = Engine(seed, _TRACED_CALLS if trace else 100)
     try:
         story = _Story(engine, Path(place) / "tier")
