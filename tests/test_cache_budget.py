@@ -106,6 +106,26 @@ def test_what_is_reserved_and_not_yet_written_counts(disk: Disk) -> None:
     first.discard()
 
 
+def test_what_is_written_while_the_disk_is_measured_counts_too(disk: Disk) -> None:
+    tier = tier_on(disk, 400 * KIB)
+    first = begin(tier, A, 300 * KIB)
+    assert first is not None
+
+    @dataclass
+    class Measured:
+        total: int
+        free: int
+
+    def usage(path: Path) -> Measured:
+        found = Measured(disk.total, disk.free)
+        (first.path / "data").write_bytes(bytes(300 * KIB))
+        return found
+
+    other = Tier(disk.root, None, free_disk=FreeDisk(size_bytes=400 * KIB), disk_usage=usage)
+    assert begin(other, B, 350 * KIB) is None
+    first.discard()
+
+
 def test_without_a_floor_the_disk_alone_is_the_limit(disk: Disk) -> None:
     tier = tier_on(disk, 0)
     publish(tier, A, 900 * KIB)

@@ -282,17 +282,18 @@ class Room:
             self._directory.delete(path)
 
     def _allowed_bytes(self, used_bytes: int) -> int:
-        disk = self._disk_usage(self._directory.root)
+        # In this order: what is written in between is counted twice, and not as free and written at once.
         stored = used_bytes - self._directory.unwritten_bytes
+        disk = self._disk_usage(self._directory.root)
         floor = self._free_disk.floor_bytes(disk.total, disk.free + stored)
         return ledger.allowed_bytes(self.limit_bytes, stored, disk.free, floor)
 
     def _is_surely_small(self) -> bool:
         """Whether it is certain that nothing has to go, without a look at every shard."""
+        unwritten_bytes = self._directory.unwritten_bytes  # in this order, as above
         disk = self._disk_usage(self._directory.root)
         floor = self._free_disk.floor_bytes(disk.total, disk.total)
-        free = disk.free - self._directory.unwritten_bytes
-        return self.limit_bytes >= self._within_bytes and free >= floor
+        return self.limit_bytes >= self._within_bytes and disk.free - unwritten_bytes >= floor
 
     def _follow_limit(self) -> None:
         """Take up the limit that another run may have given to the tier."""
