@@ -137,6 +137,16 @@ def verification(result: Result) -> str:
     return table(["", "CPU µs an image", "of it for the check, µs", "share"], rows)
 
 
+def stages(result: Result) -> str:
+    """A row for each stage, in the order of the journey; the whole last."""
+    medians = result["medians"]
+    rows = [
+        [stage, *(f"{row[stage]:,.1f}" for row in medians.values())] for stage in result["settings"]["stages"]
+    ]
+    rows.append(["all", *(f"{row['cpu_us_per_image']:,.0f}" for row in medians.values())])
+    return table(["stage", *(f"{name}, µs an image" for name in medians)], rows)
+
+
 def scale(result: Result) -> str:
     rows = [
         [
@@ -178,6 +188,7 @@ TABLES = {
     "hits": hits,
     "fill": fill,
     "verification": verification,
+    "stages": stages,
     "scale": scale,
 }
 

@@ -31,6 +31,7 @@ OWN_METRICS = {
     "fill": {"bytes_per_cpu_second", "bytes_per_second", "cpu_ns_per_byte"},
     "scale": set(),
     "flat": {"private_bytes", "slope"},
+    "stages": {"decode", "resize", "tokenize", "order", "hand-over", "rank", "the rest"},
     "verification": {"checked", "check_us_per_image", "cpu_us_per_image", "share"},
 }
 
@@ -79,9 +80,9 @@ def test_streamload_is_compared_with_the_floor_of_its_kind(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale", "flat"])
+@pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale", "flat", "stages"])
 def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
-    result = run_quickly(name, tmp_path / f"{name}.json")
+    result = run_quickly(name, tmp_path / f"{name}.json", "--openclip-python", "none")
 
     assert {"python", "streamload"} <= set().union(*result["versions"].values())
     assert result["seeds"] == [0]

@@ -236,8 +236,8 @@ def _digest(batch: tuple[torch.Tensor, ...]) -> bytes:
 def read_one_channel(images: torch.Tensor, channel: int) -> float:
     """The mean of one channel of every image, which is next to no work.
 
-    Of bytes, channels last, a sum of every third would be some: 100 µs an image. All of them are read, as words,
-    and the mean is that of every 16th row.
+    Of bytes, channels last, a sum of every third would be some: 100 µs an image. All of them are read, as
+    words, and the mean is that of every 16th row.
     """
     if images.dtype != torch.uint8:
         return images[:, channel].mean().item()
