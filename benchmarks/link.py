@@ -29,6 +29,11 @@ class Link:
         seen = [(r.seconds + self.offset, r.sent) for r in self.server.log if r.path != _MARK and r.sent]
         return [(at, sent) for at, sent in seen if start <= at < stop]
 
+    def first_request(self) -> float | None:
+        """When a shard was first asked for, by any method."""
+        asked = [r.seconds + self.offset for r in self.server.log if r.path != _MARK]
+        return min(asked, default=None)
+
     def fetched_bytes(self, start: float, stop: float) -> int:
         return sum(sent for _, sent in self.requests(start, stop))
 

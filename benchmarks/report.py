@@ -215,8 +215,21 @@ def memory_tier(result: Result) -> str:
     )
 
 
+def start(result: Result) -> str:
+    rows = []
+    for name, row in result["medians"].items():
+        if "seconds" in row:
+            rows.append([name, spread(result, name, "seconds"), "–"])
+        else:
+            times = [f"{since}_to_first_batch_seconds" for since in ("making", "iter")]
+            rows.append([name, *(spread(result, name, metric) for metric in times)])
+    head = ["loader or command", "from making it (or calling it), s (rounds)", "from iter(), s (rounds)"]
+    return table(head, rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
+    "start": start,
     "memory": memory,
     "flat": flat,
     "memory_tier": memory_tier,

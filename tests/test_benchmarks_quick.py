@@ -124,6 +124,22 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
 
 
 @pytest.mark.timeout(400)
+def test_a_start_is_measured_beside_a_bare_loaders_and_asks_the_origin_for_nothing(tmp_path: Path) -> None:
+    loaders = ["streamload, fork", "bare DataLoader, fork"]
+    commands = ["streamload --help", "streamload warm, to its first request"]
+    result = run_quickly("start", tmp_path / "out.json", "--contenders", *loaders, *commands)
+
+    medians = result["medians"]
+    assert list(medians) == [*loaders, *commands]
+    assert [medians[name]["images"] for name in loaders] == [128, 128]
+    assert medians[loaders[0]]["fetched_bytes"] == 0
+    assert all(row["making_to_first_batch_seconds"] > 0 for row in (medians[name] for name in loaders))
+    found = {target["claim"]: target["value"] for target in result["targets"]}
+    assert [value is None for value in found.values()] == [False, True, False, False]
+    assert report.tables_of({"start": result})["start"].count("\n") == 5
+
+
+@pytest.mark.timeout(400)
 def test_the_shuffle_is_measured_beside_a_permutation(tmp_path: Path) -> None:
     result = run_quickly("shuffle", tmp_path / "out.json", "--openclip-python", "none")
 

@@ -52,6 +52,7 @@ class Job:
         checks: of streamload, how the check of each sample that is read runs: "shipped", or for
             verification.py "timed" or "off".
         drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
+        start_method: how workers are started, "fork" or "spawn"; None for the loader's default.
     """
 
     urls: str
@@ -73,6 +74,7 @@ class Job:
     step_seconds: float = 0.0
     checks: str = "shipped"
     drop_pages: bool = False
+    start_method: str | None = None
 
     @classmethod
     def from_argument(cls) -> "Job":
@@ -109,7 +111,9 @@ class Result:
     """What a contender measured.
 
     Attributes:
+        imported: when the loader was made, and all that goes before it done.
         limits: what it doesn't do of what others do, in a few words each.
+        making: when the loader began to be made, where that is measured.
     """
 
     imported: float
@@ -117,6 +121,7 @@ class Result:
     versions: dict[str, str]
     notes: dict[str, Any] = field(default_factory=dict)
     limits: Sequence[str] = ()
+    making: float = 0.0
 
     def print(self) -> None:
         """In the last line of the output, whatever else a library has said there."""

@@ -57,7 +57,7 @@ def warm(
 
 
 class _Bar:
-    """The progress bar, drawn from the first news on: rich is imported while the first shards are on their way."""
+    """The progress bar, from the first news on: rich is imported while the first shards are on their way."""
 
     def __init__(self) -> None:
         self._drawn: Progress | None = None
