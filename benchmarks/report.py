@@ -227,9 +227,25 @@ def start(result: Result) -> str:
     return table(head, rows)
 
 
+def link_busy(result: Result) -> str:
+    rows = [
+        [
+            name,
+            f"{row['share']:.1%}",
+            f"{row['bytes'] / row['seconds'] / 1e6:,.0f}",
+            spread(result, name, "seconds"),
+            f"{row['cpu_seconds_per_gb']:.2f}",
+        ]
+        for name, row in result["medians"].items()
+    ]
+    head = ["client and link", "of what it carries", "MB/s", "first request to last byte, s (rounds)"]
+    return table([*head, "CPU s a GB"], rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
     "start": start,
+    "link_busy": link_busy,
     "memory": memory,
     "flat": flat,
     "memory_tier": memory_tier,

@@ -43,9 +43,12 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         cache_size=job.cache_bytes,
         **{"multiprocessing_context": job.start_method, **more},
     ) as loader:
+        if job.takes_up:
+            loader.load_state_dict(job.saved_state())
         imported = time.monotonic()
         for epoch in range(job.epochs):
-            epochs.append(read(loader, job) if reads_only else train(loader, job, epoch))
+            trained = read(loader, job) if reads_only else train(loader, job, epoch, loader.state_dict)
+            epochs.append(trained)
             after_epoch()
         notes = {"stats": loader.stats().as_dict()}
     names = ("streamload", "torch", "simplejpeg", "pillow")
