@@ -23,7 +23,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   └── CaptionError                    its caption
     ├── CacheError (OSError)                the tier can't be used
     │   ├── CacheFull                       no room, and nothing may be evicted
-    │   └── CacheCorrupt                    bytes that fail their checksum
+    │   ├── CacheCorrupt                    bytes that fail their checksum
+    │   └── SharedTierError                 the shared one: away, slow, not writable, full, or not ours
     ├── DataError (ValueError)              the data as a whole
     │   ├── NoValidSamples                  nothing usable among the first shards or samples
     │   ├── TooManyBadSamples               more than the allowed share had to be replaced
@@ -118,6 +119,10 @@ class CacheFull(CacheError):
 
 class CacheCorrupt(CacheError):
     """Bytes in the tier fail their checksum."""
+
+
+class SharedTierError(CacheError):
+    """The shared cache can't be used for what was asked of it; trainings go on without it."""
 
 
 class DataError(StreamloadError, ValueError):
