@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from streamload.cache.begun import Recalled
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.cache.shared.sharing import Sharing
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.dataset.messages import Recipe, Start
@@ -62,7 +62,10 @@ class Supply:
         self._closing = threading.Event()
         self._tier = _open_tier(recipe, counts)
         self._spare = Spare(recipe.tier_root, counts)
-        self._freshness = _freshness(recipe, self._tier, counts)
+        ask = None if recipe.revalidate == "never" else asker(recipe.storage_options, recipe.origin, counts)
+        self._sharing = Sharing(recipe.shared, counts, ask)
+        each_epoch = recipe.revalidate != "start"
+        self._freshness = Freshness(self._tier, recipe.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self._cache = ShardCache(
             self._tier,
             recipe.shards,
@@ -76,12 +79,13 @@ class Supply:
         )
         self._ahead = Ahead(
             self._tier,
-            functools.partial(_open_origin, recipe, counts),
+            self._open_origin,
             threads=recipe.fills,
             counts=counts,
             may_be_bare=lambda shard: has_ranges(shard.url),
             spare=self._spare,
             freshness=self._freshness,
+            published=self._sharing.published,
         )
         self._start: Start | None = None
         self._row = worker + 1 if workers else 0  # of this process, on the board
@@ -160,6 +164,7 @@ class Supply:
     def close(self) -> None:
         """Stop the fills and let go of the tier; once is enough."""
         self._closing.set()
+        self._sharing.close()
         self._ahead.close()
         self._forget_itineraries()
         for origin in self._origins.values():
@@ -254,11 +259,17 @@ class Supply:
         self._counts.add("range_reads")
         origin = self._origins.pop(shard.digest, None)
         if origin is None:
-            origin = _open_origin(self._recipe, self._counts, shard, self._closing)
+            origin = self._open_origin(shard, self._closing)
         self._origins[shard.digest] = origin  # the last in line
         if len(self._origins) > _ORIGINS_KEPT:
             self._origins.pop(next(iter(self._origins))).close()
         return origin.read(start, stop, version)
+
+    def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
+        """Where a shard lives, the shared cache in front of it."""
+        recipe = self._recipe
+        origin = open_origin(shard.url, recipe.storage_options, recipe.origin, self._counts, stop)
+        return self._sharing.through(shard, origin, stop)
 
     def _no_room(self, shard: Shard) -> str:
         return (
@@ -300,16 +311,6 @@ def _open_tier(recipe: Recipe, counts: Counters) -> Tier:
         free_disk=recipe.free_disk,
         eviction=recipe.eviction,
     )
-
-
-def _open_origin(recipe: Recipe, counts: Counters, shard: Shard, stop: threading.Event) -> Origin:
-    return open_origin(shard.url, recipe.storage_options, recipe.origin, counts, stop)
-
-
-def _freshness(recipe: Recipe, tier: Tier, counts: Counters) -> Freshness:
-    """By which versions of its shards the run goes."""
-    ask = None if recipe.revalidate == "never" else asker(recipe.storage_options, recipe.origin, counts)
-    return Freshness(tier, recipe.run, each_epoch=recipe.revalidate != "start", ask=ask, counts=counts)
 
 
 class Waiting:

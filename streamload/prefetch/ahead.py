@@ -54,6 +54,7 @@ class Ahead:
         spare: where to fill what the tier can't take.
         stopped_seconds: how long a filler, of any process, may show no life before another takes over.
         freshness: by which versions the run goes; None takes what is published as it is.
+        published: told, from a filling thread, of each shard that was filled here, and where it is.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Ahead:
         spare: Spare | None = None,
         stopped_seconds: float = STOPPED_SECONDS,
         freshness: Freshness | None = None,
+        published: Callable[[Shard, Path], None] = lambda shard, directory: None,
     ):
         self.tier = tier
         self._open_origin = open_origin
@@ -77,6 +79,7 @@ class Ahead:
         self._spare = spare
         self._stopped_seconds = stopped_seconds
         self._freshness = freshness
+        self._published = published
         self._stop = threading.Event()
         self._change = threading.Condition()
         # Guarded by _change:
@@ -333,6 +336,7 @@ class Ahead:
                 self._sizes[shard.digest] = outcome.size_bytes
         if outcome.result is Filled.PUBLISHED and not bare:
             self._counts.add("shards_published")
+            self._published(shard, tier.published(shard.digest))
         self._report(shard, outcome.result)
         return _NO_ROOM_SECONDS if refused else _HELD_SECONDS
 

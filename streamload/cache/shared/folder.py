@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
-import shutil
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from streamload.errors import SharedTierError
+
+_PIECE_BYTES = 1 << 20
 _INCOMING = ".incoming"
 _LEFT_SECONDS = 24 * 3600.0
 """What has been written aside for so long was left by somebody who was killed."""
@@ -19,10 +23,16 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 class Folder:
-    """A folder of files; it need not exist before something is written."""
+    """A folder of files; it need not exist before something is written.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: where it is.
+        stop: ends the copying of a file.
+    """
+
+    def __init__(self, root: Path, stop: threading.Event | None = None) -> None:
         self._root = root.absolute()
+        self._stop = stop or threading.Event()
         self._is_swept = False
 
     def target(self, name: str) -> str:
@@ -56,7 +66,10 @@ class Folder:
 
         def copy(file: BinaryIO) -> None:
             with path.open("rb") as source:
-                shutil.copyfileobj(source, file, 1 << 20)
+                for piece in iter(functools.partial(source.read, _PIECE_BYTES), b""):
+                    file.write(piece)
+                    if self._stop.is_set():
+                        raise SharedTierError("the shared cache was left in the middle of a file")
 
         self._place(name, copy, os.replace)
 

@@ -100,7 +100,7 @@ class Objects:
         self.url = urls.redact(url).rstrip("/") or "/"
         self._made_of = (url, dict(storage_options or {}), timeout_seconds)
         self._backend: Backend = (
-            Folder(urls.local_path(url)) if urls.is_local(url) else Store(*self._made_of, stop)
+            Folder(urls.local_path(url), stop) if urls.is_local(url) else Store(*self._made_of, stop)
         )
 
     def __repr__(self) -> str:

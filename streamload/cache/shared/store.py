@@ -167,8 +167,8 @@ class Store:
                 made = (os.getpid(), fsspec.filesystem(self._protocol, **self._options))
             except (ImportError, TypeError, ValueError, KeyError) as exc:
                 raise OptionError(f"shared_cache: its file system can't be made: {exc}") from exc
-            if hasattr(made[1], "retries"):
-                made[1].retries = 3
+            if self._protocol in {"s3", "s3a"}:
+                made[1].retries, made[1].max_concurrency = 3, 2
             self._made = made
         return made[1]
 
