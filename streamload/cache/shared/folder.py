@@ -123,10 +123,11 @@ class Folder:
 
     def _sweep(self, now: float) -> None:
         """Remove what was left aside, by the clock of whoever serves the files."""
-        with contextlib.suppress(OSError):
-            for left in os.scandir(self._root / _INCOMING):
-                if now - left.stat(follow_symlinks=False).st_mtime > _LEFT_SECONDS:
-                    Path(left.path).unlink(missing_ok=True)
+        with os.scandir(self._root / _INCOMING) as found:
+            for left in found:
+                with contextlib.suppress(OSError):  # its writer has just moved it
+                    if now - left.stat(follow_symlinks=False).st_mtime > _LEFT_SECONDS:
+                        Path(left.path).unlink()
 
 
 def _link(aside: Path, target: Path) -> None:
