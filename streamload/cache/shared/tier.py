@@ -93,6 +93,31 @@ class SharedTier:
         """End all waits; once is enough."""
         self._stop.set()
 
+    def check_format(self) -> bool:
+        """Whether somebody has marked it as a shared cache.
+
+        Raises:
+            SharedTierError: it is another version's, or no shared cache.
+        """
+        with self._lock:
+            if self._is_marked:
+                return True
+        text = self._read(_FORMAT_NAME)
+        if text is None:
+            return False
+        try:
+            found = json.loads(text)["format"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            found = None
+        if found != FORMAT:
+            raise SharedTierError(
+                f"the shared cache {self.objects.url} has format {found!r}; this version uses {FORMAT}: give "
+                "it another folder, or remove what is there"
+            )
+        with self._lock:
+            self._is_marked = True
+        return True
+
     def held(self, shard: Shard) -> SharedShard | None:
         """What it holds of a shard; None if it doesn't, or can't say."""
         if shard.local is not None or self._is_distrusted(shard):
@@ -126,7 +151,7 @@ class SharedTier:
             SharedTierError: it can't be asked, or another version of streamload made it.
             CacheCorrupt: the index is damaged.
         """
-        self._check_format()
+        self.check_format()
         packed = self._read(self._name(shard, "index"))
         if packed is None:
             return None
@@ -279,33 +304,8 @@ class SharedTier:
         self.counts.add("shared_bytes", len(data or b""))
         return data
 
-    def _check_format(self) -> bool:
-        """Whether somebody has marked it as a shared cache.
-
-        Raises:
-            SharedTierError: it is another version's, or no shared cache.
-        """
-        with self._lock:
-            if self._is_marked:
-                return True
-        text = self._read(_FORMAT_NAME)
-        if text is None:
-            return False
-        try:
-            found = json.loads(text)["format"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            found = None
-        if found != FORMAT:
-            raise SharedTierError(
-                f"the shared cache {self.objects.url} has format {found!r}; this version uses {FORMAT}: give "
-                "it another folder, or remove what is there"
-            )
-        with self._lock:
-            self._is_marked = True
-        return True
-
     def _mark(self) -> None:
-        if not self._check_format():
+        if not self.check_format():
             self.objects.write(_FORMAT_NAME, json.dumps({"format": FORMAT}).encode())
 
 
