@@ -226,6 +226,13 @@ def test_a_store_that_is_not_there_is_one_error_without_secrets() -> None:
     assert "swordfish" not in str(caught.value) + repr(objects)
 
 
+def test_a_bucket_that_is_not_there_is_no_empty_one(s3: S3Server) -> None:
+    objects = Objects("s3://no-such-bucket/tier", s3.storage_options)
+    for ask in (lambda: objects.read("a"), lambda: objects.write("a", b"")):
+        with pytest.raises(SharedTierError, match="bucket does not exist"):
+            ask()
+
+
 def test_a_store_that_never_answers_is_left_in_time_and_at_once_on_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -61,7 +61,9 @@ class Store:
         """All of an object, by a range that no honest one exceeds."""
         try:
             return self._range(name, 0, limit_bytes + 1)
-        except FileNotFoundError:
+        except FileNotFoundError as exc:
+            if _lacks_bucket(exc):
+                raise
             return None
         except OSError:
             if self._size(name) != 0:  # of nothing there is no range
@@ -195,3 +197,9 @@ class Store:
             return future.result()
         finally:
             future.cancel()
+
+
+def _lacks_bucket(exc: FileNotFoundError) -> bool:
+    """Whether it isn't the object that is missing, but all that could hold it: a wrong URL, say."""
+    answer = getattr(exc.__cause__, "response", None)
+    return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"

@@ -151,8 +151,7 @@ class SharedTier:
             SharedTierError: it can't be asked, or another version of streamload made it.
             CacheCorrupt: the index is damaged.
         """
-        self.check_format()
-        packed = self._read(self._name(shard, "index"))
+        packed = self._read(self._name(shard, "index")) if self.check_format() else None
         if packed is None:
             return None
         found = SharedShard.unpack(packed)
