@@ -16,6 +16,7 @@ from tiers import flip, swap, until
 
 from benchmarks.stores.store import Store
 from streamload.cache.shared import sharing
+from streamload.cache.shared.copies import SharedShard
 from streamload.cache.shared.write_back import WriteBack
 from streamload.cache.tier import Tier
 from streamload.errors import OptionError
@@ -253,11 +254,14 @@ def test_a_commands_output_is_shared_and_begun_anew_where_it_breaks_off(tmp_path
     assert (report.shards_complete, report.bytes_arrived) == (1, 0)
     (stored,) = Path(place).glob("shards/*/*.tar")
     flip(stored, size // 2)
+    body = {"second": path.read_bytes()}
+    write_shards(tmp_path / "data", [40], seed=2, options=LARGE)  # nothing says so; it must not be mixed
+    body["third"] = path.read_bytes()
     report = warm(url, cache_dir=tmp_path / "third", cache_size="1GB", shared_cache=place)
-    assert (report.shards_complete, report.bytes_arrived) == (1, size)
-    for root in ("second", "third"):
+    assert (report.shards_complete, report.bytes_arrived) == (1, len(body["third"]))
+    for root, expected in body.items():
         (data,) = (tmp_path / root).glob("shards/*/data")
-        assert data.read_bytes() == path.read_bytes()
+        assert data.read_bytes() == expected
 
 
 def test_local_files_are_neither_asked_for_nor_stored(tmp_path: Path) -> None:
@@ -293,6 +297,8 @@ def test_a_killed_writer_leaves_nothing_that_others_believe(origin: Origin, tmp_
         with Child(lambda stage: origin.warm(tmp_path / "first", place, write_back=True).shards) as child:
             until(lambda: len(place.objects().names()) >= names)  # noqa: B023
             child.kill()
+        for index in (tmp_path / "shared").glob("shards/*/index"):
+            assert (index.parent / SharedShard.unpack(index.read_bytes()).data).exists()
         report = origin.warm(tmp_path / "second", place)
         assert report.shards_complete == 3
         assert origin.is_whole(tmp_path / "second")

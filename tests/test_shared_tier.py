@@ -114,6 +114,21 @@ def test_its_bytes_come_from_any_byte_on_and_by_range(origin: Origin, local: Pat
     assert counts.snapshot().shared_bytes > len(body)
 
 
+def test_a_damaged_range_is_not_given(origin: Origin, local: Path, folder: Place) -> None:
+    store(origin, local, folder, (0,))
+    tier, _ = opened(folder)
+    shard, body = origin.shard(0), origin.paths[0].read_bytes()
+    held = tier.held(shard)
+    assert held is not None
+    at = 2 * BLOCK_BYTES + 77
+    flip(Path(folder.url) / "shards" / shard.digest / held.data, at)
+    for start, stop in ((at, at + 1), (0, len(body)), (2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 1)):
+        with pytest.raises(CacheCorrupt):
+            tier.read(shard, held, start, stop)
+    assert tier.read(shard, held, 0, 2 * BLOCK_BYTES) == body[: 2 * BLOCK_BYTES]
+    assert tier.read(shard, held, 3 * BLOCK_BYTES, len(body)) == body[3 * BLOCK_BYTES :]
+
+
 def test_storing_the_same_again_stores_nothing(origin: Origin, local: Path, place: Place) -> None:
     store(origin, local, place, (0,))
     names = place.objects().names()
