@@ -45,8 +45,15 @@ class Near:
         """open_clip's, for all, where it is installed."""
         return "open_clip" if self.places.open_clip is not None else "words"
 
-    def run(self, contender: Contender, round_: int, label: str | None = None, **more: Any) -> Row:
-        """Measure the second epoch of a contender; `more` is for its job."""
+    def run(
+        self,
+        contender: Contender,
+        round_: int,
+        label: str | None = None,
+        notes: Sequence[str] = (),
+        **more: Any,
+    ) -> Row:
+        """Measure the second epoch of a contender; with some of what it notes; `more` is for its job."""
         base = self.url if contender.reads == "url" else str(self.directory / "shards")
         cache = self.directory / f"cache-{contender.adapter}"
         cache.mkdir(exist_ok=True)
@@ -79,6 +86,7 @@ class Near:
             "changed_batches": sum(epoch.changed_batches for epoch in ran.epochs),
             "channel_mean": last.channel_mean,
             "limits": ran.result.limits,
+            **{name: ran.result.notes[name] for name in notes},
             "versions": ran.result.versions,
         }
 

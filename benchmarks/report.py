@@ -8,6 +8,7 @@ NAME_chart; what is around them is written by hand and left alone. Charts are dr
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 
 from benchmarks import peer_tables
@@ -44,6 +45,8 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
     }
     if results.get("warm", {}).get("limits"):
         tables["peers"] = peer_tables.peers(results["warm"])
+    if "overhead" in results:
+        tables["stages"] = stages(results["overhead"])
     return {"targets": targets(results), "machine": machine(results), **tables}
 
 
@@ -137,6 +140,48 @@ def verification(result: Result) -> str:
     return table(["", "CPU µs an image", "of it for the check, µs", "share"], rows)
 
 
+def overhead(result: Result) -> str:
+    """Beside the floor; a ratio is the median of the rounds' own."""
+    rows = []
+    for own, ratios in _ratios(result).items():
+        cpu, speed = (ratios[metric] for metric in ("cpu_us_per_image", "images_per_second"))
+        row = result["medians"][own]
+        rows.append(
+            [
+                own,
+                f"{row['cpu_us_per_image']:,.0f}",
+                *(
+                    f"{statistics.median(found):.3f} ({min(found):.2f}–{max(found):.2f})"
+                    for found in (cpu, speed)
+                ),
+            ]
+        )
+    return table(["", "CPU µs an image", "× the floor's (rounds)", "images/s, × the floor's (rounds)"], rows)
+
+
+def _of_rounds(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def _ratios(result: Result) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, values in result["ratios"].items():
+        own, _, metric = name.rpartition(", ")
+        if values:
+            found.setdefault(own, {})[metric] = values
+    return found
+
+
+def stages(result: Result) -> str:
+    """A row for each stage, in the order of the journey; the whole last."""
+    timed = {name: row for name, row in result["medians"].items() if "the rest" in row}
+    rows = [
+        [stage, *(f"{row[stage]:,.1f}" for row in timed.values())] for stage in result["settings"]["stages"]
+    ]
+    rows.append(["all", *(f"{row['cpu_us_per_image']:,.0f}" for row in timed.values())])
+    return table(["stage", *(f"{name.removeprefix('stages, ')}, µs an image" for name in timed)], rows)
+
+
 def scale(result: Result) -> str:
     rows = [
         [
@@ -178,6 +223,7 @@ TABLES = {
     "hits": hits,
     "fill": fill,
     "verification": verification,
+    "overhead": overhead,
     "scale": scale,
 }
 

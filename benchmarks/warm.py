@@ -10,17 +10,17 @@ ids by open_clip's own tokenizer, one channel of every image read by the consume
 measured one (near.py). What streamload does more than the others: it verifies the checksum of each sample
 that it reads.
 
-Contenders: streamload with its default transform (the pixels of open_clip's within one level of 255), and as
-uint8 batches; for both the floor (streamload/bench/floor.py): bare processes that do this work as fast as it
-could be made here, and keep no order, verify nothing and hand nothing over, so that nobody reads their
-batches; the default with a consumer that keeps the last 10 batches and looks at the end whether their bytes
-are still those that came (memory that is used again must not change under a user); streamload with
-preprocess=open_clip's function, compiled, and as given; and the peers, each as its own documentation
-recommends for this work, in an environment of its own (environments/). open_clip's loader, webdataset with
-cache_dir, Hugging Face datasets, LitData, MosaicML Streaming and Megatron-Energon run open_clip's function;
-SPDL and DALI, which bring their own decoders and resizers, those. LitData and MosaicML Streaming read a
-format of their own: what making it took, and its bytes, are in the table, and so is the index that
-Megatron-Energon and DALI make.
+Contenders: streamload with its default transform (the pixels of open_clip's within one level of 255), and
+as uint8 batches; for both the floor (streamload/bench/floor.py): bare processes that do this work as fast
+as it could be made here, and keep no order, verify nothing and hand nothing over, so that nobody reads
+their batches (overhead.py compares them in more rounds); the default with a consumer that keeps the last 10
+batches and looks at the end whether their bytes are still those that came (memory that is used again must
+not change under a user); streamload with preprocess=open_clip's function, compiled, and as given; and the
+peers, each as its own documentation recommends for this work, in an environment of its own (environments/).
+open_clip's loader, webdataset with cache_dir, Hugging Face datasets, LitData, MosaicML Streaming and
+Megatron-Energon run open_clip's function; SPDL and DALI, which bring their own decoders and resizers,
+those. LitData and MosaicML Streaming read a format of their own: what making it took, and its bytes, are in
+the table, and so is the index that Megatron-Energon and DALI make.
 
 Result: results/warm.json; docs/performance.md has it as a table.
 
@@ -53,8 +53,6 @@ CONTENDERS = [
     STREAMLOAD_AS_GIVEN,
     *PEERS,
 ]
-OF_THE_FLOOR = ((STREAMLOAD_UINT8, FLOOR_UINT8, 1.05, 0.97), (STREAMLOAD, FLOOR, 1.12, 0.92))
-"""Which floor each is compared with; the most of its CPU time; the least of its images a second."""
 
 
 def main() -> None:
@@ -75,8 +73,6 @@ def main() -> None:
             **content,
             "ratios": {
                 "images_per_second against open_clip": speed,
-                "images_per_second against the floor": against_floor(medians, "images_per_second"),
-                "cpu_us_per_image against the floor": against_floor(medians, "cpu_us_per_image"),
             },
             "targets": [
                 turns.target(
@@ -87,7 +83,6 @@ def main() -> None:
                     against_fastest_peer(medians),
                     at_least=1.9,
                 ),
-                *floor_targets(medians),
                 turns.target(
                     "open_clip's preprocess, compiled, × open_clip's images/s",
                     speed.get(STREAMLOAD_COMPILED.name),
@@ -102,23 +97,6 @@ def main() -> None:
             ],
         },
     )
-
-
-def against_floor(medians: dict[str, Row], metric: str) -> dict[str, float | None]:
-    return {own.name: turns.ratio(medians, metric, own.name, floor.name) for own, floor, *_ in OF_THE_FLOOR}
-
-
-def floor_targets(medians: dict[str, Row]) -> list[Row]:
-    found = []
-    cpu, speed = (against_floor(medians, metric) for metric in ("cpu_us_per_image", "images_per_second"))
-    for own, floor, most_cpu, least_speed in OF_THE_FLOOR:
-        found += [
-            turns.target(f"{own.name}: × the CPU time of {floor.name}", cpu[own.name], at_most=most_cpu),
-            turns.target(
-                f"{own.name}: × the images/s of {floor.name}", speed[own.name], at_least=least_speed
-            ),
-        ]
-    return found
 
 
 def against_fastest_peer(medians: dict[str, Row]) -> float | None:

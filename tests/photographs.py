@@ -26,3 +26,8 @@ def photograph(width, height, which=0):
 
     source = [data.astronaut(), data.chelsea(), data.coffee(), *load_sample_images().images][which]
     return np.array(Image.fromarray(source).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def transformed(transform, pixels, destination, seed=0):
+    """An image by a plan, with what is drawn for it from `seed`, into its place."""
+    transform(pixels, destination, transform.draw(*pixels.shape[:2], seed))

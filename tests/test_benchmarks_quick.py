@@ -60,14 +60,14 @@ def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str,
 
 
 @pytest.mark.timeout(400)
-def test_streamload_is_compared_with_the_floor_of_its_kind(tmp_path: Path) -> None:
-    contenders = ["floor, uint8", "streamload, uint8"]
+def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_timed(tmp_path: Path) -> None:
+    contenders = ["floor, uint8", "streamload, uint8", "stages, uint8"]
     result = run_quickly(
-        "warm", tmp_path / "out.json", "--openclip-python", "none", "--contenders", *contenders
+        "overhead", tmp_path / "out.json", "--openclip-python", "none", "--contenders", *contenders
     )
 
-    floor, ours = (result["medians"][name] for name in contenders)
-    assert [row["images"] for row in result["rounds"]] == [256, 256]
+    floor, ours, stages = (result["medians"][name] for name in contenders)
+    assert [row["images"] for row in result["rounds"]] == [256, 256, 256]
     assert 60 < ours["channel_mean"] < 200  # levels, not normalised
     found = {target["claim"]: target["value"] for target in result["targets"] if target["value"] is not None}
     assert found == {
@@ -75,13 +75,23 @@ def test_streamload_is_compared_with_the_floor_of_its_kind(tmp_path: Path) -> No
         / floor["cpu_us_per_image"],
         "streamload, uint8: × the images/s of floor, uint8": ours["images_per_second"]
         / floor["images_per_second"],
+        "hand-over of a uint8 image, worker and rank, µs": stages["hand-over"] + stages["rank"],
+        "index and order, µs a sample": stages["order"] + stages["what is wanted and done"] + stages["entry"],
+        "tokenizing, µs a caption": stages["tokenize"],
     }
+    named = result["settings"]["stages"]
+    assert sum(stages[stage] for stage in named) == pytest.approx(stages["cpu_us_per_image"])
+    assert all(stages[stage] > 0 for stage in named if stage not in {"normalise", "the rest"})
+    assert stages["normalise"] == 0
+    tables = report.tables_of({"overhead": result})
+    assert tables["overhead"].count("\n") == 2
+    assert tables["stages"].count("\n") == 2 + len(named)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale", "flat"])
 def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
-    result = run_quickly(name, tmp_path / f"{name}.json")
+    result = run_quickly(name, tmp_path / f"{name}.json", "--openclip-python", "none")
 
     assert {"python", "streamload"} <= set().union(*result["versions"].values())
     assert result["seeds"] == [0]

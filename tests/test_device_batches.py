@@ -28,7 +28,8 @@ def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
     )
     batch = examples.begin(5, own_empty)
     for seed, (key, members) in enumerate(read_oracle(path)):
-        batch.add(Sample(key, "", {name: memoryview(data) for name, data in members.items()}), seed)
+        sample = Sample(key, "", {name: memoryview(data) for name, data in members.items()})
+        batch.add(batch.look(sample, seed))
     return batch.finish()
 
 

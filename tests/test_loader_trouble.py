@@ -30,6 +30,7 @@ from tiers import until
 import streamload
 from streamload.cache import spare
 from streamload.cache.tier import Tier
+from streamload.dataset import journey
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -162,7 +163,9 @@ def shard_with_bad_images(path: Path, count: int, bad: set[int]) -> None:
                 tar.addfile(info, io.BytesIO(members[extension]))
 
 
-def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(tmp_path: Path) -> None:
+def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shard_with_bad_images(tmp_path / "bad.tar", 60, {0, 1, 17, 59})
 
     def images(workers: int) -> tuple[list[str], torch.Tensor]:
@@ -177,6 +180,12 @@ def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(tmp_path
     assert len(set(keys)) == 56
     for workers in (1, 2):
         again, same = images(workers)
+        assert again == keys
+        assert torch.equal(same, pixels)
+    for at_once, size_bytes in ((1, 2 << 20), (4, 10_000), (16, 0)):  # looked at in advance
+        monkeypatch.setattr(journey, "_LOOKED_AT", at_once)
+        monkeypatch.setattr(journey, "_LOOKED_AT_BYTES", size_bytes)
+        again, same = images(0)
         assert again == keys
         assert torch.equal(same, pixels)
 

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from photographs import SIZES, photograph
+from photographs import SIZES, photograph, transformed
 from PIL import Image
 
 from streamload.testing.torchvision_stub import define_torchvision_schemas
@@ -60,7 +60,7 @@ def test_the_training_transform_is_open_clips_within_a_level():
     for number in range(36):
         pixels = photograph(*SIZES[number % len(SIZES)], which=number % 5)
         seed = 977 * number
-        ours(pixels, levels, seed)
+        transformed(ours, pixels, levels, seed)
         normalise_into(levels, image)
         with SeededGenerators() as generators:
             generators.seed(seed)
@@ -76,7 +76,7 @@ def test_the_training_transform_is_open_clips_within_a_level():
 def test_the_evaluation_transform_is_open_clips_within_a_level(width, height):
     pixels = photograph(width, height, 0)
     levels, image = torch.zeros(3, 224, 224, dtype=torch.uint8), torch.zeros(3, 224, 224)
-    PlannedTransform(clip_plan(train=False))(pixels, levels)
+    transformed(PlannedTransform(clip_plan(train=False)), pixels, levels)
     normalise_into(levels, image)
     expected = image_transform(224, is_train=False)(Image.fromarray(pixels))
     apart = (levels_of(image) - levels_of(expected)).abs()

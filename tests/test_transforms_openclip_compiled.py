@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from photographs import SIZES, photograph
+from photographs import SIZES, photograph, transformed
 from PIL import Image
 
 import streamload
@@ -81,7 +81,7 @@ def as_given(transform, pixels, seed):
 
 def as_planned(plan, pixels, seed):
     levels = torch.zeros(3, *plan.size, dtype=torch.uint8)
-    PlannedTransform(plan)(pixels, levels, seed)
+    transformed(PlannedTransform(plan), pixels, levels, seed)
     if plan.statistics is None:
         return levels
     image = torch.empty(3, *plan.size)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from photographs import SIZES, photograph
+from photographs import SIZES, photograph, transformed
 from PIL import Image
 
 from streamload.errors import DecodeError
@@ -45,7 +45,7 @@ def draw(boxes, height, width, seed):
 
 def planned(plan, pixels, seed=0):
     destination = torch.zeros(3, *plan.size, dtype=torch.uint8)
-    PlannedTransform(plan)(pixels, destination, seed)
+    transformed(PlannedTransform(plan), pixels, destination, seed)
     return destination
 
 
@@ -109,9 +109,9 @@ def test_the_same_seed_gives_the_same_example_in_any_process():
     pixels = photograph(400, 400)
     first, again, other = (torch.zeros(3, 224, 224, dtype=torch.uint8) for _ in range(3))
     transform = PlannedTransform(clip_plan(train=True))
-    transform(pixels, first, seed=2**64 - 1)
-    transform(pixels, other, seed=7)
-    pickle.loads(pickle.dumps(PlannedTransform(clip_plan(train=True))))(pixels, again, seed=2**64 - 1)
+    transformed(transform, pixels, first, seed=2**64 - 1)
+    transformed(transform, pixels, other, seed=7)
+    transformed(pickle.loads(pickle.dumps(transform)), pixels, again, seed=2**64 - 1)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -127,7 +127,7 @@ def test_a_place_in_either_memory_format_gets_the_same_pixels_and_its_neighbours
     plain = torch.zeros(3, 3, 224, 224, dtype=torch.uint8)
     channels_last = torch.zeros(3, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     for batch in (plain, channels_last):
-        PlannedTransform(clip_plan(train=True))(pixels, batch[1], seed=1)
+        transformed(PlannedTransform(clip_plan(train=True)), pixels, batch[1], seed=1)
         assert batch[0].sum() == batch[2].sum() == 0
     assert torch.equal(plain, channels_last)
 
@@ -223,7 +223,7 @@ def test_flips_and_grey_images_are_as_many_as_asked_for_and_exact():
     upright = planned(ImagePlan((64, 64), Squash((64, 64))), pixels)
     seen = []
     for seed in range(400):
-        transform(pixels, place, seed)
+        transformed(transform, pixels, place, seed)
         is_grey = torch.equal(place[0], place[1])
         seen.append((is_grey, not is_grey and not torch.equal(place, upright)))
     greys, flips = map(sum, zip(*seen, strict=True))

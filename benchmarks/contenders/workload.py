@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from benchmarks.process_tree import cpu_seconds, disk_bytes
@@ -186,7 +187,7 @@ def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], job: Job, epoch: 
         images, texts = batch
         if is_first:
             _check(images, texts, job)
-        return len(images), mean_of(images[:, epoch % 3])
+        return len(images), read_one_channel(images, epoch % 3)
 
     if not job.keep:
         return _timed(loader, job, look)
@@ -232,11 +233,17 @@ def _digest(batch: tuple[torch.Tensor, ...]) -> bytes:
     return digest.digest()
 
 
-def mean_of(channel: torch.Tensor) -> float:
-    """The mean of all values; of bytes by the quickest way there is."""
-    if channel.dtype == torch.uint8:
-        return float(channel.numpy().sum()) / channel.numel()
-    return channel.mean().item()
+def read_one_channel(images: torch.Tensor, channel: int) -> float:
+    """The mean of one channel of every image, which is next to no work.
+
+    Of bytes, channels last, a sum of every third would be some: 100 µs an image. All of them are read, as
+    words, and the mean is that of every 16th row.
+    """
+    if images.dtype != torch.uint8:
+        return images[:, channel].mean().item()
+    levels = images.permute(0, 2, 3, 1).numpy()
+    np.bitwise_xor.reduce(levels.reshape(len(levels), -1).view(np.uint64), axis=None)
+    return float(levels[:, ::16, :, channel].mean())
 
 
 def read(loader: Iterable[dict[str, Any]], job: Job) -> Epoch:

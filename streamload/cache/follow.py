@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
-from streamload.cache.reading import Needed, is_whole
+from streamload.cache.reading import Needed, ReadMemory, is_whole
 from streamload.cache.shard import Shard, is_of, is_outdated, refuse_other
 from streamload.cache.source import Source
 from streamload.cache.tier import Tier
@@ -135,7 +135,9 @@ class ShardView:
             self._look_elsewhere()
         return (self.count, self.ended) != before
 
-    def read(self, number: int, needed: Needed | None = None) -> tuple[Entry, memoryview] | None:
+    def read(
+        self, number: int, needed: Needed | None = None, memory: ReadMemory | None = None
+    ) -> tuple[Entry, memoryview] | None:
         """Sample `number`: its entry and the bytes from `entry.start` on; None if they aren't there (yet).
 
         Bytes that fail their checksum are taken out of the tier, so that they are fetched again.
@@ -144,6 +146,7 @@ class ShardView:
             number: of the sample in its shard.
             needed: says which members of a sample of more than AT_ONCE_BYTES are needed: the entry has only
                 those then. None: all of them, however large.
+            memory: where the bytes may be put.
 
         Raises:
             DatasetChanged: a local file, or the copy that was fetched again, isn't what the run began with.
@@ -158,7 +161,7 @@ class ShardView:
             if source.is_bare:
                 entry = source.reader.entry(number)
                 return entry, self._fetched(source, entry)
-            found = source.sample(number, needed)
+            found = source.sample(number, needed, memory)
             if found is not None:
                 return found
             if self.shard.local is not None:

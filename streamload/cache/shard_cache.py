@@ -17,6 +17,7 @@ import numpy.typing as npt
 from streamload import errors
 from streamload.cache.follow import Fetch, ShardView, Versions
 from streamload.cache.locks import FileLock
+from streamload.cache.reading import ReadMemory
 from streamload.cache.selection import Selection
 from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
@@ -122,9 +123,11 @@ class ShardCache:
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
 
-    def read(self, shard: int, number: int) -> tuple[Entry, memoryview] | None:
+    def read(
+        self, shard: int, number: int, memory: ReadMemory | None = None
+    ) -> tuple[Entry, memoryview] | None:
         """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
-        return self.view(shard).read(number, self._selection.needed)
+        return self.view(shard).read(number, self._selection.needed, memory)
 
     def keep_open(self, shards: Collection[int]) -> None:
         """Let go of all other shards: they may be evicted."""

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from streamload.cache.locks import FileLock
-from streamload.cache.reading import Needed, read_sample
+from streamload.cache.reading import Needed, ReadMemory, read_sample
 from streamload.cache.shard import Shard, version_of
 from streamload.errors import CacheCorrupt
 from streamload.shards.index import IndexReader
@@ -75,10 +75,11 @@ class Source:
                 return -1
             raise
 
-    def sample(self, number: int, needed: Needed | None) -> tuple[Entry, memoryview] | None:
+    def sample(
+        self, number: int, needed: Needed | None, memory: ReadMemory | None = None
+    ) -> tuple[Entry, memoryview] | None:
         """See `read_sample`."""
-        entry = self.reader.entry(number)
-        return read_sample(self._data, entry, needed)
+        return read_sample(self._data, self.reader.entry(number), needed, memory)
 
     def close(self) -> None:
         """Let go of it: it may be taken away from now on."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from streamload.cache.begun import Recalled
 from streamload.cache.freshness import Freshness, asker
+from streamload.cache.reading import ReadMemory
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
 from streamload.cache.shared.sharing import Sharing
@@ -134,10 +135,10 @@ class Supply:
                 return -1
             self._pause(waiting, [shard], self._source_of(shard))
 
-    def sample(self, shard: int, number: int) -> Sample:
-        """A sample's bytes; waited for where they have to be fetched again."""
+    def sample(self, shard: int, number: int, memory: ReadMemory | None = None) -> Sample:
+        """A sample's bytes, in `memory` if it is given; waited for where they have to be fetched again."""
         waiting = Waiting()
-        while (found := self._cache.read(shard, number)) is None:
+        while (found := self._cache.read(shard, number, memory)) is None:
             self._pause(waiting, [shard], self._source_of(shard))
         entry, data = found
         members = {

@@ -63,12 +63,31 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) -> Pixels:
+def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width of a JPEG by its header; None if it isn't one for libjpeg-turbo.
+
+    Raises:
+        DecodeError: more than MAX_PIXELS.
+    """
+    if data[:3] != _JPEG_START:
+        return None
+    try:
+        height, width, colour, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    _check_size(width, height)
+    return (height, width) if colour in _FAST_COLOURS else None
+
+
+def decode_jpeg_or_image(
+    data: bytes | memoryview, *, in_scratch: bool = False, size: tuple[int, int] | None = None
+) -> Pixels:
     """Decode an image.
 
     Args:
         data: a whole JPEG, PNG, WebP, GIF or BMP file.
         in_scratch: the pixels are needed only until this thread decodes another image.
+        size: what `jpeg_size` has said of it; None: it wasn't asked.
 
     Returns:
         uint8[H, W, 3], contiguous and writable. Of an animation, the first frame.
@@ -76,10 +95,14 @@ def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) 
     Raises:
         DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
     """
-    if data[:3] == _JPEG_START:
-        pixels = _decode_sound_jpeg(data, in_scratch)
-        if pixels is not None:
+    size = size or jpeg_size(data)
+    if size is not None:
+        memory = _scratch.of(size[0] * size[1] * 3) if in_scratch else None
+        try:
+            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=memory)
             return pixels
+        except ValueError:  # strict, its default: what libjpeg only warns of is raised
+            pass
     return np.array(decode_to_pillow(data))
 
 
@@ -103,22 +126,6 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
                 f"{image.format} image of {len(data)} bytes, {image.width}×{image.height}, "
                 f"could not be decoded: {exc!r}"
             ) from exc
-
-
-def _decode_sound_jpeg(data: bytes | memoryview, in_scratch: bool) -> Pixels | None:
-    """The pixels of a JPEG without oddities; None leaves it to Pillow."""
-    try:
-        height, width, colour, _ = simplejpeg.decode_jpeg_header(data)
-        _check_size(width, height)
-        if colour not in _FAST_COLOURS:
-            return None
-        memory = _scratch.of(height * width * 3) if in_scratch else None
-        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=memory)
-    except DecodeError:
-        raise
-    except ValueError:  # strict, its default: what libjpeg only warns of is raised
-        return None
-    return pixels
 
 
 def _open(data: bytes | memoryview) -> Image.Image:

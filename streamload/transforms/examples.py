@@ -11,10 +11,10 @@ import torch
 
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
-from streamload.transforms.decode import decode_jpeg_or_image
+from streamload.transforms.decode import decode_jpeg_or_image, jpeg_size
 from streamload.transforms.normalise import normalise_into
-from streamload.transforms.plan import ImagePlan, Statistics
-from streamload.transforms.planned import PlannedTransform
+from streamload.transforms.plan import ImagePlan, Size, Statistics
+from streamload.transforms.planned import Choices, PlannedTransform
 from streamload.transforms.tokenize import BatchTokenizer
 from streamload.transforms.user import SeededGenerators, UserTransform
 
@@ -31,11 +31,35 @@ class Sample(NamedTuple):
     members: dict[str, memoryview]
 
 
+class Looked(NamedTuple):
+    """A sample that was looked at: its caption, its image, and what the images of its batch know of that."""
+
+    sample: Sample
+    seed: int
+    text: str = ""
+    data: memoryview = memoryview(b"")
+    image: Any = None
+
+
 class BatchInProgress(Protocol):
     """A batch to which samples are added one after the other."""
 
-    def add(self, sample: Sample, seed: int) -> None:
-        """Make the sample the next example, with its random choices drawn from `seed`.
+    def look(self, sample: Sample, seed: int) -> Looked:
+        """What can be known of a sample without its pixels: the caption, the size, what is drawn for it.
+
+        Cheap beside `add`. Samples may be looked at in advance, and not be added.
+
+        Args:
+            sample: its bytes have to stay until it is added.
+            seed: uint64, what its random choices are drawn from.
+
+        Raises:
+            SampleError: it can't be used.
+        """
+        ...
+
+    def add(self, looked: Looked) -> None:
+        """Make a sample the next example.
 
         Raises:
             SampleError: it can't be used; the batch is as before.
@@ -92,7 +116,9 @@ class Examples:
 class _Images(Protocol):
     """The images of a batch."""
 
-    def add(self, data: memoryview, seed: int) -> None: ...
+    def look(self, data: memoryview, seed: int) -> Any: ...
+
+    def add(self, data: memoryview, seed: int, looked: Any) -> None: ...
 
     def finish(self) -> Any: ...
 
@@ -109,12 +135,18 @@ class _CaptionedBatch:
         self._keys: list[str] = []
         self._urls: list[str] = []
 
-    def add(self, sample: Sample, seed: int) -> None:
+    def look(self, sample: Sample, seed: int) -> Looked:
         """The caption first: it is cheaper to find out that it can't be read."""
         caption, field = _chosen(self._examples.text, sample)
         text = read_caption(sample.members[caption], field)
         image, _ = _chosen(self._examples.image, sample)
-        self._images.add(sample.members[image], seed)
+        data = sample.members[image]
+        return Looked(sample, seed, text, data, self._images.look(data, seed))
+
+    def add(self, looked: Looked) -> None:
+        """See BatchInProgress."""
+        sample, seed, text, data, image = looked
+        self._images.add(data, seed, image)
         self._captions.append(text)
         self._keys.append(sample.key)
         self._urls.append(sample.url)
@@ -144,10 +176,21 @@ class _PlannedImages:
             levels = torch.empty((1, *plan.size, 3), dtype=torch.uint8)
             self._batch = allocate((size, 3, *plan.size), torch.float32)
         self._levels = levels.permute(0, 3, 1, 2)
+        self._places = self._levels.unbind()
 
-    def add(self, data: memoryview, seed: int) -> None:
-        place = self._levels[self._count if self._statistics is None else 0]
-        self._transform(decode_jpeg_or_image(data, in_scratch=True), place, seed)
+    def look(self, data: memoryview, seed: int) -> tuple[Size, Choices] | None:
+        """The size of a JPEG and what is drawn for it; None where decoding it has to show the size."""
+        size = jpeg_size(data)
+        return None if size is None else (size, self._transform.draw(*size, seed))
+
+    def add(self, data: memoryview, seed: int, looked: tuple[Size, Choices] | None) -> None:
+        size, choices = looked or (None, None)
+        pixels = decode_jpeg_or_image(data, in_scratch=True, size=size)
+        height, width, _ = pixels.shape
+        if choices is None or size != (height, width):
+            choices = self._transform.draw(height, width, seed)
+        place = self._places[self._count if self._statistics is None else 0]
+        self._transform(pixels, place, choices)
         if self._statistics is not None:
             normalise_into(place, self._batch[self._count], *self._statistics)
         self._count += 1
@@ -169,7 +212,10 @@ class _GivenImages:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def add(self, data: memoryview, seed: int) -> None:
+    def look(self, data: memoryview, seed: int) -> None:
+        """Nothing is known of what it draws."""
+
+    def add(self, data: memoryview, seed: int, looked: None) -> None:
         self._values.append(self._transform(data, self._generators, seed))
 
     def finish(self) -> Any:
@@ -191,10 +237,16 @@ class _MappedBatch:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def add(self, sample: Sample, seed: int) -> None:
+    def look(self, sample: Sample, seed: int) -> Looked:
+        """See BatchInProgress; all is the function's."""
+        return Looked(sample, seed)
+
+    def add(self, looked: Looked) -> None:
+        """See BatchInProgress."""
+        sample = looked.sample
         raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())
-        self._generators.seed(seed)
+        self._generators.seed(looked.seed)
         value = self._map_sample(raw)
         if not isinstance(value, Mapping):
             raise TypeError(f"map_sample returned a {type(value).__name__} for {sample.key}; expected a dict")

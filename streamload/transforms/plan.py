@@ -92,9 +92,13 @@ class Flip:
 
     probability: float
 
-    def __call__(self, image: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """uint8[3, H, W] → the same, maybe flipped."""
-        return image.flip(-1) if draws.torch_rand() < _float32(self.probability) else image
+    def is_drawn(self, draws: Draws) -> bool:
+        """Draw whether it is done."""
+        return draws.torch_rand() < _float32(self.probability)
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """uint8[3, H, W] → the same, flipped."""
+        return image.flip(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +112,14 @@ class Grey:
     probability: float
     drawn_by: Literal["torch", "python"] | None
 
-    def __call__(self, image: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """uint8[3, H, W] → the same, maybe grey."""
-        if self.drawn_by == "torch" and draws.torch_rand() >= _float32(self.probability):
-            return image
-        if self.drawn_by == "python" and draws.python_random() >= self.probability:
-            return image
+    def is_drawn(self, draws: Draws) -> bool:
+        """Draw whether it is done."""
+        if self.drawn_by == "torch":
+            return draws.torch_rand() < _float32(self.probability)
+        return self.drawn_by is None or draws.python_random() < self.probability
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """uint8[3, H, W] → the same, grey."""
         # Pillow's own weights of red, green and blue, in 65,536ths, rounded.
         red, green, blue = image.int()
         level: torch.Tensor = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16

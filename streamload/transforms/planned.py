@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from streamload.errors import DecodeError
@@ -12,10 +14,22 @@ from streamload.transforms.plan import ImagePlan, RandomCrop
 from streamload.transforms.resize import resize_and_cut, resize_box
 
 
+class Choices(NamedTuple):
+    """What is drawn for one image.
+
+    Attributes:
+        box: the part of it that is used; None: the plan says which.
+        colour: of each of the plan's colour steps, whether it is done.
+    """
+
+    box: Box | None
+    colour: tuple[bool, ...]
+
+
 class PlannedTransform:
     """What a plan says, on pixels: Pillow's within one level of 255, a value in a million within two.
 
-    About 600 µs for 500×375 → 224 px. Deterministic in (pixels, seed); one thread at a time.
+    About 600 µs for 500×375 → 224 px. Deterministic in (pixels, choices); one thread at a time.
     """
 
     def __init__(self, plan: ImagePlan) -> None:
@@ -24,35 +38,46 @@ class PlannedTransform:
         self._is_random = self._boxes is not None or bool(plan.colour)
         self._draws = Draws()
 
-    def __call__(self, pixels: Pixels, destination: torch.Tensor, seed: int = 0) -> None:
+    def draw(self, height: int, width: int, seed: int) -> Choices:
+        """Draw what is random as the functions that the plan stands for draw it.
+
+        Args:
+            height: of the image, in pixels.
+            width: the same.
+            seed: uint64 of the sample and pass, by which torch's and Python's generators would have been
+                seeded (user.py).
+        """
+        if self._is_random:
+            self._draws.seed(seed)
+        box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
+        return Choices(box, tuple([step.is_drawn(self._draws) for step in self.plan.colour]))
+
+    def __call__(self, pixels: Pixels, destination: torch.Tensor, choices: Choices) -> None:
         """Transform an image into its place.
 
         Args:
             pixels: uint8[H, W, 3], writable.
             destination: uint8[3, *plan.size]; channels last saves 90 µs.
-            seed: uint64 of the sample and pass. What is random is drawn as the functions that the plan stands
-                for draw it, with torch's and Python's generators seeded by it (user.py).
+            choices: drawn for an image of this size.
 
         Raises:
             DecodeError: the image is so long that nothing of its short side would be left.
         """
-        if self._is_random:
-            self._draws.seed(seed)
-        if not self.plan.colour:
-            self._fit(pixels, destination)
+        if not any(choices.colour):
+            self._fit(pixels, choices.box, destination)
             return
-        image = self._fit(pixels, None)
-        for step in self.plan.colour:
-            image = step(image, self._draws)
+        image = self._fit(pixels, choices.box, None)
+        for step, is_done in zip(self.plan.colour, choices.colour, strict=True):
+            if is_done:
+                image = step(image)
         destination.copy_(image)
 
-    def _fit(self, pixels: Pixels, out: torch.Tensor | None) -> torch.Tensor:
+    def _fit(self, pixels: Pixels, box: Box | None, out: torch.Tensor | None) -> torch.Tensor:
         """Crop and resize an image to the size of the plan; into `out`, if there is one."""
         plan, (height, width) = self.plan, pixels.shape[:2]
-        if isinstance(plan.fit, RandomCrop):
-            assert self._boxes is not None
-            box = self._boxes.draw(height, width, self._draws)
+        if box is not None:
             return resize_box(pixels, box, *plan.size, plan.by, out)
+        assert not isinstance(plan.fit, RandomCrop)
         resized = plan.fit.resized(height, width)
         if not all(resized):
             raise DecodeError(f"image of {width}×{height} can't be resized to {resized[1]}×{resized[0]}")

@@ -1,0 +1,93 @@
+"""streamload with the stages of its journey timed, in the workers and in the rank, by the thread's clock.
+
+What ships has no such clocks: functions are wrapped before the workers are forked. A stage's time is its own,
+without that of the stages inside it.
+"""
+
+import functools
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.contenders import streamload_
+from benchmarks.contenders.workload import Job
+from streamload.cache import reading
+from streamload.dataset import journey, supply
+from streamload.dataset.steps import Step, Steps
+from streamload.handoff import Slots
+from streamload.shards.index import IndexReader
+from streamload.transforms import examples
+from streamload.transforms.planned import PlannedTransform
+from streamload.transforms.tokenize import BatchTokenizer
+
+Owner = Any
+
+STAGES: dict[str, list[tuple[Owner, str]]] = {
+    "order": [(Steps, "at"), (Step, "_take"), (Step, "states"), (Step, "spans"), (supply.Supply, "has")],
+    "what is wanted and done": [(supply.Supply, "want"), (supply.Supply, "let_go")],
+    "entry": [(IndexReader, "entry")],
+    "read": [(supply.Supply, "sample")],
+    "checksum": [(reading, "is_whole")],
+    "header": [(examples, "jpeg_size")],
+    "box": [(PlannedTransform, "draw")],
+    "decode": [(examples, "decode_jpeg_or_image")],
+    "resize": [(PlannedTransform, "__call__")],
+    "normalise": [(examples, "normalise_into")],
+    "tokenize": [(BatchTokenizer, "__call__")],
+    "hand-over": [(Slots, "empty"), (Slots, "hand_over")],
+    "between the stages": [(journey.Reading, "_make")],
+}
+
+
+class Clocks:
+    """Nanoseconds by stage, of all workers together."""
+
+    def __init__(self, stages: list[str]) -> None:
+        self._spent = multiprocessing.Array("q", [0] * len(stages))
+        self._inside = threading.local()
+
+    def timed(self, stage: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*given: Any, **named: Any) -> Any:
+            outer = getattr(self._inside, "ns", 0)
+            self._inside.ns = 0
+            began = time.thread_time_ns()
+            try:
+                return function(*given, **named)
+            finally:
+                took = time.thread_time_ns() - began
+                with self._spent.get_lock():
+                    self._spent[stage] += took - self._inside.ns
+                self._inside.ns = outer + took
+
+        return run
+
+    def read(self) -> list[int]:
+        return list(self._spent)
+
+
+def main() -> None:
+    job = Job.from_argument()
+    clocks = Clocks(list(STAGES))
+    for stage, functions in enumerate(STAGES.values()):
+        for owner, name in functions:
+            setattr(owner, name, clocks.timed(stage, getattr(owner, name)))
+    so_far = [([0] * len(STAGES), 0)]
+    rank = os.getpid()
+
+    def note() -> None:
+        assert os.getpid() == rank
+        so_far.append((clocks.read(), time.process_time_ns()))
+
+    result = streamload_.run(job, after_epoch=note, multiprocessing_context="fork")
+    (before, rank_before), (now, rank_now) = so_far[-2:]
+    spent = dict(zip(STAGES, (late - early for late, early in zip(now, before, strict=True)), strict=True))
+    result.notes["stages"] = {**spent, "rank": rank_now - rank_before}
+    result.print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What streamload costs above the floor, and in which of its stages.
+
+Question: how much more CPU time than the least that is possible does an image take, how many fewer images a
+second come of it, and where does that time go?
+
+Command: python -m benchmarks.overhead
+
+The warm epoch of warm.py, as float32 and as uint8 batches, each beside the floor of its kind
+(streamload/bench/floor.py), in more rounds than warm.py has; a ratio is the median of the rounds' own, as a
+machine drifts by more than what is looked for. Then the same with the functions of the journey wrapped by
+clocks (contenders/staged.py): each counts its own time in the thread where it runs, without that of the
+stages inside it, over both workers. The clocks cost something themselves, about 0.4 µs a call and a lock,
+which is in the stages' numbers: some 15 µs an image. "rank" is all of the training's own process, the
+consumer's reading of every image included. "the rest" is what the processes' CPU time is beyond that: the
+DataLoader's own code in the workers, fills that have nothing to do, the interpreter.
+
+Result: results/overhead.json; docs/performance.md has it as tables.
+
+Explanation: a stage that only takes care of an image costs more in place than alone: the pixels of each image
+push its code and its data out of the processor's caches. So what needs no pixels is done for sixteen samples
+in a row.
+"""
+
+import statistics
+
+from benchmarks import near, turns
+from benchmarks.contenders.staged import STAGES
+from benchmarks.peers import FLOOR, FLOOR_UINT8, STREAMLOAD, STREAMLOAD_UINT8
+from benchmarks.turns import Contender, Row
+
+TIMED = [
+    Contender("stages, float32", "staged", STREAMLOAD.job),
+    Contender("stages, uint8", "staged", STREAMLOAD_UINT8.job),
+]
+CONTENDERS = [FLOOR_UINT8, STREAMLOAD_UINT8, FLOOR, STREAMLOAD, *TIMED]
+OF_THE_FLOOR = ((STREAMLOAD_UINT8, FLOOR_UINT8, 1.05, 0.97), (STREAMLOAD, FLOOR, 1.12, 0.92))
+"""Which floor each is compared with; the most of its CPU time; the least of its images a second."""
+OF_STAGES = (
+    ("hand-over of a uint8 image, worker and rank, µs", ("hand-over", "rank"), 120.0),
+    ("index and order, µs a sample", ("order", "what is wanted and done", "entry"), 25.0),
+    ("tokenizing, µs a caption", ("tokenize",), 20.0),
+)
+
+
+def main() -> None:
+    given = turns.arguments(__doc__, rounds=7, names=[contender.name for contender in CONTENDERS])
+    with near.ready(given, CONTENDERS) as data:
+        rows = [
+            measured(data, contender, round_)
+            for round_ in range(given.rounds)
+            for contender in turns.rotated(data.contenders, round_)
+        ]
+    content = data.content(given, rows, stages=[*STAGES, "rank", "the rest"])
+    stages = content["medians"].get(TIMED[1].name)
+    turns.write(
+        given,
+        "overhead",
+        {
+            **content,
+            "ratios": {
+                f"{own.name}, {metric}": by_round(rows, own, floor, metric)
+                for own, floor, *_ in OF_THE_FLOOR
+                for metric in ("cpu_us_per_image", "images_per_second")
+            },
+            "targets": [
+                *floor_targets(rows),
+                *(
+                    turns.target(claim, stages and sum(stages[stage] for stage in parts), at_most=most)
+                    for claim, parts, most in OF_STAGES
+                ),
+            ],
+        },
+    )
+
+
+def measured(data: near.Near, contender: Contender, round_: int) -> Row:
+    """A row; with the microseconds of each stage, and of what is in none, where they were timed."""
+    if contender not in TIMED:
+        return data.run(contender, round_)
+    row = data.run(contender, round_, notes=["stages"])
+    spent = {name: ns / 1e3 / row["images"] for name, ns in row.pop("stages").items()}
+    return {**row, **spent, "the rest": row["cpu_us_per_image"] - sum(spent.values())}
+
+
+def floor_targets(rows: list[Row]) -> list[Row]:
+    found = []
+    for own, floor, most_cpu, least_speed in OF_THE_FLOOR:
+        cpu, speed = (
+            by_round(rows, own, floor, metric) for metric in ("cpu_us_per_image", "images_per_second")
+        )
+        found += [
+            turns.target(f"{own.name}: × the CPU time of {floor.name}", median(cpu), at_most=most_cpu),
+            turns.target(f"{own.name}: × the images/s of {floor.name}", median(speed), at_least=least_speed),
+        ]
+    return found
+
+
+def by_round(rows: list[Row], own: Contender, floor: Contender, metric: str) -> list[float]:
+    """The ratio of the two in each round that has both."""
+    found = {(row["contender"], row["round"]): row[metric] for row in rows}
+    return [
+        value / found[floor.name, round_]
+        for (name, round_), value in found.items()
+        if name == own.name and (floor.name, round_) in found
+    ]
+
+
+def median(ratios: list[float]) -> float | None:
+    return statistics.median(ratios) if ratios else None
+
+
+if __name__ == "__main__":
+    main()
