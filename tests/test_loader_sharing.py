@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections.abc import Iterator
@@ -84,6 +85,26 @@ def test_the_first_training_stores_and_the_next_ones_ask_the_origin_for_nothing(
         assert seen.shared_bytes > origin.bytes
         assert f"shared   {len(COUNTS)} hits, 0 misses" in str(seen)
     assert origin.sent == origin.bytes
+
+
+@pytest.mark.parametrize("trainings", [1, 2, 3])
+def test_any_number_of_trainings_at_once_take_the_origins_bytes_once(
+    origin: Origin, tmp_path: Path, trainings: int
+) -> None:
+    place, expected = Place(str(tmp_path / "shared"), {}), plain(origin, tmp_path)
+    origin.warm(tmp_path / "warmed", place, write_back=True)
+    before = origin.sent
+    with contextlib.ExitStack() as stack:
+        loaders = [
+            stack.enter_context(make(origin, tmp_path / f"node-{number}", place, num_workers=1))
+            for number in range(trainings)
+        ]
+        for loader in loaders:
+            loader.set_epoch(1)
+        taken = list(zip(*loaders, strict=True))
+    for number in range(trainings):
+        assert are_equal(expected, [(images, list(texts)) for images, texts in (at[number] for at in taken)])
+    assert (before, origin.sent) == (2 * origin.bytes, 2 * origin.bytes)  # of `plain` and of the warm-up
 
 
 def test_a_damaged_shared_cache_changes_no_batch(

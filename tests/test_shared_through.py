@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from sharing import KINDS_OF_PLACES, Origin, Place, opened, place_of, running_s3
 from tiers import flip, swap, until
 
 from benchmarks.stores.store import Store
-from streamload.cache.shared import sharing
+from streamload.cache.shared import sharing, tier
 from streamload.cache.shared.copies import SharedShard
 from streamload.cache.shared.write_back import WriteBack
 from streamload.cache.tier import Tier
 from streamload.errors import OptionError
 from streamload.prefetch.warm import warm
+from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.kills import Child
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
@@ -318,6 +320,38 @@ def test_a_web_server_can_be_a_shared_cache_that_is_only_read(
     assert (report.shards_complete, report.bytes_arrived) == (3, 0)
     assert origin.is_whole(tmp_path / "second")
     assert origin.sent == before
+
+
+@pytest.mark.parametrize("where", ["data", "all"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(silent=True),
+        Fault(stall_after_bytes=100_000),
+        Fault(bytes_per_second=1_000),
+        Fault(cut_after_bytes=100_000),
+        Fault(cut_after_bytes=100_000, reset=True),
+        Fault(status=503),
+        Fault(status=403),
+        Fault(body=EMPTY_PAGE),
+    ],
+    ids=["no answer", "stall", "slow", "cut", "reset", "503", "403", "a page"],
+)
+def test_a_shared_cache_that_misbehaves_is_left_for_the_origin(
+    origin: Origin, shared: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, where: str
+) -> None:
+    """Where it lasts, whatever it does: each shard is whole, and what was verified isn't fetched again."""
+    impatient = replace(tier.BRIEF, stall_seconds=0.2, slow_seconds=0.2, backoff_seconds=0.01)
+    monkeypatch.setattr(tier, "BRIEF", impatient)
+    monkeypatch.setattr(sharing, "_TIMEOUT_SECONDS", 0.5)
+    with ShardServer(shared.url) as mirror:
+        for path in Path(shared.url).glob("shards/*/*.tar"):
+            mirror.misbehave("*" if where == "all" else str(path.relative_to(shared.url)), fault)
+        before = origin.sent
+        report = origin.warm(tmp_path / "second", Place(mirror.url, {}))
+    assert (report.shards_complete, report.failures) == (3, {})
+    assert origin.is_whole(tmp_path / "second")
+    assert 0 < origin.sent - before <= origin.bytes
 
 
 def test_what_is_no_folder_is_refused_by_its_name(
