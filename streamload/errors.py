@@ -28,7 +28,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     ├── DataError (ValueError)              the data as a whole
     │   ├── NoValidSamples                  nothing usable among the first shards or samples
     │   ├── TooManyBadSamples               more than the allowed share had to be replaced
-    │   └── OrderDiverged                   two workers would read the same data in different orders
+    │   ├── OrderDiverged                   two workers would read the same data in different orders
+    │   └── PlanError                       a published plan that can't be followed
     ├── LoaderBusy (RuntimeError)           a second iterator while one is alive
     └── WorkerDied (RuntimeError)           a worker process ended without a word
 """
@@ -139,6 +140,10 @@ class TooManyBadSamples(DataError):
 
 class OrderDiverged(DataError):
     """Two workers computed different orders: they don't see the same samples as usable."""
+
+
+class PlanError(DataError):
+    """What was published of a run can't be followed: forged, cut, of another version, or of other shards."""
 
 
 class LoaderBusy(StreamloadError, RuntimeError):

@@ -29,6 +29,8 @@ from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
+from streamload.prefetch.published import PlannedSource, Progress, plan_of
+from streamload.prefetch.publisher import Publisher
 from streamload.transforms.examples import Sample
 
 logger = logging.getLogger("streamload")
@@ -88,6 +90,8 @@ class Supply:
             freshness=self._freshness,
             published=self._sharing.published,
         )
+        self._publisher = _publisher(recipe) if worker == 0 else None
+        self._told_groups = recipe.deal.groups_told_by(recipe.rank)
         self._start: Start | None = None
         self._row = worker + 1 if workers else 0  # of this process, on the board
         self._itineraries: dict[tuple[int, int], Itinerary] = {}
@@ -161,10 +165,14 @@ class Supply:
         self._cache.keep_open(in_use)
         for itinerary in self._itineraries.values():
             itinerary.tell_progress()
+        if self._publisher is not None:
+            self._publish(self._publisher)
 
     def close(self) -> None:
         """Stop the fills and let go of the tier; once is enough."""
         self._closing.set()
+        if self._publisher is not None:
+            self._publisher.close()
         self._sharing.close()
         self._ahead.close()
         self._forget_itineraries()
@@ -174,6 +182,17 @@ class Supply:
         self._cache.close()
         self._freshness.close()
         self._spare.close()
+
+    def _publish(self, publisher: Publisher) -> None:
+        """Tell daemons how far the groups are that this process tells of."""
+        assert self._start is not None
+        sources = range(len(self._recipe.sources))
+        for group in self._told_groups:
+            followed = [self._itineraries.get((group, source)) for source in sources]
+            fronts = tuple((0, 0) if one is None else one.front for one in followed)
+            publisher.tell(
+                Progress(group, self._start.epoch, fronts, self._shards_ahead(), self._cache.mean_bytes())
+            )
 
     def _forget_itineraries(self) -> None:
         for itinerary in self._itineraries.values():
@@ -312,6 +331,15 @@ def _open_tier(recipe: Recipe, counts: Counters) -> Tier:
         free_disk=recipe.free_disk,
         eviction=recipe.eviction,
     )
+
+
+def _publisher(recipe: Recipe) -> Publisher | None:
+    """Who tells daemons of a training; None where nobody could hear it."""
+    if recipe.shared is None or not recipe.train:
+        return None
+    sources = [PlannedSource(source.count, source.order) for source in recipe.sources]
+    shards, storage = recipe.shards.urls, recipe.storage_options
+    return Publisher(recipe.shared.open_objects(), lambda: plan_of(sources, recipe.one_pass, shards, storage))
 
 
 class Waiting:

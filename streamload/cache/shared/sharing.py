@@ -48,6 +48,10 @@ class SharedOptions:
         refuse_url(settings.shared_cache, "shared_cache" if source == "argument" else source)
         return cls(settings.shared_cache, dict(storage_options or {}), settings.write_back)
 
+    def open_objects(self) -> Objects:
+        """What the shared cache is made of; nothing is asked of it yet."""
+        return Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS)
+
     def open_tier(self, counts: Counts) -> SharedTier:
         """The shared cache, for one process; nothing is asked of it yet."""
         stop = threading.Event()
