@@ -23,11 +23,13 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   └── CaptionError                    its caption
     ├── CacheError (OSError)                the tier can't be used
     │   ├── CacheFull                       no room, and nothing may be evicted
-    │   └── CacheCorrupt                    bytes that fail their checksum
+    │   ├── CacheCorrupt                    bytes that fail their checksum
+    │   └── SharedTierError                 the shared one: away, slow, not writable, full, or not ours
     ├── DataError (ValueError)              the data as a whole
     │   ├── NoValidSamples                  nothing usable among the first shards or samples
     │   ├── TooManyBadSamples               more than the allowed share had to be replaced
-    │   └── OrderDiverged                   two workers would read the same data in different orders
+    │   ├── OrderDiverged                   two workers would read the same data in different orders
+    │   └── PlanError                       a published plan that can't be followed
     ├── LoaderBusy (RuntimeError)           a second iterator while one is alive
     └── WorkerDied (RuntimeError)           a worker process ended without a word
 """
@@ -120,6 +122,10 @@ class CacheCorrupt(CacheError):
     """Bytes in the tier fail their checksum."""
 
 
+class SharedTierError(CacheError):
+    """The shared cache can't be used for what was asked of it; trainings go on without it."""
+
+
 class DataError(StreamloadError, ValueError):
     """The data set as a whole can't be trained on."""
 
@@ -134,6 +140,10 @@ class TooManyBadSamples(DataError):
 
 class OrderDiverged(DataError):
     """Two workers computed different orders: they don't see the same samples as usable."""
+
+
+class PlanError(DataError):
+    """What was published of a run can't be followed: forged, cut, of another version, or of other shards."""
 
 
 class LoaderBusy(StreamloadError, RuntimeError):

@@ -27,6 +27,13 @@ COUNTERS: dict[str, str] = {
     "origin_requests": "requests sent to origins, retries among them",
     "origin_bytes": "bytes of shards received from origins",
     "origin_retries": "requests that had to be sent again after a failure",
+    "shared_requests": "requests sent to the shared cache",
+    "shared_bytes": "bytes received from the shared cache, indexes among them; none of origin_bytes",
+    "shared_hits": "fills that the shared cache had the shard for",
+    "shared_misses": "fills for which it was asked and hadn't",
+    "shared_errors": "times that it failed, or gave what its checksums refuse; the origin was asked instead",
+    "shared_stored": "shards that this loader has stored in it",
+    "shared_not_stored": "shards that were to be stored and weren't: it refused them, or the run ended",
     "tier_hits": "shards that were whole in the tier when a reader first needed them in a pass",
     "tier_misses": "shards that were not, and had to be filled or followed; hits + misses = shards begun",
     "shards_published": "shards that this loader's own fillers finished and published",
@@ -128,6 +135,13 @@ class Snapshot:
     origin_requests: int = 0
     origin_bytes: int = 0
     origin_retries: int = 0
+    shared_requests: int = 0
+    shared_bytes: int = 0
+    shared_hits: int = 0
+    shared_misses: int = 0
+    shared_errors: int = 0
+    shared_stored: int = 0
+    shared_not_stored: int = 0
     tier_hits: int = 0
     tier_misses: int = 0
     shards_published: int = 0
@@ -196,9 +210,15 @@ class Snapshot:
         first = (
             "not yet" if self.seconds_to_first_batch is None else f"after {self.seconds_to_first_batch:.2f} s"
         )
+        shared = (
+            f"shared   {self.shared_hits:,} hits, {self.shared_misses:,} misses, "
+            f"{format_bytes(self.shared_bytes)}, {self.shared_errors:,} errors, "
+            f"{self.shared_stored:,} stored\n"
+        )
         return (
             f"origin   {self.origin_requests:,} requests, {format_bytes(self.origin_bytes)}, "
             f"{self.origin_retries:,} retries\n"
+            f"{shared if self.shared_requests else ''}"
             f"tier     {self.tier_hits:,} hits, {self.tier_misses:,} misses\n"
             f"shards   {self.shards_complete:,} complete ({self.shards_published:,} published here), "
             f"{self.shards_evicted:,} evicted, {self.shards_given_up:,} given up\n"

@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -27,6 +27,8 @@ VARIABLES = {
     "free_disk": "STREAMLOAD_FREE_DISK",
     "cache": "STREAMLOAD_CACHE",
     "memory_size": "STREAMLOAD_MEMORY_SIZE",
+    "shared_cache": "STREAMLOAD_SHARED_CACHE",
+    "write_back": "STREAMLOAD_SHARED_WRITE_BACK",
 }
 
 Revalidate = Literal["never", "start", "always"]
@@ -73,6 +75,16 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _SIZE = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_SWITCH = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -157,6 +169,8 @@ class Settings:
         free_disk: what stays free on the tier's disk.
         cache: whether the tier is on disk or in memory.
         memory_size: the most that a tier in memory may hold: bytes, or a share of what memory is free.
+        shared_cache: the URL of what is asked before the origins; None: nothing is. It may hold secrets.
+        write_back: whether what was fetched from origins is stored there.
         sources: of each name in VARIABLES: "argument", its variable's name, or "default".
     """
 
@@ -168,6 +182,8 @@ class Settings:
     free_disk: FreeDisk
     cache: Where
     memory_size: CacheSize
+    shared_cache: str | None = field(repr=False)
+    write_back: bool
     sources: Mapping[str, str]
 
 
@@ -180,6 +196,8 @@ def read_settings(
     free_disk: str | int | None = None,
     cache: str | None = None,
     memory_size: str | int | None = None,
+    shared_cache: str | os.PathLike[str] | None = None,
+    write_back: bool | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """Resolve the settings from arguments, then the environment, then defaults.
@@ -193,6 +211,8 @@ def read_settings(
         free_disk: bytes (0: nothing), text with a unit, or a percentage of the disk.
         cache: "auto", "disk" or "memory".
         memory_size: as cache_size; a share is of the memory that is free.
+        shared_cache: a folder that fsspec can open, or a path; "" is none, whatever the variable says.
+        write_back: whether to store there what was fetched; of the variable "1" or "0".
         environ: where to look for STREAMLOAD_* variables; the process's own by default.
 
     Raises:
@@ -225,6 +245,8 @@ def read_settings(
     )
     where = given("cache", cache)
     memory = given("memory_size", memory_size)
+    shared = given("shared_cache", shared_cache)
+    back = given("write_back", write_back)
     return Settings(
         cache_dir=default_cache_dir(environ)
         if directory is None
@@ -238,6 +260,8 @@ def read_settings(
         memory_size=parse_cache_size(
             DEFAULT_MEMORY_SIZE if memory is None else memory, label("memory_size"), "what memory is free"
         ),
+        shared_cache=_shared(shared, label("shared_cache")),
+        write_back=_switch(back, label("write_back")),
         sources=sources,
     )
 
@@ -338,6 +362,22 @@ def _one_of(value: object, allowed: tuple[_Choice, ...], name: str) -> _Choice:
         if value == choice:
             return choice
     raise OptionError(f"{name}={value!r}: it has to be one of {', '.join(map(repr, allowed))}")
+
+
+def _shared(value: object, name: str) -> str | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, (str, os.PathLike)) or isinstance(path := os.fspath(value), bytes):
+        raise OptionError(f"{name} is a {type(value).__name__}; expected a URL or a path")
+    return str(path)
+
+
+def _switch(value: object, name: str) -> bool:
+    if isinstance(value, str) and value.lower() in _SWITCH:
+        return _SWITCH[value.lower()]
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise OptionError(f"{name}={value!r}: it has to be 1 or 0")
 
 
 def _directory(value: object, name: str) -> Path:

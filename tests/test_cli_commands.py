@@ -17,6 +17,8 @@ from PIL import Image
 from streamload.cache import memory
 from streamload.cli import main
 from streamload.cli.doctor import examine
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import write_shards
 
 COMMANDS = ("bench", "demo", "doctor", "pack", "version", "warm", "cache")
 
@@ -300,6 +302,52 @@ def test_cache_ls_of_no_cache_fails_with_one_line(streamload, tmp_path):
 def test_warm_fails_on_storage_options_that_are_no_json_object(streamload, options, tmp_path):
     done = streamload("warm", "s3://bucket/0.tar", "--cache-dir", tmp_path, "--storage-options", options)
     assert "--storage-options" in one_line(done)
+
+
+def test_warm_through_a_shared_cache_and_doctor_on_it(streamload, tmp_path):
+    write_shards(tmp_path / "data", [9, 8])
+    shared, cache = tmp_path / "shared", tmp_path / "cache"
+    variables = {"STREAMLOAD_SHARED_CACHE": str(shared), "STREAMLOAD_SHARED_WRITE_BACK": "1"}
+
+    def said_by_doctor():
+        return " ".join(streamload("doctor", STREAMLOAD_CACHE_DIR=str(cache), **variables).stdout.split())
+
+    assert f"shared cache {shared} STREAMLOAD_SHARED_CACHE" in said_by_doctor()
+    assert "its shards none yet" in said_by_doctor()
+    with ShardServer(tmp_path / "data") as server:
+        urls = f"{server.url}/{{00000..00001}}.tar"
+        options = ("--shared-cache", shared, "--shared-cache-options", "{}")
+        done = streamload("warm", urls, "--cache-dir", cache, *options, "--write-back")
+        assert "2 were stored in the shared cache" in done.stdout
+        done = streamload("warm", urls, "--cache-dir", tmp_path / "second", *options)
+    assert done.returncode == 0
+    assert " 0 B arrived and " in done.stdout
+    assert "from the shared cache" in done.stdout
+    assert "its shards can be read" in said_by_doctor()
+    assert "write back can be written STREAMLOAD_SHARED_WRITE_BACK" in said_by_doctor()
+
+
+def test_warm_fails_where_the_shared_cache_does_not_take_what_it_is_to_store(streamload, tmp_path):
+    write_shards(tmp_path / "data", [3])
+    (tmp_path / "file").touch()
+    shared = tmp_path / "file" / "tier"
+    with ShardServer(tmp_path / "data") as server:
+        url = f"{server.url}/00000.tar"
+        done = streamload(
+            "warm", url, "--cache-dir", tmp_path / "cache", "--shared-cache", shared, "--write-back"
+        )
+    assert done.returncode == 1
+    assert f"{url}: the shared cache {shared} can't write" in done.stdout
+    said = streamload("doctor", STREAMLOAD_SHARED_CACHE=str(shared), STREAMLOAD_SHARED_WRITE_BACK="1")
+    assert said.returncode == 0
+    assert "Trainings go on without it" in said.stdout
+
+
+def test_doctor_fails_on_a_shared_cache_that_is_no_folder(streamload):
+    said = streamload("doctor", STREAMLOAD_SHARED_CACHE="https://host/x?token=swordfish")
+    assert said.returncode == 1
+    assert "STREAMLOAD_SHARED_CACHE=" in said.stdout
+    assert "swordfish" not in said.stdout
 
 
 def test_version_prints_the_installed_version(streamload):

@@ -18,7 +18,7 @@ from PIL import Image
 
 from streamload.errors import OptionError
 from streamload.integrations import openclip
-from streamload.integrations.openclip.arguments import take_own
+from streamload.integrations.openclip.arguments import OwnArguments, take_own
 
 SIZES = {"batch_size": 4, "workers": 0, "seed": 0, "world_size": 1, "rank": 0}
 NOTHING = {"train_data": None, "train_num_samples": None, "val_data": None, "val_num_samples": None}
@@ -182,15 +182,17 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
         ),
         (["--streamload-save-steps=20"], (20, True), []),
         (["--streamload-as-given", "--lr", "1"], (0, False), ["--lr", "1"]),
+        (["--streamload-shared-cache", "s3://b/c", "--lr=1"], (0, True, "s3://b/c"), ["--lr=1"]),
+        (["--streamload-shared-cache=/mnt/nfs", "x"], (0, True, "/mnt/nfs"), ["x"]),
         (["--streamload-as-given=1"], (0, True), ["--streamload-as-given=1"]),
         (["--streamload-save-steps=20", "--streamload-save-steps", "0"], (0, True), []),
         (["--streamload-save-stepsize=20"], (0, True), ["--streamload-save-stepsize=20"]),
     ],
 )
 def test_our_flags_are_taken_out_of_a_command_line(
-    words: list[str], own: tuple[int, bool], left: list[str]
+    words: list[str], own: tuple[int, bool] | tuple[int, bool, str], left: list[str]
 ) -> None:
-    assert take_own(words) == (own, left)
+    assert take_own(words) == (OwnArguments(*own), left)
 
 
 @pytest.mark.parametrize("words", [["=-1"], ["=x"], ["="], ["", "1.5"], [""], ["", "--lr"]])

@@ -50,6 +50,8 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "free_disk": "default",
         "cache": "default",
         "memory_size": "default",
+        "shared_cache": "default",
+        "write_back": "default",
     }
 
 
@@ -59,6 +61,25 @@ def test_with_nothing_set_everything_has_a_default():
     assert found.cache_size == CacheSize(share=0.8)
     assert (found.revalidate, found.eviction, found.free_disk) == ("never", "plan", FreeDisk())
     assert set(found.sources.values()) == {"default"}
+
+
+def test_the_shared_cache_is_none_unless_an_argument_or_the_variable_names_one():
+    assert (read_settings(environ={}).shared_cache, read_settings(environ={}).write_back) == (None, False)
+    environ = {"STREAMLOAD_SHARED_CACHE": "s3://bucket/tier", "STREAMLOAD_SHARED_WRITE_BACK": "1"}
+    found = read_settings(environ=environ)
+    assert (found.shared_cache, found.write_back) == ("s3://bucket/tier", True)
+    found = read_settings(shared_cache="", write_back=False, environ=environ)
+    assert (found.shared_cache, found.write_back) == (None, False)
+    assert "bucket" not in repr(found)
+    for off in ("0", "no", "False"):
+        assert not read_settings(environ={**environ, "STREAMLOAD_SHARED_WRITE_BACK": off}).write_back
+
+
+def test_a_switch_that_is_neither_on_nor_off_fails():
+    with pytest.raises(OptionError, match="STREAMLOAD_SHARED_WRITE_BACK='perhaps'"):
+        read_settings(environ={"STREAMLOAD_SHARED_WRITE_BACK": "perhaps"})
+    with pytest.raises(OptionError, match="shared_cache is a int"):
+        read_settings(shared_cache=7, environ={})
 
 
 def test_the_cache_is_on_disk_unless_an_argument_or_the_variable_says_otherwise():

@@ -13,7 +13,19 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import disk, killed, origin, peer, pipe, processes, resumed, stores, tampered, together
+from benchmarks.faults import (
+    daemons,
+    disk,
+    killed,
+    origin,
+    peer,
+    pipe,
+    processes,
+    resumed,
+    stores,
+    tampered,
+    together,
+)
 from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.rows import Function, Row
@@ -25,7 +37,7 @@ _EXAMPLES = 5
 ROWS: list[Row] = sorted(
     (
         row
-        for module in (killed, disk, tampered, origin, stores, pipe, together, processes, resumed)
+        for module in (killed, disk, tampered, origin, stores, pipe, together, processes, resumed, daemons)
         for row in module.ROWS
     ),
     key=lambda row: row.number,

@@ -22,7 +22,7 @@ from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.room import is_no_space
 from streamload.cache.shard import Shard
-from streamload.cache.takeover import is_traceable, open_data, verified_prefix
+from streamload.cache.takeover import Outdated, is_traceable, open_data, verified_prefix
 from streamload.errors import (
     CacheCorrupt,
     CacheError,
@@ -133,7 +133,7 @@ def _cut_short(exc: BaseException, root: Path, taken_away: bool) -> Outcome:
         return Outcome(Filled.NO_ROOM, size_bytes=exc.args[0])
     if isinstance(exc, OriginStopped):
         return Outcome(Filled.STOPPED)
-    if isinstance(exc, _Outdated) or (
+    if isinstance(exc, Outdated) or (
         isinstance(exc, FileNotFoundError) and taken_away and not isinstance(exc, StreamloadError)
     ):
         return Outcome(Filled.OUTDATED)
@@ -146,10 +146,6 @@ def _cut_short(exc: BaseException, root: Path, taken_away: bool) -> Outcome:
 
 class _NoRoom(Exception):
     """The tier has no room for this shard now; its size."""
-
-
-class _Outdated(Exception):
-    """The origin has another version than the prefix that was taken up."""
 
 
 class _Fill:
@@ -185,7 +181,7 @@ class _Fill:
 
         Raises:
             OriginError, ShardError: why it can't be had, where no verdict is to be left.
-            _NoRoom, _Outdated, OSError: it can't be had now.
+            _NoRoom, Outdated, OSError: it can't be had now.
         """
         try:
             self._make_room(size_bytes, patient=False)
@@ -339,7 +335,7 @@ class _Fill:
         except DatasetChanged:
             if expected is None:
                 raise
-            raise _Outdated from None
+            raise Outdated from None
 
     def _take_up(self) -> tuple[ShardScanner, Version | None]:
         """Copy an orphan's verified prefix; gives the scanner behind it, and the version of its bytes."""
@@ -364,7 +360,7 @@ class _Fill:
             while self._written < scanner.position:
                 some = os.pread(source, min(_COPY_BYTES, scanner.position - self._written), self._written)
                 if not some:
-                    raise _Outdated  # it was cut since it was verified
+                    raise Outdated  # it was cut since it was verified
                 self._write(some)
         self._append(entries)
         self._part.tier.counts.add("shards_taken_over", 1)

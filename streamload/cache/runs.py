@@ -43,6 +43,7 @@ class Run:
     def __init__(self, directory: Path):
         self._descriptor = -1
         self._lock: FileLock | None = None
+        self._path = directory
         with contextlib.suppress(OSError):
             for _ in range(_ATTEMPTS):
                 self._path = directory / f"{os.getpid()}.{secrets.token_hex(4)}"
@@ -52,6 +53,11 @@ class Run:
                 if self._lock is not None and self._path.exists():
                     return
                 self.close()  # whoever saw it before it was locked took it for a dead process's: make another
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self._path
 
     def announce(self, digests: Iterable[str]) -> None:
         """Say which shards are open and which come next, in order (a shard may come again)."""
@@ -94,6 +100,15 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
             digest = wanted[int(coming[at])]
             found[digest] = min(found.get(digest, np.inf), float(at))
     return found
+
+
+def lives(path: Path) -> bool:
+    """Whether the process of a run's file lives: it holds the lock."""
+    lock = FileLock.acquire(path)
+    if lock is None:
+        return path.exists()
+    lock.close()
+    return False
 
 
 def own(directory: Path) -> list[Path]:

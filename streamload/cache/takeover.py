@@ -17,6 +17,10 @@ from streamload.shards.record import open_file
 from streamload.shards.samples import Entry
 
 
+class Outdated(Exception):
+    """What has been filled of a shard isn't of the version that its origin has: the fill begins anew."""
+
+
 def can_be_taken_up(orphan: Path) -> bool:
     """Whether a fill would go on behind what a dead filler left; else it begins anew. Reads one sample."""
     with contextlib.suppress(OSError):

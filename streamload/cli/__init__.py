@@ -10,6 +10,7 @@ import typer
 
 from streamload.cli.bench import bench
 from streamload.cli.cache import cache
+from streamload.cli.daemon import daemon
 from streamload.cli.demo import demo
 from streamload.cli.doctor import doctor
 from streamload.cli.pack import pack
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: half the time to start
 )
-for command in (bench, demo, doctor, pack, version, warm):
+for command in (bench, daemon, demo, doctor, pack, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")
 

@@ -105,6 +105,7 @@ def _settings() -> list[Finding]:
         Finding("cache", _where(found), sources["cache"]),
         Finding("memory size", _memory_size(found), sources["memory_size"]),
         *_cache(found),
+        *_shared(found),
     ]
 
 
@@ -194,6 +195,32 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
             "room, or set STREAMLOAD_CACHE_DIR and STREAMLOAD_CACHE_SIZE.",
         )
     return [where, Finding("writable", "yes"), room]
+
+
+def _shared(settings: "Settings") -> list[Finding]:
+    """Whether the shared cache answers, and takes what is written back."""
+    from streamload.cache.shared.sharing import SharedOptions
+    from streamload.errors import StreamloadError
+    from streamload.metrics import Counters
+    from streamload.settings import VARIABLES
+    from streamload.urls import redact
+
+    source = settings.sources["shared_cache"]
+    if settings.shared_cache is None:
+        return [Finding("shared cache", "none", f"default ({VARIABLES['shared_cache']} is not set)")]
+    found = [Finding("shared cache", redact(settings.shared_cache), source)]
+    try:
+        options = SharedOptions.of(settings)
+        assert options is not None
+        tier = options.open_tier(Counters())
+        found.append(Finding("its shards", "can be read" if tier.check_format() else "none yet"))
+        if settings.write_back:
+            conditions = "" if tier.objects.has_conditions else ", without conditions"
+            found.append(Finding("write back", f"can be written{conditions}", settings.sources["write_back"]))
+    except StreamloadError as exc:
+        advice = f"{exc}. Trainings go on without it."
+        found.append(Finding("its answer", "an error", advice=advice, unusable=isinstance(exc, ValueError)))
+    return found
 
 
 def _data(urls: list[str]) -> list[Finding]:

@@ -21,6 +21,15 @@ def warm(
     memory_size: Annotated[
         str | None, typer.Option(help='The most to keep in memory: "20GB", "50%".')
     ] = None,
+    shared_cache: Annotated[
+        str | None, typer.Option(help='A folder that nodes share, asked before the origins: "s3://bucket/x".')
+    ] = None,
+    shared_cache_options: Annotated[
+        str | None, typer.Option(help="For its object store, as --storage-options.")
+    ] = None,
+    write_back: Annotated[
+        bool | None, typer.Option(help="Store all of the shards in the shared cache, too.")
+    ] = None,
     storage_options: Annotated[
         str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
     ] = None,
@@ -29,12 +38,13 @@ def warm(
     """Fill the cache with shards once.
 
     Stop it at any time: a second call takes up where the first one was. The exit code is 1 if a shard could
-    not be had.
+    not be had, or not be stored in the shared cache as --write-back asked.
     """
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
     options = storage_options_of(storage_options)
+    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
     with _Bar() as bar:
         report = fill(
             urls,
@@ -42,17 +52,23 @@ def warm(
             cache_size=cache_size,
             cache=cache,
             memory_size=memory_size,
+            shared_cache=shared_cache,
+            shared_cache_options=shared_options,
+            write_back=write_back,
             storage_options=options,
             concurrency=concurrency,
             on_progress=bar.show,
         )
+    shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
     print(
         f"{report.shards_complete} of {report.shards} shards are in {report.cache_dir} "
-        f"({report.shards_found_complete} were before), {format_bytes(report.bytes_arrived)} arrived"
+        f"({report.shards_found_complete} were before), {format_bytes(report.bytes_arrived)} arrived{shared}"
     )
-    for url, why in report.failures.items():
+    if report.shared_stored:
+        print(f"{report.shared_stored} were stored in the shared cache")
+    for url, why in (*report.failures.items(), *report.shared_failures.items()):
         print(f"{url}: {why}")
-    if report.shards_complete < report.shards:
+    if report.shards_complete < report.shards or report.shared_failures:
         raise typer.Exit(1)
 
 
@@ -97,8 +113,8 @@ def _drawn_bar() -> "tuple[Progress, TaskID]":
     return bar, bar.add_task("connecting", total=None)
 
 
-def storage_options_of(text: str | None) -> dict[str, Any] | None:
-    """The value of --storage-options.
+def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
+    """The value of --storage-options, or of another option that is like it.
 
     Raises:
         OptionError: it is no JSON object.
@@ -108,7 +124,7 @@ def storage_options_of(text: str | None) -> dict[str, Any] | None:
     try:
         options = json.loads(text)
     except ValueError as exc:
-        raise OptionError(f"--storage-options={text!r} is not JSON: {exc}") from exc
+        raise OptionError(f"{name}={text!r} is not JSON: {exc}") from exc
     if not isinstance(options, dict):
-        raise OptionError(f"--storage-options={text!r} is not a JSON object such as " + '{"anon": true}')
+        raise OptionError(f"{name}={text!r} is not a JSON object such as " + '{"anon": true}')
     return options

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from streamload.cache.begun import Begun
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
+from streamload.cache.shared.sharing import SharedOptions
 from streamload.errors import OptionError
 from streamload.order.cursor import Cursor
 from streamload.order.deal import Deal
@@ -48,6 +49,8 @@ class Recipe:
     """What the tier leaves free on its disk."""
     eviction: Eviction
     revalidate: Revalidate
+    shared: SharedOptions | None
+    """What is asked before the origins."""
     run: str
     """A name that all processes of the run on this node have, and none of another run."""
     fills: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import logging
 import os
 import threading
@@ -18,6 +17,7 @@ from streamload.cache.freshness import Freshness, asker
 from streamload.cache.reading import ReadMemory
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.cache.shared.sharing import Sharing
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.dataset.messages import Recipe, Start
@@ -29,6 +29,8 @@ from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
+from streamload.prefetch.published import PlannedSource, Progress, plan_of
+from streamload.prefetch.publisher import Publisher
 from streamload.transforms.examples import Sample
 
 logger = logging.getLogger("streamload")
@@ -63,7 +65,10 @@ class Supply:
         self._closing = threading.Event()
         self._tier = _open_tier(recipe, counts)
         self._spare = Spare(recipe.tier_root, counts)
-        self._freshness = _freshness(recipe, self._tier, counts)
+        ask = None if recipe.revalidate == "never" else asker(recipe.storage_options, recipe.origin, counts)
+        self._sharing = Sharing(recipe.shared, counts, ask)
+        each_epoch = recipe.revalidate != "start"
+        self._freshness = Freshness(self._tier, recipe.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self._cache = ShardCache(
             self._tier,
             recipe.shards,
@@ -77,13 +82,16 @@ class Supply:
         )
         self._ahead = Ahead(
             self._tier,
-            functools.partial(_open_origin, recipe, counts),
+            self._open_origin,
             threads=recipe.fills,
             counts=counts,
             may_be_bare=lambda shard: has_ranges(shard.url),
             spare=self._spare,
             freshness=self._freshness,
+            published=self._sharing.published,
         )
+        self._publisher = _publisher(recipe) if worker == 0 else None
+        self._told_groups = recipe.deal.groups_told_by(recipe.rank)
         self._start: Start | None = None
         self._row = worker + 1 if workers else 0  # of this process, on the board
         self._itineraries: dict[tuple[int, int], Itinerary] = {}
@@ -157,10 +165,15 @@ class Supply:
         self._cache.keep_open(in_use)
         for itinerary in self._itineraries.values():
             itinerary.tell_progress()
+        if self._publisher is not None:
+            self._publish(self._publisher)
 
     def close(self) -> None:
         """Stop the fills and let go of the tier; once is enough."""
         self._closing.set()
+        if self._publisher is not None:
+            self._publisher.close()
+        self._sharing.close()
         self._ahead.close()
         self._forget_itineraries()
         for origin in self._origins.values():
@@ -169,6 +182,17 @@ class Supply:
         self._cache.close()
         self._freshness.close()
         self._spare.close()
+
+    def _publish(self, publisher: Publisher) -> None:
+        """Tell daemons how far the groups are that this process tells of."""
+        assert self._start is not None
+        sources = range(len(self._recipe.sources))
+        for group in self._told_groups:
+            followed = [self._itineraries.get((group, source)) for source in sources]
+            fronts = tuple((0, 0) if one is None else one.front for one in followed)
+            publisher.tell(
+                Progress(group, self._start.epoch, fronts, self._shards_ahead(), self._cache.mean_bytes())
+            )
 
     def _forget_itineraries(self) -> None:
         for itinerary in self._itineraries.values():
@@ -255,11 +279,17 @@ class Supply:
         self._counts.add("range_reads")
         origin = self._origins.pop(shard.digest, None)
         if origin is None:
-            origin = _open_origin(self._recipe, self._counts, shard, self._closing)
+            origin = self._open_origin(shard, self._closing)
         self._origins[shard.digest] = origin  # the last in line
         if len(self._origins) > _ORIGINS_KEPT:
             self._origins.pop(next(iter(self._origins))).close()
         return origin.read(start, stop, version)
+
+    def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
+        """Where a shard lives, the shared cache in front of it."""
+        recipe = self._recipe
+        origin = open_origin(shard.url, recipe.storage_options, recipe.origin, self._counts, stop)
+        return self._sharing.through(shard, origin, stop)
 
     def _no_room(self, shard: Shard) -> str:
         return (
@@ -303,14 +333,13 @@ def _open_tier(recipe: Recipe, counts: Counters) -> Tier:
     )
 
 
-def _open_origin(recipe: Recipe, counts: Counters, shard: Shard, stop: threading.Event) -> Origin:
-    return open_origin(shard.url, recipe.storage_options, recipe.origin, counts, stop)
-
-
-def _freshness(recipe: Recipe, tier: Tier, counts: Counters) -> Freshness:
-    """By which versions of its shards the run goes."""
-    ask = None if recipe.revalidate == "never" else asker(recipe.storage_options, recipe.origin, counts)
-    return Freshness(tier, recipe.run, each_epoch=recipe.revalidate != "start", ask=ask, counts=counts)
+def _publisher(recipe: Recipe) -> Publisher | None:
+    """Who tells daemons of a training; None where nobody could hear it."""
+    if recipe.shared is None or not recipe.train:
+        return None
+    sources = [PlannedSource(source.count, source.order) for source in recipe.sources]
+    shards, storage = recipe.shards.urls, recipe.storage_options
+    return Publisher(recipe.shared.open_objects(), lambda: plan_of(sources, recipe.one_pass, shards, storage))
 
 
 class Waiting:

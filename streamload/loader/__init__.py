@@ -59,6 +59,9 @@ def make_loader(
     free_disk: str | int | None = None,
     cache: Where | None = None,
     memory_size: str | int | None = None,
+    shared_cache: str | Path | None = None,
+    shared_cache_options: Mapping[str, Any] | None = None,
+    write_back: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     prefetch_factor: int = 2,
     multiprocessing_context: str | None = None,
@@ -125,6 +128,12 @@ def make_loader(
             known to fit there or no disk can be used, else on disk (STREAMLOAD_CACHE).
         memory_size: the most that a cache in memory may hold: bytes, "20GB", or "50%" of what is free
             (STREAMLOAD_MEMORY_SIZE).
+        shared_cache: a folder for many nodes, in an object store or on a network, that is asked for a shard
+            before its origin: "s3://bucket/folder", "/mnt/nfs/folder" (STREAMLOAD_SHARED_CACHE). If it fails
+            in any way, the origin is asked.
+        shared_cache_options: for its file system, as storage_options.
+        write_back: store there what was fetched from origins, beside the training
+            (STREAMLOAD_SHARED_WRITE_BACK).
         storage_options: for fsspec: credentials, endpoint, anon.
         prefetch_factor: batches that each worker makes in advance.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.

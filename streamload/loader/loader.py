@@ -259,7 +259,7 @@ class Loader:
             self._order, self._batch = order, deal.batch
             self._statistics = recipe.examples.unnormalised if options.image_dtype == "float32" else None
             self._leave_tier = weakref.finalize(self, placed.close)
-            import_origins(options.urls.kinds())
+            import_origins([*options.urls.kinds(), *([recipe.shared.url] if recipe.shared else [])])
             slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(recipe, self._board, slots)
             several = options.num_workers > 0

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from streamload.cache.selection import Keep
+from streamload.cache.shared.objects import refuse_url
 from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
@@ -59,6 +60,9 @@ class LoaderOptions:
     free_disk: str | int | None
     cache: Where | None
     memory_size: str | int | None
+    shared_cache: str | Path | None = field(repr=False)
+    shared_cache_options: Mapping[str, Any] | None = field(repr=False)
+    write_back: bool | None
     storage_options: Mapping[str, Any] | None = field(repr=False)
     prefetch_factor: int
     multiprocessing_context: str | None
@@ -77,6 +81,8 @@ class LoaderOptions:
             _one_of("eviction", self.eviction, get_args(Eviction))
         if self.cache is not None:
             _one_of("cache", self.cache, get_args(Where))
+        if self.shared_cache:
+            refuse_url(str(self.shared_cache))
         if not self.train and self.num_batches is not None:
             raise OptionError(
                 "num_batches= is for training: an evaluation gives each sample once (num_samples= may say "

@@ -9,6 +9,7 @@ from streamload.cache.forecast import forecast
 from streamload.cache.placement import Placed, place_tier
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
+from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.spare import remove_unused
 from streamload.dataset import Recipe, SourceOrder
 from streamload.loader.options import LoaderOptions
@@ -53,6 +54,8 @@ def recipe_for(
         free_disk=options.free_disk,
         cache=options.cache,
         memory_size=options.memory_size,
+        shared_cache=options.shared_cache,
+        write_back=options.write_back,
     )
     shards = ShardList(options.urls, storage)
     placed = place_tier(settings, shards, storage, here.nodes)
@@ -72,6 +75,7 @@ def recipe_for(
         free_disk=placed.free_disk,
         eviction=settings.eviction,
         revalidate=settings.revalidate,
+        shared=SharedOptions.of(settings, options.shared_cache_options),
         run=run_name(here, options.urls.fingerprint()),
         fills=-(-max(lanes, _FEWEST_FILLS) // processes),
         ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,

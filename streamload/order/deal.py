@@ -63,6 +63,11 @@ class Deal:
         positions = range(1 if self.batch % self.groups == 0 else self.groups)
         return sorted({share.group for at in positions for share in self._shares(at, rank) if share.size})
 
+    def groups_told_by(self, rank: int) -> list[int]:
+        """Those of the groups that a rank reads which no rank before it does: each is told of by one rank."""
+        before = {group for other in range(rank) for group in self.groups_of(other)} if rank else set()
+        return [group for group in self.groups_of(rank) if group not in before]
+
     def shares(self, position: int, rank: int, groups: Collection[int]) -> list[Share]:
         """What a rank computes of the step that begins at a global position.
 

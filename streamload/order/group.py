@@ -145,6 +145,11 @@ class GroupOrder:
         """The pass in which the lanes are."""
         return self._pass
 
+    @property
+    def front(self) -> tuple[int, int]:
+        """The pass in which the lanes are, and the place in it of the next shard that one of them begins."""
+        return self._pass, self._lanes.begun
+
     def advance(self, arrivals: Arrivals) -> References:
         """Give out the next references that are certain; none only when something has to arrive first.
 

@@ -82,6 +82,12 @@ def of_store(url: str, exc: BaseException) -> StreamloadError:
     return OriginUnavailable(message) if isinstance(exc, OSError) else OriginError(f"{message} ({name})")
 
 
+def status_of(exc: BaseException) -> int | None:
+    """The HTTP status behind an exception of fsspec, if there is one."""
+    answer = _answer(exc)
+    return None if answer is None else answer[0]
+
+
 def _answer(exc: BaseException | None) -> tuple[int, str | None] | None:
     """Status and Retry-After of the HTTP answer behind an exception, or behind its cause."""
     for candidate in (exc, exc.__cause__ if exc is not None else None):

@@ -22,7 +22,7 @@ from streamload.cache.part import Part
 from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError, CacheFull
+from streamload.errors import CacheError, CacheFull, OriginError, ShardError, StreamloadError
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 
@@ -54,6 +54,11 @@ class Ahead:
         spare: where to fill what the tier can't take.
         stopped_seconds: how long a filler, of any process, may show no life before another takes over.
         freshness: by which versions the run goes; None takes what is published as it is.
+        published: told, from a filling thread, of each shard that was filled here, and where it is.
+        wait_of: how soon a shard is needed, in shard visits, as the process announces it; None: by its place
+            among those that are wanted.
+        failed: told why a shard can't be had, from a filling thread, and says in how many seconds it is tried
+            again; None: it is given up, by a verdict that all who read from the tier heed.
     """
 
     def __init__(
@@ -68,6 +73,9 @@ class Ahead:
         spare: Spare | None = None,
         stopped_seconds: float = STOPPED_SECONDS,
         freshness: Freshness | None = None,
+        published: Callable[[Shard, Path], None] = lambda shard, directory: None,
+        wait_of: Callable[[Shard], float] | None = None,
+        failed: Callable[[Shard, StreamloadError], float] | None = None,
     ):
         self.tier = tier
         self._open_origin = open_origin
@@ -77,6 +85,9 @@ class Ahead:
         self._spare = spare
         self._stopped_seconds = stopped_seconds
         self._freshness = freshness
+        self._published = published
+        self._wait_of = wait_of or self._place_of
+        self._failed = failed
         self._stop = threading.Event()
         self._change = threading.Condition()
         # Guarded by _change:
@@ -235,7 +246,7 @@ class Ahead:
             self._change.wait(timeout=0.05)
             return None
 
-    def _wait_of(self, shard: Shard) -> float:
+    def _place_of(self, shard: Shard) -> float:
         """How soon a shard is needed, in shard visits; those that readers have open are needed alike."""
         with self._change:
             try:
@@ -319,7 +330,12 @@ class Ahead:
                 stop=self._stop,
                 bare=bare,
                 refused=lambda waits: self._note_refusal(tier, shard, bare, waits),
+                leave_verdict=self._failed is None,
             )
+        except (OriginError, ShardError) as why:
+            if self._failed is None:
+                raise
+            return self._failed(shard, why)
         finally:
             with self._change:
                 self._parts.discard(part)
@@ -333,6 +349,7 @@ class Ahead:
                 self._sizes[shard.digest] = outcome.size_bytes
         if outcome.result is Filled.PUBLISHED and not bare:
             self._counts.add("shards_published")
+            self._published(shard, tier.published(shard.digest))
         self._report(shard, outcome.result)
         return _NO_ROOM_SECONDS if refused else _HELD_SECONDS
 

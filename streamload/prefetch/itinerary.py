@@ -124,6 +124,11 @@ class Itinerary:
             coming = np.concatenate([coming, self._next_pass()[: count - len(coming)]])
         return coming + self._first
 
+    @property
+    def front(self) -> tuple[int, int]:
+        """The pass under way, and the place in it of the next shard that will be opened."""
+        return self._order.front
+
     def tell_progress(self) -> None:
         """Tell the other users of the tier what is open and what comes next, if that has changed."""
         in_use = self.shards_in_use()

@@ -32,6 +32,11 @@ class UrlList(Sequence[str]):
     def __init__(self, node: Node) -> None:
         self._node = node
 
+    @property
+    def node(self) -> Node:
+        """What it is made of."""
+        return self._node
+
     def __len__(self) -> int:
         return len(self._node)
 

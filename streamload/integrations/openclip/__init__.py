@@ -32,6 +32,7 @@ def install(
     *,
     save_steps: int = 0,
     compile: bool = True,  # noqa: A002
+    shared_cache: str | None = None,
 ) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
@@ -41,6 +42,7 @@ def install(
             checkpoints, so that --resume goes on behind the last of them. 0: only that of each epoch's end.
         compile: False runs OpenCLIP's training transform as given, too, instead of compiled (make_loader's
             `compile`). That of validation always runs as given: its batches are OpenCLIP's own to the bit.
+        shared_cache: make_loader's; None: STREAMLOAD_SHARED_CACHE, if that is set.
 
     Returns:
         A function that puts the original back.
@@ -71,6 +73,7 @@ def install(
         refuse_unknown(args)
         output: Literal["dict", "tuple"] = "dict" if as_dict else "tuple"
         common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "compile": compile, "output": output}
+        common["shared_cache"] = shared_cache
         common |= selected(args)
         if not is_train:
             return validation(args, common | {"compile": False})  # what is reported is compared to the digit
@@ -97,9 +100,10 @@ def main(arguments: list[str]) -> None:
     """Run OpenCLIP's training on streamload.
 
     Args:
-        arguments: open_clip_train's, --streamload-save-steps N, and --streamload-as-given, which is
-            compile=False (install() says what they do). A leading "--" is passed over:
-            `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to leave --logs alone.
+        arguments: open_clip_train's, --streamload-save-steps N, --streamload-as-given, which is
+            compile=False, and --streamload-shared-cache URL (install() says what they do). A leading "--" is
+            passed over: `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to leave
+            --logs alone.
     """
     own, arguments = take_own(arguments[1:] if arguments[:1] == ["--"] else arguments)
     data = _data_module()

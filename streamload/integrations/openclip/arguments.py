@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from streamload import urls
+from streamload.cache.shared.objects import refuse_url
 from streamload.errors import OptionError
 from streamload.loader import make_loader
 from streamload.shards.samples import Entry
 
 _SAVE_STEPS = "--streamload-save-steps"
 _AS_GIVEN = "--streamload-as-given"
+_SHARED_CACHE = "--streamload-shared-cache"
 
 # Arguments that say what is trained on. What isn't known must not be ignored: these are heeded here …
 _HEEDED = {
@@ -41,29 +43,33 @@ class OwnArguments(NamedTuple):
 
     save_steps: int
     compile: bool
+    shared_cache: str | None = None
 
 
 def take_own(arguments: Iterable[str]) -> tuple[OwnArguments, list[str]]:
-    """Take --streamload-save-steps N and --streamload-as-given out of a command line.
+    """Take --streamload-save-steps N, --streamload-as-given and --streamload-shared-cache URL out of words.
 
     Returns:
         What they say, and the other words.
 
     Raises:
-        OptionError: N is no whole number from 0.
+        OptionError: N is no whole number from 0, or URL no folder.
     """
-    given, as_given, others, words = "0", False, [], iter(arguments)
+    given, as_given, shared, others, words = "0", False, None, [], iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name == _SAVE_STEPS:
             given = value if equals else next(words, "")
         elif word == _AS_GIVEN:
             as_given = True
+        elif name == _SHARED_CACHE:
+            shared = value if equals else next(words, "")
+            refuse_url(shared, _SHARED_CACHE)
         else:
             others.append(word)
     if not given.isdecimal():
         raise OptionError(f"{_SAVE_STEPS} {given!r}: it has to be a whole number from 0")
-    return OwnArguments(int(given), not as_given), others
+    return OwnArguments(int(given), not as_given, shared), others
 
 
 def listed_size(shards: str) -> int | None:

@@ -1,0 +1,110 @@
+"""Ahead of training: daemons that come and go fill a shared cache, and a training that doesn't wait for them.
+
+    python examples/spot_prefetch.py
+
+On one machine, in a temporary directory: an origin that is slow, two daemons on "spot nodes" (each with a
+cache of its own), a folder as the shared cache, and a training that starts at once. The daemons are killed
+again and again without notice, and start anew. What the training gets is compared with a run without them.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import streamload
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import ShardOptions, write_shards
+
+SHARDS, SAMPLES = 40, 32
+STEP_SECONDS = 0.1
+BYTES_PER_SECOND_PER_CONNECTION = 60_000.0
+
+
+def loader(url: str, place: Path, name: str, **more: Any) -> streamload.Loader:
+    """A training's loader, with a cache of its own."""
+    options = {"batch_size": 16, "num_workers": 1, "lanes": 2, "shuffle": 64, "ahead": 1, **more}
+    return streamload.make_loader(
+        f"{url}/{{00000..{SHARDS - 1:05d}}}.tar", map_sample=keys, cache_dir=place / name, **options
+    )
+
+
+def keys(sample: dict[str, Any]) -> dict[str, Any]:
+    """Of a sample all that is compared."""
+    return {"key": sample["__key__"]}
+
+
+def train(batches: streamload.Loader) -> list[Any]:
+    """Take each batch, and some time for it."""
+    found = []
+    for batch in batches:
+        found.append(batch["key"])
+        time.sleep(STEP_SECONDS)
+    return found
+
+
+class SpotNodes:
+    """Daemons that are taken away without notice, and come back."""
+
+    def __init__(self, shared: Path, place: Path, count: int = 2):
+        self._shared, self._place = shared, place
+        self._ended = threading.Event()
+        self.kills = 0
+        self._threads = [threading.Thread(target=self._node, args=(n,)) for n in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Take all of them away for good."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _node(self, number: int) -> None:
+        rng = random.Random(number)
+        command = [sys.executable, "-m", "streamload.cli", "daemon", "--shared-cache", str(self._shared)]
+        options = ["--notices", "none", "--listen", "none", "--concurrency", "4"]
+        while not self._ended.is_set():
+            own = ["--cache-dir", str(self._place / f"node-{number}"), "--cache-size", "1GB"]
+            daemon = subprocess.Popen([*command, *own, *options], stderr=subprocess.DEVNULL)
+            self._ended.wait(rng.uniform(3.0, 6.0))
+            daemon.kill()
+            daemon.wait()
+            self.kills += 1
+
+
+def main() -> None:
+    """Run it, and say what came of it."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        shared = place / "shared"
+        write_shards(place / "data", [SAMPLES] * SHARDS, options=ShardOptions(padding_bytes=(2000, 4000)))
+        slow = BYTES_PER_SECOND_PER_CONNECTION
+        with ShardServer.spawn(place / "data", bytes_per_second_per_connection=slow) as server:
+            with loader(server.url, place, "alone") as alone:
+                expected = train(alone)
+                waited = alone.stats().data_wait_seconds
+            nodes = SpotNodes(shared, place)
+            try:
+                with loader(server.url, place, "trainer", shared_cache=shared) as training:
+                    found = train(training)
+                    stats = training.stats()
+            finally:
+                nodes.close()
+    assert found == expected, "the batches are others"
+    print(f"without daemons: {len(expected)} batches, {waited:.1f} s of waiting for data")
+    print(
+        f"with two daemons, killed {nodes.kills} times: the same {len(found)} batches, "
+        f"{stats.data_wait_seconds:.1f} s of waiting; {stats.shared_hits} of {SHARDS} shards came from the "
+        "shared cache"
+    )
+
+
+if __name__ == "__main__":
+    main()

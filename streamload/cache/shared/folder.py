@@ -1,0 +1,147 @@
+"""Objects as the files of a folder, which may be on a network (NFS): each written aside, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from streamload.errors import SharedTierError
+
+_PIECE_BYTES = 1 << 20
+_INCOMING = ".incoming"
+_LEFT_SECONDS = 24 * 3600.0
+"""What has been written aside for so long was left by somebody who was killed."""
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+
+class Folder:
+    """A folder of files; it need not exist before something is written.
+
+    Args:
+        root: where it is.
+        stop: ends the copying of a file.
+    """
+
+    def __init__(self, root: Path, stop: threading.Event | None = None) -> None:
+        self._root = root.absolute()
+        self._stop = stop or threading.Event()
+        self._is_swept = False
+
+    def target(self, name: str) -> str:
+        """The path of an object."""
+        return str(self._root / name)
+
+    def read(self, name: str, limit_bytes: int) -> bytes | None:
+        """All of a file, or a little more than the limit of it."""
+        try:
+            with self._open(name) as file:
+                return file.read(limit_bytes + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Some bytes of a file."""
+        with self._open(name) as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write aside, then rename."""
+        self._place(name, lambda file: file.write(data), os.replace)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write aside, then link: that fails where the name is taken."""
+        self._place(name, lambda file: file.write(data), _link)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Copy aside, then rename."""
+
+        def copy(file: BinaryIO) -> None:
+            with path.open("rb") as source:
+                for piece in iter(functools.partial(source.read, _PIECE_BYTES), b""):
+                    file.write(piece)
+                    if self._stop.is_set():
+                        raise SharedTierError("the shared cache was left in the middle of a file")
+
+        self._place(name, copy, os.replace)
+
+    def names(self, folder: str) -> list[str]:
+        """All regular files below, but those that are being written."""
+        found = []
+        for where, folders, files in os.walk(self._root / folder, onerror=_unless_missing):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            at = Path(where).relative_to(self._root)
+            found += [(at / name).as_posix() for name in files if not name.startswith(".")]
+        return found
+
+    def delete(self, name: str) -> None:
+        """Unlink; its folder stays."""
+        with contextlib.suppress(NotADirectoryError):
+            (self._root / name).unlink(missing_ok=True)
+
+    def modified(self, name: str) -> float | None:
+        """The file's time."""
+        try:
+            return (self._root / name).stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _open(self, name: str) -> BinaryIO:
+        """Open a regular file; a FIFO doesn't block."""
+        descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return open(descriptor, "rb")  # noqa: PTH123
+
+    def _place(
+        self, name: str, write: Callable[[BinaryIO], object], move: Callable[[Path, Path], None]
+    ) -> None:
+        target, aside = self._root / name, self._root / _INCOMING / secrets.token_hex(8)
+        for folder in (aside.parent, target.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open("xb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())  # a file server may say only now that it has no room
+                now = os.fstat(file.fileno()).st_mtime
+            move(aside, target)
+        finally:
+            aside.unlink(missing_ok=True)
+        if not self._is_swept:
+            self._is_swept = True
+            self._sweep(now)
+
+    def _sweep(self, now: float) -> None:
+        """Remove what was left aside, by the clock of whoever serves the files."""
+        with os.scandir(self._root / _INCOMING) as found:
+            for left in found:
+                with contextlib.suppress(OSError):  # its writer has just moved it
+                    if now - left.stat(follow_symlinks=False).st_mtime > _LEFT_SECONDS:
+                        Path(left.path).unlink()
+
+
+def _link(aside: Path, target: Path) -> None:
+    try:
+        os.link(aside, target)
+    except OSError as exc:
+        if exc.errno not in _NO_LINKS:
+            raise
+        # A file system without hard links: the name is taken first, and its bytes come a moment later.
+        with target.open("xb"):
+            pass
+        aside.replace(target)
+
+
+def _unless_missing(exc: OSError) -> None:
+    if not isinstance(exc, FileNotFoundError | NotADirectoryError):
+        raise exc

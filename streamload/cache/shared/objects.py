@@ -1,0 +1,262 @@
+"""Small objects and whole files under one URL: what a shared cache is made of (step F).
+
+Names are relative paths of plain characters. An object is replaced as a whole: who reads it gets the old or
+the new one. Whatever a file system raises becomes a SharedTierError here, with nothing secret in it. What
+the objects mean is told in tier.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from streamload import urls
+from streamload.cache.shared.folder import Folder
+from streamload.cache.shared.store import Store
+from streamload.errors import OptionError, SharedTierError
+from streamload.origins.failures import of_store
+
+OBJECT_LIMIT_BYTES = 256 << 20
+"""More than the index of any shard, or the plan of any run, that is worth keeping."""
+_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._=+-]*(/[A-Za-z0-9_][A-Za-z0-9._=+-]*)*")
+_NOT_OURS = frozenset({"pipe", "data", "github", "git", "zip", "tar", "libarchive", "reference"})
+
+
+class Backend(Protocol):
+    """A place for objects; what it raises is its library's. Thread-safe, and made anew by a forked child."""
+
+    def read(self, name: str, limit_bytes: int) -> bytes | None:
+        """See `Objects.read`; more than the limit may be cut anywhere beyond it."""
+        ...
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """See `Objects.read_range`; FileNotFoundError where there is none."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """See `Objects.write`."""
+        ...
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write an object under the condition that there is none; FileExistsError says that there was."""
+        ...
+
+    def put_file(self, name: str, path: Path) -> None:
+        """See `Objects.put_file`."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """See `Objects.names`."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """See `Objects.delete`."""
+        ...
+
+    def modified(self, name: str) -> float | None:
+        """See `Objects.modified`."""
+        ...
+
+    def target(self, name: str) -> str:
+        """See `Objects.target`."""
+        ...
+
+
+class Objects:
+    """Objects by name under one URL. Thread-safe, picklable, and of use in a forked child.
+
+    Nothing is asked before the first operation, and nothing is kept from one to the next: what another wrote
+    is seen as soon as the store shows it. Each request ends within the timeout, but for a file system of the
+    machine, or one without asyncio, that hangs by itself.
+
+    Args:
+        url: of the root: "s3://bucket/folder", "gs://bucket", a path, or whatever else fsspec writes to.
+        storage_options: of its file system.
+        timeout_seconds: for one operation; a file that is put has a second more for each 256 KB.
+        stop: ends every wait, with a SharedTierError.
+
+    Attributes:
+        url: as it may be shown.
+
+    Raises:
+        OptionError: a URL that can't be a folder of objects.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        timeout_seconds: float = 15.0,
+        stop: threading.Event | None = None,
+    ) -> None:
+        refuse_url(url)
+        self.url = urls.redact(url).rstrip("/") or "/"
+        self._made_of = (url, dict(storage_options or {}), timeout_seconds)
+        self._backend: Backend = (
+            Folder(urls.local_path(url), stop) if urls.is_local(url) else Store(*self._made_of, stop)
+        )
+
+    def __repr__(self) -> str:
+        return f"Objects({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        url, options, timeout = self._made_of
+        return functools.partial(Objects, timeout_seconds=timeout), (url, options)
+
+    def until(self, stop: threading.Event) -> Objects:
+        """The same objects, whose waits end once an event is set."""
+        url, options, timeout = self._made_of
+        return Objects(url, options, timeout_seconds=timeout, stop=stop)
+
+    def target(self, name: str) -> str:
+        """The URL of one object, for whoever opens it otherwise; it may hold what is secret."""
+        return self._backend.target(_checked(name))
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What belongs to `target`."""
+        return dict(self._made_of[1])
+
+    def read(self, name: str, limit_bytes: int = OBJECT_LIMIT_BYTES) -> bytes | None:
+        """All of an object; None if there is none.
+
+        Raises:
+            SharedTierError: it can't be read, or has more than `limit_bytes`.
+        """
+        with self._translated("read", name):
+            data = self._backend.read(_checked(name), limit_bytes)
+        if data is not None and len(data) > limit_bytes:
+            raise SharedTierError(f"{self.url}: {name} has more than {limit_bytes:,} bytes; it isn't ours")
+        return data
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes of an object from `start` up to `stop`, all of them.
+
+        Raises:
+            SharedTierError: there is no such object, it ends before, or it can't be read.
+        """
+        if start >= stop:
+            return b""
+        with self._translated("read", name):
+            data = self._backend.read_range(_checked(name), start, stop)
+        if len(data) != stop - start:
+            raise SharedTierError(f"{self.url}: {name} gives {len(data):,} bytes for {start:,}–{stop:,}")
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write an object, or replace it as a whole.
+
+        Raises:
+            SharedTierError: it can't be written: no permission, no room, no answer.
+        """
+        with self._translated("write", name):
+            self._backend.write(_checked(name), data)
+
+    def write_new(self, name: str, data: bytes) -> bool:
+        """Write an object if there is none; whether this call wrote it.
+
+        Of several at once exactly one is told True where `has_conditions`; else each of them may be, and the
+        last one stands.
+
+        Raises:
+            SharedTierError: as for write().
+        """
+        if not self.has_conditions:
+            if self.read(name) is not None:
+                return False
+            self.write(name, data)
+            return True
+        with self._translated("write", name):
+            return self._created(_checked(name), data)
+
+    @functools.cached_property
+    def has_conditions(self) -> bool:
+        """Whether the store keeps two from creating the same object; tried once, with an object of its own.
+
+        Raises:
+            SharedTierError: nothing can be written there.
+        """
+        name = f"probes/{secrets.token_hex(8)}"
+        with self._translated("write", name):
+            try:
+                return self._created(name, b"first") and not self._created(name, b"second")
+            except (TypeError, NotImplementedError):  # a file system that knows no such thing
+                return False
+            finally:
+                with contextlib.suppress(Exception):
+                    self._backend.delete(name)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Write an object with the bytes of a file, by pieces where it is large.
+
+        Raises:
+            SharedTierError: as for write().
+        """
+        with self._translated("write", name):
+            self._backend.put_file(_checked(name), path)
+
+    def names(self, folder: str = "") -> list[str]:
+        """The names of all objects below a folder, sorted; those of foreign objects among them.
+
+        Raises:
+            SharedTierError: they can't be listed.
+        """
+        with self._translated("list", folder or "/"):
+            return sorted(self._backend.names(_checked(folder) if folder else ""))
+
+    def delete(self, name: str) -> None:
+        """Remove an object, if it is there.
+
+        Raises:
+            SharedTierError: it can't be removed.
+        """
+        with self._translated("delete", name):
+            self._backend.delete(_checked(name))
+
+    def modified(self, name: str) -> float | None:
+        """When an object was written, in seconds by the store's own clock; None if there is none.
+
+        Raises:
+            SharedTierError: the store doesn't say.
+        """
+        with self._translated("look at", name):
+            return self._backend.modified(_checked(name))
+
+    def _created(self, name: str, data: bytes) -> bool:
+        try:
+            self._backend.create(name, data)
+        except FileExistsError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _translated(self, what: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SharedTierError, OptionError):
+            raise
+        except Exception as exc:
+            cause = str(of_store("", exc)).removeprefix(": ")
+            raise SharedTierError(f"the shared cache {self.url} can't {what} {name}: {cause}") from exc
+
+
+def refuse_url(url: str, name: str = "shared_cache") -> None:
+    """Raise OptionError if a URL can't be that of a shared cache; opens nothing."""
+    allowed = 'expected a folder such as "s3://bucket/folder", "gs://bucket" or "/mnt/nfs/folder"'
+    is_folder = bool(url.strip()) and not any(sign in url for sign in ("?", "::", "\0", "{", "|"))
+    if not is_folder or urls.scheme(url) in _NOT_OURS:
+        raise OptionError(f"{name}={urls.redact(url)!r}: {allowed}")
+
+
+def _checked(name: str) -> str:
+    """A name that means the same in every store, and nothing outside of the root."""
+    if not _NAME.fullmatch(name) or len(name) > 512:
+        raise OptionError(f"{name!r:.100} can't be the name of an object")
+    return name

@@ -1,0 +1,98 @@
+"""The shared cache as one process of a run uses it: read through, and written back (step F)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamload.cache.freshness import Ask
+from streamload.cache.shard import Shard
+from streamload.cache.shared.objects import Objects, refuse_url
+from streamload.cache.shared.through import ReadThrough
+from streamload.cache.shared.tier import SharedTier
+from streamload.cache.shared.write_back import WriteBack
+from streamload.metrics import Counts
+from streamload.origins.origin import Origin
+from streamload.settings import Settings
+
+_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOptions:
+    """Where the shared cache is, and whether a run writes to it.
+
+    Args:
+        url: as for Objects.
+        storage_options: of its file system.
+        write_back: store what this process has fetched from origins.
+    """
+
+    url: str = field(repr=False)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    write_back: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, storage_options: Mapping[str, Any] | None = None) -> SharedOptions | None:
+        """Those of a run; None where it has no shared cache.
+
+        Raises:
+            OptionError: its URL can't be one.
+        """
+        if settings.shared_cache is None:
+            return None
+        source = settings.sources["shared_cache"]
+        refuse_url(settings.shared_cache, "shared_cache" if source == "argument" else source)
+        return cls(settings.shared_cache, dict(storage_options or {}), settings.write_back)
+
+    def open_objects(self) -> Objects:
+        """What the shared cache is made of; nothing is asked of it yet."""
+        return Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS)
+
+    def open_tier(self, counts: Counts) -> SharedTier:
+        """The shared cache, for one process; nothing is asked of it yet."""
+        stop = threading.Event()
+        objects = Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS, stop=stop)
+        return SharedTier(objects, counts, stop=stop)
+
+
+class Sharing:
+    """What one process does with the shared cache. Thread-safe; made in the process that uses it.
+
+    Args:
+        options: where it is; None: there is none, and all of this does nothing.
+        counts: get the counters named "shared_…".
+        ask: asks an origin for the version of a shard before a copy is used; None takes what there is.
+        uploads: how many shards are stored at once.
+    """
+
+    def __init__(
+        self, options: SharedOptions | None, counts: Counts, ask: Ask | None = None, uploads: int = 1
+    ):
+        self.tier: SharedTier | None = None
+        self.write_back: WriteBack | None = None
+        self._ask = ask
+        if options is not None:
+            self.tier = options.open_tier(counts)
+            self.write_back = WriteBack(self.tier, uploads) if options.write_back else None
+
+    def through(self, shard: Shard, origin: Origin, stop: threading.Event) -> Origin:
+        """An origin that asks the shared cache first; the event ends its waits."""
+        if self.tier is None or shard.local is not None:
+            return origin
+        return ReadThrough(shard, self.tier, origin, stop, self._ask)
+
+    def published(self, shard: Shard, directory: Path) -> None:
+        """This process has filled a shard: store it, by and by, if the shared cache hadn't got it."""
+        if self.write_back is not None:
+            self.write_back.offer(shard, directory)
+
+    def close(self) -> None:
+        """End all of it, whatever is under way; once is enough."""
+        if self.write_back is not None:
+            self.write_back.close()
+        if self.tier is not None:
+            self.tier.close()

@@ -1,0 +1,205 @@
+"""Objects in an object store, or whatever else fsspec writes to: one request each, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from streamload.errors import OptionError, OriginTimeout, SharedTierError
+from streamload.origins.failures import status_of
+
+_WAKE_SECONDS = 0.1
+_SLOWEST_BYTES_PER_SECOND = 256_000
+_PIECE_BYTES = 8 << 20
+_DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+_TAKEN = {409, 412}
+
+
+class Store:
+    """A folder of a file system that fsspec knows.
+
+    Args:
+        url: its root, with whatever is secret in it.
+        storage_options: of the file system.
+        timeout_seconds: for one request.
+        stop: ends every wait.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: dict[str, Any],
+        timeout_seconds: float,
+        stop: threading.Event | None,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._protocol = url.partition("://")[0].lower()
+        self._timeout_seconds = timeout_seconds
+        self._stop = stop or threading.Event()
+        self._options = {**storage_options, "use_listings_cache": False}
+        if self._protocol in {"s3", "s3a"}:
+            self._options["config_kwargs"] = {
+                "connect_timeout": timeout_seconds,
+                "read_timeout": timeout_seconds,
+                "retries": {"total_max_attempts": 1, "mode": "standard"},
+                **storage_options.get("config_kwargs", {}),
+            }
+        self._made: tuple[int, Any] | None = None
+
+    def target(self, name: str) -> str:
+        """The URL of an object."""
+        return f"{self._url}/{name}"
+
+    def read(self, name: str, limit_bytes: int) -> bytes | None:
+        """All of an object, by a range that no honest one exceeds."""
+        try:
+            return self._range(name, 0, limit_bytes + 1)
+        except FileNotFoundError as exc:
+            if _lacks_bucket(exc):
+                raise
+            return None
+        except OSError:
+            if self._size(name) != 0:  # of nothing there is no range
+                raise
+            return b""
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """One range."""
+        return self._range(name, start, stop)
+
+    def write(self, name: str, data: bytes) -> None:
+        """One request, or several where it is large."""
+        files, path = self._at(name)
+        self._make_folder(files, path)
+        self._do(files, "pipe_file", path, data)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write under the condition that there is none."""
+        files, path = self._at(name)
+        self._make_folder(files, path)
+        try:
+            self._do(files, "pipe_file", path, data, mode="create")
+        except OSError as exc:
+            if status_of(exc) in _TAKEN:
+                raise FileExistsError(f"{name} is there") from exc
+            raise
+
+    def put_file(self, name: str, path: Path) -> None:
+        """By pieces, some of them at once; seen by others when all of them are there."""
+        files, target = self._at(name)
+        self._make_folder(files, target)
+        more = {"chunksize": _PIECE_BYTES} if self._protocol in {"s3", "s3a"} else {}
+        seconds = self._timeout_seconds + path.stat().st_size / _SLOWEST_BYTES_PER_SECOND
+        self._do(files, "put_file", str(path), target, seconds=seconds, **more)
+
+    def names(self, folder: str) -> list[str]:
+        """All objects below."""
+        files, path = self._at(folder)
+        root = self._at("")[1].rstrip("/") + "/"
+        try:
+            found = self._do(files, "find", path)
+        except FileNotFoundError:
+            return []
+        within = (files._strip_protocol(name) for name in found)
+        return [name.removeprefix(root) for name in within if name.startswith(root)]
+
+    def delete(self, name: str) -> None:
+        """One request."""
+        files, path = self._at(name)
+        try:
+            self._do(files, "rm_file", path)
+        except FileNotFoundError:
+            return
+
+    def modified(self, name: str) -> float | None:
+        """What the store says of it."""
+        try:
+            info = self._info(name)
+        except FileNotFoundError:
+            return None
+        when = next((info[fact] for fact in _DATES if info.get(fact)), None)
+        if isinstance(when, str):
+            when = datetime.datetime.fromisoformat(when.replace("Z", "+00:00"))
+        if isinstance(when, datetime.datetime):
+            return when.timestamp()
+        if not isinstance(when, int | float):
+            raise SharedTierError(f"the store doesn't say when {name} was written")
+        return float(when)
+
+    def _range(self, name: str, start: int, stop: int) -> bytes:
+        files, path = self._at(name)
+        data: bytes = self._do(files, "cat_file", path, start=start, end=stop)
+        return data
+
+    def _size(self, name: str) -> int | None:
+        try:
+            size: int | None = self._info(name).get("size")
+        except OSError:
+            return None
+        return size
+
+    def _info(self, name: str) -> dict[str, Any]:
+        files, path = self._at(name)
+        files.invalidate_cache(path)
+        info: dict[str, Any] = self._do(files, "info", path)
+        if info.get("type") == "directory":
+            raise FileNotFoundError(f"{name} is a folder")
+        return info
+
+    def _at(self, name: str) -> tuple[Any, str]:
+        """The file system, and the path of an object in it."""
+        files = self._files()
+        path: str = files._strip_protocol(f"{self._url}/{name}" if name else self._url)
+        return files, path
+
+    def _files(self) -> Any:
+        """The file system; a forked child makes its own, as its event loop isn't inherited."""
+        made = self._made
+        if made is None or made[0] != os.getpid():
+            import fsspec
+
+            try:
+                made = (os.getpid(), fsspec.filesystem(self._protocol, **self._options))
+            except (ImportError, TypeError, ValueError, KeyError) as exc:
+                raise OptionError(f"shared_cache: its file system can't be made: {exc}") from exc
+            if self._protocol in {"s3", "s3a"}:
+                made[1].retries, made[1].max_concurrency = 3, 2
+            self._made = made
+        return made[1]
+
+    def _make_folder(self, files: Any, path: str) -> None:
+        """Object stores have no folders, and would take it for a bucket."""
+        if not files.async_impl:
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _do(self, files: Any, what: str, *given: Any, seconds: float | None = None, **more: Any) -> Any:
+        """Ask the file system; where it has asyncio, in its event loop and with a deadline."""
+        if not files.async_impl:
+            return getattr(files, what)(*given, **more)
+        ask: Callable[..., Coroutine[Any, Any, Any]] = getattr(files, f"_{what}")
+        limit = self._timeout_seconds if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        future = asyncio.run_coroutine_threadsafe(ask(*given, **more), files.loop)
+        try:
+            while not future.done():
+                concurrent.futures.wait([future], timeout=_WAKE_SECONDS)
+                if self._stop.is_set():
+                    raise SharedTierError("the shared cache was left in the middle of a request")
+                if not future.done() and time.monotonic() >= deadline:
+                    raise OriginTimeout(f"no answer for {limit:g} s")
+            return future.result()
+        finally:
+            future.cancel()
+
+
+def _lacks_bucket(exc: FileNotFoundError) -> bool:
+    """Whether it isn't the object that is missing, but all that could hold it: a wrong URL, say."""
+    answer = getattr(exc.__cause__, "response", None)
+    return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"

@@ -1,0 +1,137 @@
+"""Store in the shared cache what came from origins, beside a training and never in its way (step F)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamload.cache.shard import Shard
+from streamload.cache.shared.tier import SharedTier
+
+logger = logging.getLogger("streamload")
+
+_WAITING = 1000
+_KEPT = 1000
+_FAILURES = 3
+"""After so many in a row nothing more is written: no permission, say, or no room."""
+
+
+class WriteBack:
+    """Threads that store published shards, each one after the other.
+
+    What is evicted before its turn isn't stored, nor what is offered while a thousand wait: that is counted,
+    and whoever fetches it next may store it.
+
+    Args:
+        tier: where to.
+        threads: how many are stored at once.
+    """
+
+    def __init__(self, tier: SharedTier, threads: int = 1):
+        self._tier = tier
+        self._change = threading.Condition()
+        # Guarded by _change:
+        self._waiting: deque[tuple[Shard, Path]] = deque()
+        self._busy = 0
+        self._is_closed = False
+        self._in_a_row = 0
+        self._failures: dict[str, str] = {}
+        self._threads = [
+            threading.Thread(target=self._work, name="streamload-write-back", daemon=True)
+            for _ in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        with self._change:
+            return f"<WriteBack waiting={len(self._waiting)} busy={self._busy}>"
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Why shards weren't stored, by their names; the first thousand."""
+        with self._change:
+            return dict(self._failures)
+
+    def offer(self, shard: Shard, directory: Path) -> None:
+        """A shard was published that the shared cache didn't give: store it, if it still isn't there."""
+        if self._tier.is_lacking(shard):
+            self.add(shard, directory)
+
+    def add(self, shard: Shard, directory: Path) -> None:
+        """Store a shard of a tier, if it isn't there."""
+        with self._change:
+            if self._is_closed or self._in_a_row >= _FAILURES or len(self._waiting) >= _WAITING:
+                self._note(shard, "the shared cache doesn't take shards as they come")
+                return
+            self._waiting.append((shard, directory))
+            self._change.notify_all()
+
+    def has_room(self) -> bool:
+        """Whether another would be taken."""
+        with self._change:
+            return len(self._waiting) < _WAITING
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all that was offered is stored, or has failed; False if that takes longer."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._waiting and not self._busy, seconds)
+
+    def close(self) -> None:
+        """Leave what waits, and end what is being stored; once is enough. The tier is closed as well."""
+        self._tier.close()
+        with self._change:
+            self._is_closed = True
+            for shard, _ in self._waiting:
+                self._note(shard, "the run ended before")
+            self._waiting.clear()
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
+                shard, directory = self._waiting.popleft()
+                self._busy += 1
+            trouble = self._store(shard, directory)
+            with self._change:
+                self._busy -= 1
+                self._in_a_row = self._in_a_row + 1 if trouble else 0
+                if trouble is not None:
+                    self._note(shard, str(trouble))
+                if self._in_a_row >= _FAILURES:
+                    self._give_up()
+                self._change.notify_all()
+
+    def _store(self, shard: Shard, directory: Path) -> Exception | None:
+        """Store a shard; what speaks against storing others."""
+        try:
+            self._tier.store(shard, directory)
+        except FileNotFoundError:
+            with self._change:
+                self._note(shard, "it was evicted before its turn")
+        except OSError as exc:  # the shared cache's, or the tier's: CacheCorrupt, SharedTierError
+            if not self._is_closed:
+                self._tier.complain(shard, exc)
+            return exc
+        return None
+
+    def _give_up(self) -> None:
+        logger.warning(
+            "nothing more is stored in the shared cache of this run: it refused %d shards", _FAILURES
+        )
+        for shard, _ in self._waiting:
+            self._note(shard, "the shared cache had refused others")
+        self._waiting.clear()
+
+    def _note(self, shard: Shard, why: str) -> None:
+        if len(self._failures) < _KEPT:
+            self._failures[shard.name] = why
+        self._tier.counts.add("shared_not_stored", 1)

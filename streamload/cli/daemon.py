@@ -1,0 +1,186 @@
+"""`streamload daemon`: keep shards near before they are needed, on this node or for others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.cli.warm import storage_options_of
+from streamload.errors import OptionError
+
+if TYPE_CHECKING:
+    from streamload.prefetch.service import Service
+    from streamload.prefetch.status import Status
+
+_SHOW_SECONDS = 0.5
+_PLAIN_SECONDS = 10.0
+
+
+def daemon(
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(help="The shards, as for make_loader; or the one word 'status'. None: see --run."),
+    ] = None,
+    shared_cache: Annotated[
+        str | None, typer.Option(help="The shared cache (STREAMLOAD_SHARED_CACHE).")
+    ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(help="Which published run to follow; may be given more than once. None: the latest."),
+    ] = None,
+    group: Annotated[
+        list[int] | None, typer.Option(help="Which of its groups; may be given more than once. None: all.")
+    ] = None,
+    into: Annotated[
+        str | None, typer.Option(help='Where to: "shared", or "local": this node\'s cache.')
+    ] = None,
+    window: Annotated[
+        str | None, typer.Option(help='How far in front of the readers: "100GB", "30min", "2h".')
+    ] = None,
+    cache_dir: Annotated[str | None, typer.Option(help="The cache of this node.")] = None,
+    cache_size: Annotated[str | None, typer.Option(help='The most it may hold: "500GB", "80%".')] = None,
+    shared_cache_options: Annotated[
+        str | None, typer.Option(help="For the shared cache's file system, as JSON.")
+    ] = None,
+    storage_options: Annotated[
+        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Shards to work on at the same time.")] = 8,
+    bandwidth: Annotated[
+        str | None, typer.Option(help='The most to take from origins in a second: "200MB".')
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="End when all is held.")] = False,
+    notices: Annotated[
+        str, typer.Option(help="Whose notices of preemption to heed: auto, aws, gcp, azure, none.")
+    ] = "auto",
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds that are left after a SIGTERM.")] = 30.0,
+    listen: Annotated[
+        str | None, typer.Option(help='Where /metrics, /healthz and /status are; "none": nowhere.')
+    ] = None,
+) -> None:
+    """Keep the shards in front of the readers held: in this node's cache, or in a shared one for others.
+
+    Ends on SIGTERM, on a cloud's notice that it takes the machine away, or with --once when all is held; the
+    exit code is 1 if --once could not have a shard. Start it again, and as many as you like, at any time.
+    """
+    from streamload.prefetch.page import DEFAULT_LISTEN
+    from streamload.prefetch.service import Service, ServiceOptions
+
+    if urls == ["status"]:
+        show_status(listen or DEFAULT_LISTEN)
+        return
+    given = ServiceOptions(
+        urls=tuple(urls or ()),
+        runs=tuple(run or ()),
+        groups=tuple(group or ()),
+        into=into,
+        shared_cache_options=storage_options_of(shared_cache_options),
+        shared_cache=shared_cache,
+        window=window,
+        cache_dir=cache_dir,
+        cache_size=cache_size,
+        storage_options=storage_options_of(storage_options),
+        concurrency=concurrency,
+        bandwidth=bandwidth,
+        once=once,
+        notices=notices,
+        grace_seconds=grace,
+        listen=listen,
+    )
+    with Service(given) as service, _shown(service):
+        status = service.run()
+    print(_line(status))
+    for name, why in status.failed.items():
+        print(f"{name}: {why}")
+    if once and not status.notice and (status.failed or not status.is_complete):
+        raise typer.Exit(1)
+
+
+def show_status(listen: str) -> None:
+    """Print what a daemon of this machine says about itself.
+
+    Raises:
+        OptionError: none answers there.
+    """
+    import json
+
+    import urllib3
+
+    from streamload.metrics import format_bytes
+    from streamload.prefetch.page import listen_at
+
+    host, port = listen_at(listen)
+    with urllib3.PoolManager(retries=False, timeout=5.0) as pools:
+        try:
+            answer = pools.request("GET", f"http://{host}:{port}/status", redirect=False)
+            status = json.loads(answer.data)
+            rows = {
+                "following": status["following"],
+                "window": f"{status['held']:,} of {status['wanted']:,} shards are held",
+                "working on": ", ".join(status["working"]) or "nothing",
+                "elsewhere": f"{status['elsewhere']:,} shards",
+                "brought": f"{status['done']:,} shards, {format_bytes(status['bytes_arrived'])} arrived",
+                "taken over": f"{status['taken_over']:,} leases",
+                "failing": "; ".join(f"{name}: {why}" for name, why in status["failed"].items()) or "nothing",
+                "trouble": status["trouble"] or "none",
+                "notice": status["notice"] or "none",
+            }
+        except (urllib3.exceptions.HTTPError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise OptionError(f"no daemon answers at {listen}: {exc}; name another with --listen") from exc
+    for name, text in rows.items():
+        print(f"{name:<11} {text}")
+
+
+@contextlib.contextmanager
+def _shown(service: Service) -> Iterator[None]:
+    """Show how far a daemon is: a bar on a terminal, a line now and then elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    ended = threading.Event()
+    show = _bar if console.is_terminal else _lines
+    thread = threading.Thread(target=show, args=(service.status, ended, console), name="streamload-show")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bar(status: Callable[[], Status], ended: threading.Event, console: Any) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("shards, {task.description}"))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("looking", total=None)
+        while not ended.wait(_SHOW_SECONDS):
+            now = status()
+            bar.update(task, total=now.wanted or None, completed=now.held, description=_short(now))
+
+
+def _lines(status: Callable[[], Status], ended: threading.Event, console: Any) -> None:
+    last = ""
+    while not ended.wait(_PLAIN_SECONDS):
+        line = _line(status())
+        if line != last:
+            console.print(line, highlight=False, soft_wrap=True)
+            last = line
+
+
+def _line(now: Status) -> str:
+    return f"{now.held:,} of {now.wanted:,} shards are held ({now.following}), {_short(now)}"
+
+
+def _short(now: Status) -> str:
+    from streamload.metrics import format_bytes
+
+    said = [f"{now.done:,} brought, {format_bytes(now.bytes_arrived)} arrived"]
+    said += [f"{len(now.failed):,} failing"] if now.failed else []
+    said += [now.trouble] if now.trouble else []
+    said += [f"told to end by {now.notice}"] if now.notice else []
+    return ", ".join(said)

@@ -1,0 +1,383 @@
+"""The daemon: compares what is wanted with what is held, again and again, and brings what is missing.
+
+There is no queue, and nothing to lose: whatever a daemon knew, its next look knows anew. A unit, one shard,
+is brought into a tier of this node by the loader's own filling threads (ahead.py); where others are to have
+it, it is delivered from there, under a lease. Units are idempotent: a second or late delivery is harmless.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from streamload.cache.fill import Filled
+from streamload.cache.runs import Run
+from streamload.cache.shard import Shard
+from streamload.cache.shard_cache import verdict_cause
+from streamload.cache.tier import Tier
+from streamload.errors import SharedTierError, StreamloadError
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, OriginOptions, open_origin
+from streamload.prefetch.ahead import STOPPED_SECONDS, Ahead
+from streamload.prefetch.failures import Failures
+from streamload.prefetch.goals import Goal
+from streamload.prefetch.leases import Leases
+from streamload.prefetch.preemption import Notice
+from streamload.prefetch.status import Status
+from streamload.prefetch.throttle import Throttle
+from streamload.prefetch.wanted import GUESSED_BYTES, Wanted
+
+logger = logging.getLogger("streamload")
+
+Through = Callable[[Shard, Origin, threading.Event], Origin]
+
+_TICK_SECONDS = 0.05
+_MOST_MARGIN_SECONDS = 5.0
+_MARGIN_SHARE = 0.2
+"""So much of a notice is kept for the end: to hand back what isn't done, and to go."""
+_SIZES_KEPT = 100_000
+_TIDIED = 16
+"""Leases of others that are looked at in one round, on which this daemon has nothing to do."""
+_CROWD = 4
+"""Among so many units for each hand a daemon chooses by chance where others work on the same list."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """How a daemon works.
+
+    Attributes:
+        concurrency: units that are worked on at once.
+        bytes_per_second: the most that is taken from origins; None: there is no cap.
+        once: end when all that is wanted is held, or can't be had.
+        look_seconds: between two looks at what is wanted, at most.
+        retry_seconds: after which a unit that failed is tried again; each further time after twice as long.
+        no_room_seconds: after which a unit that finds no room in the tier of this node has failed.
+        stopped_seconds: how long a filler of the same tier may show no life before it is taken over from.
+        origin: how patient transfers are.
+    """
+
+    concurrency: int = 8
+    bytes_per_second: float | None = None
+    once: bool = False
+    look_seconds: float = 5.0
+    retry_seconds: float = 15.0
+    no_room_seconds: float = 30.0
+    stopped_seconds: float = STOPPED_SECONDS
+    origin: OriginOptions = field(default_factory=OriginOptions)
+
+
+class Daemon:
+    """Keeps what is wanted held, in the thread that calls `run`.
+
+    Args:
+        wanted: what is to be held.
+        goal: where.
+        tier: of this node; what is brought goes through it.
+        leases: among the daemons with the same goal; None where they share `tier`, whose locks do the same.
+        through: puts something nearer in front of an origin.
+        storage_options: for origins.
+        options: see there.
+        run_file: where `run` announces what it will fill, so that none of it goes for a later one.
+        counts: of what arrives.
+        rng: chooses among what several daemons could begin with.
+        clock: monotonic.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        goal: Goal,
+        tier: Tier,
+        *,
+        leases: Leases | None = None,
+        through: Through | None = None,
+        storage_options: dict[str, Any] | None = None,
+        options: DaemonOptions | None = None,
+        run_file: Run | None = None,
+        counts: Counters | None = None,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._wanted, self._goal, self._tier, self._leases = wanted, goal, tier, leases
+        self._storage_options = storage_options
+        self._options = options or DaemonOptions()
+        self._run_file = run_file
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._counts = Counters() if counts is None else counts
+        self._through = through
+        self._throttle = Throttle(self._options.bytes_per_second)
+        self._notice = Notice()
+        self._change = threading.Condition()
+        self._look_at = clock()
+        # Guarded by _change:
+        self._missing: dict[str, Shard] = {}  # by digest, in order of need
+        self._mine: dict[str, Shard] = {}  # those that are worked on here
+        self._fresh: set[str] = set()  # brought since the look that is under way, or was last, began
+        self._places: dict[str, int] = {}  # of all that is wanted
+        self._failures = Failures(self._options.retry_seconds, clock)
+        self._sizes: dict[str, int] = {}
+        self._sizes_bytes = 0
+        self._looked_at = clock()
+        self._status = Status(trouble="not looked yet")
+        self._done = 0
+        self._has_news = False
+
+    def run(self, notice: Notice) -> Status:
+        """Work until a notice, or with `once` until all is held or has failed.
+
+        Returns:
+            How far it came.
+
+        Raises:
+            CacheError: the tier of this node can't be used any more.
+        """
+        self._notice = notice
+        with contextlib.closing(self._ahead()) as ahead:
+            while not notice.is_given:
+                if self._clock() >= self._look_at:
+                    self._look(ahead)
+                self._assign(ahead)
+                ahead.check()
+                if self._options.once and self._is_through():
+                    break
+                self._wait(ahead, notice)
+            self._wind_down(ahead, notice)
+        return self.status()
+
+    def status(self) -> Status:
+        """How far it is; at any time, from any thread."""
+        with self._change:
+            left = self._notice.seconds_left()
+            return replace(
+                self._status,
+                held=self._status.wanted - len(self._missing),
+                working=tuple(sorted(shard.name for shard in self._mine.values())),
+                failed=self._failures.said(),
+                done=self._done,
+                bytes_arrived=self._counts.snapshot().origin_bytes,
+                taken_over=0 if self._leases is None else self._leases.taken_over,
+                notice=f"{self._notice.by}, {left:.0f} s" if self._notice.is_given else "",
+                seconds_since_look=self._clock() - self._looked_at,
+            )
+
+    def _ahead(self) -> Ahead:
+        def opened(shard: Shard, stop: threading.Event) -> Origin:
+            origin = open_origin(shard.url, self._storage_options, self._options.origin, self._counts, stop)
+            origin = self._throttle.watched(origin, stop)
+            return origin if self._through is None else self._through(shard, origin, stop)
+
+        return Ahead(
+            self._tier,
+            opened,
+            threads=self._options.concurrency,
+            counts=self._counts,
+            report=self._report,
+            wait_of=self._wait_of,
+            stopped_seconds=self._options.stopped_seconds,
+            failed=self._fail,
+        )
+
+    def _look(self, ahead: Ahead) -> None:
+        """See what is wanted, and what of it is held."""
+        self._look_at = self._clock() + self._options.look_seconds
+        with self._change:
+            self._fresh = set()
+        try:
+            wanted = self._wanted.look(self._size_of)
+            missing = self._goal.missing(wanted)
+        except SharedTierError as exc:
+            if not self._status.trouble:
+                logger.warning("what is wanted can't be known now: %s", exc)
+            with self._change:
+                self._status = replace(self._status, following=self._wanted.said(), trouble=str(exc))
+            return
+        if self._leases is not None:
+            self._tidy(self._leases, {self._goal.unit(shard) for shard in missing})
+        digests = {shard.digest for shard in missing}
+        for shard in self._working():  # what isn't missing any more needs no work
+            if shard.digest not in digests and not ahead.filling(shard):
+                self._let_go(shard)
+        with self._change:
+            self._places = {shard.digest: place for place, shard in enumerate(wanted)}
+            self._missing = {s.digest: s for s in missing if s.digest not in self._fresh}
+            self._failures.keep(digests)
+            self._looked_at = self._clock()
+            self._status = replace(
+                self._status, following=self._wanted.said(), wanted=len(wanted), trouble=""
+            )
+
+    def _tidy(self, leases: Leases, units: set[str]) -> None:
+        """See to it that leases of dead daemons don't stay where nothing is missing."""
+        with contextlib.suppress(SharedTierError):
+            leases.tidy(sorted(leases.busy() - units)[:_TIDIED])
+
+    def _assign(self, ahead: Ahead) -> None:
+        """Begin to work on what is missing, in order of need, as far as hands reach."""
+        with self._change:
+            skip = self._failures.waiting() | self._mine.keys()
+            due = [shard for digest, shard in self._missing.items() if digest not in skip]
+            hands = self._options.concurrency - len(self._mine)
+        if hands > 0 and due:
+            due = due if self._leases is None else self._leased(self._leases, due, hands)
+        with self._change:
+            for shard in due[: max(0, hands)]:
+                self._mine[shard.digest] = shard
+            units = [shard for digest, shard in self._missing.items() if digest in self._mine]
+            # What was delivered to others may go from here; where this is the goal, it stays as it is needed.
+            needed = list(self._places) if self._leases is None else [shard.digest for shard in units]
+        if self._run_file is not None:
+            self._run_file.announce(needed)
+        ahead.want((), units)
+
+    def _wait_of(self, shard: Shard) -> float:
+        """How soon a shard is needed, by what is announced."""
+        with self._change:
+            return (
+                0.0 if self._leases is not None else float(self._places.get(shard.digest, len(self._places)))
+            )
+
+    def _leased(self, leases: Leases, due: Sequence[Shard], hands: int) -> list[Shard]:
+        """Of what is due, so many units that this daemon now has the leases of."""
+        unit = self._goal.unit
+        found: list[Shard] = []
+        try:
+            busy = leases.busy()
+            free = [shard for shard in due if unit(shard) not in busy]
+            if busy:  # others choose from the same list: not all of them should try the same first
+                block = free[: _CROWD * self._options.concurrency]
+                self._rng.shuffle(block)
+                free[: len(block)] = block
+            # What is busy has to be looked at now and then, to see whether its holder lives.
+            watched = [shard for shard in due if unit(shard) in busy][: self._options.concurrency]
+            for shard in (*watched, *free):
+                if len(found) == hands:
+                    break
+                if leases.take(unit(shard)):
+                    if self._goal.holds(shard):
+                        leases.release(unit(shard))  # somebody was through in between
+                        with self._change:
+                            self._missing.pop(shard.digest, None)
+                    else:
+                        found.append(shard)
+            with self._change:
+                self._status = replace(self._status, elsewhere=len(due) - len(free))
+        except SharedTierError as exc:
+            if not self._status.trouble:
+                logger.warning("no lease can be had now: %s", exc)
+            with self._change:
+                self._status = replace(self._status, trouble=str(exc))
+        return found
+
+    def _is_through(self) -> bool:
+        """Whether all that was wanted is held, or has failed once."""
+        with self._change:
+            return not self._status.trouble and all(d in self._failures for d in self._missing)
+
+    def _wait(self, ahead: Ahead, notice: Notice) -> None:
+        """Until something was done, or it is time to look again."""
+        while self._clock() < self._look_at and not notice.wait(0):
+            with self._change:
+                if self._has_news or self._change.wait(min(_TICK_SECONDS, self._options.look_seconds)):
+                    self._has_news = False
+                    return
+                mine = list(self._mine.values())
+            for shard in mine:
+                if ahead.refused_seconds(shard) > self._options.no_room_seconds:
+                    limit = self._tier.limit_bytes
+                    self._failed_with(shard, f"no room in {self._tier.root}, whose limit is {limit:,} bytes")
+                    return
+
+    def _wind_down(self, ahead: Ahead, notice: Notice) -> None:
+        """Take nothing more; finish what fits into the notice, and hand the rest back."""
+        if notice.is_given:
+            begun = [shard for shard in self._working() if ahead.filling(shard)]
+            ahead.want((), begun)
+            for shard in self._working():
+                if shard not in begun:
+                    self._let_go(shard)
+            left = notice.seconds_left()
+            margin = min(_MOST_MARGIN_SECONDS, _MARGIN_SHARE * left)
+            logger.warning(
+                "%s: %d units are worked on to their end, if they come to it in %.0f s",
+                notice.by,
+                len(begun),
+                left,
+            )
+            while self._working() and notice.seconds_left() > margin:
+                with self._change:
+                    self._change.wait(_TICK_SECONDS)
+        handed_back = self._working()
+        for shard in handed_back:  # first: what takes long to stop must not hold others up
+            self._let_go(shard)
+        if handed_back:
+            logger.warning("%d units were handed back", len(handed_back))
+
+    def _report(self, shard: Shard, result: Filled) -> None:
+        """A filling thread tells how a look at a shard ended."""
+        with self._change:
+            is_mine = shard.digest in self._mine
+        if not is_mine:
+            return
+        if result is Filled.GAVE_UP:
+            why = "given up by another process of this node"
+            with contextlib.suppress(OSError, StreamloadError):
+                why = verdict_cause(self._tier.verdict(shard.digest))
+            self._failed_with(shard, why)
+        if result is not Filled.PUBLISHED:
+            return
+        directory = self._tier.published(shard.digest)
+        try:
+            self._goal.deliver(shard, directory)
+            size = (directory / "data").stat().st_size if shard.local is None else 0
+        except (StreamloadError, OSError) as exc:
+            self._fail(shard, exc)
+            return
+        with self._change:
+            self._done += 1
+            self._failures.forget(shard.digest)
+            self._missing.pop(shard.digest, None)
+            self._fresh.add(shard.digest)
+            if len(self._sizes) < _SIZES_KEPT:
+                self._sizes_bytes += size - self._sizes.get(shard.digest, 0)
+                self._sizes[shard.digest] = size
+        self._let_go(shard)
+
+    def _fail(self, shard: Shard, error: Exception) -> float:
+        """A unit has failed; the seconds after which it is tried again."""
+        return self._failed_with(shard, str(error))
+
+    def _failed_with(self, shard: Shard, why: str) -> float:
+        with self._change:
+            times, pause = self._failures.note(shard.digest, shard.name, why)
+        if times == 1:
+            logger.warning("%s can't be brought, and is tried again in %.0f s: %s", shard.name, pause, why)
+        self._let_go(shard)
+        return pause
+
+    def _let_go(self, shard: Shard) -> None:
+        """A unit is done, has failed, or isn't wanted any more."""
+        if self._leases is not None:
+            self._leases.release(self._goal.unit(shard))
+        with self._change:
+            self._mine.pop(shard.digest, None)
+            self._has_news = True
+            self._change.notify_all()
+
+    def _working(self) -> list[Shard]:
+        with self._change:
+            return list(self._mine.values())
+
+    def _size_of(self, shard: Shard) -> float:
+        """The bytes of a shard: its own if it was seen, else the mean of those that were."""
+        with self._change:
+            if not self._sizes:
+                return float(GUESSED_BYTES)
+            return self._sizes.get(shard.digest, self._sizes_bytes / len(self._sizes))

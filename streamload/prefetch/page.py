@@ -1,0 +1,145 @@
+"""What a daemon says about itself over HTTP: /metrics, /healthz, /status; on this machine only, unless told.
+
+The metrics are in the text format of Prometheus. Nothing here is secret: shards are named without users and
+queries, and nothing that is asked for is a path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import threading
+from collections.abc import Callable
+
+from streamload.errors import OptionError
+from streamload.prefetch.status import Status
+
+DEFAULT_LISTEN = "127.0.0.1:9433"
+_STALE_SECONDS = 300.0
+"""A daemon that hasn't looked for so long isn't well."""
+_ANSWER_SECONDS = 10.0
+
+METRICS: dict[str, tuple[str, str, Callable[[Status], float]]] = {
+    "shards_wanted": ("gauge", "shards in the window", lambda s: s.wanted),
+    "shards_held": (
+        "gauge",
+        "those that are held; near wanted: readers find all that they need",
+        lambda s: s.held,
+    ),
+    "shards_working": ("gauge", "those that this daemon works on", lambda s: len(s.working)),
+    "shards_elsewhere": ("gauge", "those that others have a lease of", lambda s: s.elsewhere),
+    "shards_failing": ("gauge", "those that could not be had lately", lambda s: len(s.failed)),
+    "shards_brought_total": ("counter", "units that this daemon has brought", lambda s: s.done),
+    "origin_bytes_total": ("counter", "bytes received from origins", lambda s: s.bytes_arrived),
+    "leases_taken_over_total": ("counter", "leases of daemons that had gone", lambda s: s.taken_over),
+    "preempted": ("gauge", "1: this machine will be taken away", lambda s: int(bool(s.notice))),
+    "seconds_since_look": ("gauge", "age of what is said here", lambda s: round(s.seconds_since_look, 3)),
+}
+
+
+def metrics_text(status: Status) -> str:
+    """A status in Prometheus' text format."""
+    lines = []
+    for name, (kind, meaning, value) in METRICS.items():
+        full = f"streamload_daemon_{name}"
+        lines += [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", f"{full} {value(status)}"]
+    return "\n".join(lines) + "\n"
+
+
+def complaint(status: Status) -> str:
+    """Why a daemon isn't well; "" if it is."""
+    if status.seconds_since_look > _STALE_SECONDS:
+        return f"nothing was looked at for {status.seconds_since_look:.0f} s"
+    return status.trouble
+
+
+class Page:
+    """Serves a daemon's status; a context manager.
+
+    Args:
+        status: asked for with each request, from any thread.
+        listen: address and port; port 0: any.
+
+    Attributes:
+        url: where it is.
+
+    Raises:
+        OptionError: `listen` is no address and port, or it is taken.
+    """
+
+    def __init__(self, status: Callable[[], Status], listen: str = DEFAULT_LISTEN):
+        host, port = listen_at(listen)
+
+        class Handler(_Handler):
+            pass
+
+        Handler.status = staticmethod(status)
+        try:
+            self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        except (OSError, OverflowError) as exc:
+            raise OptionError(f"can't listen on {listen}: {exc}; choose another with --listen") from exc
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="streamload-page", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Answer no more; once is enough."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Three pages, and nothing else."""
+
+    status: Callable[[], Status]
+    timeout = _ANSWER_SECONDS
+    server_version = "streamload"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        status = type(self).status()
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._answer(200, "text/plain; version=0.0.4; charset=utf-8", metrics_text(status))
+        elif path == "/healthz":
+            trouble = complaint(status)
+            self._answer(503 if trouble else 200, "text/plain; charset=utf-8", (trouble or "ok") + "\n")
+        elif path == "/status":
+            self._answer(200, "application/json", json.dumps(dataclasses.asdict(status)))
+        else:
+            self._answer(404, "text/plain; charset=utf-8", "there are /metrics, /healthz and /status\n")
+
+    def _answer(self, code: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (http.server's name)
+        """Say nothing: whoever asks is told."""
+
+
+def listen_at(listen: str) -> tuple[str, int]:
+    """Address and port of "127.0.0.1:9433".
+
+    Raises:
+        OptionError: it is something else.
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise OptionError(f'listen={listen!r} is no address and port; expected "127.0.0.1:9433"')
+    return host.strip("[]"), int(port)

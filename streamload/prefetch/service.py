@@ -1,0 +1,242 @@
+"""A daemon with all that it needs: tier, goal, leases, notices, its page; from what the command was given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args
+
+from streamload.cache.runs import Run, lives
+from streamload.cache.shard import ShardList
+from streamload.cache.shared.objects import Objects
+from streamload.cache.shared.sharing import SharedOptions, Sharing
+from streamload.cache.tier import Tier, open_tier
+from streamload.errors import OptionError
+from streamload.metrics import Counters
+from streamload.prefetch.daemon import Daemon, DaemonOptions
+from streamload.prefetch.goals import Goal, Near, Shared
+from streamload.prefetch.leases import LEASE_SECONDS, Leases
+from streamload.prefetch.page import DEFAULT_LISTEN, Page
+from streamload.prefetch.preemption import (
+    GRACE_SECONDS,
+    METADATA,
+    POLL_SECONDS,
+    Cloud,
+    Notice,
+    Watch,
+    on_signals,
+)
+from streamload.prefetch.status import Status
+from streamload.prefetch.wanted import DEFAULT_WINDOW, Followed, Listed, Wanted, Window
+from streamload.settings import parse_size, read_settings
+from streamload.urls import UrlList, expand_urls
+
+logger = logging.getLogger("streamload")
+
+_RUN_FILE = re.compile(r"[0-9]+\.[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What a daemon is asked for.
+
+    Attributes:
+        urls: the shards; with `runs`, or none of both and a shared cache, what their plans can't tell.
+        runs: published runs to follow.
+        groups: which of their groups; none: all.
+        shared_cache, shared_cache_options, cache_dir, cache_size, storage_options: as for make_loader.
+        into: "shared" or "local": where shards are to be held; None: in the shared cache, if there is one.
+        window: "100GB", "30min"; None: 100 GB in front of a run, all of a list.
+        concurrency: shards that are worked on at once.
+        bandwidth: the most to take from origins in a second.
+        once: end when all is held.
+        notices: whose to heed.
+        grace_seconds: what is left after a SIGTERM.
+        listen: where the page is; None: at the usual place, or at any; "none": nowhere.
+        daemon: the finer points.
+        lease_seconds: see Leases.
+        metadata: addresses of the clouds' metadata services.
+        poll_seconds: how often these are asked.
+    """
+
+    urls: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
+    shared_cache: str | None = None
+    shared_cache_options: dict[str, Any] | None = field(default=None, repr=False)
+    into: str | None = None
+    cache_dir: str | Path | None = None
+    cache_size: str | int | None = None
+    window: str | None = None
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    concurrency: int = 8
+    bandwidth: str | None = None
+    once: bool = False
+    notices: str = "auto"
+    grace_seconds: float = GRACE_SECONDS
+    listen: str | None = None
+    daemon: DaemonOptions = field(default_factory=DaemonOptions)
+    lease_seconds: float = LEASE_SECONDS
+    metadata: Mapping[str, str] = field(default_factory=lambda: METADATA)
+    poll_seconds: float = POLL_SECONDS
+
+
+class Service:
+    """A daemon and what is around it; a context manager of the main thread: within it signals are notices.
+
+    Raises:
+        OptionError: something that can't be asked for.
+        CacheError: the tier of this node can't be used.
+    """
+
+    def __init__(self, options: ServiceOptions):
+        self._options = options
+        self._cloud = _cloud(options.notices)
+        self._notice = Notice()
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            self._daemon = self._made(stack)
+            self.page = self._page(stack)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Service:
+        self._stack.enter_context(on_signals(self._notice, self._options.grace_seconds))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back all that it holds; once is enough."""
+        self._stack.close()
+
+    def status(self) -> Status:
+        """How far it is; at any time, from any thread."""
+        return self._daemon.status()
+
+    def run(self) -> Status:
+        """Work until it is told to end, by a signal or a cloud, or with `once` until all is held."""
+        options = self._options
+        bases, poll_seconds = options.metadata, options.poll_seconds
+        watch = Watch(self._notice, self._cloud, bases=bases, poll_seconds=poll_seconds)
+        with contextlib.closing(watch):
+            return self._daemon.run(self._notice)
+
+    def _made(self, stack: contextlib.ExitStack) -> Daemon:
+        options = self._options
+        settings = read_settings(options.cache_dir, options.cache_size, shared_cache=options.shared_cache)
+        shared = SharedOptions.of(settings, options.shared_cache_options)
+        if shared is None and not options.urls:
+            raise OptionError("nothing to do: give URLs, or a shared cache in which runs are published")
+        if shared is None and (options.runs or options.into == "shared"):
+            raise OptionError("give --shared-cache: that is where runs are published, and shards stored")
+        if options.into not in (None, "shared", "local"):
+            raise OptionError(f"into={options.into!r}: it has to be shared or local")
+        listed = expand_urls(options.urls) if options.urls else None
+        tier = open_tier(settings)
+        run_file = stack.enter_context(contextlib.closing(Run(tier.root / "runs")))
+        counts = Counters()
+        sharing = stack.enter_context(contextlib.closing(Sharing(shared, counts)))
+        objects = None if sharing.tier is None else sharing.tier.objects
+        is_near = sharing.tier is None or options.into == "local"
+        goal: Goal = Near(tier)
+        leases = None
+        if sharing.tier is not None and not is_near:
+            goal = stack.enter_context(contextlib.closing(Shared(sharing.tier)))
+            node = _node(tier)
+            own = Leases(
+                sharing.tier.objects,
+                lease_seconds=options.lease_seconds,
+                address=f"{node}.{run_file.path.name}",
+                has_gone=lambda address: _has_gone(tier, node, address),
+            )
+            leases = stack.enter_context(contextlib.closing(own))
+        return Daemon(
+            self._wanted(listed, objects, tier, run_file, is_near=is_near),
+            goal,
+            tier,
+            leases=leases,
+            through=sharing.through if is_near else None,
+            storage_options=options.storage_options,
+            options=self._tuned(),
+            run_file=run_file,
+            counts=counts,
+        )
+
+    def _wanted(
+        self, listed: UrlList | None, objects: Objects | None, tier: Tier, run_file: Run, *, is_near: bool
+    ) -> Wanted:
+        options = self._options
+        if objects is not None and (options.runs or listed is None):
+            window = Window.parse(options.window or DEFAULT_WINDOW)
+            storage = options.storage_options
+            return Followed(objects, storage, window, options.runs, options.groups, listed)
+        assert listed is not None
+        window = Window() if options.window is None else Window.parse(options.window)
+        if window.seconds is not None:
+            raise OptionError(f"window={options.window!r}: a list has no pace; give a size, or follow a run")
+        announced = tier.root / "runs" if is_near else None
+        return Listed(ShardList(listed, options.storage_options), window, announced, run_file.path)
+
+    def _tuned(self) -> DaemonOptions:
+        options = self._options
+        return dataclasses.replace(
+            options.daemon,
+            concurrency=options.concurrency,
+            bytes_per_second=None
+            if options.bandwidth is None
+            else parse_size(options.bandwidth, "bandwidth"),
+            once=options.once,
+        )
+
+    def _page(self, stack: contextlib.ExitStack) -> Page | None:
+        """The page; at the usual place, or beside a daemon that has it."""
+        listen = self._options.listen
+        if listen == "none":
+            return None
+        try:
+            page = Page(self._daemon.status, listen or DEFAULT_LISTEN)
+        except OptionError:
+            if listen is not None:
+                raise
+            page = Page(self._daemon.status, "127.0.0.1:0")
+        logger.info("/metrics, /healthz and /status are at %s", page.url)
+        return stack.enter_context(page)
+
+
+def _node(tier: Tier) -> str:
+    """A name of this node's cache, as long as the machine runs."""
+    status = tier.root.stat()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        known = repr([boot, str(tier.root), status.st_dev, status.st_ino])
+        return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+    return secrets.token_hex(16)
+
+
+def _has_gone(tier: Tier, node: str, address: str) -> bool:
+    """Whether a daemon of this node has ended: by the lock on the file in which it says what it fills."""
+    of, _, name = address.partition(".")
+    if of != node or not _RUN_FILE.fullmatch(name):
+        return False
+    with contextlib.suppress(OSError):
+        return not lives(tier.root / "runs" / name)
+    return False
+
+
+def _cloud(text: str) -> Cloud:
+    for cloud in get_args(Cloud):
+        if cloud == text:
+            found: Cloud = cloud
+            return found
+    raise OptionError(f"notices={text!r}: it has to be one of {', '.join(get_args(Cloud))}")

@@ -1,0 +1,139 @@
+"""A list of URLs as others may read it: written down without anything secret, and read with suspicion (A).
+
+What is written is a list of texts and of ranges ``[before, start, stop, step, width, behind]``, so that a
+pattern of a million stays some hundred bytes. Commands, paths and whatever else is of use on one machine only
+are never written, and never taken from such a list: they come from the user's own command line alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+from streamload.errors import UrlError
+from streamload.urls.checks import check
+from streamload.urls.commands import Opaque, understand
+from streamload.urls.identity import scheme
+from streamload.urls.listing import Chain, Node, Numbers, Product, Texts, UrlList, chained, joined
+from streamload.urls.redaction import redact
+
+SCHEMES = frozenset({"http", "https", "s3", "gs", "az", "abfs", "hf"})
+"""What such a list may name: places that are the same from every machine."""
+_PLACE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]+/")
+_MOST_ENTRIES = 1 << 20
+_MOST_SHARDS = 1 << 23
+_LONGEST = 4096
+_WIDEST = 32
+_LARGEST = 10**18
+
+Entry: TypeAlias = "str | list[str | int]"
+
+
+def write_down(urls: UrlList) -> list[Entry]:
+    """What stands for a list, as JSON-able values: users, passwords and queries are left out.
+
+    Raises:
+        UrlError: one that is of no use elsewhere, or whose place depends on a number.
+    """
+    return [entry for segment in _segments(urls.node) for entry in _entries(*segment)]
+
+
+def read_down(value: Any) -> UrlList:
+    """The list that `write_down` wrote, from somebody who isn't trusted. Opens nothing.
+
+    Raises:
+        UrlError: it is something else, or names what such a list may not name.
+    """
+    if not isinstance(value, list) or not value or len(value) > _MOST_ENTRIES:
+        raise UrlError("not a list of shards: expected texts and ranges")
+    nodes = [_node(entry) for entry in value]
+    known: set[str] = set()
+    total = 0
+    for node in nodes:
+        total += len(node)
+        for url in {node[0], node[len(node) - 1]}:
+            _refuse_foreign(url)
+            check(url, known)
+    if total > _MOST_SHARDS:
+        raise UrlError(f"a list of {total:,} shards; {_MOST_SHARDS:,} at most")
+    return UrlList(chained(nodes))
+
+
+def _segments(node: Node) -> Iterator[tuple[str, range | None, int, str]]:
+    """What a list is made of, in its order: texts, and ranges of numbers between texts."""
+    if isinstance(node, Numbers):
+        yield "", node.numbers, node.width, ""
+    elif isinstance(node, Chain):
+        for inner in node.nodes:
+            yield from _segments(inner)
+    elif isinstance(node, Product):
+        last = max((place for place, part in enumerate(node.parts) if len(part) > 1), default=0)
+        tail = "".join(part[0] for part in node.parts[last + 1 :])
+        for heads in itertools.product(*node.parts[:last]):
+            for before, numbers, width, behind in _segments(node.parts[last]):
+                yield "".join(heads) + before, numbers, width, behind + tail
+    else:
+        for text in node:
+            yield text, None, 0, ""
+
+
+def _entries(before: str, numbers: range | None, width: int, behind: str) -> Iterable[Entry]:
+    """A text or a range as it may be told; each of its texts, where a range isn't enough."""
+    if numbers is None:
+        return [_public(before)]
+    low, high = f"{numbers[0]:0{width}d}", f"{numbers[-1]:0{width}d}"
+    around = _around(_public(before + low + behind), low, _public(before + high + behind), high)
+    if around is not None and _PLACE.match(around[0]) and min(numbers[0], numbers[-1]) >= 0:
+        return [[around[0], numbers.start, numbers.stop, numbers.step, width, around[1]]]
+    return [_public(f"{before}{number:0{width}d}{behind}") for number in numbers]
+
+
+def _around(first: str, low: str, last: str, high: str) -> tuple[str, str] | None:
+    """What stands before and behind a number, where its first and last value lead to these two texts."""
+    at = first.find(low)
+    while at >= 0:
+        before, behind = first[:at], first[at + len(low) :]
+        if before + high + behind == last:
+            return before, behind
+        at = first.find(low, at + 1)
+    return None
+
+
+def _public(url: str) -> str:
+    """A URL as others may use it; of a pipe what its command asks for, if that is all that it says."""
+    if scheme(url) == "pipe":
+        asked = understand(url.removeprefix("pipe:"))
+        if isinstance(asked, Opaque) or not asked.named_by_url or asked.storage_options:
+            raise UrlError(f"a command is run only where it was given: {redact(url)!r}")
+        url = asked.url
+    shown = redact(url)
+    _refuse_foreign(shown)
+    return shown
+
+
+def _refuse_foreign(url: str) -> None:
+    if scheme(url) not in SCHEMES:
+        raise UrlError(
+            f"{redact(url)!r:.200} is of no use on another machine; expected {', '.join(sorted(SCHEMES))}"
+        )
+    if len(url) > _LONGEST or not _PLACE.match(url) or redact(url) != url:
+        raise UrlError(f"{redact(url)!r:.200} can't be taken from a list: a place, a path, and nothing else")
+
+
+def _node(entry: Any) -> Node:
+    if isinstance(entry, str):
+        return Texts((entry,))
+    try:
+        before, start, stop, step, width, behind = entry
+        texts, numbers = (before, behind), (start, stop, step, width)
+        is_fit = all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
+        places = range(start, stop, step) if is_fit else range(0)
+    except (TypeError, ValueError):
+        places = range(0)
+    if not places or not (min(places[0], places[-1]) >= 0 and max(start, stop) <= _LARGEST):
+        raise UrlError(f"not a range of shards: {entry!r:.200}")
+    if not 0 <= width <= _WIDEST or not _PLACE.match(before):
+        raise UrlError(f"a range of shards needs a place in front of its number: {entry!r:.200}")
+    return joined([Texts((before,)), Numbers(places, width), Texts((behind,))])

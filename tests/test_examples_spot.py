@@ -1,0 +1,24 @@
+"""examples/spot_prefetch.py, as a user runs it: prefetching on nodes that come and go."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "spot_prefetch.py"
+
+
+def test_daemons_that_are_killed_and_come_back_change_no_batch() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"killed (\d+) times: the same 80 batches.* (\d+) of 40 shards", done.stdout)
+    assert found is not None, done.stdout
+    assert int(found[1]) >= 2
+    assert int(found[2]) >= 1

@@ -1,0 +1,187 @@
+"""Leases: one of many works on a unit, what the dead had is taken over, and no clock is believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from streamload.cache.shared.objects import Objects
+from streamload.errors import SharedTierError
+from streamload.prefetch.leases import Leases, holder_of, leased
+from streamload.testing.kills import Child, Stage
+from streamload.testing.s3 import S3Server
+
+Make = Callable[..., Leases]
+
+
+@pytest.fixture(params=["folder", "s3"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]:
+    if request.param == "folder":
+        yield Objects(str(tmp_path / "shared"))
+        return
+    with S3Server() as server:
+        server.create_bucket("bucket")
+        yield Objects("s3://bucket/shared", server.storage_options)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def made(objects: Objects, lease_seconds: float = 3600.0) -> Leases:
+            return stack.enter_context(closing(Leases(objects, lease_seconds=lease_seconds)))
+
+        yield made
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_unit_has_one_holder_until_it_is_given_back(objects: Objects, make: Make) -> None:
+    one, other = make(objects), make(objects)
+    assert one.take("unit")
+    assert one.take("unit")
+    assert not other.take("unit")
+    assert other.busy() == {"unit"}
+    assert one.busy() == set()
+    one.release("unit")
+    assert other.take("unit")
+    assert objects.names("leases") == ["leases/unit.json"]
+
+
+def test_closing_gives_all_back(objects: Objects) -> None:
+    leases = Leases(objects)
+    assert leases.take("a")
+    assert leases.take("b")
+    leases.close()
+    assert objects.names("leases") == []
+
+
+def test_of_many_who_take_at_once_one_has_it(tmp_path: Path, make: Make) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    many = [make(objects) for _ in range(8)]
+    gate, won = threading.Barrier(8), []
+
+    def take(leases: Leases) -> None:
+        gate.wait()
+        won.append(leases.take("unit"))
+
+    threads = [threading.Thread(target=take, args=(leases,)) for leases in many]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(won) == 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Objects:
+    return Objects(str(tmp_path / "shared"))
+
+
+def test_a_dead_holders_lease_is_taken_over_when_it_stood_still(folder: Objects, make: Make) -> None:
+    def die(stage: Stage) -> None:
+        Leases(folder).take("unit")
+        os._exit(0)
+
+    with Child(die) as child:
+        child.join(30)
+    heir = make(folder, lease_seconds=0.3)
+    assert not heir.take("unit")
+    until(lambda: heir.take("unit"))
+    assert heir.taken_over == 1
+
+
+def test_a_living_holder_keeps_what_it_has(folder: Objects, make: Make) -> None:
+    holder, other = make(folder, lease_seconds=0.2), make(folder, lease_seconds=2.0)
+    assert holder.take("unit")
+    contents = set()
+
+    def look() -> bool:
+        assert not other.take("unit")
+        contents.add(folder.read("leases/unit.json"))
+        return len(contents) >= 8  # it has shown life so often
+
+    until(look)
+
+
+def test_the_times_of_the_store_and_of_other_machines_dont_matter(folder: Objects, make: Make) -> None:
+    holder, other = make(folder), make(folder, lease_seconds=3600.0)
+    assert holder.take("unit")
+    (lease,) = Path(folder.target("leases/unit.json")).parent.iterdir()
+    for years_off in (-10, 10):
+        moment = time.time() + years_off * 365 * 86400
+        os.utime(lease, (moment, moment))
+        assert not other.take("unit")
+
+
+def test_who_was_stopped_and_goes_on_leaves_the_lease_to_its_heir(folder: Objects, make: Make) -> None:
+    holder = make(folder, lease_seconds=0.2)
+    assert holder.take("unit")
+    heir = json.dumps({"format": 1, "holder": "ab" * 8, "beat": 1}).encode()
+    folder.write("leases/unit.json", heir)  # as it is after a long SIGSTOP of the holder
+    until(lambda: not holder.held())
+    assert holder.lost == 1
+    holder.release("unit")
+    assert folder.read("leases/unit.json") == heir
+
+
+def test_who_is_known_to_have_gone_isnt_waited_for(folder: Objects, make: Make) -> None:
+    lease = {"format": 1, "holder": "ab" * 8, "beat": 1, "address": "here.1"}
+    folder.write("leases/unit.json", json.dumps(lease).encode())
+    folder.write("leases/other.json", json.dumps({**lease, "address": "there.1"}).encode())
+    with closing(Leases(folder, has_gone=lambda address: address == "here.1")) as heir:
+        assert heir.take("unit")
+        assert not heir.take("other")
+        assert heir.taken_over == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"7", b'{"holder": 7}', b'{"holder": "../x"}', b"\xff" * 99])
+def test_a_forged_lease_expires_like_any_other(folder: Objects, make: Make, content: bytes) -> None:
+    folder.write("leases/unit.json", content)
+    assert holder_of(content) == ""
+    leases = make(folder, lease_seconds=0.2)
+    assert not leases.take("unit")
+    until(lambda: leases.take("unit"))
+
+
+def test_what_the_dead_left_where_nothing_is_to_do_is_removed(folder: Objects, make: Make) -> None:
+    for unit in ("dead", "alive"):
+        folder.write(f"leases/{unit}.json", b"a holder's")
+    leases = make(folder, lease_seconds=0.2)
+
+    def look() -> bool:
+        folder.write("leases/alive.json", time.monotonic_ns().to_bytes(8, "little"))
+        leases.tidy(leases.busy())
+        return folder.names("leases") == ["leases/alive.json"]
+
+    until(look)
+
+
+def test_a_unit_whose_name_could_lead_elsewhere_is_refused(folder: Objects, make: Make) -> None:
+    for name in ("", "a/b", "../a", "a b", 300 * "a"):
+        with pytest.raises(ValueError, match="name of a unit"):
+            make(folder).take(name)
+
+
+def test_a_store_that_takes_nothing_is_one_typed_error(tmp_path: Path, make: Make) -> None:
+    (tmp_path / "shared").write_text("a file where the folder should be")
+    leases = make(Objects(str(tmp_path / "shared")))
+    with pytest.raises(SharedTierError):
+        leases.take("unit")
+
+
+def test_foreign_names_are_no_leases() -> None:
+    names = ["leases/ab.json", "leases/ab.txt", "leases/x/y.json", "other/ab.json"]
+    assert leased(names) == ["ab"]
