@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md and benchmarks/README.md, and its charts, from results/*.json.
+"""Writes the tables and charts of docs/performance.md, docs/scale.md and benchmarks/README.md from results/.
 
 Command: python -m benchmarks.report
 
@@ -11,11 +11,11 @@ import json
 import statistics
 from pathlib import Path
 
-from benchmarks import peer_tables
+from benchmarks import peer_tables, spot_tables
 from benchmarks.markdown import Result, filled, number, spread, table
 from benchmarks.turns import RESULTS, ROOT
 
-PAGES = (ROOT / "docs/performance.md", ROOT / "benchmarks/README.md")
+PAGES = (ROOT / "docs/performance.md", ROOT / "docs/scale.md", ROOT / "benchmarks/README.md")
 IMAGES = ROOT / "docs/images"
 
 
@@ -27,17 +27,22 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
     parser.add_argument("--images", type=Path, default=IMAGES)
     given = parser.parse_args()
-    found = {name: _read(given.results / f"{name}.json") for name in TABLES}
+    found = {name: _read(given.results / f"{name}.json") for name in (*TABLES, "spot")}
     results = {name: result for name, result in found.items() if result is not None}
     tables = tables_of(results)
     given.images.mkdir(parents=True, exist_ok=True)
-    for name, (_, drawing) in peer_tables.charts_of(results).items():
+    drawn = {**peer_tables.charts_of(results), **spot_tables.charts_of(results.get("spot"))}
+    for name, (_, drawing) in drawn.items():
         (given.images / f"{name}.svg").write_text(drawing)
     for page in given.pages:
         page.write_text(filled(page.read_text(), tables))
 
 
 def tables_of(results: dict[str, Result]) -> dict[str, str]:
+    spot = spot_tables.tables(results.get("spot"))
+    results = {
+        name: result for name, result in results.items() if name != "spot"
+    }  # nothing is measured in it
     tables = {name: TABLES[name](result) for name, result in results.items()}
     tables |= {
         f"{name}_chart": f"![{title}](images/{name}.svg)"
@@ -47,7 +52,7 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         tables["peers"] = peer_tables.peers(results["warm"])
     if "overhead" in results:
         tables["stages"] = stages(results["overhead"])
-    return {"targets": targets(results), "machine": machine(results), **tables}
+    return {"targets": targets(results), "machine": machine(results), **tables, **spot}
 
 
 def targets(results: dict[str, Result]) -> str:
