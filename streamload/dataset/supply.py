@@ -145,7 +145,8 @@ class Supply:
             extension: data[start - entry.start : start - entry.start + size]
             for extension, start, size in entry.members
         }
-        return Sample(entry.key, self._recipe.shards[shard].name, members)
+        prepared = entry.prepared[0] if entry.prepared is not None else ""
+        return Sample(entry.key, self._recipe.shards[shard].name, members, prepared)
 
     def complain_if_barren(self) -> None:
         """Raise NoValidSamples if nothing usable has been seen: there is no more to come."""

@@ -298,7 +298,7 @@ class Ahead:
         if self._freshness is not None and self._freshness.has_to_ask(shard, self._tiers()):
             is_settled = self._freshness.check(shard, self._stop, self._tiers())
             return 0.0 if is_settled else _ELSEWHERE_SECONDS
-        if tier.published(shard.digest).exists() or (bare and tier.bare(shard.digest).exists()):
+        if tier.has_whole(shard) or (bare and tier.bare(shard.digest).exists()):
             self._note_refusal(tier, shard, bare, False)
             self._report(shard, Filled.PUBLISHED)
             return _HELD_SECONDS
