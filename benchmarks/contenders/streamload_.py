@@ -37,6 +37,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         shuffle=job.shuffle,
         seed=job.seed,
         image_dtype=job.images,
+        prepare=job.prepare,
         cache_dir=job.cache_dir,
         cache_size=job.cache_bytes,
         **more,

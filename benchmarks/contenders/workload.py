@@ -51,6 +51,7 @@ class Job:
         step_seconds: how long the consumer takes for each batch, besides.
         checks: of streamload, how the check of each sample that is read runs: "shipped", or for
             verification.py "timed" or "off".
+        prepare: of streamload, its recipe for prepared images; None for images as they are.
         drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
     """
 
@@ -72,6 +73,7 @@ class Job:
     keep: int = 0
     step_seconds: float = 0.0
     checks: str = "shipped"
+    prepare: str | None = None
     drop_pages: bool = False
 
     @classmethod
