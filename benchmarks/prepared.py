@@ -42,13 +42,19 @@ from streamload.transforms.prepare import Preparation
 
 RECIPES = ("raw-256", "jpeg-256-q90")
 SHARDS = {"as they are": None, **{recipe: recipe for recipe in RECIPES}}
+DONE = {"preprocess": "default"}
 CONTENDERS = [
-    Contender(f"{shards}, {images}", "streamload_", {"prepare": recipe, "images": images, "cache_dir": "all"})
+    Contender(
+        f"{shards}, {images}", "streamload_", {"prepare": recipe, "images": images, "cache_dir": "all"} | DONE
+    )
     for images in ("uint8", "float32")
     for shards, recipe in SHARDS.items()
 ] + [
-    Contender(f"{recipe}, none prepared, uint8", "streamload_", {**job, "prepare": recipe})
-    for job in [{"images": "uint8", "cache_dir": "plain"}]
+    Contender(
+        f"{recipe}, none prepared, uint8",
+        "streamload_",
+        {"prepare": recipe, "images": "uint8", "cache_dir": "plain"} | DONE,
+    )
     for recipe in RECIPES
 ]
 SHARDS_WRITTEN, SAMPLES_PER_SHARD, CROPS = 8, 384, 300
@@ -72,14 +78,13 @@ def main() -> None:
         }
         for round_ in range(given.rounds):
             for contender in turns.rotated(contenders, round_):
-                there = {"cache_dir": str(directory / contender.job["cache_dir"]), "preprocess": "default"}
-                job = Job(
-                    urls=urls,
-                    samples=shards * per_shard,
-                    epochs=2,
-                    seed=round_,
-                    **{**contender.job, **there},
-                )
+                asked = {
+                    **contender.job,
+                    "cache_dir": str(directory / contender.job["cache_dir"]),
+                    "samples": shards * per_shard,
+                    "seed": round_,
+                }
+                job = Job(urls=urls, epochs=2, **asked)
                 rows.append(measure(contender, job, given))
         originals = images_of(sorted((directory / "shards").glob("*.tar"))[0], CROPS)
         psnr = {recipe: nearness(originals, Preparation.parse(recipe)) for recipe in RECIPES}
