@@ -279,7 +279,8 @@ class ShardView:
         places = [tier.verdict(digest)]
         if self._is_settled():
             published = map(tier.published, self.shard.digests)
-            places = [*published, tier.bare(digest), *places, *tier.parts(digest)]
+            parts = (part for name in self.shard.digests for part in tier.parts(name))
+            places = [*published, tier.bare(digest), *places, *parts]
         return [path for path in places if path not in self._avoided]
 
     def _is_settled(self) -> bool:
@@ -290,7 +291,7 @@ class ShardView:
         is_published = path.parent.name == "shards"
         before = _directory(path) if is_published else None
         prepared = self.shard.prepared
-        shard = prepared if prepared is not None and path.name == prepared.digest else self.shard
+        shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
         try:
             found = Source.open(path, shard)
         except (FileNotFoundError, CacheCorrupt):

@@ -29,6 +29,7 @@ from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
+from streamload.prefetch.prepared import PreparedOrigin
 from streamload.transforms.examples import Sample
 
 logger = logging.getLogger("streamload")
@@ -87,6 +88,7 @@ class Supply:
             spare=self._spare,
             freshness=self._freshness,
             published=self._sharing.published,
+            is_prepared=self._sharing.has_prepared,
         )
         self._start: Start | None = None
         self._row = worker + 1 if workers else 0  # of this process, on the board
@@ -271,6 +273,9 @@ class Supply:
         """Where a shard lives, the shared cache in front of it."""
         recipe = self._recipe
         origin = open_origin(shard.url, recipe.storage_options, recipe.origin, self._counts, stop)
+        preparation = recipe.examples.preparation
+        if shard.recipe and preparation is not None:  # what the shared cache doesn't give is made here
+            origin = PreparedOrigin(origin, preparation)
         return self._sharing.through(shard, origin, stop)
 
     def _no_room(self, shard: Shard) -> str:
