@@ -84,7 +84,8 @@ def test_a_training_takes_prepared_shards_and_nothing_from_the_origin(
     sent = origin.sent
     options = {"num_workers": workers, "revalidate": revalidate}
     found, seen = epoch_of(origin, tmp_path / "node", place, **options)
-    assert (origin.sent, seen.origin_bytes) == (sent, 0)
+    assert seen.origin_bytes == 0
+    assert origin.sent - sent <= 20  # to ask for a version is to ask for a byte
     assert (seen.shared_hits, seen.shards_published) == (3, 3)
     again, seen = epoch_of(origin, tmp_path / "node", place, **options)
     assert (seen.shared_hits, seen.shards_published) == (0, 0)
