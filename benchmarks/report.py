@@ -15,7 +15,10 @@ from benchmarks import peer_tables, spot_tables
 from benchmarks.markdown import Result, filled, number, spread, table
 from benchmarks.turns import RESULTS, ROOT
 
-PAGES = (ROOT / "docs/performance.md", ROOT / "docs/scale.md", ROOT / "benchmarks/README.md")
+PAGES = tuple(
+    ROOT / page
+    for page in ("docs/performance.md", "docs/prepared.md", "docs/scale.md", "benchmarks/README.md")
+)
 IMAGES = ROOT / "docs/images"
 
 
@@ -52,6 +55,8 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         tables["peers"] = peer_tables.peers(results["warm"])
     if "overhead" in results:
         tables["stages"] = stages(results["overhead"])
+    if "prepared" in results:
+        tables["preparing"] = preparing(results["prepared"])
     return {"targets": targets(results), "machine": machine(results), **tables, **spot}
 
 
@@ -187,6 +192,35 @@ def stages(result: Result) -> str:
     return table(["stage", *(f"{name.removeprefix('stages, ')}, µs an image" for name in timed)], rows)
 
 
+def prepared(result: Result) -> str:
+    rows = [
+        [
+            name,
+            spread(result, name, "cpu_us_per_image", 0),
+            spread(result, name, "images_per_second", 0),
+        ]
+        for name, row in result["medians"].items()
+    ]
+    return table(["shards, images", "CPU µs an image (rounds)", "images/s (rounds)"], rows)
+
+
+def preparing(result: Result) -> str:
+    plain = result["settings"]["bytes"] / result["settings"]["samples"]
+    rows = [
+        [
+            recipe,
+            f"{cost['cpu_us_per_image']:,.0f}",
+            f"{cost['bytes_per_image'] / 1e3:,.0f}",
+            f"{cost['bytes_per_image'] / plain:.2f} ×",
+            f"{result['psnr'][recipe]['mean_db']:.1f}",
+            f"{result['psnr'][recipe]['lowest_tenth_db']:.1f}",
+        ]
+        for recipe, cost in result["preparing"].items()
+    ]
+    head = ["recipe", "CPU µs an image, once", "KB an image", "of the shard's", "PSNR of a crop, dB"]
+    return table([*head, "of a tenth of them below"], rows)
+
+
 def scale(result: Result) -> str:
     rows = [
         [
@@ -258,6 +292,7 @@ TABLES = {
     "fill": fill,
     "verification": verification,
     "overhead": overhead,
+    "prepared": prepared,
     "scale": scale,
 }
 

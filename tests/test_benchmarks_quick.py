@@ -194,6 +194,20 @@ def test_a_tier_on_disk_and_one_in_memory_are_read_and_only_dropped_pages_come_f
 
 
 @pytest.mark.timeout(400)
+def test_prepared_shards_are_read_without_their_origin(tmp_path: Path) -> None:
+    chosen = ["as they are, uint8", "raw-256, uint8", "jpeg-256-q90, none prepared, uint8"]
+    result = run_quickly("prepared", tmp_path / "out.json", "--contenders", *chosen)
+
+    assert [(row["images"], row["origin_bytes"]) for row in result["rounds"]] == [(256, 0)] * 3
+    assert result["preparing"]["raw-256"]["bytes_per_image"] > 200_000
+    assert result["preparing"]["jpeg-256-q90"]["bytes_per_image"] < 60_000
+    assert all(psnr["mean_db"] > 30 for psnr in result["psnr"].values())
+    tables = report.tables_of({"prepared": result})
+    assert tables["prepared"].count("\n") > 2
+    assert tables["preparing"].count("\n") > 2
+
+
+@pytest.mark.timeout(400)
 def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")

@@ -39,6 +39,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         shuffle=job.shuffle,
         seed=job.seed,
         image_dtype=job.images,
+        prepare=job.prepare,
         cache_dir=job.cache_dir,
         cache_size=job.cache_bytes,
         **{"multiprocessing_context": job.start_method, **more},

@@ -51,6 +51,7 @@ class Job:
         step_seconds: how long the consumer takes for each batch, besides.
         checks: of streamload, how the check of each sample that is read runs: "shipped", or for
             verification.py "timed" or "off".
+        prepare: of streamload, its recipe for prepared images; None for images as they are.
         drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
         start_method: how workers are started, "fork" or "spawn"; None for the loader's default.
         state: a file for the loader's state.
@@ -76,6 +77,7 @@ class Job:
     keep: int = 0
     step_seconds: float = 0.0
     checks: str = "shipped"
+    prepare: str | None = None
     drop_pages: bool = False
     start_method: str | None = None
     state: str | None = None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from streamload.prefetch.warm import WarmProgress
+    from streamload.transforms.prepare import Preparation
 
 
 def warm(
@@ -34,6 +35,9 @@ def warm(
         str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Shards to fill at the same time.")] = 8,
+    prepare: Annotated[
+        str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')
+    ] = None,
 ) -> None:
     """Fill the cache with shards once.
 
@@ -57,6 +61,7 @@ def warm(
             write_back=write_back,
             storage_options=options,
             concurrency=concurrency,
+            prepare=None if prepare is None else _preparation(prepare),
             on_progress=bar.show,
         )
     shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
@@ -70,6 +75,16 @@ def warm(
         print(f"{url}: {why}")
     if report.shards_complete < report.shards or report.shared_failures:
         raise typer.Exit(1)
+
+
+def _preparation(text: str) -> "Preparation":
+    """What --prepare asks for; each thread that fills prepares with one thread of torch's."""
+    import torch
+
+    from streamload.transforms.prepare import Preparation
+
+    torch.set_num_threads(1)
+    return Preparation.parse(text)
 
 
 class _Bar:
