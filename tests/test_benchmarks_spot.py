@@ -56,11 +56,16 @@ def test_events_come_in_the_order_of_their_time_and_then_as_they_were_asked_for(
 def test_transfers_share_a_link_fairly_and_each_ends_when_its_bytes_have_come():
     events, ends = Events(), {}
     link = Link(events, 100.0, {"a": (80.0, math.inf), "b": (math.inf, 30.0)})
-    for name, kind, size in (("a1", "a", 350.0), ("a2", "a", 700.0), ("b1", "b", 300.0)):
+    for name, kind, size in (("a1", "a", 350.0), ("a2", "a", 700.0), ("b1", "b", 150.0), ("b2", "b", 150.0)):
         link.start(kind, size, lambda name=name: ends.setdefault(name, events.now))
     events.run(100.0)
-    # b has 30 of 100, the two a 35 each; a1 and b1 end at 10, then a2 has its 80.
-    assert ends == {"a1": closely(10.0), "b1": closely(10.0), "a2": closely(10.0 + 350 / 80)}
+    # The two b have 15 each of 100, the two a 35; all but a2 end at 10, then it has its 80.
+    assert ends == {
+        "a1": closely(10.0),
+        "b1": closely(10.0),
+        "b2": closely(10.0),
+        "a2": closely(10.0 + 350 / 80),
+    }
     assert link.carried("a") == closely(1050.0)
 
 
