@@ -4,11 +4,11 @@ Question: with daemons on spot nodes that are taken away as often as clouds do i
 what does the shared cache have to answer, how far ahead must the window be, how long does a loss take to be
 made up for, what breaks first, and what does it cost?
 
-Command: python -m benchmarks.spot (about five minutes of one core; --quick: some seconds)
+Command: python -m benchmarks.spot (about four minutes of one core; --quick: some seconds)
 
 A discrete-event simulation, without a real clock, a network or a file; the same seed gives the same result.
 Setup (spot_setup.py) is what is assumed; where a number was taken from is said in docs/scale.md. What needs
-many runs is simulated at a tenth of the size, with the rates that all share a tenth as well.
+many runs is simulated at a twentieth of the size, with the rates that all share a twentieth as well.
 
 Result: results/spot.json; docs/scale.md has it as tables and charts. Nothing in it depends on the machine.
 
@@ -31,7 +31,7 @@ from streamload.prefetch.wanted import DEFAULT_WINDOW
 from streamload.settings import parse_size
 
 FULL = Setup()
-TENTH = FULL.scaled(0.1)
+PART = FULL.scaled(0.05)
 QUICK = FULL.scaled(0.01)
 LOST_PER_HOUR = {
     "5 % a month": -math.log(0.95) / (30.4 * 24),
@@ -42,8 +42,8 @@ LOST_PER_HOUR = {
 }
 USUAL = LOST_PER_HOUR["60 % an hour"]
 WINDOWS = (120.0, 600.0, 1800.0)
-NODES = (150, 170, 200)
-SIZES = (125, 250, 500, 1_000, 2_000)
+NODES = (140, 160, 200)
+SIZES = (125, 250, 500, 1_000)
 
 
 def main() -> None:
@@ -71,11 +71,11 @@ def main() -> None:
 def scenarios() -> dict[tuple[str, str], Setup]:
     """What is simulated, by table and row."""
     return {
-        **{("egress", name): setup for name, setup in egress(TENTH).items()},
+        **{("egress", name): setup for name, setup in egress(PART).items()},
         **{("requests", name): setup for name, setup in requests(FULL).items()},
         **{
             ("window", f"{often}, {nodes} nodes, {window:.0f} s"): filled(
-                replace(TENTH, nodes=nodes // 10, window=window, lost_per_hour=lost, seconds=2700)
+                replace(PART, nodes=nodes // 20, window=window, lost_per_hour=lost, seconds=1800)
             )
             for often, lost in LOST_PER_HOUR.items()
             if lost > 0.01
@@ -83,11 +83,11 @@ def scenarios() -> dict[tuple[str, str], Setup]:
             for window in WINDOWS
         },
         **{
-            ("loss", f"{share:.0%}, {window:.0f} s"): lost_at_once(TENTH, share, window)
+            ("loss", f"{share:.0%}, {window:.0f} s"): lost_at_once(PART, share, window)
             for share in (0.5, 1.0)
             for window in WINDOWS
         },
-        ("loss", "100%, 600 s, for good"): replace(lost_at_once(TENTH, 1.0, 600.0), returns=False),
+        ("loss", "100%, 600 s, for good"): replace(lost_at_once(PART, 1.0, 600.0), returns=False),
         **{("size", name): setup for name, setup in sizes(SIZES).items()},
     }
 
@@ -102,7 +102,7 @@ def quick_scenarios() -> dict[tuple[str, str], Setup]:
     }
 
 
-def egress(of: Setup, shards: int = 2_400) -> dict[str, Setup]:
+def egress(of: Setup, shards: int = 1_200) -> dict[str, Setup]:
     """One run in a long pass, and runs that each read all of a smaller data set once."""
     one = replace(of, lost_per_hour=USUAL)
     each = max(2, of.groups // 10)
@@ -123,16 +123,14 @@ def egress(of: Setup, shards: int = 2_400) -> dict[str, Setup]:
 
 def requests(of: Setup) -> dict[str, Setup]:
     """The whole run for some minutes, with what a daemon may be told."""
-    of = replace(of, lost_per_hour=USUAL, seconds=900.0)
+    of = replace(of, lost_per_hour=USUAL, seconds=480.0)
     default = float(parse_size(DEFAULT_WINDOW, "window"))
     return {
         "20 groups a daemon, a window of 10 min": of,
-        "the same, when the windows are full": replace(of, head_start=1_200.0, seconds=300.0),
+        "the same, when the windows are full": replace(of, head_start=900.0, seconds=300.0),
         "the same, asking only of the next 64": replace(of, asks=64),
-        "all groups, a window of 10 min": replace(of, follows=None, seconds=600.0),
-        f"all groups, the default window ({DEFAULT_WINDOW})": replace(
-            of, follows=None, window_bytes=default, seconds=600.0
-        ),
+        "all groups, a window of 10 min": replace(of, follows=None),
+        f"all groups, the default window ({DEFAULT_WINDOW})": replace(of, follows=None, window_bytes=default),
     }
 
 
@@ -142,7 +140,7 @@ def filled(setup: Setup) -> Setup:
 
 
 def lost_at_once(of: Setup, share: float, window: float) -> Setup:
-    setup = filled(replace(of, window=window, seconds=5_400.0))
+    setup = filled(replace(of, window=window, seconds=4_200.0))
     return replace(setup, loss=(setup.head_start + 600.0, share))
 
 
@@ -152,9 +150,9 @@ def sizes(counts: tuple[int, ...]) -> dict[str, Setup]:
     for count in counts:
         own = FULL.scaled(count / FULL.groups)
         own = replace(own, gets=FULL.gets, puts=FULL.puts, seconds=480.0, shards=count * 200)
-        for parts in (1, 8):
-            found[f"{count} trainers, {parts} partitions"] = replace(own, partitions=parts)
-            found[f"{count} trainers, {parts} partitions, next 64"] = replace(own, partitions=parts, asks=64)
+        found[f"{count} trainers, 1 partition"] = replace(own, partitions=1)
+        found[f"{count} trainers, 1 partition, next 64"] = replace(own, partitions=1, asks=64)
+        found[f"{count} trainers, 8 partitions"] = own
     return found
 
 
