@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import re
@@ -23,6 +24,7 @@ from streamload.errors import OptionError
 from streamload.metrics import Counters
 from streamload.prefetch.daemon import Daemon, DaemonOptions
 from streamload.prefetch.goals import Goal, Near, Shared
+from streamload.prefetch.hands import Here
 from streamload.prefetch.leases import LEASE_SECONDS, Leases
 from streamload.prefetch.page import DEFAULT_LISTEN, Page
 from streamload.prefetch.preemption import (
@@ -161,14 +163,26 @@ class Service:
                 has_gone=lambda address: _has_gone(tier, node, address),
             )
             leases = stack.enter_context(contextlib.closing(own))
+        tuned = self._tuned()
+        engine = functools.partial(
+            Here,
+            tier=tier,
+            goal=goal,
+            threads=tuned.concurrency,
+            through=sharing.through if is_near else None,
+            storage_options=options.storage_options,
+            origin=tuned.origin,
+            bytes_per_second=tuned.bytes_per_second,
+            no_room_seconds=tuned.no_room_seconds,
+            stopped_seconds=tuned.stopped_seconds,
+            counts=counts,
+        )
         return Daemon(
             self._wanted(listed, objects, tier, run_file, is_near=is_near),
             goal,
-            tier,
+            engine,
             leases=leases,
-            through=sharing.through if is_near else None,
-            storage_options=options.storage_options,
-            options=self._tuned(),
+            options=tuned,
             run_file=run_file,
             counts=counts,
         )
