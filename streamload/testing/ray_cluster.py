@@ -1,8 +1,7 @@
 """A Ray cluster of several nodes on this machine, to lose nodes of and to add some; it ends with its parent.
 
-Ray's own `ray.cluster_utils.Cluster` in a process of its own, steered through its standard input: so the process
-of a test holds nothing of Ray.
-
+Ray's own `ray.cluster_utils.Cluster`, in a process of its own that is steered through its standard input: the
+process of a test holds nothing of Ray.
 """
 
 from __future__ import annotations
