@@ -34,7 +34,17 @@ def warm(
     storage_options: Annotated[
         str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Shards to fill at the same time.")] = 8,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shards to fill at the same time. None: 8; with --ray what has room."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(help='Fill the shared cache by a Ray cluster: "host:6379", "ray://host:10001", "auto".'),
+    ] = None,
+    ray_cpus: Annotated[
+        float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")
+    ] = 1.0,
     prepare: Annotated[
         str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')
     ] = None,
@@ -42,13 +52,30 @@ def warm(
     """Fill the cache with shards once.
 
     Stop it at any time: a second call takes up where the first one was. The exit code is 1 if a shard could
-    not be had, or not be stored in the shared cache as --write-back asked.
+    not be had, or not be stored in the shared cache as --write-back asked. With --ray it is the shared cache
+    that is filled, by all nodes of a cluster.
     """
+    options = storage_options_of(storage_options)
+    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
+    if ray is not None:
+        _warm_by_ray(
+            urls,
+            memory=cache or memory_size,
+            prepare=prepare,
+            write_back=write_back,
+            ray=ray,
+            ray_cpus=ray_cpus,
+            shared_cache=shared_cache,
+            shared_cache_options=shared_options,
+            cache_dir=cache_dir,
+            cache_size=cache_size,
+            storage_options=options,
+            concurrency=concurrency,
+        )
+        return
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
-    options = storage_options_of(storage_options)
-    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
     with _Bar() as bar:
         report = fill(
             urls,
@@ -60,7 +87,7 @@ def warm(
             shared_cache_options=shared_options,
             write_back=write_back,
             storage_options=options,
-            concurrency=concurrency,
+            concurrency=8 if concurrency is None else concurrency,
             prepare=None if prepare is None else _preparation(prepare),
             on_progress=bar.show,
         )
@@ -126,6 +153,26 @@ def _drawn_bar() -> "tuple[Progress, TaskID]":
     bar = Progress(*columns, console=Console(stderr=True))
     bar.start()
     return bar, bar.add_task("connecting", total=None)
+
+
+def _warm_by_ray(
+    urls: list[str],
+    *,
+    memory: str | None,
+    prepare: str | None,
+    write_back: bool | None,
+    **options: Any,  # of ServiceOptions
+) -> None:
+    from streamload.cli.daemon import serve
+    from streamload.prefetch.service import ServiceOptions
+
+    if memory is not None:
+        raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
+    if prepare is not None:
+        raise OptionError("--prepare is not done by --ray: give it to a streamload warm on one node")
+    if write_back is False:
+        raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
+    serve(ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options))
 
 
 def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
