@@ -215,8 +215,37 @@ def memory_tier(result: Result) -> str:
     )
 
 
+def start(result: Result) -> str:
+    rows = []
+    for name, row in result["medians"].items():
+        if "seconds" in row:
+            rows.append([name, spread(result, name, "seconds"), "–"])
+        else:
+            times = [f"{since}_to_first_batch_seconds" for since in ("making", "iter")]
+            rows.append([name, *(spread(result, name, metric) for metric in times)])
+    head = ["loader or command", "from making it (or calling it), s (rounds)", "from iter(), s (rounds)"]
+    return table(head, rows)
+
+
+def link_busy(result: Result) -> str:
+    rows = [
+        [
+            name,
+            f"{row['share']:.1%}",
+            f"{row['bytes'] / row['seconds'] / 1e6:,.0f}",
+            spread(result, name, "seconds"),
+            f"{row['cpu_seconds_per_gb']:.2f}",
+        ]
+        for name, row in result["medians"].items()
+    ]
+    head = ["client and link", "of what it carries", "MB/s", "first request to last byte, s (rounds)"]
+    return table([*head, "CPU s a GB"], rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
+    "start": start,
+    "link_busy": link_busy,
     "memory": memory,
     "flat": flat,
     "memory_tier": memory_tier,

@@ -8,6 +8,8 @@ import typer
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from streamload.prefetch.warm import WarmProgress
 
 
@@ -38,27 +40,12 @@ def warm(
     Stop it at any time: a second call takes up where the first one was. The exit code is 1 if a shard could
     not be had, or not be stored in the shared cache as --write-back asked.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
     options = storage_options_of(storage_options)
     shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards, {task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("connecting", total=None)
-
-        def show(now: "WarmProgress") -> None:
-            description = f"{format_bytes(now.bytes_arrived)} arrived"
-            bar.update(task, total=now.shards, completed=now.shards_complete, description=description)
-
+    with _Bar() as bar:
         report = fill(
             urls,
             cache_dir=cache_dir,
@@ -70,7 +57,7 @@ def warm(
             write_back=write_back,
             storage_options=options,
             concurrency=concurrency,
-            on_progress=show,
+            on_progress=bar.show,
         )
     shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
     print(
@@ -83,6 +70,47 @@ def warm(
         print(f"{url}: {why}")
     if report.shards_complete < report.shards or report.shared_failures:
         raise typer.Exit(1)
+
+
+class _Bar:
+    """The progress bar, from the first news on: rich is imported while the first shards are on their way."""
+
+    def __init__(self) -> None:
+        self._drawn: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn is not None:
+            self._drawn.stop()
+
+    def show(self, now: "WarmProgress") -> None:
+        """Draw how far the warm-up is."""
+        from streamload.metrics import format_bytes
+
+        if self._drawn is None or self._task is None:
+            self._drawn, self._task = _drawn_bar()
+        description = f"{format_bytes(now.bytes_arrived)} arrived"
+        self._drawn.update(
+            self._task, total=now.shards, completed=now.shards_complete, description=description
+        )
+
+
+def _drawn_bar() -> "tuple[Progress, TaskID]":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards, {task.description}"),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.start()
+    return bar, bar.add_task("connecting", total=None)
 
 
 def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
