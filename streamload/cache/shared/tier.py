@@ -48,7 +48,7 @@ _FAILURES = 3
 _REST_SECONDS = 60.0
 """… for so long."""
 BRIEF = OriginOptions(
-    connect_seconds=5.0, stall_seconds=5.0, slow_seconds=10.0, slow_bytes=300_000, attempts=2
+    connect_seconds=10.0, stall_seconds=10.0, slow_seconds=10.0, slow_bytes=300_000, attempts=2
 )
 """How patient reading from it is: there is the origin to go to."""
 
@@ -343,11 +343,12 @@ class _Renamed:
     _NAMES: Mapping[str, str] = {
         "origin_requests": "shared_requests",
         "origin_bytes": "shared_bytes",
-        "origin_retries": "shared_errors",
     }
 
     def __init__(self, counts: Counts):
         self._counts = counts
 
     def add(self, name: str, n: int = 1, /) -> None:
-        self._counts.add(self._NAMES[name], n)
+        """Count it under its own name; a second attempt that helps is a request like any other."""
+        if name in self._NAMES:
+            self._counts.add(self._NAMES[name], n)
