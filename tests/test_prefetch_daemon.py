@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard, ShardList
 from streamload.cache.tier import Tier
+from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.daemon import Daemon, DaemonOptions
 from streamload.prefetch.goals import Near
+from streamload.prefetch.hands import Here
 from streamload.prefetch.preemption import Notice
 from streamload.prefetch.status import Status
 from streamload.prefetch.throttle import Throttle
@@ -49,7 +52,17 @@ def shards_of(server: ShardServer) -> ShardList:
 
 def daemon(shards: ShardList, tier: Tier, options: DaemonOptions = ONCE, **more: Any) -> Daemon:
     wanted = more.pop("wanted", None) or Listed(shards, Window())
-    return Daemon(wanted, Near(tier), tier, options=options, **more)
+    goal, counts = Near(tier), Counters()
+    engine = partial(
+        Here,
+        tier=tier,
+        goal=goal,
+        threads=options.concurrency,
+        origin=options.origin,
+        no_room_seconds=options.no_room_seconds,
+        counts=counts,
+    )
+    return Daemon(wanted, goal, engine, options=options, counts=counts, **more)
 
 
 def held(tier: Tier) -> set[str]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from streamload.cache.shard import ShardList
+from streamload.cache.shard import Shard, ShardList
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.daemon import DaemonOptions
+from streamload.prefetch.goals import Shared
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.testing.kills import Child, Stage
 from streamload.testing.s3 import S3Server
@@ -234,3 +235,26 @@ def test_a_daemon_of_this_node_reads_through_the_shared_tier(place: Place) -> No
         assert child.finish(60)[:4] == [6, 6, 6, {}]
     assert place.sent_bytes() == before
     assert len(list((place.tmp_path / "node-b" / "shards").iterdir())) == 6
+
+
+def test_what_lies_behind_many_that_are_missing_is_not_asked_for(tmp_path: Path) -> None:
+    class Counted(Shared):
+        asked = 0
+
+        def holds(self, shard: Shard) -> bool:
+            self.asked += 1
+            return super().holds(shard)
+
+    objects = Objects(str(tmp_path), None)
+    shards = list(ShardList(expand_urls("http://host/{0000..0999}.tar"), None))
+    for shard in shards[:100]:
+        objects.write(f"shards/{shard.digest}/index", b"written last")
+    with closing(Counted(SharedTier(objects, Counters()))) as goal:
+        assert goal.missing(shards) == shards[100:]
+        assert 164 <= goal.asked < 180
+        before = goal.asked
+        assert goal.missing(shards) == shards[100:]  # what was seen to be there isn't asked for again
+        assert goal.asked - before < 80
+        for shard in shards[100:]:
+            objects.write(f"shards/{shard.digest}/index", b"written last")
+        assert goal.missing(shards) == []

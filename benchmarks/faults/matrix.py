@@ -17,6 +17,7 @@ from benchmarks.faults import (
     daemons,
     disk,
     killed,
+    nodes,
     origin,
     peer,
     pipe,
@@ -37,7 +38,19 @@ _EXAMPLES = 5
 ROWS: list[Row] = sorted(
     (
         row
-        for module in (killed, disk, tampered, origin, stores, pipe, together, processes, resumed, daemons)
+        for module in (
+            killed,
+            disk,
+            tampered,
+            origin,
+            stores,
+            pipe,
+            together,
+            processes,
+            resumed,
+            daemons,
+            nodes,
+        )
         for row in module.ROWS
     ),
     key=lambda row: row.number,

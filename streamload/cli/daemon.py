@@ -13,7 +13,7 @@ from streamload.cli.warm import storage_options_of
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.prefetch.service import Service
+    from streamload.prefetch.service import Service, ServiceOptions
     from streamload.prefetch.status import Status
 
 _SHOW_SECONDS = 0.5
@@ -49,7 +49,10 @@ def daemon(
     storage_options: Annotated[
         str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Shards to work on at the same time.")] = 8,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shards to work on at the same time. None: 8; with --ray what has room."),
+    ] = None,
     bandwidth: Annotated[
         str | None, typer.Option(help='The most to take from origins in a second: "200MB".')
     ] = None,
@@ -58,6 +61,15 @@ def daemon(
         str, typer.Option(help="Whose notices of preemption to heed: auto, aws, gcp, azure, none.")
     ] = "auto",
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds that are left after a SIGTERM.")] = 30.0,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help='Let the nodes of a Ray cluster do the work: "host:6379", "ray://host:10001", "auto".'
+        ),
+    ] = None,
+    ray_cpus: Annotated[
+        float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")
+    ] = 1.0,
     listen: Annotated[
         str | None, typer.Option(help='Where /metrics, /healthz and /status are; "none": nowhere.')
     ] = None,
@@ -68,7 +80,7 @@ def daemon(
     exit code is 1 if --once could not have a shard. Start it again, and as many as you like, at any time.
     """
     from streamload.prefetch.page import DEFAULT_LISTEN
-    from streamload.prefetch.service import Service, ServiceOptions
+    from streamload.prefetch.service import ServiceOptions
 
     if urls == ["status"]:
         show_status(listen or DEFAULT_LISTEN)
@@ -89,14 +101,27 @@ def daemon(
         once=once,
         notices=notices,
         grace_seconds=grace,
+        ray=ray,
+        ray_cpus=ray_cpus,
         listen=listen,
     )
+    serve(given)
+
+
+def serve(given: ServiceOptions) -> None:
+    """Run a daemon to its end, and show how far it is.
+
+    Raises:
+        typer.Exit: with 1: it was to end when all is held, and can't have something.
+    """
+    from streamload.prefetch.service import Service
+
     with Service(given) as service, _shown(service):
         status = service.run()
     print(_line(status))
     for name, why in status.failed.items():
         print(f"{name}: {why}")
-    if once and not status.notice and (status.failed or not status.is_complete):
+    if given.once and not status.notice and (status.failed or not status.is_complete):
         raise typer.Exit(1)
 
 

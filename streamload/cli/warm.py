@@ -8,7 +8,10 @@ import typer
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from streamload.prefetch.warm import WarmProgress
+    from streamload.transforms.prepare import Preparation
 
 
 def warm(
@@ -31,34 +34,49 @@ def warm(
     storage_options: Annotated[
         str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Shards to fill at the same time.")] = 8,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shards to fill at the same time. None: 8; with --ray what has room."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(help='Fill the shared cache by a Ray cluster: "host:6379", "ray://host:10001", "auto".'),
+    ] = None,
+    ray_cpus: Annotated[
+        float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")
+    ] = 1.0,
+    prepare: Annotated[
+        str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')
+    ] = None,
 ) -> None:
     """Fill the cache with shards once.
 
     Stop it at any time: a second call takes up where the first one was. The exit code is 1 if a shard could
-    not be had, or not be stored in the shared cache as --write-back asked.
+    not be had, or not be stored in the shared cache as --write-back asked. With --ray it is the shared cache
+    that is filled, by all nodes of a cluster.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    options = storage_options_of(storage_options)
+    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
+    if ray is not None:
+        _warm_by_ray(
+            urls,
+            memory=cache or memory_size,
+            prepare=prepare,
+            write_back=write_back,
+            ray=ray,
+            ray_cpus=ray_cpus,
+            shared_cache=shared_cache,
+            shared_cache_options=shared_options,
+            cache_dir=cache_dir,
+            cache_size=cache_size,
+            storage_options=options,
+            concurrency=concurrency,
+        )
+        return
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
-    options = storage_options_of(storage_options)
-    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards, {task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("connecting", total=None)
-
-        def show(now: "WarmProgress") -> None:
-            description = f"{format_bytes(now.bytes_arrived)} arrived"
-            bar.update(task, total=now.shards, completed=now.shards_complete, description=description)
-
+    with _Bar() as bar:
         report = fill(
             urls,
             cache_dir=cache_dir,
@@ -69,8 +87,9 @@ def warm(
             shared_cache_options=shared_options,
             write_back=write_back,
             storage_options=options,
-            concurrency=concurrency,
-            on_progress=show,
+            concurrency=8 if concurrency is None else concurrency,
+            prepare=None if prepare is None else _preparation(prepare),
+            on_progress=bar.show,
         )
     shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
     print(
@@ -83,6 +102,77 @@ def warm(
         print(f"{url}: {why}")
     if report.shards_complete < report.shards or report.shared_failures:
         raise typer.Exit(1)
+
+
+def _preparation(text: str) -> "Preparation":
+    """What --prepare asks for; each thread that fills prepares with one thread of torch's."""
+    import torch
+
+    from streamload.transforms.prepare import Preparation
+
+    torch.set_num_threads(1)
+    return Preparation.parse(text)
+
+
+class _Bar:
+    """The progress bar, from the first news on: rich is imported while the first shards are on their way."""
+
+    def __init__(self) -> None:
+        self._drawn: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn is not None:
+            self._drawn.stop()
+
+    def show(self, now: "WarmProgress") -> None:
+        """Draw how far the warm-up is."""
+        from streamload.metrics import format_bytes
+
+        if self._drawn is None or self._task is None:
+            self._drawn, self._task = _drawn_bar()
+        description = f"{format_bytes(now.bytes_arrived)} arrived"
+        self._drawn.update(
+            self._task, total=now.shards, completed=now.shards_complete, description=description
+        )
+
+
+def _drawn_bar() -> "tuple[Progress, TaskID]":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards, {task.description}"),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.start()
+    return bar, bar.add_task("connecting", total=None)
+
+
+def _warm_by_ray(
+    urls: list[str],
+    *,
+    memory: str | None,
+    prepare: str | None,
+    write_back: bool | None,
+    **options: Any,  # of ServiceOptions
+) -> None:
+    from streamload.cli.daemon import serve
+    from streamload.prefetch.service import ServiceOptions
+
+    if memory is not None:
+        raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
+    if prepare is not None:
+        raise OptionError("--prepare is not done by --ray: give it to a streamload warm on one node")
+    if write_back is False:
+        raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
+    serve(ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options))
 
 
 def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """The daemon: compares what is wanted with what is held, again and again, and brings what is missing.
 
 There is no queue, and nothing to lose: whatever a daemon knew, its next look knows anew. A unit, one shard,
-is brought into a tier of this node by the loader's own filling threads (ahead.py); where others are to have
-it, it is delivered from there, under a lease. Units are idempotent: a second or late delivery is harmless.
+is brought by the hands of the daemon (hands.py): threads of this process, or tasks of a cluster. Several
+daemons share the work by leases. Units are idempotent: a second or late delivery is harmless.
 """
 
 from __future__ import annotations
@@ -14,28 +14,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from streamload.cache.fill import Filled
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard
-from streamload.cache.shard_cache import verdict_cause
-from streamload.cache.tier import Tier
-from streamload.errors import SharedTierError, StreamloadError
+from streamload.errors import SharedTierError
 from streamload.metrics import Counters
-from streamload.origins.origin import Origin, OriginOptions, open_origin
-from streamload.prefetch.ahead import STOPPED_SECONDS, Ahead
+from streamload.origins.origin import OriginOptions
+from streamload.prefetch.ahead import STOPPED_SECONDS
 from streamload.prefetch.failures import Failures
 from streamload.prefetch.goals import Goal
+from streamload.prefetch.hands import NO_ROOM_SECONDS, Engine, Hands
 from streamload.prefetch.leases import Leases
 from streamload.prefetch.preemption import Notice
 from streamload.prefetch.status import Status
-from streamload.prefetch.throttle import Throttle
 from streamload.prefetch.wanted import GUESSED_BYTES, Wanted
 
 logger = logging.getLogger("streamload")
-
-Through = Callable[[Shard, Origin, threading.Event], Origin]
 
 _TICK_SECONDS = 0.05
 _MOST_MARGIN_SECONDS = 5.0
@@ -68,7 +62,7 @@ class DaemonOptions:
     once: bool = False
     look_seconds: float = 5.0
     retry_seconds: float = 15.0
-    no_room_seconds: float = 30.0
+    no_room_seconds: float = NO_ROOM_SECONDS
     stopped_seconds: float = STOPPED_SECONDS
     origin: OriginOptions = field(default_factory=OriginOptions)
 
@@ -79,13 +73,11 @@ class Daemon:
     Args:
         wanted: what is to be held.
         goal: where.
-        tier: of this node; what is brought goes through it.
-        leases: among the daemons with the same goal; None where they share `tier`, whose locks do the same.
-        through: puts something nearer in front of an origin.
-        storage_options: for origins.
+        engine: makes those who bring it there.
+        leases: among the daemons with the same goal; None where something else keeps them apart.
         options: see there.
         run_file: where `run` announces what it will fill, so that none of it goes for a later one.
-        counts: of what arrives.
+        counts: where what arrives is counted.
         rng: chooses among what several daemons could begin with.
         clock: monotonic.
     """
@@ -94,26 +86,21 @@ class Daemon:
         self,
         wanted: Wanted,
         goal: Goal,
-        tier: Tier,
+        engine: Engine,
         *,
         leases: Leases | None = None,
-        through: Through | None = None,
-        storage_options: dict[str, Any] | None = None,
         options: DaemonOptions | None = None,
         run_file: Run | None = None,
         counts: Counters | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._wanted, self._goal, self._tier, self._leases = wanted, goal, tier, leases
-        self._storage_options = storage_options
+        self._wanted, self._goal, self._engine, self._leases = wanted, goal, engine, leases
         self._options = options or DaemonOptions()
         self._run_file = run_file
         self._rng = rng or random.Random()
         self._clock = clock
         self._counts = Counters() if counts is None else counts
-        self._through = through
-        self._throttle = Throttle(self._options.bytes_per_second)
         self._notice = Notice()
         self._change = threading.Condition()
         self._look_at = clock()
@@ -137,19 +124,19 @@ class Daemon:
             How far it came.
 
         Raises:
-            CacheError: the tier of this node can't be used any more.
+            StreamloadError: those who bring units can't go on.
         """
         self._notice = notice
-        with contextlib.closing(self._ahead()) as ahead:
+        with contextlib.closing(self._engine(self._brought, self._failed, self._wait_of)) as hands:
             while not notice.is_given:
                 if self._clock() >= self._look_at:
-                    self._look(ahead)
-                self._assign(ahead)
-                ahead.check()
+                    self._look(hands)
+                self._assign(hands)
+                hands.check()
                 if self._options.once and self._is_through():
                     break
-                self._wait(ahead, notice)
-            self._wind_down(ahead, notice)
+                self._wait(hands, notice)
+            self._wind_down(hands, notice)
         return self.status()
 
     def status(self) -> Status:
@@ -168,24 +155,7 @@ class Daemon:
                 seconds_since_look=self._clock() - self._looked_at,
             )
 
-    def _ahead(self) -> Ahead:
-        def opened(shard: Shard, stop: threading.Event) -> Origin:
-            origin = open_origin(shard.url, self._storage_options, self._options.origin, self._counts, stop)
-            origin = self._throttle.watched(origin, stop)
-            return origin if self._through is None else self._through(shard, origin, stop)
-
-        return Ahead(
-            self._tier,
-            opened,
-            threads=self._options.concurrency,
-            counts=self._counts,
-            report=self._report,
-            wait_of=self._wait_of,
-            stopped_seconds=self._options.stopped_seconds,
-            failed=self._fail,
-        )
-
-    def _look(self, ahead: Ahead) -> None:
+    def _look(self, hands: Hands) -> None:
         """See what is wanted, and what of it is held."""
         self._look_at = self._clock() + self._options.look_seconds
         with self._change:
@@ -203,7 +173,7 @@ class Daemon:
             self._tidy(self._leases, {self._goal.unit(shard) for shard in missing})
         digests = {shard.digest for shard in missing}
         for shard in self._working():  # what isn't missing any more needs no work
-            if shard.digest not in digests and not ahead.filling(shard):
+            if shard.digest not in digests and not hands.has_begun(shard):
                 self._let_go(shard)
         with self._change:
             self._places = {shard.digest: place for place, shard in enumerate(wanted)}
@@ -219,23 +189,24 @@ class Daemon:
         with contextlib.suppress(SharedTierError):
             leases.tidy(sorted(leases.busy() - units)[:_TIDIED])
 
-    def _assign(self, ahead: Ahead) -> None:
+    def _assign(self, hands: Hands) -> None:
         """Begin to work on what is missing, in order of need, as far as hands reach."""
+        count = hands.count()
         with self._change:
             skip = self._failures.waiting() | self._mine.keys()
             due = [shard for digest, shard in self._missing.items() if digest not in skip]
-            hands = self._options.concurrency - len(self._mine)
-        if hands > 0 and due:
-            due = due if self._leases is None else self._leased(self._leases, due, hands)
+            free = count - len(self._mine)
+        if free > 0 and due:
+            due = due if self._leases is None else self._leased(self._leases, due, free)
         with self._change:
-            for shard in due[: max(0, hands)]:
+            for shard in due[: max(0, free)]:
                 self._mine[shard.digest] = shard
             units = [shard for digest, shard in self._missing.items() if digest in self._mine]
             # What was delivered to others may go from here; where this is the goal, it stays as it is needed.
             needed = list(self._places) if self._leases is None else [shard.digest for shard in units]
         if self._run_file is not None:
             self._run_file.announce(needed)
-        ahead.want((), units)
+        hands.want(units)
 
     def _wait_of(self, shard: Shard) -> float:
         """How soon a shard is needed, by what is announced."""
@@ -281,25 +252,20 @@ class Daemon:
         with self._change:
             return not self._status.trouble and all(d in self._failures for d in self._missing)
 
-    def _wait(self, ahead: Ahead, notice: Notice) -> None:
+    def _wait(self, hands: Hands, notice: Notice) -> None:
         """Until something was done, or it is time to look again."""
         while self._clock() < self._look_at and not notice.wait(0):
             with self._change:
                 if self._has_news or self._change.wait(min(_TICK_SECONDS, self._options.look_seconds)):
                     self._has_news = False
                     return
-                mine = list(self._mine.values())
-            for shard in mine:
-                if ahead.refused_seconds(shard) > self._options.no_room_seconds:
-                    limit = self._tier.limit_bytes
-                    self._failed_with(shard, f"no room in {self._tier.root}, whose limit is {limit:,} bytes")
-                    return
+            hands.check()
 
-    def _wind_down(self, ahead: Ahead, notice: Notice) -> None:
+    def _wind_down(self, hands: Hands, notice: Notice) -> None:
         """Take nothing more; finish what fits into the notice, and hand the rest back."""
         if notice.is_given:
-            begun = [shard for shard in self._working() if ahead.filling(shard)]
-            ahead.want((), begun)
+            begun = [shard for shard in self._working() if hands.has_begun(shard)]
+            hands.want(begun)
             for shard in self._working():
                 if shard not in begun:
                     self._let_go(shard)
@@ -320,27 +286,11 @@ class Daemon:
         if handed_back:
             logger.warning("%d units were handed back", len(handed_back))
 
-    def _report(self, shard: Shard, result: Filled) -> None:
-        """A filling thread tells how a look at a shard ended."""
+    def _brought(self, shard: Shard, size: int) -> None:
+        """A unit is where it is wanted."""
         with self._change:
-            is_mine = shard.digest in self._mine
-        if not is_mine:
-            return
-        if result is Filled.GAVE_UP:
-            why = "given up by another process of this node"
-            with contextlib.suppress(OSError, StreamloadError):
-                why = verdict_cause(self._tier.verdict(shard.digest))
-            self._failed_with(shard, why)
-        if result is not Filled.PUBLISHED:
-            return
-        directory = self._tier.published(shard.digest)
-        try:
-            self._goal.deliver(shard, directory)
-            size = (directory / "data").stat().st_size if shard.local is None else 0
-        except (StreamloadError, OSError) as exc:
-            self._fail(shard, exc)
-            return
-        with self._change:
+            if shard.digest not in self._mine:
+                return
             self._done += 1
             self._failures.forget(shard.digest)
             self._missing.pop(shard.digest, None)
@@ -350,12 +300,11 @@ class Daemon:
                 self._sizes[shard.digest] = size
         self._let_go(shard)
 
-    def _fail(self, shard: Shard, error: Exception) -> float:
-        """A unit has failed; the seconds after which it is tried again."""
-        return self._failed_with(shard, str(error))
-
-    def _failed_with(self, shard: Shard, why: str) -> float:
+    def _failed(self, shard: Shard, why: str) -> float:
+        """A unit can't be had now; the seconds after which it is tried again."""
         with self._change:
+            if shard.digest not in self._mine:
+                return self._options.retry_seconds
             times, pause = self._failures.note(shard.digest, shard.name, why)
         if times == 1:
             logger.warning("%s can't be brought, and is tried again in %.0f s: %s", shard.name, pause, why)

@@ -18,6 +18,8 @@ from streamload.errors import OptionError
 _SEEN_SECONDS = 3600.0
 """What was seen to be in a shared tier is taken to be there for so long."""
 _ASKED_AT_ONCE = 8
+LACKING = 64
+"""After so many that a shared tier lacks it isn't asked for those behind them, which nobody begins with."""
 
 
 class Goal(Protocol):
@@ -26,7 +28,8 @@ class Goal(Protocol):
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
         """Those of some shards that aren't there, in their order.
 
-        What was seen to be there lately needn't be asked for again.
+        What was seen to be there lately needn't be asked for again, and what lies behind many that are
+        missing may count as missing unasked: `holds` is asked before it is begun.
 
         Raises:
             SharedTierError: that can't be asked now.
@@ -95,9 +98,16 @@ class Shared:
         since = self._clock() - _SEEN_SECONDS
         self._seen = {digest: seen for digest, seen in self._seen.items() if seen > since}
         unknown = [shard for shard in shards if shard.digest not in self._seen]
-        for shard, is_there in zip(unknown, self._pool.map(self.holds, unknown), strict=True):
-            if is_there:
-                self._seen[shard.digest] = self._clock()
+        lacking = 0
+        for first in range(0, len(unknown), _ASKED_AT_ONCE):
+            some = unknown[first : first + _ASKED_AT_ONCE]
+            for shard, is_there in zip(some, self._pool.map(self.holds, some), strict=True):
+                if is_there:
+                    self._seen[shard.digest] = self._clock()
+                else:
+                    lacking += 1
+            if lacking >= LACKING:
+                break
         return [shard for shard in unknown if shard.digest not in self._seen]
 
     def holds(self, shard: Shard) -> bool:

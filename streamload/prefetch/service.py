@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import re
 import secrets
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from streamload.errors import OptionError
 from streamload.metrics import Counters
 from streamload.prefetch.daemon import Daemon, DaemonOptions
 from streamload.prefetch.goals import Goal, Near, Shared
+from streamload.prefetch.hands import Here
 from streamload.prefetch.leases import LEASE_SECONDS, Leases
 from streamload.prefetch.page import DEFAULT_LISTEN, Page
 from streamload.prefetch.preemption import (
@@ -34,10 +37,12 @@ from streamload.prefetch.preemption import (
     Watch,
     on_signals,
 )
+from streamload.prefetch.ray_engine import RayHands, connect
+from streamload.prefetch.ray_unit import Job
 from streamload.prefetch.status import Status
 from streamload.prefetch.wanted import DEFAULT_WINDOW, Followed, Listed, Wanted, Window
 from streamload.settings import parse_size, read_settings
-from streamload.urls import UrlList, expand_urls
+from streamload.urls import UrlList, expand_urls, is_local
 
 logger = logging.getLogger("streamload")
 
@@ -55,11 +60,13 @@ class ServiceOptions:
         shared_cache, shared_cache_options, cache_dir, cache_size, storage_options: as for make_loader.
         into: "shared" or "local": where shards are to be held; None: in the shared cache, if there is one.
         window: "100GB", "30min"; None: 100 GB in front of a run, all of a list.
-        concurrency: shards that are worked on at once.
+        concurrency: shards that are worked on at once; None: 8, or as many as the Ray cluster has room for.
         bandwidth: the most to take from origins in a second.
         once: end when all is held.
         notices: whose to heed.
         grace_seconds: what is left after a SIGTERM.
+        ray: the address of a Ray cluster, whose nodes do the work; None: this process does.
+        ray_cpus: what a shard that is worked on takes of their CPUs, as Ray counts them.
         listen: where the page is; None: at the usual place, or at any; "none": nowhere.
         daemon: the finer points.
         lease_seconds: see Leases.
@@ -77,11 +84,13 @@ class ServiceOptions:
     cache_size: str | int | None = None
     window: str | None = None
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
-    concurrency: int = 8
+    concurrency: int | None = None
     bandwidth: str | None = None
     once: bool = False
     notices: str = "auto"
     grace_seconds: float = GRACE_SECONDS
+    ray: str | None = None
+    ray_cpus: float = 1.0
     listen: str | None = None
     daemon: DaemonOptions = field(default_factory=DaemonOptions)
     lease_seconds: float = LEASE_SECONDS
@@ -143,6 +152,8 @@ class Service:
         if options.into not in (None, "shared", "local"):
             raise OptionError(f"into={options.into!r}: it has to be shared or local")
         listed = expand_urls(options.urls) if options.urls else None
+        if options.ray is not None:
+            return self._spread(stack, options.ray, shared, listed)
         tier = open_tier(settings)
         run_file = stack.enter_context(contextlib.closing(Run(tier.root / "runs")))
         counts = Counters()
@@ -161,20 +172,80 @@ class Service:
                 has_gone=lambda address: _has_gone(tier, node, address),
             )
             leases = stack.enter_context(contextlib.closing(own))
+        tuned = self._tuned()
+        engine = functools.partial(
+            Here,
+            tier=tier,
+            goal=goal,
+            threads=tuned.concurrency,
+            through=sharing.through if is_near else None,
+            storage_options=options.storage_options,
+            origin=tuned.origin,
+            bytes_per_second=tuned.bytes_per_second,
+            no_room_seconds=tuned.no_room_seconds,
+            stopped_seconds=tuned.stopped_seconds,
+            counts=counts,
+        )
         return Daemon(
             self._wanted(listed, objects, tier, run_file, is_near=is_near),
             goal,
-            tier,
+            engine,
             leases=leases,
-            through=sharing.through if is_near else None,
-            storage_options=options.storage_options,
-            options=self._tuned(),
+            options=tuned,
             run_file=run_file,
             counts=counts,
         )
 
+    def _spread(
+        self, stack: contextlib.ExitStack, address: str, shared: SharedOptions | None, listed: UrlList | None
+    ) -> Daemon:
+        """A daemon whose hands are the nodes of a Ray cluster."""
+        options, tuned = self._options, self._tuned()
+        if shared is None or options.into == "local":
+            raise OptionError(
+                "--ray needs a shared cache to bring shards into (--shared-cache): what lies on the disks of "
+                "the cluster's nodes is of no use to trainers, and goes with them"
+            )
+        if listed is not None and any(map(is_local, listed)):
+            raise OptionError(
+                "--ray can't bring files of this machine, which other nodes don't see: give URLs of an origin"
+            )
+        if tuned.bytes_per_second is not None and options.concurrency is None:
+            raise OptionError(
+                "--bandwidth with --ray needs --concurrency: each of so many shards gets its part of it"
+            )
+        counts = Counters()
+        tier = shared.open_tier(counts)
+        goal = stack.enter_context(contextlib.closing(Shared(tier)))
+        sign = f"probes/{secrets.token_hex(8)}"
+        job = Job(
+            shared=shared,
+            sign=sign,
+            storage_options=options.storage_options,
+            cache_dir=None if options.cache_dir is None else str(options.cache_dir),
+            cache_size=options.cache_size,
+            bytes_per_second=tuned.bytes_per_second and tuned.bytes_per_second / tuned.concurrency,
+            origin=tuned.origin,
+            no_room_seconds=tuned.no_room_seconds,
+        )
+        ray = connect(address)
+        stack.callback(ray.shutdown)
+        tier.objects.write(sign, b"one tier for all nodes")
+        stack.callback(lambda: tier.objects.until(threading.Event()).delete(sign))
+        engine = functools.partial(
+            RayHands, ray=ray, job=job, cpus=options.ray_cpus, most=options.concurrency, counts=counts
+        )
+        wanted = self._wanted(listed, tier.objects, None, None, is_near=False)
+        return Daemon(wanted, goal, engine, options=tuned, counts=counts)
+
     def _wanted(
-        self, listed: UrlList | None, objects: Objects | None, tier: Tier, run_file: Run, *, is_near: bool
+        self,
+        listed: UrlList | None,
+        objects: Objects | None,
+        tier: Tier | None,
+        run_file: Run | None,
+        *,
+        is_near: bool,
     ) -> Wanted:
         options = self._options
         if objects is not None and (options.runs or listed is None):
@@ -185,14 +256,16 @@ class Service:
         window = Window() if options.window is None else Window.parse(options.window)
         if window.seconds is not None:
             raise OptionError(f"window={options.window!r}: a list has no pace; give a size, or follow a run")
-        announced = tier.root / "runs" if is_near else None
-        return Listed(ShardList(listed, options.storage_options), window, announced, run_file.path)
+        shards = ShardList(listed, options.storage_options)
+        if tier is None or run_file is None or not is_near:
+            return Listed(shards, window)
+        return Listed(shards, window, tier.root / "runs", run_file.path)
 
     def _tuned(self) -> DaemonOptions:
         options = self._options
         return dataclasses.replace(
             options.daemon,
-            concurrency=options.concurrency,
+            concurrency=options.daemon.concurrency if options.concurrency is None else options.concurrency,
             bytes_per_second=None
             if options.bandwidth is None
             else parse_size(options.bandwidth, "bandwidth"),

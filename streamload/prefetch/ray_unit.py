@@ -1,0 +1,194 @@
+"""What a task on a node of a Ray cluster does: it brings one shard into the shared tier by way of its own.
+
+`bring` takes and gives plain values, so that a node with another streamload can say so. A process of Ray's
+brings unit after unit, and keeps its tier and its connections; it may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import pickle
+import platform
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamload.cache.runs import Run
+from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shared.sharing import SharedOptions
+from streamload.cache.tier import open_tier
+from streamload.errors import OptionError, StreamloadError
+from streamload.metrics import Counters
+from streamload.origins.origin import OriginOptions
+from streamload.prefetch.goals import Shared
+from streamload.prefetch.hands import NO_ROOM_SECONDS, Here
+from streamload.settings import read_settings
+
+_TICK_SECONDS = 0.05
+_AGAIN_SECONDS = 1.0
+"""A unit that failed isn't begun again at once by itself: whoever submitted it decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all units of a daemon have in common.
+
+    Attributes:
+        shared: the shared tier.
+        sign: the name of an object in it, by which a node sees that it is the same tier.
+        storage_options: for origins.
+        cache_dir, cache_size: of the tiers of the nodes; None: what each node has set.
+        bytes_per_second: the most that a unit takes from its origin; None: there is no cap.
+        origin: how patient transfers are.
+        no_room_seconds: after which a unit that finds no room in its node's tier has failed.
+        rest_seconds: how long a node that can't do any unit keeps the one it got, so that it doesn't
+            fail one after the other that another node could do.
+    """
+
+    shared: SharedOptions
+    sign: str
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    cache_dir: str | None = None
+    cache_size: str | int | None = None
+    bytes_per_second: float | None = None
+    origin: OriginOptions = field(default_factory=OriginOptions)
+    no_room_seconds: float = NO_ROOM_SECONDS
+    rest_seconds: float = 5.0
+
+
+def bring(version: str, job: bytes, unit: bytes) -> dict[str, Any]:
+    """Bring a unit, unless it is there.
+
+    Args:
+        version: of the streamload that asks.
+        job: a pickled Job.
+        unit: a pickled Shard.
+
+    Returns:
+        "node": the name of this machine; and either "size" and "arrived", in bytes, or one of
+        "why": the unit can't be had now,
+        "trouble": this node can't do any unit now,
+        "unfit": this node can't do any unit as it is set up.
+    """
+    node = platform.node()
+    if (mine := own_version()) != version:
+        return {"node": node, "unfit": f"it has streamload {mine}, and {version} is wanted"}
+    shard: Shard = pickle.loads(unit)
+    try:
+        return {"node": node, **_carrier(job).bring(shard)}
+    except OptionError as exc:
+        return {"node": node, "unfit": str(exc)}
+    except (StreamloadError, OSError) as exc:
+        _drop_carriers()
+        time.sleep(pickle.loads(job).rest_seconds)
+        return {"node": node, "trouble": str(exc)}
+
+
+def own_version() -> str:
+    """The version of streamload that is installed here."""
+    return importlib.metadata.version("streamload")
+
+
+_carriers: dict[bytes, _Carrier] = {}  # by job; of a process of Ray's, which does one unit at a time
+
+
+def _carrier(job: bytes) -> _Carrier:
+    if job not in _carriers:
+        _drop_carriers()
+        _carriers[job] = _Carrier(pickle.loads(job))
+    return _carriers[job]
+
+
+def _drop_carriers() -> None:
+    while _carriers:
+        _carriers.popitem()[1].close()
+
+
+class _Carrier:
+    """Brings units into a shared tier, one at a time, as long as its process lives.
+
+    Raises:
+        OptionError: this node's settings can't be used, or don't lead to the same shared tier.
+        CacheError: the tier of this node, or the shared one, can't be used.
+    """
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._counts = Counters()
+        self._change = threading.Condition()
+        # Guarded by _change:
+        self._digest = ""  # of the unit that is worked on
+        self._ended: dict[str, Any] | None = None  # how it ended
+        with contextlib.ExitStack() as stack:
+            shared = job.shared.open_tier(self._counts)
+            stack.callback(shared.close)
+            self._goal = stack.enter_context(contextlib.closing(Shared(shared)))
+            if shared.objects.read(job.sign) is None:
+                raise OptionError(
+                    f"the shared cache {shared.objects.url} is another one there: name an object store, or a "
+                    f"folder that is mounted at the same place on all nodes"
+                )
+            tier = open_tier(read_settings(job.cache_dir, job.cache_size))
+            self._run = stack.enter_context(contextlib.closing(Run(tier.root / "runs")))
+            here = Here(
+                self._brought,
+                self._failed,
+                lambda shard: 0.0,
+                tier=tier,
+                goal=self._goal,
+                threads=1,
+                storage_options=job.storage_options,
+                origin=job.origin,
+                bytes_per_second=job.bytes_per_second,
+                no_room_seconds=job.no_room_seconds,
+                counts=self._counts,
+            )
+            self._here = stack.enter_context(contextlib.closing(here))
+            self._stack = stack.pop_all()
+
+    def bring(self, shard: Shard) -> dict[str, Any]:
+        """See `bring`."""
+        if shard_of(shard.url, self._job.storage_options).digest != shard.digest:
+            raise OptionError(
+                f"{shard.name} has another identity there: the environment that is a part of it (endpoints, "
+                f"configuration of commands) has to be the same on all nodes"
+            )
+        if self._goal.holds(shard):
+            return {"size": 0, "arrived": 0}
+        before = self._counts.snapshot().origin_bytes
+        with self._change:
+            self._digest, self._ended = shard.digest, None
+        self._run.announce([shard.digest])  # or it may be evicted before it is stored
+        self._here.want([shard])
+        try:
+            while (ended := self._waited()) is None:
+                self._here.check()
+        finally:
+            self._here.want(())
+            self._run.announce([])
+        return {**ended, "arrived": self._counts.snapshot().origin_bytes - before}
+
+    def close(self) -> None:
+        """Give back what it holds; once is enough."""
+        self._stack.close()
+
+    def _waited(self) -> dict[str, Any] | None:
+        with self._change:
+            if self._ended is None:
+                self._change.wait(_TICK_SECONDS)
+            return self._ended
+
+    def _brought(self, shard: Shard, size: int) -> None:
+        self._end(shard, {"size": size})
+
+    def _failed(self, shard: Shard, why: str) -> float:
+        self._end(shard, {"why": why})
+        return _AGAIN_SECONDS
+
+    def _end(self, shard: Shard, how: dict[str, Any]) -> None:
+        with self._change:
+            if shard.digest == self._digest:
+                self._ended = how
+                self._change.notify_all()
