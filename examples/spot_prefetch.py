@@ -22,9 +22,9 @@ import streamload
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 
-SHARDS, SAMPLES = 40, 32
+SHARDS, SAMPLES = 24, 32
 STEP_SECONDS = 0.1
-BYTES_PER_SECOND_PER_CONNECTION = 60_000.0
+BYTES_PER_SECOND_PER_CONNECTION = 200_000.0
 
 
 def loader(url: str, place: Path, name: str, **more: Any) -> streamload.Loader:
@@ -73,7 +73,10 @@ class SpotNodes:
         while not self._ended.is_set():
             own = ["--cache-dir", str(self._place / f"node-{number}"), "--cache-size", "1GB"]
             daemon = subprocess.Popen([*command, *own, *options], stderr=subprocess.DEVNULL)
-            self._ended.wait(rng.uniform(3.0, 6.0))
+            parts = self._place / f"node-{number}" / "parts"
+            while not self._ended.wait(0.1) and not (parts.is_dir() and any(parts.iterdir())):
+                pass  # until it is at work
+            self._ended.wait(rng.uniform(1.0, 5.0))
             daemon.kill()
             daemon.wait()
             self.kills += 1
