@@ -29,6 +29,17 @@ class Link:
         seen = [(r.seconds + self.offset, r.sent) for r in self.server.log if r.path != _MARK and r.sent]
         return [(at, sent) for at, sent in seen if start <= at < stop]
 
+    def first_request(self) -> float | None:
+        """When a shard was first asked for, by any method."""
+        asked = [r.seconds + self.offset for r in self.server.log if r.path != _MARK]
+        return min(asked, default=None)
+
+    def busy(self) -> tuple[float, float, int]:
+        """When a shard was first asked for, when the last answer was over, and the bytes of all answers."""
+        answers = [request for request in self.server.log if request.path != _MARK]
+        first, last = min(r.seconds for r in answers), max(r.ended for r in answers)
+        return first + self.offset, last + self.offset, sum(r.sent for r in answers)
+
     def fetched_bytes(self, start: float, stop: float) -> int:
         return sum(sent for _, sent in self.requests(start, stop))
 

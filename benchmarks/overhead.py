@@ -9,15 +9,16 @@ The warm epoch of warm.py, as float32 and as uint8 batches, each beside the floo
 (streamload/bench/floor.py), in more rounds than warm.py has; a ratio is the median of the rounds' own, as a
 machine drifts by more than what is looked for. Then the same with the functions of the journey wrapped by
 clocks (contenders/staged.py): each counts its own time in the thread where it runs, without that of the
-stages inside it, over both workers. The clocks cost something themselves, about 0.4 µs a call and a lock,
-which is in the stages' numbers: some 15 µs an image. "rank" is all of the training's own process, the
-consumer's reading of every image included. "the rest" is what the processes' CPU time is beyond that: the
-DataLoader's own code in the workers, fills that have nothing to do, the interpreter.
+stages inside it, over both workers. The clocks cost something themselves, which is in the stages' numbers,
+most of it "between the stages": compare the whole with that of the plain contender. "rank" is all of the
+training's own process, the consumer's reading of every image included. "the rest" is what the processes'
+CPU time is beyond that: the DataLoader's own code in the workers, fills that have nothing to do, the
+interpreter.
 
 Result: results/overhead.json; docs/performance.md has it as tables.
 
 Explanation: a stage that only takes care of an image costs more in place than alone: the pixels of each image
-push its code and its data out of the processor's caches. So what needs no pixels is done for sixteen samples
+push its code and its data out of the processor's caches. So what needs no pixels is done for eight samples
 in a row.
 """
 

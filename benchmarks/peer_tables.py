@@ -107,10 +107,41 @@ def consumer(result: Result) -> str:
     return table(["waiting (images/s)", *(f"a device of {speed} images/s" for speed in speeds)], rows)
 
 
+def resume(result: Result) -> str:
+    rows = []
+    for name, row in result["medians"].items():
+        each = [one for one in result["rounds"] if one["label"] == name]
+        rest = "as it was to come" if all(one["in_order"] for one in each) else "otherwise"
+        rows.append(
+            [
+                name,
+                spread(result, name, "first_batch_seconds"),
+                f"{row['start_to_first_batch_seconds']:.1f}",
+                _fetched_again(row),
+                f"{row['lost']:,.0f} / {row['again']:,.0f} of {row['to_come']:,.0f}",
+                rest,
+            ]
+        )
+    for name in dict.fromkeys(failure["contender"] for failure in result["failures"]):
+        reasons = [failure["reason"] for failure in result["failures"] if failure["contender"] == name]
+        rows.append([name, *["–"] * 4, f"{reasons[0]} ({len(reasons)} of {len(result['seeds'])} rounds)"])
+    rows += [[name, *["–"] * 4, f"can't: {reason}"] for name, reason in result["cannot"].items()]
+    head = ["contender", "first batch, s (rounds)", "from the process's start, s"]
+    head += ["fetched again for it / in all, MB", "samples lost / given again", "the rest of the epoch"]
+    return table(head, rows)
+
+
+def _fetched_again(row: Result) -> str:
+    if row["is_local"]:
+        return "local files"
+    return f"{row['fetched_to_first_batch_bytes'] / 1e6:.0f} / {row['fetched_bytes'] / 1e6:.0f}"
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     "cold": cold,
     "warm": warm,
     "half": half,
+    "resume": resume,
     "scaling": scaling,
     "consumer": consumer,
 }

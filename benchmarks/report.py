@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md and benchmarks/README.md, and its charts, from results/*.json.
+"""Writes the tables and charts of docs/performance.md, docs/scale.md and benchmarks/README.md from results/.
 
 Command: python -m benchmarks.report
 
@@ -11,11 +11,14 @@ import json
 import statistics
 from pathlib import Path
 
-from benchmarks import peer_tables
+from benchmarks import peer_tables, spot_tables
 from benchmarks.markdown import Result, filled, number, spread, table
 from benchmarks.turns import RESULTS, ROOT
 
-PAGES = (ROOT / "docs/performance.md", ROOT / "benchmarks/README.md")
+PAGES = tuple(
+    ROOT / page
+    for page in ("docs/performance.md", "docs/prepared.md", "docs/scale.md", "benchmarks/README.md")
+)
 IMAGES = ROOT / "docs/images"
 
 
@@ -27,17 +30,22 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
     parser.add_argument("--images", type=Path, default=IMAGES)
     given = parser.parse_args()
-    found = {name: _read(given.results / f"{name}.json") for name in TABLES}
+    found = {name: _read(given.results / f"{name}.json") for name in (*TABLES, "spot")}
     results = {name: result for name, result in found.items() if result is not None}
     tables = tables_of(results)
     given.images.mkdir(parents=True, exist_ok=True)
-    for name, (_, drawing) in peer_tables.charts_of(results).items():
+    drawn = {**peer_tables.charts_of(results), **spot_tables.charts_of(results.get("spot"))}
+    for name, (_, drawing) in drawn.items():
         (given.images / f"{name}.svg").write_text(drawing)
     for page in given.pages:
         page.write_text(filled(page.read_text(), tables))
 
 
 def tables_of(results: dict[str, Result]) -> dict[str, str]:
+    spot = spot_tables.tables(results.get("spot"))
+    results = {
+        name: result for name, result in results.items() if name != "spot"
+    }  # nothing is measured in it
     tables = {name: TABLES[name](result) for name, result in results.items()}
     tables |= {
         f"{name}_chart": f"![{title}](images/{name}.svg)"
@@ -47,7 +55,9 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         tables["peers"] = peer_tables.peers(results["warm"])
     if "overhead" in results:
         tables["stages"] = stages(results["overhead"])
-    return {"targets": targets(results), "machine": machine(results), **tables}
+    if "prepared" in results:
+        tables["preparing"] = preparing(results["prepared"])
+    return {"targets": targets(results), "machine": machine(results), **tables, **spot}
 
 
 def targets(results: dict[str, Result]) -> str:
@@ -182,6 +192,35 @@ def stages(result: Result) -> str:
     return table(["stage", *(f"{name.removeprefix('stages, ')}, µs an image" for name in timed)], rows)
 
 
+def prepared(result: Result) -> str:
+    rows = [
+        [
+            name,
+            spread(result, name, "cpu_us_per_image", 0),
+            spread(result, name, "images_per_second", 0),
+        ]
+        for name, row in result["medians"].items()
+    ]
+    return table(["shards, images", "CPU µs an image (rounds)", "images/s (rounds)"], rows)
+
+
+def preparing(result: Result) -> str:
+    plain = result["settings"]["bytes"] / result["settings"]["samples"]
+    rows = [
+        [
+            recipe,
+            f"{cost['cpu_us_per_image']:,.0f}",
+            f"{cost['bytes_per_image'] / 1e3:,.0f}",
+            f"{cost['bytes_per_image'] / plain:.2f} ×",
+            f"{result['psnr'][recipe]['mean_db']:.1f}",
+            f"{result['psnr'][recipe]['lowest_tenth_db']:.1f}",
+        ]
+        for recipe, cost in result["preparing"].items()
+    ]
+    head = ["recipe", "CPU µs an image, once", "KB an image", "of the shard's", "PSNR of a crop, dB"]
+    return table([*head, "of a tenth of them below"], rows)
+
+
 def scale(result: Result) -> str:
     rows = [
         [
@@ -215,8 +254,37 @@ def memory_tier(result: Result) -> str:
     )
 
 
+def start(result: Result) -> str:
+    rows = []
+    for name, row in result["medians"].items():
+        if "seconds" in row:
+            rows.append([name, spread(result, name, "seconds"), "–"])
+        else:
+            times = [f"{since}_to_first_batch_seconds" for since in ("making", "iter")]
+            rows.append([name, *(spread(result, name, metric) for metric in times)])
+    head = ["loader or command", "from making it (or calling it), s (rounds)", "from iter(), s (rounds)"]
+    return table(head, rows)
+
+
+def link_busy(result: Result) -> str:
+    rows = [
+        [
+            name,
+            f"{row['share']:.1%}",
+            f"{row['bytes'] / row['seconds'] / 1e6:,.0f}",
+            spread(result, name, "seconds"),
+            f"{row['cpu_seconds_per_gb']:.2f}",
+        ]
+        for name, row in result["medians"].items()
+    ]
+    head = ["client and link", "of what it carries", "MB/s", "first request to last byte, s (rounds)"]
+    return table([*head, "CPU s a GB"], rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
+    "start": start,
+    "link_busy": link_busy,
     "memory": memory,
     "flat": flat,
     "memory_tier": memory_tier,
@@ -224,6 +292,7 @@ TABLES = {
     "fill": fill,
     "verification": verification,
     "overhead": overhead,
+    "prepared": prepared,
     "scale": scale,
 }
 

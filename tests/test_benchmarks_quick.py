@@ -124,6 +124,49 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
 
 
 @pytest.mark.timeout(400)
+def test_a_start_is_measured_beside_a_bare_loaders_and_asks_the_origin_for_nothing(tmp_path: Path) -> None:
+    loaders = ["streamload, fork", "bare DataLoader, fork"]
+    commands = ["streamload --help", "streamload warm, to its first request"]
+    result = run_quickly("start", tmp_path / "out.json", "--contenders", *loaders, *commands)
+
+    medians = result["medians"]
+    assert list(medians) == [*loaders, *commands]
+    assert [medians[name]["images"] for name in loaders] == [128, 128]
+    assert medians[loaders[0]]["fetched_bytes"] == 0
+    assert all(row["making_to_first_batch_seconds"] > 0 for row in (medians[name] for name in loaders))
+    found = {target["claim"]: target["value"] for target in result["targets"]}
+    assert [value is None for value in found.values()] == [False, True, False, False]
+    assert report.tables_of({"start": result})["start"].count("\n") == 5
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_taken_up_gives_the_rest_of_its_epoch_and_fetches_nothing(tmp_path: Path) -> None:
+    result = run_quickly(
+        "resume", tmp_path / "out.json", "--contenders", "streamload", "--openclip-python", "none"
+    )
+
+    (row,) = result["rounds"]
+    assert (row["to_come"], row["images"], row["lost"], row["again"]) == (192, 192, 0, 0)
+    assert row["in_order"]
+    assert row["fetched_bytes"] == 0
+    assert 0 < row["first_batch_seconds"] < row["start_to_first_batch_seconds"]
+    assert [target["met"] for target in result["targets"]] == [True] * 3
+    table = report.tables_of({"resume": result})["resume"]
+    assert all(f"| {name} |" in table for name in ("streamload", *result["cannot"]))
+
+
+@pytest.mark.timeout(400)
+def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
+    result = run_quickly("link_busy", tmp_path / "out.json")
+
+    warm, curl = result["rounds"]
+    assert (warm["contender"], curl["contender"]) == ("streamload warm", "curl")
+    assert warm["bytes"] >= curl["bytes"] > result["settings"]["shard_bytes"]
+    assert all(0 < row["share"] <= 1.05 for row in result["rounds"])
+    assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 3
+
+
+@pytest.mark.timeout(400)
 def test_the_shuffle_is_measured_beside_a_permutation(tmp_path: Path) -> None:
     result = run_quickly("shuffle", tmp_path / "out.json", "--openclip-python", "none")
 
@@ -148,6 +191,20 @@ def test_a_tier_on_disk_and_one_in_memory_are_read_and_only_dropped_pages_come_f
     if file_system(Path(tempfile.gettempdir())).is_memory:
         return
     assert result["medians"][dropped]["disk_bytes_per_image"] > 0
+
+
+@pytest.mark.timeout(400)
+def test_prepared_shards_are_read_without_their_origin(tmp_path: Path) -> None:
+    chosen = ["as they are, uint8", "raw-256, uint8", "jpeg-256-q90, none prepared, uint8"]
+    result = run_quickly("prepared", tmp_path / "out.json", "--contenders", *chosen)
+
+    assert [(row["images"], row["origin_bytes"]) for row in result["rounds"]] == [(256, 0)] * 3
+    assert result["preparing"]["raw-256"]["bytes_per_image"] > 200_000
+    assert result["preparing"]["jpeg-256-q90"]["bytes_per_image"] < 60_000
+    assert all(psnr["mean_db"] > 30 for psnr in result["psnr"].values())
+    tables = report.tables_of({"prepared": result})
+    assert tables["prepared"].count("\n") > 2
+    assert tables["preparing"].count("\n") > 2
 
 
 @pytest.mark.timeout(400)

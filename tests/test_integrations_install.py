@@ -187,12 +187,21 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
         (["--streamload-as-given=1"], (0, True), ["--streamload-as-given=1"]),
         (["--streamload-save-steps=20", "--streamload-save-steps", "0"], (0, True), []),
         (["--streamload-save-stepsize=20"], (0, True), ["--streamload-save-stepsize=20"]),
+        (["--streamload-prepare", "raw-256", "--lr", "1"], (0, True, None, "raw-256"), ["--lr", "1"]),
+        (["--streamload-prepare=jpeg-256-q90"], (0, True, None, "jpeg-256-q90"), []),
     ],
 )
 def test_our_flags_are_taken_out_of_a_command_line(
-    words: list[str], own: tuple[int, bool] | tuple[int, bool, str], left: list[str]
+    words: list[str], own: tuple[Any, ...], left: list[str]
 ) -> None:
     assert take_own(words) == (OwnArguments(*own), left)
+
+
+@pytest.mark.parametrize("words", [["=raw"], [""], ["", "--lr"]])
+def test_our_flag_needs_a_recipe(words: list[str]) -> None:
+    first, *others = words
+    with pytest.raises(OptionError, match="is no recipe for prepared images"):
+        take_own([f"--streamload-prepare{first}", *others])
 
 
 @pytest.mark.parametrize("words", [["=-1"], ["=x"], ["="], ["", "1.5"], [""], ["", "--lr"]])

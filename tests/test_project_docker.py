@@ -7,15 +7,19 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import s3fs
 import yaml
 from moto.server import ThreadedMotoServer
+from tiers import until
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
@@ -153,10 +157,14 @@ def test_compose_names_what_exists():
             context = (ROOT / "docker" / service["build"]["context"]).resolve()
             assert context == ROOT
             assert (context / service["build"]["dockerfile"]).samefile(DOCKERFILE)
-            assert service["command"][0] == "python"
-            assert f"docker/{service['command'][1]}" in dict(copies())
+            if service["command"][0] != "streamload":
+                assert service["command"][0] == "python"
+                assert f"docker/{service['command'][1]}" in dict(copies())
         for volume in service.get("volumes", ()):
             name, _, target = volume.partition(":")
+            if name.startswith("."):
+                assert (ROOT / "docker" / name).is_file()
+                continue
             assert name in COMPOSE["volumes"]
             assert target == dict(steps())["VOLUME"]
         assert set(service.get("depends_on", ())) <= set(services)
@@ -164,28 +172,69 @@ def test_compose_names_what_exists():
     assert services["train"]["environment"]["AWS_ENDPOINT_URL"].startswith("http://store:")
 
 
-def test_the_services_commands_fill_a_store_and_train_from_it(image, tmp_path):
+def test_prometheus_asks_each_daemon_where_it_listens():
+    (job,) = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())["scrape_configs"]
+    (asked,) = job["static_configs"]
+    daemons = {name: service for name, service in COMPOSE["services"].items() if name.startswith("daemon")}
+    assert len(daemons) == 2
+    expected = []
+    for name, service in daemons.items():
+        listen = service["command"][service["command"].index("--listen") + 1]
+        expected.append(f"{name}:{listen.rpartition(':')[2]}")
+    assert asked["targets"] == expected
+
+
+def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_beside(image, tmp_path):
     app, environ = image
+    services = COMPOSE["services"]
     store = ThreadedMotoServer(port=0, verbose=False)
     store.start()
+    daemons = []
     try:
         host, port = store.get_host_and_port()
-        variables = COMPOSE["services"]["train"]["environment"] | {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "STREAMLOAD_CACHE_DIR": str(tmp_path / "cache"),
-        }
-        upload = [*COMPOSE["services"]["shards"]["command"], "--samples", "96", "--samples-per-shard", "24"]
-        train = [*COMPOSE["services"]["train"]["command"], "--batch-size", "16"]
-        printed = []
-        for command in (upload, train):
+        endpoint = f"http://{host}:{port}"
+
+        def environment(name):
+            own = {"AWS_ENDPOINT_URL": endpoint, "STREAMLOAD_CACHE_DIR": str(tmp_path / name)}
+            return environ | services[name]["environment"] | own
+
+        def run(name, *more):
+            command = [*services[name]["command"], *more]
             done = subprocess.run(
-                command, cwd=app, env=environ | variables, capture_output=True, text=True, timeout=170
+                command, cwd=app, env=environment(name), capture_output=True, text=True, timeout=170
             )
             assert done.returncode == 0, done.stdout + done.stderr
-            printed.append(done.stdout)
+            return done.stdout
+
+        assert "96 samples in 4 shards at s3://shards" in run(
+            "shards", "--samples", "96", "--samples-per-shard", "24"
+        )
+        for name in ("daemon-1", "daemon-2"):
+            *command, listen = services[name]["command"]
+            command += [listen.replace("0.0.0.0", "127.0.0.1").rpartition(":")[0] + ":0"]
+            daemons.append(subprocess.Popen(command, cwd=app, env=environment(name)))
+        printed = run("train", "--batch-size", "16")
+        assert len(re.findall(r"loss [\d.]+", printed)) == 2
+        second = re.findall(r"origin +([\d,]+) requests", printed)[1]
+        assert int(second) == 0
+
+        files = s3fs.S3FileSystem(
+            key="anything", secret="anything", endpoint_url=endpoint, skip_instance_cache=True
+        )
+        near = services["train"]["environment"]["STREAMLOAD_SHARED_CACHE"]
+
+        def held():
+            files.invalidate_cache()
+            return [path for path in files.find(near) if path.endswith("/index")]
+
+        until(lambda: time.sleep(0.2) or len(held()) == 4)
+        for daemon in daemons:
+            assert daemon.poll() is None
+            daemon.send_signal(signal.SIGTERM)
+            assert daemon.wait(60) == 0
+        assert not [path for path in files.find(near) if "/leases/" in path]
     finally:
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
         store.stop()
-    assert "96 samples in 4 shards at s3://shards" in printed[0]
-    first, second = re.findall(r"origin +([\d,]+) requests", printed[1])
-    assert int(first) >= 4
-    assert int(second) == 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamload.errors import ShardCut, ShardError, ShardFormatError
-from streamload.shards.tar import EXTENDED_LIMIT_BYTES, TarParser
+from streamload.shards.tar import EXTENDED_LIMIT_BYTES, NOTE, TarParser
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -31,13 +31,13 @@ class LoudInfo(tarfile.TarInfo):
 
 
 def oracle(data):
-    """Regular members as (name, start, size), and whether tarfile read to the end without complaint."""
+    """Regular members as (name, start, size, note), and whether tarfile read to the end without complaint."""
     members = []
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r|", tarinfo=LoudInfo) as tar:
             for info in tar:
                 if info.isreg() and not info.issparse():
-                    members.append((info.name, info.offset_data, info.size))
+                    members.append((info.name, info.offset_data, info.size, info.pax_headers.get(NOTE, "")))
                 tar.members = []
                 if info.size > 1 << 24:  # tarfile would "seek" there block by block
                     return members, False
@@ -87,6 +87,18 @@ def test_members_are_those_that_tarfile_gives(tar_format):
     found, payloads = parse(data)
     assert ([tuple(member) for member in found], True) == oracle(data)
     assert [(member.name, payload) for member, payload in zip(found, payloads, strict=True)] == members
+
+
+def test_a_note_is_of_the_member_behind_it_alone():
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, records in (("a.txt", {}), ("b.jpg", {NOTE: "5 ü \udcff"}), ("c.txt", {"comment": "no"})):
+            info = tarfile.TarInfo(name)
+            info.pax_headers = records
+            tar.addfile(info)
+    found, _ = parse(out.getvalue())
+    assert [member.note for member in found] == ["", "5 ü \udcff", ""]
+    assert ([tuple(member) for member in found], True) == oracle(out.getvalue())
 
 
 def test_long_ustar_names_use_the_prefix():

@@ -134,15 +134,45 @@ def test_a_webp_has_the_pixels_of_pillow(mode, options):
     same_as_pillow(encoded(photograph(mode=mode), "WEBP", **options))
 
 
-@pytest.mark.parametrize("kind", ["GIF", "BMP"])
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "PPM"])
 def test_formats_that_hide_behind_a_wrong_extension_are_decoded(kind):
     same_as_pillow(encoded(photograph(), kind))
 
 
-@pytest.mark.parametrize("kind", ["TIFF", "PPM", "ICO", "TGA"])
+@pytest.mark.parametrize("kind", ["TIFF", "PCX", "ICO", "TGA"])
 def test_a_format_that_is_not_on_the_list_fails(kind):
     with pytest.raises(DecodeError, match="expected one of JPEG, PNG, WEBP, GIF, BMP"):
         decode_jpeg_or_image(encoded(photograph(64, 64), kind))
+
+
+PPM = encoded(Image.new("RGB", (5, 4), (1, 2, 3)), "PPM")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PPM[:-1],
+        PPM[:8],
+        b"P6",
+        PPM.replace(b"5 4", b"5 0"),
+        PPM.replace(b"255", b"127"),
+        PPM.replace(b"255", b"65535"),
+        PPM.replace(b"5 4", b"5 -4"),
+        PPM.replace(b"5 4", b"20000 20000"),
+        PPM.replace(b"5 4", b"9" * 60 + b" 4"),
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_stored_pixels_that_are_not_all_there_fail(data):
+    for decoding in (decode_jpeg_or_image, decode_to_pillow):
+        with pytest.raises(DecodeError):
+            decoding(memoryview(data))
+
+
+def test_stored_pixels_in_scratch_are_a_copy():
+    kept = decode_jpeg_or_image(PPM, in_scratch=True)
+    kept[:] = 9
+    np.testing.assert_array_equal(decode_jpeg_or_image(PPM), by_pillow(PPM))
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])

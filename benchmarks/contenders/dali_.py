@@ -74,6 +74,10 @@ def main() -> None:
         converting(convert, job, names)
         return
     tokenize = tokenizer(job)
+    making = time.monotonic()
+    resuming = {"enable_checkpointing": True} if job.resumes else {}
+    if job.takes_up:
+        resuming["checkpoint"] = job.saved_state()
     pipeline = photographs(
         job.urls,
         job.shuffle or SAMPLE_SHUFFLE,
@@ -83,18 +87,19 @@ def main() -> None:
         seed=job.seed,
         exec_dynamic=True,
         prefetch_queue_depth=2,
+        **resuming,
     )
     pipeline.build()
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for _ in range(job.samples // job.batch_size):
+        for _ in range(job.batches):
             images, captions = pipeline.run()
             texts = [captions.at(number).tobytes().decode() for number in range(job.batch_size)]
             yield torch.from_dlpack(images.as_tensor()), tokenize(texts)
 
     imported = time.monotonic()
-    epochs = [train(batches(), job, epoch) for epoch in range(job.epochs)]
-    Result(imported, epochs, versions(*names), limits=LIMITS).print()
+    epochs = [train(batches(), job, epoch, pipeline.checkpoint) for epoch in range(job.epochs)]
+    Result(imported, epochs, versions(*names), limits=LIMITS, making=making).print()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from megatron.energon import (
     WorkerConfig,
     edataclass,
     get_loader,
+    get_savable_loader,
     get_train_dataset,
     stateless,
 )
@@ -90,6 +91,7 @@ def main() -> None:
     if job.convert_to is not None:
         converting(convert, job, names)
         return
+    making = time.monotonic()
     dataset: Any = get_train_dataset(
         job.urls,
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=job.workers, seed_offset=job.seed),
@@ -100,10 +102,13 @@ def main() -> None:
         virtual_epoch_length=job.samples // job.batch_size,
         task_encoder=Encoder(job),
     )
-    loader = get_loader(dataset)
+    loader: Any = get_savable_loader(dataset) if job.resumes else get_loader(dataset)
+    if job.takes_up:
+        loader.restore_state_rank(job.saved_state())
+    save = loader.save_state_rank if job.resumes else None
     imported = time.monotonic()
-    epochs = [train(((b.images, b.texts) for b in loader), job, epoch) for epoch in range(job.epochs)]
-    Result(imported, epochs, versions(*names), limits=LIMITS).print()
+    epochs = [train(((b.images, b.texts) for b in loader), job, epoch, save) for epoch in range(job.epochs)]
+    Result(imported, epochs, versions(*names), limits=LIMITS, making=making).print()
 
 
 if __name__ == "__main__":

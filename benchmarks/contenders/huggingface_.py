@@ -1,5 +1,6 @@
 """Hugging Face datasets: the tars streamed by its webdataset builder into a DataLoader of torch."""
 
+import functools
 import logging
 import time
 from typing import Any
@@ -26,6 +27,7 @@ def main() -> None:
         return torch.stack(images), torch.stack(texts)
 
     logging.basicConfig(level=logging.WARNING)
+    making = time.monotonic()
     dataset = (
         datasets.load_dataset(
             "webdataset", data_files={"train": tars.addresses(job.urls)}, split="train", streaming=True
@@ -33,7 +35,7 @@ def main() -> None:
         .shuffle(seed=job.seed, buffer_size=job.shuffle or SAMPLE_SHUFFLE)
         .decode(False)
     )
-    loader = DataLoader(
+    loader = _loader_class(job)(
         dataset,
         batch_size=job.batch_size,
         num_workers=job.workers,
@@ -41,13 +43,32 @@ def main() -> None:
         collate_fn=collate,
         persistent_workers=job.workers > 0,
     )
+    first = 0
+    if job.takes_up:
+        saved = job.saved_state()
+        first = saved["epoch"]
+        loader.load_state_dict(saved["loader"])
     imported = time.monotonic()
     epochs = []
     for epoch in range(job.epochs):
-        dataset.set_epoch(epoch)
-        epochs.append(train(loader, job, epoch))
-    names = ("datasets", "torchvision", "torch", "pillow")
-    Result(imported, epochs, versions(*names), limits=LIMITS).print()
+        dataset.set_epoch(first + epoch)
+        save = functools.partial(_state, first + epoch, loader)
+        epochs.append(train(loader, job, epoch, save))
+    names = ("datasets", "torchdata", "torchvision", "torch", "pillow")
+    Result(imported, epochs, versions(*names), limits=LIMITS, making=making).print()
+
+
+def _loader_class(job: Job) -> type[DataLoader[Any]]:
+    """torch's, or the one with states that the documentation of datasets names for resuming."""
+    if not job.resumes:
+        return DataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader
+
+
+def _state(epoch: int, loader: Any) -> dict[str, Any]:
+    return {"epoch": epoch, "loader": loader.state_dict()}
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def main() -> None:
         return
     register_downloader("http", Http)
     far = job.urls.startswith("http")
+    making = time.monotonic()
     dataset = Photographs(
         Transform(job),
         Dir(url=job.urls) if far else job.urls,
@@ -85,9 +86,11 @@ def main() -> None:
         drop_last=True,
         persistent_workers=job.workers > 0,
     )
+    if job.takes_up:
+        loader.load_state_dict(job.saved_state())
     imported = time.monotonic()
-    epochs = [train(loader, job, epoch) for epoch in range(job.epochs)]
-    Result(imported, epochs, versions(*names), limits=LIMITS).print()
+    epochs = [train(loader, job, epoch, loader.state_dict) for epoch in range(job.epochs)]
+    Result(imported, epochs, versions(*names), limits=LIMITS, making=making).print()
 
 
 if __name__ == "__main__":

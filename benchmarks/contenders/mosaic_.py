@@ -65,6 +65,7 @@ def main() -> None:
     download.DOWNLOADER_MAPPINGS["http"] = Http
     streaming.base.util.clean_stale_shared_memory()
     far = job.urls.startswith("http")
+    making = time.monotonic()
     dataset = Photographs(
         Transform(job),
         remote=job.urls if far else None,
@@ -82,9 +83,11 @@ def main() -> None:
         drop_last=True,
         persistent_workers=job.workers > 0,
     )
+    if job.takes_up:
+        loader.load_state_dict(job.saved_state())
     imported = time.monotonic()
-    epochs = [train(loader, job, epoch) for epoch in range(job.epochs)]
-    Result(imported, epochs, versions(*names), limits=LIMITS).print()
+    epochs = [train(loader, job, epoch, loader.state_dict) for epoch in range(job.epochs)]
+    Result(imported, epochs, versions(*names), limits=LIMITS, making=making).print()
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
     """Do the job; `more` is for make_loader."""
     preprocess = open_clip_preprocess() if job.preprocess == "open_clip" else None
     reads_only = job.preprocess == "none"
-    epochs = []
-    with streamload.make_loader(
+    tokenize = None if reads_only else tokenizer(job)
+    make_loader, epochs = streamload.make_loader, []  # which imports it
+    making = time.monotonic()
+    with make_loader(
         job.urls,
-        None if reads_only else tokenizer(job),
+        tokenize,
         preprocess=preprocess,
         compile=job.compile,
         map_sample=bytes_of if reads_only else None,
@@ -37,16 +39,21 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         shuffle=job.shuffle,
         seed=job.seed,
         image_dtype=job.images,
+        prepare=job.prepare,
         cache_dir=job.cache_dir,
         cache_size=job.cache_bytes,
-        **more,
+        **{"multiprocessing_context": job.start_method, **more},
     ) as loader:
+        if job.takes_up:
+            loader.load_state_dict(job.saved_state())
         imported = time.monotonic()
         for epoch in range(job.epochs):
-            epochs.append(read(loader, job) if reads_only else train(loader, job, epoch))
+            trained = read(loader, job) if reads_only else train(loader, job, epoch, loader.state_dict)
+            epochs.append(trained)
             after_epoch()
         notes = {"stats": loader.stats().as_dict()}
-    return Result(imported, epochs, versions("streamload", "torch", "simplejpeg", "pillow"), notes)
+    names = ("streamload", "torch", "simplejpeg", "pillow")
+    return Result(imported, epochs, versions(*names), notes, making=making)
 
 
 if __name__ == "__main__":

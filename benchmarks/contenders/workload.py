@@ -41,7 +41,7 @@ class Job:
             nothing of a sample but the number of its bytes.
         images: "float32", or "uint8" where a contender is to hand over bytes.
         compile: of streamload, whether it compiles preprocess.
-        tokenizer: "words" or "open_clip".
+        tokenizer: "words", "open_clip", or "numbers": the number at a caption's end in place of ids.
         shuffle: the window where the loader lets one choose; None for its default.
         packages: a folder whose packages stand behind the interpreter's own; None for none.
         convert_to: a folder: write the shards there in the loader's own format, and train on nothing.
@@ -51,7 +51,12 @@ class Job:
         step_seconds: how long the consumer takes for each batch, besides.
         checks: of streamload, how the check of each sample that is read runs: "shipped", or for
             verification.py "timed" or "off".
+        prepare: of streamload, its recipe for prepared images; None for images as they are.
         drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
+        start_method: how workers are started, "fork" or "spawn"; None for the loader's default.
+        state: a file for the loader's state.
+        save_after: behind so many batches of the last epoch the state goes there, or went; None for never.
+        takes_up: begin with the state that is there, and go through the rest of its epoch.
     """
 
     urls: str
@@ -72,7 +77,12 @@ class Job:
     keep: int = 0
     step_seconds: float = 0.0
     checks: str = "shipped"
+    prepare: str | None = None
     drop_pages: bool = False
+    start_method: str | None = None
+    state: str | None = None
+    save_after: int | None = None
+    takes_up: bool = False
 
     @classmethod
     def from_argument(cls) -> "Job":
@@ -83,6 +93,21 @@ class Job:
 
     def to_argument(self) -> str:
         return json.dumps(asdict(self))
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it has to do with states."""
+        return self.state is not None
+
+    @property
+    def batches(self) -> int:
+        """Of an epoch, or of what is left of one that is taken up."""
+        return self.samples // self.batch_size - (self.save_after or 0 if self.takes_up else 0)
+
+    def saved_state(self) -> Any:
+        """What another process saved."""
+        assert self.state is not None
+        return torch.load(self.state, weights_only=False)
 
 
 @dataclass
@@ -102,6 +127,10 @@ class Epoch:
     """From the first batch on, the consumer's time without one."""
     changed_batches: int = 0
     """Of those that it kept, the ones that weren't at the end what they had been."""
+    numbers: list[int] = field(default_factory=list)
+    """With numbers for ids, of each image which it is."""
+    saving_seconds: float = 0.0
+    """What saving the loader's state took."""
 
 
 @dataclass
@@ -109,7 +138,9 @@ class Result:
     """What a contender measured.
 
     Attributes:
+        imported: when the loader was made, and all that goes before it done.
         limits: what it doesn't do of what others do, in a few words each.
+        making: when the loader began to be made, where that is measured.
     """
 
     imported: float
@@ -117,6 +148,7 @@ class Result:
     versions: dict[str, str]
     notes: dict[str, Any] = field(default_factory=dict)
     limits: Sequence[str] = ()
+    making: float = 0.0
 
     def print(self) -> None:
         """In the last line of the output, whatever else a library has said there."""
@@ -143,9 +175,21 @@ class WordTokenizer:
         return self._ids[word]
 
 
+class NumberTokenizer:
+    """The number at the end of a caption, and zeros: which sample it is of."""
+
+    def __call__(self, captions: str | Sequence[str]) -> torch.Tensor:
+        captions = [captions] if isinstance(captions, str) else captions
+        rows = torch.zeros(len(captions), LENGTH, dtype=torch.int64)
+        rows[:, 0] = torch.tensor([int(caption.split()[-1]) for caption in captions])
+        return rows
+
+
 def tokenizer(job: Job) -> Callable[..., torch.Tensor]:
     if job.tokenizer == "words":
         return WordTokenizer()
+    if job.tokenizer == "numbers":
+        return NumberTokenizer()
     return _open_clip().get_tokenizer("ViT-B-32")
 
 
@@ -180,17 +224,32 @@ def converting(convert: Callable[[Job, Path], None], job: Job, names: Sequence[s
     Result(began, [], versions(*names), {"seconds": seconds, "bytes": written}).print()
 
 
-def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], job: Job, epoch: int) -> Epoch:
-    """Go through an epoch as a training would, with next to no work for each batch."""
+def train(
+    loader: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    job: Job,
+    epoch: int,
+    save: Callable[[], object] | None = None,
+) -> Epoch:
+    """Go through an epoch as a training would, with next to no work for each batch.
+
+    Args:
+        save: gives the loader's state; asked where the job says so.
+    """
+    numbers: list[int] = []
 
     def look(batch: tuple[torch.Tensor, torch.Tensor], is_first: bool) -> tuple[int, float]:
         images, texts = batch
         if is_first:
             _check(images, texts, job)
+        if job.tokenizer == "numbers":
+            numbers.extend(texts[:, 0].tolist())
         return len(images), read_one_channel(images, epoch % 3)
 
     if not job.keep:
-        return _timed(loader, job, look)
+        is_last = epoch == job.epochs - 1
+        seen = _timed(loader, job, look, save if is_last else None)
+        seen.numbers = numbers
+        return seen
     kept = Kept(job.keep)
 
     def look_and_keep(batch: tuple[torch.Tensor, torch.Tensor], is_first: bool) -> tuple[int, float]:
@@ -256,7 +315,12 @@ def bytes_of(sample: dict[str, Any]) -> dict[str, int]:
     return {"bytes": sum(len(data) for name, data in sample.items() if not name.startswith("__"))}
 
 
-def _timed(loader: Iterable[Batch], job: Job, look: Callable[[Batch, bool], tuple[int, float]]) -> Epoch:
+def _timed(
+    loader: Iterable[Batch],
+    job: Job,
+    look: Callable[[Batch, bool], tuple[int, float]],
+    save: Callable[[], object] | None = None,
+) -> Epoch:
     if job.drop_pages and job.cache_dir is not None:
         drop_pages(Path(job.cache_dir))
     cpu_before, disk_before = cpu_seconds(), disk_bytes()
@@ -272,6 +336,10 @@ def _timed(loader: Iterable[Batch], job: Job, look: Callable[[Batch, bool], tupl
         mean += channel
         seen.batches += 1
         seen.images += images
+        if save is not None and not job.takes_up and seen.batches == job.save_after:
+            began = time.monotonic()
+            torch.save(save(), job.state)
+            seen.saving_seconds = time.monotonic() - began
         if job.step_seconds:
             time.sleep(job.step_seconds)
         asked = time.monotonic()

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock
+from streamload.cache.shard import Shard
 from streamload.errors import CacheError
 from streamload.metrics import Counts
 
@@ -58,6 +59,10 @@ class Directory:
     def published(self, digest: str) -> Path:
         """Where a shard is when it is whole."""
         return self.root / "shards" / digest
+
+    def has_whole(self, shard: Shard) -> bool:
+        """Whether all of a shard is here, as its origin has it or prepared as the run wants it."""
+        return any(self.published(digest).exists() for digest in shard.digests)
 
     def bare(self, digest: str) -> Path:
         """Where the index of a shard is whose bytes had no room."""

@@ -92,8 +92,9 @@ def fill(
 
     Args:
         part: the claim; whatever happens, it is over when this returns or raises.
-        shard: what is filled. Of a local file only the index is made.
-        open_origin: gives its origin (not asked for a local file).
+        shard: what is filled. Of a local file only the index is made, unless it is to be prepared.
+        open_origin: gives its origin (not asked for a local file that stays where it is); for a shard that is
+            to be prepared, one that gives the prepared bytes under the version of what they are made of.
         size_bytes: of the shard, where it is known: without room for it its origin isn't asked.
         wait: how soon the shard is needed, in shard visits (see `Room.reserve`).
         stop: ends the fill; the samples that it has so far stay.
@@ -164,6 +165,7 @@ class _Fill:
         self._bare = bare
         self._refused = refused
         self._shard = shard
+        self._is_prepared = bool(shard.recipe)
         self._wait = wait
         self._stop = stop
         self._index: IndexWriter | None = None
@@ -185,8 +187,8 @@ class _Fill:
         """
         try:
             self._make_room(size_bytes, patient=False)
-            if self._shard.local is not None:
-                self._index_local(self._shard.local)
+            if self._shard.in_place is not None:
+                self._index_local(self._shard.in_place)
             else:
                 self._transfer(open_origin)
         except OriginStopped:
@@ -215,7 +217,7 @@ class _Fill:
         """Bring the bytes here, from where an orphan's verified prefix ends."""
         scanner, expected = self._take_up()
         with contextlib.closing(self._open(open_origin(), scanner.position, expected)) as stream:
-            size = stream.version.size
+            size = None if self._is_prepared else stream.version.size
             if expected is None:
                 self._make_room(size or 0, patient=False)
                 self._begin(asdict(stream.version))
@@ -245,7 +247,7 @@ class _Fill:
             return scanner.feed(chunk)
         except ShardFormatError:
             assert self._index is not None
-            again = ShardScanner(known_stop, self._index.count)
+            again = ShardScanner(known_stop, self._index.count, prepared=self._is_prepared)
             with (self._part.path / "data").open("rb") as data, contextlib.suppress(ShardFormatError):
                 data.seek(again.position)
                 # A block at a time, as damage is in a header; payloads in larger pieces.
@@ -272,10 +274,12 @@ class _Fill:
             os.close(data)
 
     def _begin(self, facts: dict[str, object]) -> None:
-        if self._shard.local is None and not self._bare and self._data < 0:
+        if self._shard.in_place is None and not self._bare and self._data < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             self._data = os.open(self._part.path / "data", flags, 0o600)
-        kind = {"bare": True} if self._bare else {}
+        kind: dict[str, object] = {"bare": True} if self._bare else {}
+        if self._is_prepared:
+            kind["prepared"] = self._shard.recipe
         meta = {"url": self._shard.name, "digest": self._shard.digest, **kind, **facts}
         self._index = IndexWriter(self._part.path, meta)
 
@@ -346,15 +350,16 @@ class _Fill:
                 taken = self._copy(orphan.path)
         self._part.forget_orphan()
         if taken is None:
-            return ShardScanner(), None
+            return ShardScanner(prepared=self._is_prepared), None
         return taken
 
     def _copy(self, orphan: Path) -> tuple[ShardScanner, Version] | None:
         version, entries = verified_prefix(orphan)
         if not entries or not is_traceable(version):
             return None
-        scanner = ShardScanner.after(entries[-1])
-        self._make_room(version.size or scanner.position, patient=False)
+        scanner = ShardScanner.after(entries[-1], prepared=self._is_prepared)
+        size = None if self._is_prepared else version.size
+        self._make_room(size or scanner.position, patient=False)
         with open_data(orphan) as source:
             self._begin(asdict(version))
             while self._written < scanner.position:

@@ -83,9 +83,7 @@ class ShardView:
         self._trouble_since: float | None = None
         self.was_complete = False
         """Whether the whole shard was in the tier when the view first found it."""
-        was_published = not self._is_settled() and any(
-            tier.published(shard.digest).exists() for tier in self._tiers()
-        )
+        was_published = not self._is_settled() and any(tier.has_whole(shard) for tier in self._tiers())
         self.refresh()
         self.was_complete = was_published or (self.ended and not self.gave_up and not self.is_bare)
 
@@ -164,7 +162,7 @@ class ShardView:
             found = source.sample(number, needed, memory)
             if found is not None:
                 return found
-            if self.shard.local is not None:
+            if source.is_in_place:
                 raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
         self.distrust()
         return None
@@ -280,7 +278,9 @@ class ShardView:
         digest = self.shard.digest
         places = [tier.verdict(digest)]
         if self._is_settled():
-            places = [tier.published(digest), tier.bare(digest), *places, *tier.parts(digest)]
+            published = map(tier.published, self.shard.digests)
+            parts = (part for name in self.shard.digests for part in tier.parts(name))
+            places = [*published, tier.bare(digest), *places, *parts]
         return [path for path in places if path not in self._avoided]
 
     def _is_settled(self) -> bool:
@@ -290,8 +290,10 @@ class ShardView:
     def _open(self, path: Path) -> Source | None:
         is_published = path.parent.name == "shards"
         before = _directory(path) if is_published else None
+        prepared = self.shard.prepared
+        shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
         try:
-            found = Source.open(path, self.shard)
+            found = Source.open(path, shard)
         except (FileNotFoundError, CacheCorrupt):
             found = None
             if before is not None and before == _directory(path):  # else it was published just now
@@ -302,7 +304,7 @@ class ShardView:
         if found is None:
             return None
         found.reader.refresh()
-        is_damaged = is_published and not (found.reader.ended and is_of(found.reader, self.shard))
+        is_damaged = is_published and not (found.reader.ended and is_of(found.reader, shard))
         if is_damaged or (self._index is None and is_outdated(found.reader.meta, self.shard)):
             found.close()
             self._condemn(path)

@@ -75,8 +75,9 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
     is_long = len(shards) > LOOKED_THROUGH
     used_bytes, allowed_bytes = tier.used_bytes, tier.room.allowed_bytes
     published = [shard for shard in tier.shards() if shard.kind == "shards"]
-    digests = {shard.digest for shard in spread(shards)} if published or not is_long else set()
-    count = -(-(len(shards) if is_long else len(digests)) // nodes)
+    looked_at = {shard.digest: shard for shard in spread(shards)} if published or not is_long else {}
+    count = -(-(len(shards) if is_long else len(looked_at)) // nodes)
+    digests = {digest for shard in looked_at.values() for digest in shard.digests}
     held = [shard for shard in published if shard.digest in digests]
     samples: list[int] = []
     for shard in held[:_SHARDS_LOOKED_INTO]:

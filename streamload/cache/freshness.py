@@ -276,9 +276,9 @@ class _Watched(Origin):
 
 
 def _copies(shard: Shard, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Path]]:
-    """Where a shard is published, or its index alone is."""
+    """Where a shard is published, prepared or as it is, or its index alone is."""
     for tier in tiers:
-        for path in (tier.published(shard.digest), tier.bare(shard.digest)):
+        for path in (*map(tier.published, shard.digests), tier.bare(shard.digest)):
             if path.exists():
                 yield tier, path
 

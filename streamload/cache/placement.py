@@ -109,11 +109,11 @@ def decide(settings: Settings, shards: Sequence[Shard], ask: Ask, nodes: int = 1
     if no_disk:
         return Answer("memory", f"auto: {no_disk}")
     looked_at = spread(shards)
-    digests = {shard.digest for shard in looked_at}
+    digests = {digest for shard in looked_at for digest in shard.digests}
     on_disk, in_memory = _published(settings.cache_dir), _published(memory_root(settings))
     found = len(digests & on_disk.keys())
     if found > len(digests & in_memory.keys()):
-        return Answer("disk", f"auto: {found} of {len(digests)} shards are there")
+        return Answer("disk", f"auto: {found} of {len(looked_at)} shards are there")
     looked_at_bytes = _data_bytes(looked_at, {**on_disk, **in_memory}, ask)
     if looked_at_bytes is None:
         return Answer("disk", "auto: the size of the data isn't known")
@@ -253,8 +253,9 @@ def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: Ask) -> int 
         ask: of the others some are asked, spread over the list; the rest is taken to be as large.
     """
     different = {shard.digest: shard for shard in shards}
-    known = [held[digest] for digest in different if digest in held]
-    others = [shard for digest, shard in different.items() if digest not in held]
+    held_as = {digest: set(shard.digests) & held.keys() for digest, shard in different.items()}
+    known = [held[name] for names in held_as.values() for name in names]
+    others = [shard for digest, shard in different.items() if not held_as[digest]]
     far = [shard for shard in others if shard.local is None]
     near_bytes = (len(others) - len(far)) * _INDEX_BYTES
     asked = far[:: -(-len(far) // _SHARDS_ASKED) or 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -34,16 +34,47 @@ class Shard:
     """Its name in the tier."""
     local: Path | None = None
     """The file itself where it is on this machine: then only its index is kept in the tier."""
+    recipe: str = ""
+    """By which it is prepared: then the tier has bytes made of the origin's; empty: it has the origin's."""
+    prepared: Shard | None = None
+    """The prepared shard that is read in its stead where there is one; None: none is looked for."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The names under which a tier may have it."""
+        return (self.digest,) if self.prepared is None else (self.prepared.digest, self.digest)
+
+    @property
+    def in_place(self) -> Path | None:
+        """The file whose bytes are read where they are; None where the tier has to have them."""
+        return None if self.recipe else self.local
 
 
-def shard_of(url: str, storage_options: dict[str, Any] | None) -> Shard:
-    """What is known of a shard from its URL alone."""
-    return Shard(
+def shard_of(url: str, storage_options: dict[str, Any] | None, recipe: str = "") -> Shard:
+    """What is known of a shard from its URL alone.
+
+    Args:
+        url: one URL.
+        storage_options: of fsspec.
+        recipe: look for it as prepared by this one.
+    """
+    shard = Shard(
         url=url,
         name=urls.redact(url),
         digest=urls.digest(url, storage_options),
         local=urls.local_path(url) if urls.is_local(url) else None,
     )
+    return replace(shard, prepared=prepared_form(shard, recipe)) if recipe else shard
+
+
+def prepared_form(shard: Shard, recipe: str) -> Shard:
+    """The shard that is made of another by a recipe (prefetch/prepared.py), under a name of its own.
+
+    Both have the same short name (runs.py): a run needs the one as soon as the other.
+    """
+    own = hashlib.blake2b(f"{shard.digest} {recipe}".encode(), digest_size=8).hexdigest()
+    name = f"{shard.name}#{recipe}"
+    return replace(shard, name=name, digest=shard.digest[:16] + own, recipe=recipe, prepared=None)
 
 
 class ShardList(Sequence[Shard]):
@@ -55,11 +86,13 @@ class ShardList(Sequence[Shard]):
     Args:
         listed: their URLs.
         storage_options: of fsspec.
+        recipe: of the prepared shards that are read where there are any; empty: none are.
     """
 
-    def __init__(self, listed: UrlList, storage_options: dict[str, Any] | None) -> None:
+    def __init__(self, listed: UrlList, storage_options: dict[str, Any] | None, recipe: str = "") -> None:
         self.urls = listed
         self._storage_options = storage_options
+        self._recipe = recipe
         self._shard = functools.lru_cache(_KEPT)(self._made)
 
     def __len__(self) -> int:
@@ -71,24 +104,24 @@ class ShardList(Sequence[Shard]):
     def __getitem__(self, place: slice) -> ShardList: ...
     def __getitem__(self, place: int | slice) -> Shard | ShardList:
         if isinstance(place, slice):
-            return ShardList(self.urls[place], self._storage_options)
+            return ShardList(self.urls[place], self._storage_options, self._recipe)
         return self._shard(place)
 
     def __iter__(self) -> Iterator[Shard]:
-        return (shard_of(url, self._storage_options) for url in self.urls)
+        return (shard_of(url, self._storage_options, self._recipe) for url in self.urls)
 
     def __repr__(self) -> str:
         return f"<ShardList of {len(self):,}>"
 
-    def __reduce__(self) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None]]:
-        return ShardList, (self.urls, self._storage_options)
+    def __reduce__(self) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None, str]]:
+        return ShardList, (self.urls, self._storage_options, self._recipe)
 
     def digest(self, place: int) -> str:
         """The name of a shard in the tier, where nothing else of it is needed: nothing is kept."""
         return urls.digest(self.urls[place], self._storage_options)
 
     def _made(self, place: int) -> Shard:
-        return shard_of(self.urls[place], self._storage_options)
+        return shard_of(self.urls[place], self._storage_options, self._recipe)
 
 
 def spread(shards: Sequence[Shard]) -> Sequence[Shard]:
@@ -109,7 +142,7 @@ def fingerprint(shards: Sequence[Shard]) -> str:
 
 
 def version_of(reader: IndexReader) -> Version:
-    """Which version of its shard an index is of."""
+    """Which version of its shard an index is of: of a prepared one, that of what it was made of."""
     meta: dict[str, Any] = reader.meta
     return Version(meta.get("size"), meta.get("etag"), meta.get("last_modified"))
 
@@ -130,6 +163,10 @@ def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> No
 
 def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
     """Whether a local file was changed since its index was made; not known of one that couldn't be opened."""
-    if shard.local is None or "mtime_ns" not in meta:
+    is_prepared = "prepared" in meta
+    if shard.local is None or not (is_prepared or "mtime_ns" in meta):
         return False
-    return (meta.get("size"), meta.get("mtime_ns")) != LocalVersion.of(shard.local)
+    now = LocalVersion.of(shard.local)
+    if is_prepared:  # by way of origins/local.py
+        return (meta.get("size"), meta.get("last_modified")) != (now.size, str(now.mtime_ns))
+    return (meta.get("size"), meta.get("mtime_ns")) != now

@@ -137,7 +137,8 @@ class ShardCache:
 
     def mean_bytes(self) -> float:
         """The mean size of the open shards whose size is known; 0 if none is."""
-        sizes = [v.reader.meta.get("size") for v in self._views.values() if v.reader is not None]
+        readers = [view.reader for view in self._views.values() if view.reader is not None]
+        sizes = [reader.size or reader.meta.get("size") for reader in readers]
         known = [size for size in sizes if isinstance(size, int)]
         return sum(known) / len(known) if known else 0.0
 

@@ -32,11 +32,12 @@ class Source:
             raise CacheCorrupt(f"{path} can't be read: {exc.strerror}") from exc
         self.version = version_of(self.reader)
         self.is_bare = self.reader.meta.get("bare") is True
+        self.is_in_place = shard.in_place is not None
         self._data = -1
         if self.is_bare:
             return
         try:
-            self._data = self._open_data(shard.local)
+            self._data = self._open_data(shard.in_place)
         except BaseException:
             self.reader.close()
             raise

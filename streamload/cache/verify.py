@@ -193,7 +193,7 @@ class _Look:
         if not reader.is_complete:
             return f"its index says that it was given up: {reader.status}"
         self.size_bytes = reader.size or 0
-        stated = reader.meta.get("size")
+        stated = None if "prepared" in reader.meta else reader.meta.get("size")  # of what it was made of
         if stated is not None and stated != reader.size:
             return f"its index says both {stated} and {reader.size} bytes"
         if data >= 0 and os.fstat(data).st_size != reader.size:

@@ -8,7 +8,10 @@ import typer
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from streamload.prefetch.warm import WarmProgress
+    from streamload.transforms.prepare import Preparation
 
 
 def warm(
@@ -42,6 +45,9 @@ def warm(
     ray_cpus: Annotated[
         float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")
     ] = 1.0,
+    prepare: Annotated[
+        str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')
+    ] = None,
 ) -> None:
     """Fill the cache with shards once.
 
@@ -54,7 +60,7 @@ def warm(
     if ray is not None:
         _warm_by_ray(
             urls,
-            memory=cache or memory_size,
+            near=[cache, memory_size, prepare],
             write_back=write_back,
             ray=ray,
             ray_cpus=ray_cpus,
@@ -66,25 +72,10 @@ def warm(
             concurrency=concurrency,
         )
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards, {task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("connecting", total=None)
-
-        def show(now: "WarmProgress") -> None:
-            description = f"{format_bytes(now.bytes_arrived)} arrived"
-            bar.update(task, total=now.shards, completed=now.shards_complete, description=description)
-
+    with _Bar() as bar:
         report = fill(
             urls,
             cache_dir=cache_dir,
@@ -96,7 +87,8 @@ def warm(
             write_back=write_back,
             storage_options=options,
             concurrency=8 if concurrency is None else concurrency,
-            on_progress=show,
+            prepare=None if prepare is None else _preparation(prepare),
+            on_progress=bar.show,
         )
     shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
     print(
@@ -114,18 +106,71 @@ def warm(
 def _warm_by_ray(
     urls: list[str],
     *,
-    memory: str | None,
+    near: list[str | None],
     write_back: bool | None,
     **options: Any,  # of ServiceOptions
 ) -> None:
     from streamload.cli.daemon import serve
     from streamload.prefetch.service import ServiceOptions
 
-    if memory is not None:
-        raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
+    if any(near):
+        raise OptionError(
+            "--cache, --memory-size and --prepare are for this node's cache, which --ray doesn't fill"
+        )
     if write_back is False:
         raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
     serve(ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options))
+
+
+def _preparation(text: str) -> "Preparation":
+    """What --prepare asks for; each thread that fills prepares with one thread of torch's."""
+    import torch
+
+    from streamload.transforms.prepare import Preparation
+
+    torch.set_num_threads(1)
+    return Preparation.parse(text)
+
+
+class _Bar:
+    """The progress bar, from the first news on: rich is imported while the first shards are on their way."""
+
+    def __init__(self) -> None:
+        self._drawn: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn is not None:
+            self._drawn.stop()
+
+    def show(self, now: "WarmProgress") -> None:
+        """Draw how far the warm-up is."""
+        from streamload.metrics import format_bytes
+
+        if self._drawn is None or self._task is None:
+            self._drawn, self._task = _drawn_bar()
+        description = f"{format_bytes(now.bytes_arrived)} arrived"
+        self._drawn.update(
+            self._task, total=now.shards, completed=now.shards_complete, description=description
+        )
+
+
+def _drawn_bar() -> "tuple[Progress, TaskID]":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards, {task.description}"),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.start()
+    return bar, bar.add_task("connecting", total=None)
 
 
 def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:

@@ -32,9 +32,10 @@ from streamload.transforms.examples import BatchInProgress, Looked, Sample
 
 _STAND_INS = 64
 _EARLIER_STAND_INS = 8
-_LOOKED_AT = 16
-_LOOKED_AT_BYTES = 2 << 20
-"""How many samples are looked at in advance, and about how many of their bytes at most."""
+_LOOKED_AT = 8
+_LOOKED_AT_BYTES = 1 << 20
+"""How many samples are looked at in advance, and about how many of their bytes at most: those should stay in
+the processor's second cache until they are decoded."""
 
 
 class _Seen(NamedTuple):

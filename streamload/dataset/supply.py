@@ -29,6 +29,7 @@ from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
+from streamload.prefetch.prepared import PreparedOrigin
 from streamload.prefetch.published import PlannedSource, Progress, plan_of
 from streamload.prefetch.publisher import Publisher
 from streamload.transforms.examples import Sample
@@ -89,6 +90,7 @@ class Supply:
             spare=self._spare,
             freshness=self._freshness,
             published=self._sharing.published,
+            is_prepared=self._sharing.has_prepared,
         )
         self._publisher = _publisher(recipe) if worker == 0 else None
         self._told_groups = recipe.deal.groups_told_by(recipe.rank)
@@ -149,7 +151,8 @@ class Supply:
             extension: data[start - entry.start : start - entry.start + size]
             for extension, start, size in entry.members
         }
-        return Sample(entry.key, self._recipe.shards[shard].name, members)
+        prepared = entry.prepared[0] if entry.prepared is not None else ""
+        return Sample(entry.key, self._recipe.shards[shard].name, members, prepared)
 
     def complain_if_barren(self) -> None:
         """Raise NoValidSamples if nothing usable has been seen: there is no more to come."""
@@ -289,6 +292,9 @@ class Supply:
         """Where a shard lives, the shared cache in front of it."""
         recipe = self._recipe
         origin = open_origin(shard.url, recipe.storage_options, recipe.origin, self._counts, stop)
+        preparation = recipe.examples.preparation
+        if shard.recipe and preparation is not None:  # what the shared cache doesn't give is made here
+            origin = PreparedOrigin(origin, preparation)
         return self._sharing.through(shard, origin, stop)
 
     def _no_room(self, shard: Shard) -> str:

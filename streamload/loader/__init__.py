@@ -30,6 +30,7 @@ def make_loader(
     preprocess: Preprocess | None = None,
     compile: bool = True,  # noqa: A002
     image_dtype: ImageDtype = "float32",
+    prepare: str | None = None,
     batch_size: int = 64,
     num_workers: int = 4,
     num_samples: int | None = None,
@@ -84,6 +85,10 @@ def make_loader(
         compile: False runs `preprocess` as given in any case.
         image_dtype: "uint8" leaves a compiled transform's images as levels, a quarter of the bytes, to be
             normalised by whoever uses them. (On a device they are moved as uint8 anyway.)
+        prepare: train on images whose short side has been made this small, "raw-256" or, for less room,
+            "jpeg-256-q90". Where the cache has prepared shards (`streamload warm --prepare`) they are read,
+            and nothing but the random part is done; else each image is prepared when it is used. The pixels
+            are the same either way, but not those of the original images (docs/prepared.md).
         batch_size: samples in a batch of one rank.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of

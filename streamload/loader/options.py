@@ -15,6 +15,7 @@ from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
+from streamload.transforms.prepare import Preparation
 from streamload.transforms.recognise import NotRecognised, recognise
 from streamload.urls import UrlList
 
@@ -32,6 +33,7 @@ class LoaderOptions:
     preprocess: Preprocess | None
     compile: bool
     image_dtype: ImageDtype
+    prepare: str | None
     batch_size: int
     num_workers: int
     num_samples: int | None
@@ -106,7 +108,12 @@ class LoaderOptions:
             raise OptionError(
                 "map_sample= makes the whole example: preprocess= and tokenizer= have no place beside it"
             )
-
+        if self.prepare is not None:
+            Preparation.parse(self.prepare)
+            if self.map_sample is not None:
+                raise OptionError(
+                    "prepare= is for images that are decoded here: map_sample= gets their bytes"
+                )
         if self.image_dtype == "uint8":
             self._refuse_floats()
 

@@ -21,6 +21,7 @@ from streamload.shards.keys import KeySpec
 from streamload.topology import Topology, run_name
 from streamload.transforms.examples import Examples, Preprocess
 from streamload.transforms.plan import ImagePlan, clip_plan
+from streamload.transforms.prepare import Preparation
 from streamload.transforms.recognise import NotRecognised, recognise
 from streamload.transforms.tokenize import adapt_tokenizer
 
@@ -57,7 +58,8 @@ def recipe_for(
         shared_cache=options.shared_cache,
         write_back=options.write_back,
     )
-    shards = ShardList(options.urls, storage)
+    preparation = None if options.prepare is None else Preparation.parse(options.prepare)
+    shards = ShardList(options.urls, storage, "" if preparation is None else preparation.name)
     placed = place_tier(settings, shards, storage, here.nodes)
     tier = placed.tier
     remove_unused(tier.root)
@@ -87,7 +89,7 @@ def recipe_for(
         train=options.train,
         skip=options.on_error == "skip",
         selection=_selection(options),
-        examples=_examples(options),
+        examples=_examples(options, preparation),
     )
     return recipe, placed
 
@@ -110,15 +112,24 @@ def _selection(options: LoaderOptions) -> Selection:
     return Selection(KeySpec.parse(options.image_key), KeySpec.parse(options.text_key), options.keep)
 
 
-def _examples(options: LoaderOptions) -> Examples:
+def _examples(options: LoaderOptions, preparation: Preparation | None) -> Examples:
     on_device = options.device is not None and options.device.type != "cpu"
+    planned = _planned(options)
+    if preparation is not None:
+        logger.info("prepare: images as by %s, from prepared shards where there are any", preparation.name)
+        if isinstance(planned, ImagePlan) and preparation.size < max(planned.size):
+            logger.warning(
+                "prepare=%r leaves images smaller than the %d×%d pixels that they are then made",
+                *(options.prepare, *planned.size),
+            )
     return Examples(
         image=KeySpec.parse(options.image_key).choose,
         text=KeySpec.parse(options.text_key).choose,
         tokenizer=adapt_tokenizer(options.tokenizer),
-        preprocess=_planned(options),
+        preprocess=planned,
         map_sample=options.map_sample,
         as_bytes=on_device or options.image_dtype == "uint8",
+        preparation=preparation,
     )
 
 

@@ -59,6 +59,8 @@ class Ahead:
             among those that are wanted.
         failed: told why a shard can't be had, from a filling thread, and says in how many seconds it is tried
             again; None: it is given up, by a verdict that all who read from the tier heed.
+        is_prepared: whether a prepared shard can be had as it is; then it is filled in place of the shard
+            that it stands for.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Ahead:
         published: Callable[[Shard, Path], None] = lambda shard, directory: None,
         wait_of: Callable[[Shard], float] | None = None,
         failed: Callable[[Shard, StreamloadError], float] | None = None,
+        is_prepared: Callable[[Shard], bool] = lambda form: False,
     ):
         self.tier = tier
         self._open_origin = open_origin
@@ -88,6 +91,7 @@ class Ahead:
         self._published = published
         self._wait_of = wait_of or self._place_of
         self._failed = failed
+        self._is_prepared = is_prepared
         self._stop = threading.Event()
         self._change = threading.Condition()
         # Guarded by _change:
@@ -306,11 +310,12 @@ class Ahead:
         if self._freshness is not None and self._freshness.has_to_ask(shard, self._tiers()):
             is_settled = self._freshness.check(shard, self._stop, self._tiers())
             return 0.0 if is_settled else _ELSEWHERE_SECONDS
-        if tier.published(shard.digest).exists() or (bare and tier.bare(shard.digest).exists()):
+        if tier.has_whole(shard) or (bare and tier.bare(shard.digest).exists()):
             self._note_refusal(tier, shard, bare, False)
             self._report(shard, Filled.PUBLISHED)
             return _HELD_SECONDS
-        part = tier.claim(shard.digest, self._stopped(tier, shard))
+        job = self._job(tier, shard, bare)
+        part = tier.claim(job.digest, self._stopped(tier, job))
         if part is None:
             with self._change:
                 self._refused_since.pop(shard.digest, None)
@@ -319,12 +324,12 @@ class Ahead:
             return _ELSEWHERE_SECONDS
         with self._change:
             self._parts.add(part)
-            self._lives.pop(shard.digest, None)
+            self._lives.pop(job.digest, None)
         try:
             outcome = fill(
                 part,
-                shard,
-                lambda: self._origin(shard),
+                job,
+                lambda: self._origin(shard, job),
                 size_bytes=self._sizes.get(shard.digest, 0),
                 wait=lambda: self._wait_of(shard),
                 stop=self._stop,
@@ -349,9 +354,18 @@ class Ahead:
                 self._sizes[shard.digest] = outcome.size_bytes
         if outcome.result is Filled.PUBLISHED and not bare:
             self._counts.add("shards_published")
-            self._published(shard, tier.published(shard.digest))
+            self._published(job, tier.published(job.digest))
+        if outcome.result is Filled.GAVE_UP and job is not shard:
+            return 0.0  # the shard itself may be had
         self._report(shard, outcome.result)
         return _NO_ROOM_SECONDS if refused else _HELD_SECONDS
+
+    def _job(self, tier: Tier, shard: Shard, bare: bool) -> Shard:
+        """What is filled for a shard: its prepared form where that can be had, else itself."""
+        form = shard.prepared
+        if form is None or bare or tier.verdict(form.digest).exists() or not self._is_prepared(form):
+            return shard
+        return form
 
     def _note_refusal(self, tier: Tier, shard: Shard, bare: bool, waits: bool) -> bool:
         """Whether a fill that waits for room in the middle is to end: the shard is wanted in another way."""
@@ -389,6 +403,6 @@ class Ahead:
             self._lives[shard.digest] = seen
         return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
 
-    def _origin(self, shard: Shard) -> Origin:
-        origin = self._open_origin(shard, self._stop)
+    def _origin(self, shard: Shard, job: Shard) -> Origin:
+        origin = self._open_origin(job, self._stop)
         return origin if self._freshness is None else self._freshness.watched(shard, origin)

@@ -15,14 +15,15 @@ from streamload.cache.fill import Filled
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
 from streamload.cache.runs import Run
-from streamload.cache.shard import Shard, ShardList
+from streamload.cache.shard import Shard, ShardList, prepared_form
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.write_back import WriteBack
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
-from streamload.origins.origin import OriginOptions, open_origin
+from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch.ahead import Ahead
+from streamload.prefetch.prepared import PreparedOrigin, Recipe
 from streamload.settings import file_system, read_settings
 from streamload.urls import expand_urls
 
@@ -119,6 +120,7 @@ def warm(
     write_back: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     concurrency: int = 8,
+    prepare: Recipe | None = None,
     on_progress: Callable[[WarmProgress], None] = lambda progress: None,
 ) -> WarmReport:
     """Fill a tier with shards, each once; what is there stays, what was begun is taken up.
@@ -134,6 +136,7 @@ def warm(
         write_back: store there all of the shards that it hasn't got, those that were in the tier among them.
         storage_options: for fsspec.
         concurrency: how many shards are filled at once.
+        prepare: keep them prepared by this recipe, and not as they are.
         on_progress: called some times a second.
 
     Raises:
@@ -153,13 +156,20 @@ def warm(
     listed = ShardList(expand_urls(urls), storage)
     placed = place_tier(settings, listed, storage)
     tier = placed.tier
-    shards = list({shard.digest: shard for shard in listed}.values())
+    sources = {(shard if prepare is None else prepared_form(shard, prepare.name)): shard for shard in listed}
+    shards = list({shard.digest: shard for shard in sources}.values())
     before = sum(tier.published(shard.digest).exists() for shard in shards)
     tally, counts = _Tally(), Counters()
     ask = asker(storage, OriginOptions(), counts)
     is_asked = settings.revalidate != "never"
     sharing = Sharing(shared, counts, ask if is_asked else None, uploads=min(4, concurrency))
     freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
+
+    def origin(shard: Shard, stop: threading.Event) -> Origin:
+        source = sources[shard]
+        far = sharing.through(source, open_origin(source.url, storage, counters=counts, stop=stop), stop)
+        return far if prepare is None else sharing.through(shard, PreparedOrigin(far, prepare), stop)
+
     with (
         closing(placed),
         closing(Run(tier.root / "runs")) as run,
@@ -168,9 +178,7 @@ def warm(
         closing(
             Ahead(
                 tier,
-                lambda shard, stop: sharing.through(
-                    shard, open_origin(shard.url, storage, counters=counts, stop=stop), stop
-                ),
+                origin,
                 threads=concurrency,
                 counts=counts,
                 report=tally.report,

@@ -106,7 +106,8 @@ class IndexWriter:
                 state = "finished" if self._is_finished else "unfinished"
                 raise ValueError(f"entry {entry.number} after {number} entries of an index that is {state}")
             number += 1
-            frame = pack_frame([entry.key, entry.members])
+            prepared = () if entry.prepared is None else (entry.prepared,)
+            frame = pack_frame([entry.key, entry.members, *prepared])
             records += pack_record(
                 entry.number,
                 self._layout(entry),
@@ -264,10 +265,11 @@ class IndexReader:
             record
         )
         try:
-            key, named = self._frame_at(names_start, names_length)
+            key, named, *more = self._frame_at(names_start, names_length)
+            prepared = (str(more[0][0]), int(more[0][1])) if more else None
             members = tuple([(extension, first, size) for extension, first, size in named])
             is_its_own = members[0][1] == start and members[-1][1] + members[-1][2] == stop
-        except (IndexError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError):
             is_its_own = False
         if not is_its_own:
             raise self._corrupt(f"the names at byte {names_start} are not those of entry {number}")
@@ -279,6 +281,7 @@ class IndexReader:
             height,
             caption_bytes,
             None if flags & NO_CHECKSUM else checksum,
+            prepared,
         )
 
     def layouts(self) -> dict[int, tuple[str, ...]]:

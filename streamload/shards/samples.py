@@ -14,6 +14,7 @@ import xxhash
 
 from streamload.errors import ShardFormatError
 from streamload.shards.image_header import HEADER_BYTES, image_size
+from streamload.shards.original import Original
 from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
@@ -41,6 +42,9 @@ class Entry:
     """Size of the `txt` member; 0: none."""
     checksum: int | None
     """xxh3_64 over the payloads in order; None where they were not read."""
+    prepared: tuple[str, int] | None = None
+    """Of a prepared shard: the extension of the image that stands for another (`members` has it under the
+    name that its origin gave it), and how many bytes that one has."""
 
     @property
     def start(self) -> int:
@@ -55,8 +59,12 @@ class Entry:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each member, by extension."""
-        return {extension: size for extension, _, size in self.members}
+        """Bytes of each member, by extension, as the shard's origin has them."""
+        sizes = {extension: size for extension, _, size in self.members}
+        if self.prepared is not None:
+            extension, size = self.prepared
+            sizes[extension] = size
+        return sizes
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -111,14 +119,17 @@ class ShardScanner:
         position: where the first chunk lies in the tar: 0, or the `whole_stop` of an earlier scanner.
         number: of the first sample.
         checksums: False leaves them out, as for files whose payloads are skipped.
+        prepared: heed what a prepared shard notes of its images: the entries are then those of the samples
+            that it was made of, but for the places of their members.
     """
 
-    def __init__(self, position: int = 0, number: int = 0, *, checksums: bool = True):
+    def __init__(self, position: int = 0, number: int = 0, *, checksums: bool = True, prepared: bool = False):
         self.whole_stop = position
         """The border up to which all is covered by entries given out; a scanner can start here."""
         self._parser = TarParser(position)
         self._next_number = number
         self._checksums = checksums
+        self._heeds_notes = prepared
         self._hash = xxhash.xxh3_64()
         self._update: Callable[[memoryview], None] = self._hash.update
         self._is_hashed = checksums
@@ -128,15 +139,16 @@ class ShardScanner:
         self._size = (0, 0)
         self._has_image = False
         self._image: _ImageLook | None = None
+        self._prepared: tuple[str, int] | None = None
         self._member: Member | None = None
         self._is_ours = False  # whether the current member belongs to the sample
 
     @classmethod
-    def after(cls, entry: Entry | None, *, checksums: bool = True) -> ShardScanner:
+    def after(cls, entry: Entry | None, *, checksums: bool = True, prepared: bool = False) -> ShardScanner:
         """A scanner that goes on behind `entry`, the last of a verified prefix (None: from the start)."""
         if entry is None:
-            return cls(checksums=checksums)
-        return cls(_border(entry), entry.number + 1, checksums=checksums)
+            return cls(checksums=checksums, prepared=prepared)
+        return cls(border(entry), entry.number + 1, checksums=checksums, prepared=prepared)
 
     @property
     def position(self) -> int:
@@ -209,6 +221,9 @@ class ShardScanner:
         if names is None:
             return
         key, extension = names
+        original = Original.parse(member.note) if self._heeds_notes and member.note else None
+        if original is not None:
+            extension = original.extension
         if key != self._key or extension in self._members or not self._members:
             self._give_out(entries)
             self._key = key
@@ -220,9 +235,14 @@ class ShardScanner:
                 f"the sample {key[:100]!a} has {len(self._members)} members at byte {member.start}; "
                 f"their names may take {NAMES_LIMIT_BYTES} bytes"
             )
+        if original is not None:
+            self._prepared = (extension, original.size)
         if extension in IMAGE_EXTENSIONS and not self._has_image:
             self._has_image = True
-            self._image = _ImageLook(member.size)
+            if original is not None:
+                self._size = (original.width, original.height)
+            else:
+                self._image = _ImageLook(member.size)
 
     def _give_out(self, entries: list[Entry]) -> None:
         """Give out the current sample and make room for the next."""
@@ -237,13 +257,15 @@ class ShardScanner:
             self._size[1],
             caption[2] if caption is not None else 0,
             self._hash.intdigest() if self._is_hashed else None,
+            self._prepared,
         )
         entries.append(entry)
-        self.whole_stop = _border(entry)
+        self.whole_stop = border(entry)
         self._next_number += 1
         self._members = {}
         self._size = (0, 0)
         self._has_image = False
+        self._prepared = None
         self._hash.reset()
         self._is_hashed = self._checksums
 
@@ -273,6 +295,6 @@ class _ImageLook:
         return at_end
 
 
-def _border(entry: Entry) -> int:
+def border(entry: Entry) -> int:
     """Where the block behind an entry's last payload begins."""
     return entry.stop + -entry.stop % BLOCK_BYTES

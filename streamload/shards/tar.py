@@ -20,6 +20,10 @@ EXTENDED_LIMIT_HEADERS = 16
 MEMBER_LIMIT_BYTES = 1 << 40
 """The largest size that is believed of a member."""
 
+NOTE = "STREAMLOAD.prepared"
+"""The one pax record of our own that is read; to all others it is a vendor's, and says nothing."""
+
+_NOTE = NOTE.encode()
 _ZEROS = bytes(BLOCK_BYTES)
 _NOTHING = memoryview(b"")
 _REGULAR = frozenset(b"0\x007")
@@ -54,6 +58,8 @@ class Member(NamedTuple):
     start: int
     """Where its payload begins in the tar."""
     size: int
+    note: str = ""
+    """The pax record NOTE, if it has one."""
 
 
 Piece = tuple[Member, memoryview]
@@ -89,6 +95,7 @@ class TarParser:
         self._extended_bytes = 0
         self._long_name: str | None = None
         self._long_size: int | None = None
+        self._note = ""
 
     @property
     def skippable(self) -> int:
@@ -199,14 +206,16 @@ class TarParser:
         if block[345]:
             name = block[345:500].partition(b"\0")[0] + b"/" + name
         text = self._long_name if self._long_name is not None else name.decode("utf-8", "surrogateescape")
+        note = self._note
         if self._extended_headers:
             size = self._long_size if self._long_size is not None else size
             self._extended_headers = self._extended_bytes = 0
             self._long_name = self._long_size = None
+            self._note = ""
         if kind in _WITHOUT_PAYLOAD:
             return
         self._payload, self._padding = size, -size % BLOCK_BYTES
-        self._member = Member(text, self.position, size) if kind in _REGULAR else None
+        self._member = Member(text, self.position, size, note) if kind in _REGULAR else None
         if not size and self._member is not None:
             pieces.append((self._member, _NOTHING))
 
@@ -249,6 +258,8 @@ class TarParser:
             if not size.isdigit() or len(size) > 20:
                 raise self._error(f"a pax size of {size[:40]!r}")
             self._long_size = self._believed(int(size))
+        if not self._note:
+            self._note = records.get(_NOTE, b"").decode("utf-8", "surrogateescape")
 
     def _pax_records(self, body: bytes) -> dict[bytes, bytes]:
         """The records `<length> <keyword>=<value>\\n` of a pax header; read strictly, in linear time."""

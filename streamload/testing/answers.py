@@ -34,6 +34,7 @@ class Request:
         status: of the answer; 0 before there is one.
         sent: bytes of the body that went out.
         seconds: since the server began, when the request came.
+        ended: the same, when the answer was over; 0 before.
     """
 
     method: str
@@ -45,6 +46,7 @@ class Request:
     status: int = 0
     sent: int = 0
     first: int = 0
+    ended: float = 0.0
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -97,7 +99,13 @@ class Answers(http.server.BaseHTTPRequestHandler):
         start, stop = _asked_range(self.headers.get("Range"))
         request = Request(self.command, path, start, stop, self.shards.seconds(), dict(self.headers.items()))
         self.shards.log.append(request)
-        fault = self.shards.fault_for(path)
+        try:
+            self._answer_request(request)
+        finally:
+            request.ended = self.shards.seconds()
+
+    def _answer_request(self, request: Request) -> None:
+        fault = self.shards.fault_for(request.path)
         self.shards.closed.wait(self.shards.latency_seconds)
         if fault.silent:
             self.shards.wait_while(lambda: True, self._client_is_there)

@@ -2,11 +2,13 @@
 
 A sound 8-bit JPEG is decoded by libjpeg-turbo with the GIL released. Everything else, a JPEG that makes the
 decoder warn included, is Pillow's, so that what is accepted and what is refused is Pillow's decision too.
+Pixels that were stored as they are (binary PPM, as prepared shards have them) aren't decoded at all.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import threading
 import warnings
 
@@ -43,6 +45,10 @@ FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
 _SCRATCH_BYTES = 16 << 20
 _JPEG_START = b"\xff\xd8\xff"
+_PPM_START = b"P6"
+_PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
+"""Of binary PPM the plain form, 8 bits and no comments: what Pillow, OpenCV and netpbm write."""
+_PPM_HEADER_BYTES = 32
 _FAST_COLOURS = frozenset(("YCbCr", "Gray"))
 
 
@@ -85,7 +91,7 @@ def decode_jpeg_or_image(
     """Decode an image.
 
     Args:
-        data: a whole JPEG, PNG, WebP, GIF or BMP file.
+        data: a whole JPEG, PNG, WebP, GIF, BMP or binary PPM file.
         in_scratch: the pixels are needed only until this thread decodes another image.
         size: what `jpeg_size` has said of it; None: it wasn't asked.
 
@@ -103,6 +109,8 @@ def decode_jpeg_or_image(
             return pixels
         except ValueError:  # strict, its default: what libjpeg only warns of is raised
             pass
+    if data[:2] == _PPM_START:
+        return _stored(data, in_scratch)
     return np.array(decode_to_pillow(data))
 
 
@@ -113,6 +121,8 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
 
     Args and Raises: as for `decode_jpeg_or_image`.
     """
+    if data[:2] == _PPM_START:
+        return Image.fromarray(_stored(data, in_scratch=False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = _open(data)
@@ -128,6 +138,20 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
             ) from exc
 
 
+def _stored(data: bytes | memoryview, in_scratch: bool) -> Pixels:
+    """The pixels of a binary PPM: where they lie if that will do, and torch, which may write, may have it."""
+    header = _PPM_HEADER.match(bytes(data[:_PPM_HEADER_BYTES]))
+    if header is None:
+        raise DecodeError(f"a PPM that begins with {bytes(data[:16])!r}; expected P6, width, height and 255")
+    width, height = map(int, header.groups())
+    _check_size(width, height)
+    size = height * width * 3
+    if not size or len(data) < header.end() + size:
+        raise DecodeError(f"PPM of {width}×{height} with {len(data) - header.end()} bytes of pixels")
+    pixels = np.frombuffer(data, np.uint8, size, header.end()).reshape(height, width, 3)
+    return pixels if in_scratch and pixels.flags.writeable else pixels.copy()
+
+
 def _open(data: bytes | memoryview) -> Image.Image:
     """Read the header."""
     try:
@@ -137,7 +161,7 @@ def _open(data: bytes | memoryview) -> Image.Image:
     except UnidentifiedImageError as exc:
         raise DecodeError(
             f"{len(data)} bytes that begin with {bytes(data[:8])!r} are not an image; "
-            f"expected one of {', '.join(FORMATS)}"
+            f"expected one of {', '.join(FORMATS)}, PPM"
         ) from exc
     except Exception as exc:
         raise DecodeError(f"image of {len(data)} bytes could not be opened: {exc!r}") from exc

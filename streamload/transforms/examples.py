@@ -11,10 +11,11 @@ import torch
 
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
-from streamload.transforms.decode import decode_jpeg_or_image, jpeg_size
+from streamload.transforms.decode import Pixels, decode_jpeg_or_image, jpeg_size
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import ImagePlan, Size, Statistics
 from streamload.transforms.planned import Choices, PlannedTransform
+from streamload.transforms.prepare import Preparation
 from streamload.transforms.tokenize import BatchTokenizer
 from streamload.transforms.user import SeededGenerators, UserTransform
 
@@ -29,6 +30,8 @@ class Sample(NamedTuple):
     key: str
     url: str
     members: dict[str, memoryview]
+    prepared: str = ""
+    """The extension of the member that is prepared; empty: none is."""
 
 
 class Looked(NamedTuple):
@@ -38,6 +41,7 @@ class Looked(NamedTuple):
     seed: int
     text: str = ""
     data: memoryview = memoryview(b"")
+    is_prepared: bool = False
     image: Any = None
 
 
@@ -84,6 +88,7 @@ class Examples:
         text: which one holds the caption, and in which field of a JSON member.
         tokenizer: captions to ids; None leaves them as strings.
         preprocess: pixels to an image of the batch by a plan, or PIL image to value by a function as given.
+        preparation: what is done to each image that isn't prepared yet, before anything else; None: nothing.
         map_sample: in place of all of the above: the raw sample to a dict of values.
         as_bytes: leave a plan's images as uint8, to be normalised where they are used.
     """
@@ -94,6 +99,7 @@ class Examples:
     preprocess: ImagePlan | Preprocess
     map_sample: MapSample | None
     as_bytes: bool
+    preparation: Preparation | None = None
 
     @property
     def unnormalised(self) -> Statistics | None:
@@ -107,18 +113,29 @@ class Examples:
         if self.map_sample is not None:
             return _MappedBatch(self.map_sample, allocate)
         if isinstance(self.preprocess, ImagePlan):
-            images: _Images = _PlannedImages(self.preprocess, self.as_bytes, size, allocate)
+            images: _Images = _PlannedImages(self.preprocess, self, size, allocate)
         else:
-            images = _GivenImages(self.preprocess, allocate)
+            prepare = None if self.preparation is None else self.pixels
+            images = _GivenImages(self.preprocess, prepare, allocate)
         return _CaptionedBatch(images, self)
+
+    def pixels(self, data: memoryview, is_prepared: bool, size: Size | None) -> Pixels:
+        """The pixels that the transform gets, needed only until the next image."""
+        if self.preparation is None or is_prepared:
+            return decode_jpeg_or_image(data, in_scratch=True, size=size)
+        return self.preparation.pixels(data)
+
+
+_ToPixels = Callable[[memoryview, bool, Size | None], Pixels]
+"""Image file, whether it is prepared, and its size if that is known → pixels."""
 
 
 class _Images(Protocol):
     """The images of a batch."""
 
-    def look(self, data: memoryview, seed: int) -> Any: ...
+    def look(self, data: memoryview, is_prepared: bool, seed: int) -> Any: ...
 
-    def add(self, data: memoryview, seed: int, looked: Any) -> None: ...
+    def add(self, data: memoryview, is_prepared: bool, seed: int, looked: Any) -> None: ...
 
     def finish(self) -> Any: ...
 
@@ -140,13 +157,14 @@ class _CaptionedBatch:
         caption, field = _chosen(self._examples.text, sample)
         text = read_caption(sample.members[caption], field)
         image, _ = _chosen(self._examples.image, sample)
-        data = sample.members[image]
-        return Looked(sample, seed, text, data, self._images.look(data, seed))
+        data, is_prepared = sample.members[image], sample.prepared == image
+        looked = self._images.look(data, is_prepared, seed)
+        return Looked(sample, seed, text, data, is_prepared, looked)
 
     def add(self, looked: Looked) -> None:
         """See BatchInProgress."""
-        sample, seed, text, data, image = looked
-        self._images.add(data, seed, image)
+        sample, seed, text, data, is_prepared, image = looked
+        self._images.add(data, is_prepared, seed, image)
         self._captions.append(text)
         self._keys.append(sample.key)
         self._urls.append(sample.url)
@@ -165,9 +183,11 @@ class _CaptionedBatch:
 class _PlannedImages:
     """Images by a plan, each normalised while it is in the processor's cache."""
 
-    def __init__(self, plan: ImagePlan, as_bytes: bool, size: int, allocate: Allocate):
+    def __init__(self, plan: ImagePlan, examples: Examples, size: int, allocate: Allocate):
         self._transform = PlannedTransform(plan)
-        self._statistics = None if as_bytes else plan.statistics
+        self._pixels = examples.pixels
+        self._prepares = examples.preparation is not None
+        self._statistics = None if examples.as_bytes else plan.statistics
         self._count = 0
         # The transform writes channels last: into the batch itself, or beside it for the normalising.
         if self._statistics is None:
@@ -178,14 +198,16 @@ class _PlannedImages:
         self._levels = levels.permute(0, 3, 1, 2)
         self._places = self._levels.unbind()
 
-    def look(self, data: memoryview, seed: int) -> tuple[Size, Choices] | None:
-        """The size of a JPEG and what is drawn for it; None where decoding it has to show the size."""
-        size = jpeg_size(data)
+    def look(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[Size, Choices] | None:
+        """The size of a JPEG and what is drawn for it; None where its pixels have to show the size."""
+        size = jpeg_size(data) if is_prepared or not self._prepares else None
         return None if size is None else (size, self._transform.draw(*size, seed))
 
-    def add(self, data: memoryview, seed: int, looked: tuple[Size, Choices] | None) -> None:
+    def add(
+        self, data: memoryview, is_prepared: bool, seed: int, looked: tuple[Size, Choices] | None
+    ) -> None:
         size, choices = looked or (None, None)
-        pixels = decode_jpeg_or_image(data, in_scratch=True, size=size)
+        pixels = self._pixels(data, is_prepared, size)
         height, width, _ = pixels.shape
         if choices is None or size != (height, width):
             choices = self._transform.draw(height, width, seed)
@@ -205,18 +227,24 @@ class _PlannedImages:
 class _GivenImages:
     """The user's own transform, run as given."""
 
-    def __init__(self, preprocess: Preprocess, allocate: Allocate):
+    def __init__(self, preprocess: Preprocess, prepare: _ToPixels | None, allocate: Allocate):
         self._transform = UserTransform(preprocess)
+        self._prepare = prepare
         self._allocate = allocate
         self._values: list[Any] = []
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def look(self, data: memoryview, seed: int) -> None:
+    def look(self, data: memoryview, is_prepared: bool, seed: int) -> None:
         """Nothing is known of what it draws."""
 
-    def add(self, data: memoryview, seed: int, looked: None) -> None:
-        self._values.append(self._transform(data, self._generators, seed))
+    def add(self, data: memoryview, is_prepared: bool, seed: int, looked: None) -> None:
+        if self._prepare is None:
+            value = self._transform(data, self._generators, seed)
+        else:
+            pixels = self._prepare(data, is_prepared, None)
+            value = self._transform.of_pixels(pixels, self._generators, seed)
+        self._values.append(value)
 
     def finish(self) -> Any:
         return collate([{"": value} for value in self._values], self._allocate)[""] if self._values else []

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from streamload.transforms.decode import decode_to_pillow
+from streamload.transforms.decode import Pixels, decode_to_pillow
 
 _LOW_32 = 0xFFFF_FFFF
 
@@ -63,6 +63,12 @@ class UserTransform:
             generators: entered by the caller, around the batch.
             seed: uint64 of the sample and pass.
         """
-        image = decode_to_pillow(data)
+        return self._of_image(decode_to_pillow(data), generators, seed)
+
+    def of_pixels(self, pixels: Pixels, generators: SeededGenerators, seed: int) -> Any:
+        """The same for an image that has been decoded: uint8[H, W, 3], which is copied."""
+        return self._of_image(Image.fromarray(pixels.copy()), generators, seed)
+
+    def _of_image(self, image: Image.Image, generators: SeededGenerators, seed: int) -> Any:
         generators.seed(seed)
         return self._function(image)

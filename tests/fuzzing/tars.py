@@ -242,10 +242,10 @@ def members(data: bytes, cuts: Iterable[int]) -> tuple[list[tuple[str, int, int,
         for start, stop in itertools.pairwise((0, *cuts, len(data))):
             for member, payload in parser.feed(data[start:stop]):
                 if member is last:
-                    found[-1] = (*member, found[-1][3] + bytes(payload))
+                    found[-1] = (*member[:3], found[-1][3] + bytes(payload))
                 else:
                     last = member
-                    found.append((*member, bytes(payload)))
+                    found.append((*member[:3], bytes(payload)))
         parser.finish()
     except ShardError as exc:
         return found, (type(exc), str(exc))

@@ -69,9 +69,11 @@ class SharedShard:
         reader.refresh()
         if not reader.is_complete or source.is_bare or not reader.size:
             raise CacheCorrupt(f"{source.path} isn't a whole shard")
-        sums = _compared(source)
+        sums = _compared(source, bool(shard.recipe))
         at_origin = version_of(reader)
-        version = Version(reader.size, at_origin.etag, at_origin.last_modified)
+        version = at_origin
+        if not shard.recipe:  # of a prepared one it is that of what it was made of, size and all
+            version = Version(reader.size, at_origin.etag, at_origin.last_modified)
         data = data_name(version, sums)
         return cls(shard.digest, version, reader.size, reader.count, data, sums, *index_files(source))
 
@@ -116,7 +118,11 @@ class SharedShard:
         meta: dict[str, Any] = _meta_of(index)
         found = cls(
             str(meta["digest"]),
-            Version(facts["size"], meta.get("etag"), meta.get("last_modified")),
+            Version(
+                meta.get("size") if "prepared" in meta else facts["size"],
+                meta.get("etag"),
+                meta.get("last_modified"),
+            ),
             facts["size"],
             facts["samples"],
             facts["data"],
@@ -142,9 +148,9 @@ def data_name(version: Version, sums: Sums) -> str:
     return hashlib.blake2b(facts + sums.astype("<u8").tobytes(), digest_size=8).hexdigest() + ".tar"
 
 
-def _compared(source: Source) -> Sums:
+def _compared(source: Source, is_prepared: bool) -> Sums:
     """Read a published shard, and compare it with its index; the checksums of its blocks."""
-    scanner, sums, reader = ShardScanner(), BlockSums(), source.reader
+    scanner, sums, reader = ShardScanner(prepared=is_prepared), BlockSums(), source.reader
     size = number = 0
     try:
         with (source.path / "data").open("rb", buffering=0) as data:

@@ -162,8 +162,9 @@ class Objects:
     def write_new(self, name: str, data: bytes) -> bool:
         """Write an object if there is none; whether this call wrote it.
 
-        Of several at once exactly one is told True where `has_conditions`; else each of them may be, and the
-        last one stands.
+        Of several at once exactly one is told True by a folder and by S3. Elsewhere each of them may be, and
+        the last one stands: where there are no conditions, or where they are looked at before the bytes
+        come (OpenStack Swift). To be sure, read it again a moment later.
 
         Raises:
             SharedTierError: as for write().
@@ -178,7 +179,7 @@ class Objects:
 
     @functools.cached_property
     def has_conditions(self) -> bool:
-        """Whether the store keeps two from creating the same object; tried once, with an object of its own.
+        """Whether the store refuses to create what is there; tried once, with an object of its own.
 
         Raises:
             SharedTierError: nothing can be written there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,14 @@ from streamload.cache.shared.objects import Objects, refuse_url
 from streamload.cache.shared.through import ReadThrough
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.shared.write_back import WriteBack
+from streamload.errors import OriginStopped
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 from streamload.settings import Settings
 
 _TIMEOUT_SECONDS = 10.0
+_LOOK_SECONDS = 30.0
+"""For so long what the shared cache says of a prepared shard is taken to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Sharing:
         self.tier: SharedTier | None = None
         self.write_back: WriteBack | None = None
         self._ask = ask
+        self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, until when
         if options is not None:
             self.tier = options.open_tier(counts)
             self.write_back = WriteBack(self.tier, uploads) if options.write_back else None
@@ -84,6 +89,21 @@ class Sharing:
         if self.tier is None or shard.local is not None:
             return origin
         return ReadThrough(shard, self.tier, origin, stop, self._ask)
+
+    def has_prepared(self, form: Shard) -> bool:
+        """Whether the shared cache holds a prepared shard; it is asked once in a while."""
+        if self.tier is None or form.local is not None:
+            return False
+        tier, now = self.tier, time.monotonic()
+        known, until = self._prepared.get(form.digest, (False, 0.0))
+        if now < until:
+            return known
+        try:
+            found = tier.attempt(lambda: tier.look(form), form) is not None
+        except OriginStopped:
+            return False
+        self._prepared[form.digest] = found, now + _LOOK_SECONDS
+        return found
 
     def published(self, shard: Shard, directory: Path) -> None:
         """This process has filled a shard: store it, by and by, if the shared cache hadn't got it."""

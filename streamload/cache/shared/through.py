@@ -118,6 +118,7 @@ class _ThroughStream:
         self.version = version
         self._tier, self._shard, self._origin = tier, shard, origin
         self._stream: SharedStream | Stream = shared
+        self._size = shared.size
         self._position = start
 
     def chunks(self) -> Iterator[bytes]:
@@ -137,7 +138,7 @@ class _ThroughStream:
             self._tier.failed(self._shard, exc)
         finally:
             self._stream.close()
-        if self._position == self.version.size:
+        if self._position == self._size:
             return
         yield from self._rest()
 

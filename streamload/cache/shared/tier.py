@@ -3,6 +3,7 @@
     streamload.json             the format of all that follows
     shards/<digest>/<tag>.tar   a shard's bytes, as its origin gave them
     shards/<digest>/index       written last: version, entries, checksums, and the name of the bytes
+    prepared/<recipe>/<digest>/ the same of shards that were prepared by a recipe
 
 It may be away, slow, full, read-only, damaged or behind its own writes: then it is asked less, which is said
 once and counted, and all goes on from the origins. What it gives is compared with its checksums before it is
@@ -295,7 +296,8 @@ class SharedTier:
             return shard.digest in self._distrusted
 
     def _name(self, shard: Shard, name: str) -> str:
-        return f"{self._folder}/{shard.digest}/{name}"
+        folder = f"prepared/{shard.recipe}" if shard.recipe else self._folder
+        return f"{folder}/{shard.digest}/{name}"
 
     def _read(self, name: str) -> bytes | None:
         self.counts.add("shared_requests", 1)
@@ -312,6 +314,7 @@ class SharedStream:
     """The bytes of a shard from the shared cache; see `SharedTier.stream`."""
 
     def __init__(self, origin: Origin, stream: Stream, held: SharedShard, first: int, skipped: int):
+        self.size = held.size
         self._origin, self._stream, self._held = origin, stream, held
         self._first, self._skipped = first, skipped
 

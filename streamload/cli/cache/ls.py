@@ -34,10 +34,11 @@ def _describe(shard: "HeldShard") -> dict[str, Any]:
     try:
         with closing(IndexReader(shard.path)) as index:
             index.refresh()
+            stated = None if "prepared" in index.meta else index.meta.get("size")
             known = {
                 "url": index.meta["url"],
                 "samples": index.count,
-                "size_bytes": index.meta.get("size") or index.size,
+                "size_bytes": stated or index.size,
                 "arrived_bytes": int(index.records["stop"].max()) if index.count else 0,
             }
     except (OSError, StreamloadError, KeyError) as exc:

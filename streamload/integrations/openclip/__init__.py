@@ -33,6 +33,7 @@ def install(
     save_steps: int = 0,
     compile: bool = True,  # noqa: A002
     shared_cache: str | None = None,
+    prepare: str | None = None,
 ) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
@@ -43,6 +44,7 @@ def install(
         compile: False runs OpenCLIP's training transform as given, too, instead of compiled (make_loader's
             `compile`). That of validation always runs as given: its batches are OpenCLIP's own to the bit.
         shared_cache: make_loader's; None: STREAMLOAD_SHARED_CACHE, if that is set.
+        prepare: train on prepared images (make_loader's `prepare`); validation never does.
 
     Returns:
         A function that puts the original back.
@@ -77,7 +79,7 @@ def install(
         common |= selected(args)
         if not is_train:
             return validation(args, common | {"compile": False})  # what is reported is compared to the digit
-        return training(args, common, epoch, floor, save_steps)
+        return training(args, common | {"prepare": prepare}, epoch, floor, save_steps)
 
     def uninstall() -> None:
         module.get_wds_dataset = original  # type: ignore[attr-defined]
@@ -101,9 +103,9 @@ def main(arguments: list[str]) -> None:
 
     Args:
         arguments: open_clip_train's, --streamload-save-steps N, --streamload-as-given, which is
-            compile=False, and --streamload-shared-cache URL (install() says what they do). A leading "--" is
-            passed over: `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to leave
-            --logs alone.
+            compile=False, --streamload-shared-cache URL, and --streamload-prepare RECIPE (install() says
+            what they do). A leading "--" is passed over:
+            `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to leave --logs alone.
     """
     own, arguments = take_own(arguments[1:] if arguments[:1] == ["--"] else arguments)
     data = _data_module()

@@ -12,10 +12,12 @@ from streamload.cache.shared.objects import refuse_url
 from streamload.errors import OptionError
 from streamload.loader import make_loader
 from streamload.shards.samples import Entry
+from streamload.transforms.prepare import Preparation
 
 _SAVE_STEPS = "--streamload-save-steps"
 _AS_GIVEN = "--streamload-as-given"
 _SHARED_CACHE = "--streamload-shared-cache"
+_PREPARE = "--streamload-prepare"
 
 # Arguments that say what is trained on. What isn't known must not be ignored: these are heeded here …
 _HEEDED = {
@@ -44,22 +46,25 @@ class OwnArguments(NamedTuple):
     save_steps: int
     compile: bool
     shared_cache: str | None = None
+    prepare: str | None = None
 
 
 def take_own(arguments: Iterable[str]) -> tuple[OwnArguments, list[str]]:
-    """Take --streamload-save-steps N, --streamload-as-given and --streamload-shared-cache URL out of words.
+    """Take the flags that begin with --streamload- out of a command line, those that OwnArguments names.
 
     Returns:
         What they say, and the other words.
 
     Raises:
-        OptionError: N is no whole number from 0, or URL no folder.
+        OptionError: N is no whole number from 0, URL no folder, or RECIPE none.
     """
-    given, as_given, shared, others, words = "0", False, None, [], iter(arguments)
+    given, as_given, shared, recipe, others, words = "0", False, None, None, [], iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name == _SAVE_STEPS:
             given = value if equals else next(words, "")
+        elif name == _PREPARE:
+            recipe = str(Preparation.parse(value if equals else next(words, "")))
         elif word == _AS_GIVEN:
             as_given = True
         elif name == _SHARED_CACHE:
@@ -69,7 +74,7 @@ def take_own(arguments: Iterable[str]) -> tuple[OwnArguments, list[str]]:
             others.append(word)
     if not given.isdecimal():
         raise OptionError(f"{_SAVE_STEPS} {given!r}: it has to be a whole number from 0")
-    return OwnArguments(int(given), not as_given, shared), others
+    return OwnArguments(int(given), not as_given, shared, recipe), others
 
 
 def listed_size(shards: str) -> int | None:

@@ -1,0 +1,150 @@
+"""How busy `streamload warm` keeps a link.
+
+Question: of what a link of 50, 100, 200 or 400 MB/s can carry between the first request and the last byte,
+how much does `streamload warm` take?
+
+Command: python -m benchmarks.link_busy
+
+Shards of about 42 MB over HTTP on loopback; the server is a process of its own whose token bucket is shared
+by all connections. There are as many shards as take the link eight seconds; they are the same eight under
+many names, so that the server has them in the page cache. The cache is on disk and empty. Both ends are on
+one machine: the server takes a part of its cores, too.
+
+- share: bytes sent, divided by what the link could have carried from the first request that the server saw to
+  the end of its last answer. Target: ≥ 0.98.
+- curl: what `curl` gets that fetches the same by as many connections and throws it away. Where it gets less
+  than the rate, it is the server that can't give more.
+- CPU: of all of the client's processes.
+
+Result: results/link_busy.json; docs/performance.md has it as a table.
+
+Explanation: eight shards are filled at a time, and the next begins when one has ended, so that several
+connections want what the link can carry at any moment. What CPU time a byte costs beyond curl's is to parse,
+index, checksum and write it; at 400 MB/s that is most of a core.
+"""
+
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import link, machine, turns
+from benchmarks.turns import ROOT, Row
+
+RATES = (50e6, 100e6, 200e6, 400e6)
+QUICK_RATES = (100e6,)
+SECONDS, QUICK_SECONDS = 8.0, 0.5
+SHARDS, SAMPLES_PER_SHARD = 8, 384
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 64
+CONNECTIONS = 8
+AT_LEAST = 0.98
+STREAMLOAD, CURL = "streamload warm", "curl"
+COMMANDS = (STREAMLOAD, CURL)
+
+
+def main() -> None:
+    given = turns.arguments(__doc__, rounds=3, names=COMMANDS)
+    full = (SHARDS, SAMPLES_PER_SHARD, RATES, SECONDS)
+    quick = (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_RATES, QUICK_SECONDS)
+    shards, per_shard, rates, seconds = quick if given.quick else full
+    wanted = [(name, rate) for rate in rates for name in COMMANDS if name in given.contenders]
+    rows: list[Row] = []
+    with turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes):
+        served = directory / "served"
+        names = named_again(
+            directory / "shards", served, math.ceil(max(rates) * seconds * shards / total_bytes)
+        )
+        for round_ in range(given.rounds):
+            for name, rate in turns.rotated(wanted, round_):
+                count = math.ceil(rate * seconds * shards / total_bytes)
+                row = measure(name, given.python, directory, served, names[:count], rate)
+                rows.append({"round": round_, **row})
+    settings = {
+        "shard_bytes": total_bytes // shards,
+        "rates": list(rates),
+        "seconds": seconds,
+        "connections": CONNECTIONS,
+    }
+    content = turns.content(given, settings, rows)
+    medians = content["medians"]
+    turns.write(
+        given,
+        "link_busy",
+        {
+            **content,
+            "targets": [
+                turns.target(
+                    f"share of a link of {rate / 1e6:.0f} MB/s",
+                    medians.get(label(STREAMLOAD, rate), {}).get("share"),
+                    at_least=AT_LEAST,
+                )
+                for rate in rates
+            ],
+        },
+    )
+
+
+def named_again(shards: Path, served: Path, count: int) -> list[str]:
+    """Serve a few shards under many names."""
+    served.mkdir()
+    real = sorted(shards.glob("*.tar"))
+    names = [f"{number:05d}.tar" for number in range(count)]
+    for number, name in enumerate(names):
+        os.link(real[number % len(real)], served / name)
+    return names
+
+
+def measure(name: str, python: Path, directory: Path, served: Path, names: list[str], rate: float) -> Row:
+    load = machine.load()
+    with link.serving(served, rate) as line, turns.empty_directory(directory) as cache:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.monotonic()
+        subprocess.run(command(name, python, line.url, names, cache), **_AROUND)
+        whole = time.monotonic() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        first, last, sent = line.busy()
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    expected = sum((served / name).stat().st_size for name in names)
+    assert sent >= expected, (sent, expected)
+    return {
+        "label": label(name, rate),
+        "contender": name,
+        "load_before": load,
+        "bytes_per_second": rate,
+        "bytes": sent,
+        "share": expected / rate / (last - first),
+        "seconds": last - first,
+        "to_first_request_seconds": first - began,
+        "whole_seconds": whole,
+        "cpu_seconds_per_gb": cpu / sent * 1e9,
+        "limits": (),
+        "versions": {"python": sys.version.split()[0]} if name == STREAMLOAD else curl_version(),
+    }
+
+
+def label(name: str, rate: float) -> str:
+    return f"{name} at {rate / 1e6:.0f} MB/s"
+
+
+def command(name: str, python: Path, url: str, names: list[str], cache: Path) -> list[str]:
+    pattern = f"{url}/{{{names[0][:-4]}..{names[-1][:-4]}}}.tar"
+    if name == STREAMLOAD:
+        own = [str(python), "-m", "streamload.cli", "warm", pattern]
+        return [*own, "--cache-dir", str(cache), "--cache", "disk", "--concurrency", str(CONNECTIONS)]
+    urls = [word for each in names for word in ("-o", "/dev/null", f"{url}/{each}")]
+    return ["curl", "-sSf", "--parallel", "--parallel-immediate", "--parallel-max", str(CONNECTIONS), *urls]
+
+
+def curl_version() -> dict[str, str]:
+    said = subprocess.run(["curl", "--version"], check=True, capture_output=True, text=True).stdout
+    return {"curl": said.split()[1]}
+
+
+_AROUND = {"cwd": ROOT, "env": turns.environment(), "check": True, "stdout": subprocess.DEVNULL}
+
+
+if __name__ == "__main__":
+    main()

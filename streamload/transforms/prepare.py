@@ -1,0 +1,154 @@
+"""The deterministic part of an image's transform, done in advance (part of I): decode, resize the short side.
+
+What comes of an image depends on its bytes, on the recipe and on the libraries alone. So a prepared shard
+(prefetch/prepared.py) and a training that finds none and prepares each image itself give the same pixels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import PIL
+import simplejpeg
+import torch
+
+from streamload.errors import DecodeError, OptionError
+from streamload.transforms.augment import Box
+from streamload.transforms.decode import Pixels, decode_jpeg_or_image
+from streamload.transforms.resize import resize_box
+
+_RECIPE = re.compile(r"(?:raw-([0-9]{1,4})|jpeg-([0-9]{1,4})-q([0-9]{1,3}))")
+_SIZES = range(16, 4097)
+_QUALITIES = range(1, 101)
+_ARITHMETIC = 1
+"""Of this module; another number gives the recipes other names."""
+_LARGEST_BYTES = 48 << 20
+"""Of pixels that are kept as they are: well below what is read of a member (shards/keys.py)."""
+_JPEG_LONGEST = 65_500
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A recipe: images with a short side of `size` pixels, as they are or as JPEG.
+
+    Smaller images aren't made larger. Thread-safe.
+
+    Attributes:
+        size: of the short side.
+        quality: of the JPEG; None: binary PPM.
+    """
+
+    size: int
+    quality: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Preparation:
+        """Read "raw-256" or "jpeg-256-q90".
+
+        Raises:
+            OptionError: it is neither.
+        """
+        match = _RECIPE.fullmatch(text)
+        size, quality = (0, None) if match is None else (int(match[1] or match[2]), match[3])
+        if size not in _SIZES or (quality is not None and int(quality) not in _QUALITIES):
+            raise OptionError(
+                f"{text!r} is no recipe for prepared images: give raw-SIZE or jpeg-SIZE-qQUALITY, such as "
+                f"raw-256 or jpeg-256-q90, with a short side of {_SIZES[0]} to {_SIZES[-1]} pixels"
+            )
+        return cls(size, None if quality is None else int(quality))
+
+    def __str__(self) -> str:
+        return f"raw-{self.size}" if self.quality is None else f"jpeg-{self.size}-q{self.quality}"
+
+    @property
+    def name(self) -> str:
+        """The recipe with all that its pixels depend on: what is made under one name may be mixed."""
+        return f"{self}-{_libraries()}-{_sample_of(self)}"
+
+    @property
+    def extension(self) -> str:
+        """Of the members that hold prepared images."""
+        return "ppm" if self.quality is None else "jpg"
+
+    def prepare(self, data: bytes | memoryview) -> bytes | None:
+        """An image file → the prepared one.
+
+        Returns:
+            None for one that stays as it is: it can't be decoded, is too large to be kept as pixels or too
+            long for a JPEG, or so small that it would only lose by being written as JPEG again.
+        """
+        try:
+            pixels = decode_jpeg_or_image(data, in_scratch=True)
+        except DecodeError:
+            return None
+        if not self._is_changed(pixels):
+            return None
+        small = self._shrunk(pixels)
+        if self.quality is None:
+            height, width = small.shape[:2]
+            return b"P6\n%d %d\n255\n" % (width, height) + small.tobytes()
+        return self._encoded(small)
+
+    def pixels(self, data: bytes | memoryview) -> Pixels:
+        """What an image that nobody has prepared comes to: the pixels of `prepare(data)`.
+
+        Returns:
+            uint8[H, W, 3], writable; needed only until this thread decodes another image.
+
+        Raises:
+            DecodeError: as decode_jpeg_or_image.
+        """
+        pixels = decode_jpeg_or_image(data, in_scratch=True)
+        if not self._is_changed(pixels):
+            return pixels
+        small = self._shrunk(pixels)
+        return small if self.quality is None else decode_jpeg_or_image(self._encoded(small), in_scratch=True)
+
+    def _is_changed(self, pixels: Pixels) -> bool:
+        height, width = self._resized(*pixels.shape[:2])
+        if self.quality is None:
+            return height * width * 3 <= _LARGEST_BYTES
+        return (height, width) != pixels.shape[:2] and max(height, width) <= _JPEG_LONGEST
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        short = min(height, width)
+        if short <= self.size:
+            return height, width
+        return height * self.size // short, width * self.size // short
+
+    def _shrunk(self, pixels: Pixels) -> Pixels:
+        height, width = pixels.shape[:2]
+        resized = self._resized(height, width)
+        if resized == (height, width):
+            return pixels
+        image = resize_box(pixels, Box(0, 0, height, width), *resized)
+        return np.ascontiguousarray(image.permute(1, 2, 0).numpy())
+
+    def _encoded(self, pixels: Pixels) -> bytes:
+        assert self.quality is not None
+        data: bytes = simplejpeg.encode_jpeg(pixels, self.quality, "RGB", "420", fastdct=False)
+        return data
+
+
+@functools.cache
+def _libraries() -> str:
+    torch_version = torch.__version__.partition("+")[0]
+    return f"v{_ARITHMETIC}-torch{torch_version}-pillow{PIL.__version__}-simplejpeg{simplejpeg.__version__}"
+
+
+@functools.cache
+def _sample_of(preparation: Preparation) -> str:
+    """Eight digits of what this machine makes of one image: another build of a library may differ."""
+    across, down = np.meshgrid(np.arange(313), np.arange(419))
+    wave = np.stack([across * 5 + down * 3, across * down // 7, across * across // 11 + down * 9], axis=-1)
+    picture = np.abs(wave % 510 - 255).astype(np.uint8)
+    small = Preparation(min(preparation.size, 256), preparation.quality)
+    digest = hashlib.blake2b(digest_size=4)
+    for quality in (75, 95):
+        jpeg = simplejpeg.encode_jpeg(picture, quality, "RGB", "420", fastdct=False)
+        digest.update(small.pixels(jpeg).tobytes())
+    return digest.hexdigest()
