@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,11 @@ class RayCluster:
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **_FEW, **(environ or {})},
         )
-        self.address: str = self._answer()
+        try:
+            self.address: str = self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> RayCluster:
         return self
@@ -112,7 +116,7 @@ def main() -> None:
 
     common = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
     head = {**common, "num_cpus": 0, "temp_dir": sys.argv[1]}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=head))
     nodes: list[Any] = []
     try:
         _tell(cluster.address)
@@ -120,7 +124,8 @@ def main() -> None:
             what, args = json.loads(line)
             if what == "add":
                 environ, cpus = args
-                nodes.append(cluster.add_node(**common, num_cpus=cpus, env_vars=environ))
+                more = {**common, "num_cpus": cpus, "env_vars": environ}
+                nodes.append(_started(lambda more=more: cluster.add_node(**more)))
                 _tell(len(nodes) - 1)
                 continue
             (raylet,) = (info.process.pid for info in nodes[args[0]].all_processes["raylet"])
@@ -131,6 +136,16 @@ def main() -> None:
             _tell([raylet, *below] if what == "lose" else raylet)
     finally:
         cluster.shutdown()
+
+
+def _started(start: Callable[[], Any]) -> Any:
+    """Start something of Ray's, once more where a busy machine didn't do it within Ray's 30 s."""
+    try:
+        return start()
+    except Exception as exc:
+        if "timed out during startup" not in str(exc):
+            raise
+        return start()
 
 
 def _tell(answer: object) -> None:
