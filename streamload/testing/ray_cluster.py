@@ -7,6 +7,7 @@ process of a test holds nothing of Ray.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -125,7 +126,7 @@ def main() -> None:
             if what == "add":
                 environ, cpus = args
                 more = {**common, "num_cpus": cpus, "env_vars": environ}
-                nodes.append(_started(lambda more=more: cluster.add_node(**more)))
+                nodes.append(_started(functools.partial(cluster.add_node, **more)))
                 _tell(len(nodes) - 1)
                 continue
             (raylet,) = (info.process.pid for info in nodes[args[0]].all_processes["raylet"])
