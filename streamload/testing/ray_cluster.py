@@ -41,9 +41,8 @@ class RayCluster:
 
     def __init__(self, environ: Mapping[str, str] | None = None):
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        self._place = tempfile.mkdtemp(prefix="sl-ray-", dir="/tmp")  # the path of a socket has to be short
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "streamload.testing.ray_cluster", self._place],
+            [sys.executable, "-m", "streamload.testing.ray_cluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -95,7 +94,6 @@ class RayCluster:
             assert pipe is not None
             pipe.close()
         self._process.wait()
-        shutil.rmtree(self._place, ignore_errors=True)
 
     def _ask(self, what: str, *args: object) -> Any:
         assert self._process.stdin is not None
@@ -113,10 +111,18 @@ class RayCluster:
 
 def main() -> None:
     """Do what the input says, until it ends."""
+    place = tempfile.mkdtemp(prefix="sl-ray-", dir="/tmp")  # the path of a socket has to be short
+    try:
+        _serve(place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _serve(place: str) -> None:
     from ray.cluster_utils import Cluster
 
     common = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
-    head = {**common, "num_cpus": 0, "temp_dir": sys.argv[1]}
+    head = {**common, "num_cpus": 0, "temp_dir": place}
     cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=head))
     nodes: list[Any] = []
     try:
