@@ -56,11 +56,11 @@ def connect(address: str) -> Any:
         OptionError: Ray isn't installed, or the address is none.
         ClusterError: the cluster can't be reached, or has another Ray or Python.
     """
+    _knock(address)
     try:
         import ray
     except ImportError as exc:
         raise OptionError('--ray needs Ray, on this machine, too: pip install "streamload[ray]"') from exc
-    _knock(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ImportError as exc:

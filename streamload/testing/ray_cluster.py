@@ -7,6 +7,7 @@ process of a test holds nothing of Ray.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,19 @@ class RayCluster:
 
     def __init__(self, environ: Mapping[str, str] | None = None):
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        self._place = tempfile.mkdtemp(prefix="sl-ray-", dir="/tmp")  # the path of a socket has to be short
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "streamload.testing.ray_cluster", self._place],
+            [sys.executable, "-m", "streamload.testing.ray_cluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **_FEW, **(environ or {})},
         )
-        self.address: str = self._answer()
+        try:
+            self.address: str = self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> RayCluster:
         return self
@@ -90,7 +94,6 @@ class RayCluster:
             assert pipe is not None
             pipe.close()
         self._process.wait()
-        shutil.rmtree(self._place, ignore_errors=True)
 
     def _ask(self, what: str, *args: object) -> Any:
         assert self._process.stdin is not None
@@ -108,11 +111,19 @@ class RayCluster:
 
 def main() -> None:
     """Do what the input says, until it ends."""
+    place = tempfile.mkdtemp(prefix="sl-ray-", dir="/tmp")  # the path of a socket has to be short
+    try:
+        _serve(place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _serve(place: str) -> None:
     from ray.cluster_utils import Cluster
 
     common = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
-    head = {**common, "num_cpus": 0, "temp_dir": sys.argv[1]}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    head = {**common, "num_cpus": 0, "temp_dir": place}
+    cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=head))
     nodes: list[Any] = []
     try:
         _tell(cluster.address)
@@ -120,7 +131,8 @@ def main() -> None:
             what, args = json.loads(line)
             if what == "add":
                 environ, cpus = args
-                nodes.append(cluster.add_node(**common, num_cpus=cpus, env_vars=environ))
+                more = {**common, "num_cpus": cpus, "env_vars": environ}
+                nodes.append(_started(functools.partial(cluster.add_node, **more)))
                 _tell(len(nodes) - 1)
                 continue
             (raylet,) = (info.process.pid for info in nodes[args[0]].all_processes["raylet"])
@@ -131,6 +143,16 @@ def main() -> None:
             _tell([raylet, *below] if what == "lose" else raylet)
     finally:
         cluster.shutdown()
+
+
+def _started(start: Callable[[], Any]) -> Any:
+    """Start something of Ray's, once more where a busy machine didn't do it within Ray's 30 s."""
+    try:
+        return start()
+    except Exception as exc:
+        if "timed out during startup" not in str(exc):
+            raise
+        return start()
 
 
 def _tell(answer: object) -> None:
