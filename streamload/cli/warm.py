@@ -60,8 +60,7 @@ def warm(
     if ray is not None:
         _warm_by_ray(
             urls,
-            memory=cache or memory_size,
-            prepare=prepare,
+            near=[cache, memory_size, prepare],
             write_back=write_back,
             ray=ray,
             ray_cpus=ray_cpus,
@@ -102,6 +101,25 @@ def warm(
         print(f"{url}: {why}")
     if report.shards_complete < report.shards or report.shared_failures:
         raise typer.Exit(1)
+
+
+def _warm_by_ray(
+    urls: list[str],
+    *,
+    near: list[str | None],
+    write_back: bool | None,
+    **options: Any,  # of ServiceOptions
+) -> None:
+    from streamload.cli.daemon import serve
+    from streamload.prefetch.service import ServiceOptions
+
+    if any(near):
+        raise OptionError(
+            "--cache, --memory-size and --prepare are for this node's cache, which --ray doesn't fill"
+        )
+    if write_back is False:
+        raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
+    serve(ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options))
 
 
 def _preparation(text: str) -> "Preparation":
@@ -153,26 +171,6 @@ def _drawn_bar() -> "tuple[Progress, TaskID]":
     bar = Progress(*columns, console=Console(stderr=True))
     bar.start()
     return bar, bar.add_task("connecting", total=None)
-
-
-def _warm_by_ray(
-    urls: list[str],
-    *,
-    memory: str | None,
-    prepare: str | None,
-    write_back: bool | None,
-    **options: Any,  # of ServiceOptions
-) -> None:
-    from streamload.cli.daemon import serve
-    from streamload.prefetch.service import ServiceOptions
-
-    if memory is not None:
-        raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
-    if prepare is not None:
-        raise OptionError("--prepare is not done by --ray: give it to a streamload warm on one node")
-    if write_back is False:
-        raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
-    serve(ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options))
 
 
 def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
