@@ -105,7 +105,10 @@ class RayCluster:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("> "):
-                return json.loads(line[2:])
+                answer = json.loads(line[2:])
+                if isinstance(answer, dict):
+                    raise RuntimeError(f"Ray's local cluster failed: {answer['error']}")
+                return answer
         raise RuntimeError(f"the process of the Ray cluster ended with status {self._process.wait()}")
 
 
@@ -114,6 +117,9 @@ def main() -> None:
     place = tempfile.mkdtemp(prefix="sl-ray-", dir="/tmp")  # the path of a socket has to be short
     try:
         _serve(place)
+    except Exception as exc:
+        _tell({"error": str(exc)})
+        raise
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
