@@ -51,8 +51,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
         yield cluster
 
 
-def run(command: list[str], *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *more], capture_output=True, text=True, timeout=150, check=False)
+def run(command: list[str], *more: str, within: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command `within` a directory: Ray's workers look there for modules first."""
+    return subprocess.run(
+        [*command, *more], capture_output=True, text=True, timeout=150, check=False, cwd=within
+    )
 
 
 def pattern(server: ShardServer) -> str:
@@ -137,6 +140,7 @@ def test_a_node_with_another_streamload_is_named(server: ShardServer, tmp_path: 
         done = run(
             [*COMMAND, "warm", pattern(server), "--ray", cluster.address],
             *("--shared-cache", str(tmp_path / "shared")),
+            within=tmp_path,
         )
     assert done.returncode == 2
     assert f"it has streamload 99.0, and {own_version()} is wanted" in done.stderr
