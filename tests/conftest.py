@@ -90,11 +90,11 @@ def _held() -> Held:
 def _is_anothers(path: Path) -> bool:
     """Whether a file or directory in /dev/shm is of a process that isn't of this test.
 
-    Tests run side by side. torch and the tests put a process into the name of what they make; of what is
-    named otherwise whoever has it open is asked.
+    Tests run side by side. torch, loky and the tests put a process into the name of what they make; of what
+    is named otherwise whoever has it open is asked.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
-        if named := re.match(r"(?:torch|streamload-test)[_-](\d+)(?:[_-]|$)", path.name):
+        if named := re.match(r"(?:torch|streamload-test|sem\.loky)[_-](\d+)(?:[_-]|$)", path.name):
             return not _is_of_this_test(psutil.Process(int(named[1])))
     held_by = [process for process in psutil.process_iter() if _has_open(process, path)]
     return bool(held_by) and not any(_is_of_this_test(process) for process in held_by)
