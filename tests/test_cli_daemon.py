@@ -192,3 +192,10 @@ def test_many_ask_at_once() -> None:
         for thread in threads:
             thread.join()
     assert found == [200] * 8
+
+
+@pytest.mark.parametrize("option", ["--shared-cache-options", "--storage-options"])
+def test_options_that_are_no_json_are_called_by_their_own_name(option: str) -> None:
+    done = run([*COMMAND, "daemon", "https://h/a.tar", option, "{"])
+    assert done.returncode == 2
+    assert f" {option}='{{' is not JSON" in done.stderr

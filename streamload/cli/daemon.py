@@ -90,7 +90,7 @@ def daemon(
         runs=tuple(run or ()),
         groups=tuple(group or ()),
         into=into,
-        shared_cache_options=storage_options_of(shared_cache_options),
+        shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
         shared_cache=shared_cache,
         window=window,
         cache_dir=cache_dir,
