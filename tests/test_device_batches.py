@@ -13,7 +13,7 @@ from streamload.device import to_device
 from streamload.handoff import own_empty
 from streamload.shards.keys import KeySpec
 from streamload.testing.shards import read_oracle, write_shards
-from streamload.transforms.examples import Examples, Sample
+from streamload.transforms.examples import Examples, Looked, Sample, Visited
 from streamload.transforms.plan import OPENAI, clip_plan
 
 
@@ -29,7 +29,10 @@ def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
     batch = examples.begin(5, own_empty)
     for seed, (key, members) in enumerate(read_oracle(path)):
         sample = Sample(key, "", {name: memoryview(data) for name, data in members.items()})
-        batch.add(batch.look(sample, seed))
+        visited = Visited(sample, seed)
+        (looked,) = batch.look([visited])
+        assert isinstance(looked, Looked)
+        batch.add(visited, looked)
     return batch.finish()
 
 

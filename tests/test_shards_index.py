@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,18 +24,15 @@ META = {"url": "https://host/a.tar", "size": 12345, "etag": '"x"', "last_modifie
 
 def entries_of(count, **changes):
     return [
-        replace(
-            Entry(
-                n,
-                f"k{n}",
-                (("jpg", n * 4096 + 512, 700), ("txt", n * 4096 + 2048, n % 7)),
-                width=10 + n,
-                height=20,
-                caption_bytes=n % 7,
-                checksum=n * 0x9E3779B97F4A7C15 % (1 << 64),
-            ),
-            **changes,
-        )
+        Entry(
+            n,
+            f"k{n}",
+            (("jpg", n * 4096 + 512, 700), ("txt", n * 4096 + 2048, n % 7)),
+            width=10 + n,
+            height=20,
+            caption_bytes=n % 7,
+            checksum=n * 0x9E3779B97F4A7C15 % (1 << 64),
+        )._replace(**changes)
         for n in range(count)
     ]
 
@@ -82,7 +78,7 @@ def test_entries_come_back_as_they_were_appended(tmp_path):
 
 def test_odd_keys_and_sizes_come_back(tmp_path):
     most = (1 << 32) - 1
-    assert read(write(tmp_path, ODD)) == [*ODD[:2], replace(ODD[2], width=most, caption_bytes=most)]
+    assert read(write(tmp_path, ODD)) == [*ODD[:2], ODD[2]._replace(width=most, caption_bytes=most)]
 
 
 def test_an_index_without_entries_is_complete(tmp_path):

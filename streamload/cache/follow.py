@@ -31,6 +31,9 @@ _APPEAR_SECONDS = 0.01
 """How often a view that has no source looks for one."""
 
 
+Found = tuple[Source, Entry]
+"""An entry, and the source that it is of."""
+
 Fetch = Callable[[Shard, Version, int, int], bytes]
 """Gives the bytes of a shard of that version from its origin, from a start to a stop.
 
@@ -133,8 +136,25 @@ class ShardView:
             self._look_elsewhere()
         return (self.count, self.ended) != before
 
+    def find(self, number: int) -> Found | None:
+        """The entry of sample `number`, and where it is read; None if it isn't there (yet)."""
+        source = self._bytes
+        if source is None or source.reader.count <= number or source.is_bare:
+            source = self._find_bytes(number)
+            if source is None:
+                return None
+        try:
+            return source, source.reader.entry(number)
+        except CacheCorrupt:
+            self.distrust()
+            return None
+
     def read(
-        self, number: int, needed: Needed | None = None, memory: ReadMemory | None = None
+        self,
+        number: int,
+        needed: Needed | None = None,
+        memory: ReadMemory | None = None,
+        found: Found | None = None,
     ) -> tuple[Entry, memoryview] | None:
         """Sample `number`: its entry and the bytes from `entry.start` on; None if they aren't there (yet).
 
@@ -145,27 +165,25 @@ class ShardView:
             needed: says which members of a sample of more than AT_ONCE_BYTES are needed: the entry has only
                 those then. None: all of them, however large.
             memory: where the bytes may be put.
+            found: what `find` gave for it; None: it wasn't asked.
 
         Raises:
             DatasetChanged: a local file, or the copy that was fetched again, isn't what the run began with.
             OriginError: only the index is kept, and the origin doesn't give the bytes.
         """
-        source = self._bytes
-        if source is None or source.reader.count <= number or source.is_bare:
-            source = self._find_bytes(number)
-            if source is None:
+        if found is None or found[0] is not self._bytes:  # it may have been let go of since
+            found = self.find(number)
+            if found is None:
                 return None
-        with contextlib.suppress(CacheCorrupt):
-            if source.is_bare:
-                entry = source.reader.entry(number)
-                return entry, self._fetched(source, entry)
-            found = source.sample(number, needed, memory)
-            if found is not None:
-                return found
+        source, entry = found
+        if source.is_bare:
+            return entry, self._fetched(source, entry)
+        sample = source.sample(entry, needed, memory)
+        if sample is None:
             if source.is_in_place:
                 raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
-        self.distrust()
-        return None
+            self.distrust()
+        return sample
 
     def distrust(self) -> None:
         """What is read isn't what was written: take the shard away, so that it is fetched again."""

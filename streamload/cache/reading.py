@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 import xxhash
 
@@ -108,7 +107,7 @@ def checksum(descriptor: int, entry: Entry, take: Callable[[str, bytes], None]) 
 
 
 def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[Entry, memoryview] | None:
-    asked = replace(entry, members=tuple(member for member in entry.members if member[0] in kept))
+    asked = entry._replace(members=tuple(member for member in entry.members if member[0] in kept))
     data = bytearray()
 
     def take(extension: str, piece: bytes) -> None:
@@ -123,4 +122,4 @@ def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[
     for extension, _, size in asked.members:
         members.append((extension, at, size))
         at += size
-    return replace(entry, members=tuple(members)), memoryview(data)
+    return entry._replace(members=tuple(members)), memoryview(data)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload import errors
-from streamload.cache.follow import Fetch, ShardView, Versions
+from streamload.cache.follow import Fetch, Found, ShardView, Versions
 from streamload.cache.locks import FileLock
 from streamload.cache.reading import ReadMemory
 from streamload.cache.selection import Selection
@@ -123,11 +123,15 @@ class ShardCache:
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
 
+    def find(self, shard: int, number: int) -> Found | None:
+        """The entry of a sample; None while it isn't in the tier. See `ShardView.find`."""
+        return self.view(shard).find(number)
+
     def read(
-        self, shard: int, number: int, memory: ReadMemory | None = None
+        self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
     ) -> tuple[Entry, memoryview] | None:
         """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
-        return self.view(shard).read(number, self._selection.needed, memory)
+        return self.view(shard).read(number, self._selection.needed, memory, found)
 
     def keep_open(self, shards: Collection[int]) -> None:
         """Let go of all other shards: they may be evicted."""

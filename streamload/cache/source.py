@@ -77,10 +77,10 @@ class Source:
             raise
 
     def sample(
-        self, number: int, needed: Needed | None, memory: ReadMemory | None = None
+        self, entry: Entry, needed: Needed | None, memory: ReadMemory | None = None
     ) -> tuple[Entry, memoryview] | None:
         """See `read_sample`."""
-        return read_sample(self._data, self.reader.entry(number), needed, memory)
+        return read_sample(self._data, entry, needed, memory)
 
     def close(self) -> None:
         """Let go of it: it may be taken away from now on."""

@@ -28,7 +28,7 @@ from streamload.errors import CaptionError, DataError, SampleError, TooManyBadSa
 from streamload.handoff import Board, Slots, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.keys import pick, sample_seed
-from streamload.transforms.examples import BatchInProgress, Looked, Sample
+from streamload.transforms.examples import BatchInProgress, Looked, Visited
 
 _STAND_INS = 64
 _EARLIER_STAND_INS = 8
@@ -42,8 +42,7 @@ class _Seen(NamedTuple):
     """A sample that was read, and what looking at it gave: an error, if it can't be used."""
 
     visit: Visit
-    seed: int
-    sample: Sample
+    visited: Visited
     looked: Looked | SampleError
 
 
@@ -172,38 +171,30 @@ class Reading:
         return self._fresh(shape, dtype) if tensor is None else tensor
 
     def _look(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Seen]:
-        """Read samples (H) and look at them, some in advance of the first one's pixels.
+        """Read samples (H) and look at them, a row of them in advance of the first one's pixels.
 
         All of that is code and bookkeeping, which an image's pixels push out of the processor's caches: done
         sample by sample, in between, it takes three times as long.
         """
-        seen: list[_Seen] = []
-        self._memory.begin_anew()
-        for visit in visits:
-            seen.append(self._see(batch, epoch, visit))
-            if len(seen) == _LOOKED_AT or self._memory.is_full:
-                yield from seen
-                seen.clear()
-                self._memory.begin_anew()
-        yield from seen
+        at = 0
+        while at < len(visits):
+            references = [(visit.shard, visit.number) for visit in visits[at : at + _LOOKED_AT]]
+            samples = self._supply.samples(references, self._memory)
+            row = visits[at : at + len(samples)]
+            visited = list(map(Visited, samples, [self._seed(epoch, visit) for visit in row]))
+            yield from map(_Seen, row, visited, batch.look(visited))
+            at += len(row)
 
-    def _see(self, batch: BatchInProgress, epoch: int, visit: Visit) -> _Seen:
+    def _seed(self, epoch: int, visit: Visit) -> int:
         source = self._recipe.sources[visit.source]
-        shard = visit.shard - source.first
-        seed = sample_seed(source.order.seed, epoch, visit.pass_, shard, visit.number)
-        sample = self._supply.sample(visit.shard, visit.number, self._memory)
-        try:
-            return _Seen(visit, seed, sample, batch.look(sample, seed))
-        except SampleError as exc:  # it is settled in its turn
-            return _Seen(visit, seed, sample, exc)
+        return sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
 
     def _place(self, batch: BatchInProgress, seen: _Seen) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""
-        visit, seed, sample, looked = seen
+        visit, visited, looked = seen
+        sample, seed = visited
         try:
-            if isinstance(looked, SampleError):
-                raise looked
-            batch.add(looked)
+            _add(batch, visited, looked)
             return None
         except SampleError as exc:
             if not self._recipe.skip:
@@ -213,7 +204,8 @@ class Reading:
             return trouble
         for shard, number in itertools.islice(self._stand_ins(visit, seed), _STAND_INS):
             with contextlib.suppress(SampleError):
-                batch.add(batch.look(self._supply.sample(shard, number), seed))
+                stand_in = Visited(self._supply.sample(shard, number), seed)
+                _add(batch, stand_in, batch.look([stand_in])[0])
                 return trouble
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {_STAND_INS} samples near it"
@@ -234,6 +226,13 @@ class Reading:
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found
+
+
+def _add(batch: BatchInProgress, visited: Visited, looked: Looked | SampleError) -> None:
+    """Add a sample, or raise why it can't be used."""
+    if isinstance(looked, SampleError):
+        raise looked
+    batch.add(visited, looked)
 
 
 def _end_with_rank(reading: Reading) -> None:

@@ -7,12 +7,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.cache.begun import Recalled
+from streamload.cache.follow import Found
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.reading import ReadMemory
 from streamload.cache.shard import Shard
@@ -141,16 +142,34 @@ class Supply:
                 return -1
             self._pause(waiting, [shard], self._source_of(shard))
 
-    def sample(self, shard: int, number: int, memory: ReadMemory | None = None) -> Sample:
+    def samples(self, references: Sequence[tuple[int, int]], memory: ReadMemory) -> list[Sample]:
+        """The samples of some references, from the first on, for which there is memory; one at least.
+
+        Args:
+            references: (shard, number) of each.
+            memory: what was read into it before isn't needed any more.
+        """
+        memory.begin_anew()
+        found = [self._cache.find(shard, number) for shard, number in references]
+        samples = []
+        for (shard, number), entry in zip(references, found, strict=True):
+            samples.append(self.sample(shard, number, memory, entry))
+            if memory.is_full:
+                break
+        return samples
+
+    def sample(
+        self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
+    ) -> Sample:
         """A sample's bytes, in `memory` if it is given; waited for where they have to be fetched again."""
-        waiting = Waiting()
-        while (found := self._cache.read(shard, number, memory)) is None:
-            self._pause(waiting, [shard], self._source_of(shard))
-        entry, data = found
-        members = {
-            extension: data[start - entry.start : start - entry.start + size]
-            for extension, start, size in entry.members
-        }
+        read = self._cache.read(shard, number, memory, found)
+        if read is None:
+            waiting = Waiting()
+            while (read := self._cache.read(shard, number, memory)) is None:
+                self._pause(waiting, [shard], self._source_of(shard))
+        entry, data = read
+        first = entry.start
+        members = {extension: data[at - first : at - first + size] for extension, at, size in entry.members}
         prepared = entry.prepared[0] if entry.prepared is not None else ""
         return Sample(entry.key, self._recipe.shards[shard].name, members, prepared)
 

@@ -8,7 +8,7 @@ ones a run can use is a matter of its keys (keys.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -26,8 +26,7 @@ _MEMBER_COST_BYTES = 128
 _FIRST_LOOK_BYTES = 1 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What the index knows of one sample: where its members are, and what is cheap to know early."""
 
     number: int

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from streamload.transforms.draws import Draws
+from streamload.transforms.draws import UNIT, UNIT_MASK, Draws
 
 CLIP_SCALE = (0.9, 1.0)
 CLIP_RATIO = (3 / 4, 4 / 3)
@@ -47,18 +47,27 @@ class RandomBox:
     def draw(self, height: int, width: int, draws: Draws) -> Box:
         """Draw the box for an image of this size."""
         area = height * width
-        for _ in range(_TRIES):
-            share = draws.torch_rand() * self._span[0] + self._low[0]
-            log_ratio = draws.torch_rand() * self._span[1] + self._low[1]
+        least_share, least_log_ratio = self._low
+        span, log_span = self._span[0] * UNIT, self._span[1] * UNIT
+        # Most boxes of OpenCLIP's scale don't fit: what is too long by a whole pixel needn't be looked at.
+        most_across, most_down = (width + 1) ** 2, (height + 1) ** 2
+        numbers = draws.torch_ahead(2 * _TRIES + 2)
+        for place in range(0, 2 * _TRIES, 2):
+            share = (numbers[place] & UNIT_MASK) * span + least_share
+            log_ratio = (numbers[place + 1] & UNIT_MASK) * log_span + least_log_ratio
             ratio = math.exp(log_ratio)
+            if area * share * ratio > most_across or area * share > most_down * ratio:
+                continue
             across, down = math.sqrt(area * share * ratio), math.sqrt(area * share / ratio)
             if _is_near_half(across) or _is_near_half(down):
                 share, ratio = self._in_float32(share, log_ratio)
                 across, down = math.sqrt(area * share * ratio), math.sqrt(area * share / ratio)
             box_height, box_width = round(down), round(across)
             if 0 < box_width <= width and 0 < box_height <= height:
-                top = draws.torch_below(height - box_height + 1)
-                return Box(top, draws.torch_below(width - box_width + 1), box_height, box_width)
+                draws.skip(place + 4)
+                top = numbers[place + 2] % (height - box_height + 1)
+                return Box(top, numbers[place + 3] % (width - box_width + 1), box_height, box_width)
+        draws.skip(2 * _TRIES)
         return self._central(height, width)
 
     def _in_float32(self, share: float, log_ratio: float) -> tuple[float, float]:

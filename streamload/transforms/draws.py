@@ -7,8 +7,8 @@ import random
 import numpy as np
 
 _LOW_32 = 0xFFFF_FFFF
-_UNIT_MASK = (1 << 24) - 1
-_UNIT = 1 / (1 << 24)
+UNIT_MASK = (1 << 24) - 1
+UNIT = 1 / (1 << 24)
 _BLOCK = 8
 
 
@@ -23,7 +23,8 @@ class Draws:
         # torch's CPU generator is a Mersenne Twister, and seeded by the lower half, as numpy's is.
         self._bits = np.random.MT19937()
         self._seeder = np.random.RandomState(self._bits)
-        self._ahead: list[int] = []  # the next one last
+        self._drawn: list[int] = []
+        self._taken = 0
         self._python: random.Random | None = None
         self._seed = 0
 
@@ -33,7 +34,8 @@ class Draws:
     def seed(self, seed: int) -> None:
         """Begin the numbers of a sample: uint64."""
         self._seeder.seed(seed & _LOW_32)
-        self._ahead.clear()
+        self._drawn.clear()
+        self._taken = 0
         self._python = None
         self._seed = seed
 
@@ -43,7 +45,22 @@ class Draws:
 
     def torch_rand(self) -> float:
         """`torch.rand(1).item()`."""
-        return (self._next() & _UNIT_MASK) * _UNIT
+        return (self._next() & UNIT_MASK) * UNIT
+
+    def torch_ahead(self, count: int) -> list[int]:
+        """The next `count` numbers that `torch_below` and `torch_rand` are made of: uint32.
+
+        They are still to come, until as many as were used are skipped. `torch_rand` of one of them is
+        `(number & UNIT_MASK) * UNIT`.
+        """
+        missing = self._taken + count - len(self._drawn)
+        if missing > 0:
+            self._drawn += self._bits.random_raw(missing).tolist()
+        return self._drawn[self._taken : self._taken + count]
+
+    def skip(self, count: int) -> None:
+        """Go over numbers that were seen by `torch_ahead`."""
+        self._taken += count
 
     def python_random(self) -> float:
         """`random.random()`."""
@@ -53,6 +70,7 @@ class Draws:
 
     def _next(self) -> int:
         """32 bits of torch's generator."""
-        if not self._ahead:
-            self._ahead = self._bits.random_raw(_BLOCK)[::-1].tolist()
-        return self._ahead.pop()
+        if self._taken == len(self._drawn):
+            self._drawn += self._bits.random_raw(_BLOCK).tolist()
+        self._taken += 1
+        return self._drawn[self._taken - 1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from streamload.errors import CaptionError, SampleError
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
 from streamload.transforms.decode import Pixels, decode_jpeg_or_image, jpeg_size
@@ -34,35 +35,55 @@ class Sample(NamedTuple):
     """The extension of the member that is prepared; empty: none is."""
 
 
-class Looked(NamedTuple):
-    """A sample that was looked at: its caption, its image, and what the images of its batch know of that."""
+class Visited(NamedTuple):
+    """A sample of one visit, and the seed that its random choices are drawn from: uint64."""
 
     sample: Sample
     seed: int
+
+
+class ImageFile(NamedTuple):
+    """The bytes of an image."""
+
+    data: memoryview
+    is_prepared: bool
+
+
+class Layout(NamedTuple):
+    """Which member holds the caption, in which field if it is JSON, and which one the image."""
+
+    text: str
+    field: str | None
+    image: str
+
+
+class Looked(NamedTuple):
+    """What can be known of a sample without its pixels."""
+
     text: str = ""
-    data: memoryview = memoryview(b"")
-    is_prepared: bool = False
-    image: Any = None
+    image: ImageFile | None = None
+    drawn: Any = None
+    """What the images of its batch know of this one."""
 
 
 class BatchInProgress(Protocol):
     """A batch to which samples are added one after the other."""
 
-    def look(self, sample: Sample, seed: int) -> Looked:
-        """What can be known of a sample without its pixels: the caption, the size, what is drawn for it.
+    def look(self, row: Sequence[Visited]) -> list[Looked | SampleError]:
+        """What can be known of some samples without their pixels: captions, sizes, what is drawn for them.
 
-        Cheap beside `add`. Samples may be looked at in advance, and not be added.
+        Cheap beside `add`, and cheapest for several at a time. They may be looked at in advance, and not be
+        added.
 
         Args:
-            sample: its bytes have to stay until it is added.
-            seed: uint64, what its random choices are drawn from.
+            row: the bytes of the samples have to stay until they are added.
 
-        Raises:
-            SampleError: it can't be used.
+        Returns:
+            What is known of each, or why it can't be used.
         """
         ...
 
-    def add(self, looked: Looked) -> None:
+    def add(self, visited: Visited, looked: Looked) -> None:
         """Make a sample the next example.
 
         Raises:
@@ -108,6 +129,13 @@ class Examples:
             self.preprocess.statistics if self.as_bytes and isinstance(self.preprocess, ImagePlan) else None
         )
 
+    def layout(self, sample: Sample) -> Layout:
+        """The members that are meant; the index has promised that there are such."""
+        text, image = self.text(sample.members), self.image(sample.members)
+        if text is None or image is None:
+            raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
+        return Layout(*text, image[0])
+
     def begin(self, size: int, allocate: Allocate) -> BatchInProgress:
         """An empty batch of at most `size` examples; `allocate` gives the memory of its tensors."""
         if self.map_sample is not None:
@@ -131,11 +159,13 @@ _ToPixels = Callable[[memoryview, bool, Size | None], Pixels]
 
 
 class _Images(Protocol):
-    """The images of a batch."""
+    """The images of a batch; each `seed` is that of the sample."""
 
-    def look(self, data: memoryview, is_prepared: bool, seed: int) -> Any: ...
+    def look(self, images: Sequence[ImageFile], seeds: Sequence[int]) -> Sequence[Any]:
+        """What is known of each without its pixels; a SampleError if it can't be used."""
+        ...
 
-    def add(self, data: memoryview, is_prepared: bool, seed: int, looked: Any) -> None: ...
+    def add(self, image: ImageFile, seed: int, drawn: Any) -> None: ...
 
     def finish(self) -> Any: ...
 
@@ -148,23 +178,44 @@ class _CaptionedBatch:
     def __init__(self, images: _Images, examples: Examples):
         self._images = images
         self._examples = examples
+        self._layouts: dict[tuple[str, ...], Layout] = {}
         self._captions: list[str] = []
         self._keys: list[str] = []
         self._urls: list[str] = []
 
-    def look(self, sample: Sample, seed: int) -> Looked:
-        """The caption first: it is cheaper to find out that it can't be read."""
-        caption, field = _chosen(self._examples.text, sample)
-        text = read_caption(sample.members[caption], field)
-        image, _ = _chosen(self._examples.image, sample)
-        data, is_prepared = sample.members[image], sample.prepared == image
-        looked = self._images.look(data, is_prepared, seed)
-        return Looked(sample, seed, text, data, is_prepared, looked)
+    def look(self, row: Sequence[Visited]) -> list[Looked | SampleError]:
+        """See BatchInProgress; each step for all of the row, so that its code stays in the first cache."""
+        layouts = [self._layout(sample) for sample, _ in row]
+        texts = [
+            _text(sample.members[layout.text], layout.field)
+            for (sample, _), layout in zip(row, layouts, strict=True)
+        ]
+        images = [
+            ImageFile(sample.members[layout.image], sample.prepared == layout.image)
+            for (sample, _), layout in zip(row, layouts, strict=True)
+        ]
+        known = self._images.look(images, [seed for _, seed in row])
+        return [
+            text
+            if isinstance(text, SampleError)  # a caption's error is found first
+            else drawn
+            if isinstance(drawn, SampleError)
+            else Looked(text, image, drawn)
+            for text, image, drawn in zip(texts, images, known, strict=True)
+        ]
 
-    def add(self, looked: Looked) -> None:
+    def _layout(self, sample: Sample) -> Layout:
+        extensions = tuple(sample.members)
+        layout = self._layouts.get(extensions)
+        if layout is None:
+            layout = self._layouts[extensions] = self._examples.layout(sample)
+        return layout
+
+    def add(self, visited: Visited, looked: Looked) -> None:
         """See BatchInProgress."""
-        sample, seed, text, data, is_prepared, image = looked
-        self._images.add(data, is_prepared, seed, image)
+        (sample, seed), (text, image, drawn) = visited, looked
+        assert image is not None
+        self._images.add(image, seed, drawn)
         self._captions.append(text)
         self._keys.append(sample.key)
         self._urls.append(sample.url)
@@ -178,6 +229,16 @@ class _CaptionedBatch:
 
     def close(self) -> None:
         self._images.close()
+
+
+class _Drawn(NamedTuple):
+    """The size of an image by its header and what is drawn for that size; None where it isn't known yet."""
+
+    size: Size | None
+    choices: Choices | None
+
+
+_UNKNOWN = _Drawn(None, None)
 
 
 class _PlannedImages:
@@ -198,16 +259,25 @@ class _PlannedImages:
         self._levels = levels.permute(0, 3, 1, 2)
         self._places = self._levels.unbind()
 
-    def look(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[Size, Choices] | None:
-        """The size of a JPEG and what is drawn for it; None where its pixels have to show the size."""
-        size = jpeg_size(data) if is_prepared or not self._prepares else None
-        return None if size is None else (size, self._transform.draw(*size, seed))
+    def look(self, images: Sequence[ImageFile], seeds: Sequence[int]) -> Sequence[_Drawn | SampleError]:
+        """The sizes of JPEGs and what is drawn for them; None where the pixels have to show the size."""
+        sizes = [self._size(image) for image in images]
+        return [
+            _Drawn(size, self._transform.draw(*size, seed)) if isinstance(size, tuple) else size or _UNKNOWN
+            for size, seed in zip(sizes, seeds, strict=True)
+        ]
 
-    def add(
-        self, data: memoryview, is_prepared: bool, seed: int, looked: tuple[Size, Choices] | None
-    ) -> None:
-        size, choices = looked or (None, None)
-        pixels = self._pixels(data, is_prepared, size)
+    def _size(self, image: ImageFile) -> Size | SampleError | None:
+        if self._prepares and not image.is_prepared:
+            return None
+        try:
+            return jpeg_size(image.data)
+        except SampleError as exc:
+            return exc
+
+    def add(self, image: ImageFile, seed: int, drawn: _Drawn) -> None:
+        size, choices = drawn
+        pixels = self._pixels(*image, size)
         height, width, _ = pixels.shape
         if choices is None or size != (height, width):
             choices = self._transform.draw(height, width, seed)
@@ -235,14 +305,15 @@ class _GivenImages:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def look(self, data: memoryview, is_prepared: bool, seed: int) -> None:
+    def look(self, images: Sequence[ImageFile], seeds: Sequence[int]) -> Sequence[None]:
         """Nothing is known of what it draws."""
+        return [None] * len(images)
 
-    def add(self, data: memoryview, is_prepared: bool, seed: int, looked: None) -> None:
+    def add(self, image: ImageFile, seed: int, drawn: None) -> None:
         if self._prepare is None:
-            value = self._transform(data, self._generators, seed)
+            value = self._transform(image.data, self._generators, seed)
         else:
-            pixels = self._prepare(data, is_prepared, None)
+            pixels = self._prepare(*image, None)
             value = self._transform.of_pixels(pixels, self._generators, seed)
         self._values.append(value)
 
@@ -265,16 +336,16 @@ class _MappedBatch:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def look(self, sample: Sample, seed: int) -> Looked:
+    def look(self, row: Sequence[Visited]) -> list[Looked | SampleError]:
         """See BatchInProgress; all is the function's."""
-        return Looked(sample, seed)
+        return [Looked()] * len(row)
 
-    def add(self, looked: Looked) -> None:
+    def add(self, visited: Visited, looked: Looked) -> None:
         """See BatchInProgress."""
-        sample = looked.sample
+        sample, seed = visited
         raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())
-        self._generators.seed(looked.seed)
+        self._generators.seed(seed)
         value = self._map_sample(raw)
         if not isinstance(value, Mapping):
             raise TypeError(f"map_sample returned a {type(value).__name__} for {sample.key}; expected a dict")
@@ -290,9 +361,8 @@ class _MappedBatch:
         self._borrowed.close()
 
 
-def _chosen(choose: Choose, sample: Sample) -> tuple[str, str | None]:
-    """The member that is meant; the index has promised that there is one."""
-    choice = choose(sample.members)
-    if choice is None:
-        raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
-    return choice
+def _text(data: memoryview, field: str | None) -> str | CaptionError:
+    try:
+        return read_caption(data, field)
+    except CaptionError as exc:
+        return exc

@@ -17,7 +17,6 @@ import itertools
 import random
 import tarfile
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from streamload.errors import ShardError
@@ -179,7 +178,7 @@ def check(data: bytes, rng: random.Random) -> str:
         rest = samples._replace(entries=samples.entries[last.number + 1 :])
         _check_scan(data, ShardScanner.after(last), rng.choice((BLOCK, 700)), rest)
     elif turn == 3:
-        unread = samples._replace(entries=[replace(entry, checksum=None) for entry in samples.entries])
+        unread = samples._replace(entries=[entry._replace(checksum=None) for entry in samples.entries])
         _check_scan(data, ShardScanner(checksums=False), 600, unread, skip=True)
     return "whole" if failure is None else failure[0].__name__
 
