@@ -109,7 +109,7 @@ def sample_seed(seed: int, epoch: int, pass_: int, shard: int, sample: int) -> i
     return mix(_visit_key(seed, epoch, pass_, shard) ^ (sample & _MASK))
 
 
-@functools.lru_cache(1 << 12)
+@functools.lru_cache(1 << 9)
 def _visit_key(seed: int, epoch: int, pass_: int, shard: int) -> int:
     """The part of a sample's seed that it shares with the other samples of its shard."""
     return key(seed, SAMPLE, epoch, pass_, shard)
