@@ -18,8 +18,8 @@ batches in shared memory).
 Result: results/flat.json; docs/performance.md has it as a table.
 
 Explanation: a worker keeps no samples, only references; threads that fill hold a chunk each; what a long run
-could pile up (views of shards, connections, remembered words) is bounded. A forked worker comes to own what it
-shared with its rank as it touches it, and the heap finds its shape: that is the first half.
+could pile up (views of shards, connections, remembered words) is bounded. A forked worker comes to own what
+it shared with its rank as it touches it, and the heap finds its shape: that is the first half.
 """
 
 import json

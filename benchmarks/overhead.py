@@ -18,8 +18,8 @@ interpreter.
 Result: results/overhead.json; docs/performance.md has it as tables.
 
 Explanation: a stage that only takes care of an image costs more in place than alone: the pixels of each image
-push its code and its data out of the processor's caches. So what needs no pixels is done for eight samples
-in a row.
+push its code and its data out of the processor's caches. So entries and boxes are seen to for a whole batch
+in a row, and samples are read eight at a time.
 """
 
 import statistics

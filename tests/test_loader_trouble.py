@@ -183,8 +183,8 @@ def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(
         assert again == keys
         assert torch.equal(same, pixels)
     for at_once, size_bytes in ((1, 2 << 20), (4, 10_000), (16, 0)):  # looked at in advance
-        monkeypatch.setattr(journey, "_LOOKED_AT", at_once)
-        monkeypatch.setattr(journey, "_LOOKED_AT_BYTES", size_bytes)
+        monkeypatch.setattr(journey, "_READ_AHEAD", at_once)
+        monkeypatch.setattr(journey, "_READ_AHEAD_BYTES", size_bytes)
         again, same = images(0)
         assert again == keys
         assert torch.equal(same, pixels)

@@ -19,7 +19,7 @@ from streamload.dataset import journey, supply
 from streamload.dataset.steps import Step, Steps
 from streamload.handoff import Slots
 from streamload.shards.index import IndexReader
-from streamload.transforms import examples
+from streamload.transforms import decode, examples
 from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.tokenize import BatchTokenizer
 
@@ -31,7 +31,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "entry": [(IndexReader, "entry")],
     "read": [(supply.Supply, "sample")],
     "checksum": [(reading, "is_whole")],
-    "header": [(examples, "jpeg_size")],
+    "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
     "decode": [(examples, "decode_jpeg_or_image")],
     "resize": [(PlannedTransform, "__call__")],

@@ -14,12 +14,13 @@ import multiprocessing.util
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy.random  # noqa: F401
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from streamload.cache.follow import Found
 from streamload.cache.reading import ReadMemory
 from streamload.dataset.messages import Batch, Recipe, Start, Trouble, changes_from
 from streamload.dataset.steps import Steps, Visit
@@ -28,22 +29,14 @@ from streamload.errors import CaptionError, DataError, SampleError, TooManyBadSa
 from streamload.handoff import Board, Slots, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.keys import pick, sample_seed
-from streamload.transforms.examples import BatchInProgress, Looked, Visited
+from streamload.transforms.examples import BatchInProgress, Visited
 
 _STAND_INS = 64
 _EARLIER_STAND_INS = 8
-_LOOKED_AT = 8
-_LOOKED_AT_BYTES = 1 << 20
-"""How many samples are looked at in advance, and about how many of their bytes at most: those should stay in
+_READ_AHEAD = 8
+_READ_AHEAD_BYTES = 1 << 20
+"""How many samples are read in advance, and about how many of their bytes at most: those should stay in
 the processor's second cache until they are decoded."""
-
-
-class _Seen(NamedTuple):
-    """A sample that was read, and what looking at it gave: an error, if it can't be used."""
-
-    visit: Visit
-    visited: Visited
-    looked: Looked | SampleError
 
 
 class StreamDataset(IterableDataset[Batch]):
@@ -86,7 +79,7 @@ class Reading:
         self._counts = Counters(board.counters[worker + 1 if workers else 0])
         self._supply = Supply(recipe, board, self._counts, worker, workers)
         self._slots = slots
-        self._memory = ReadMemory(_LOOKED_AT_BYTES)
+        self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._fresh = shared_empty if workers else own_empty
 
     def batches(self, start: Start) -> Iterator[Batch]:
@@ -154,8 +147,8 @@ class Reading:
                     return None
                 found += len(part)
                 with self._counts.timed("transform_ns"):
-                    for seen in self._look(batch, epoch, part):
-                        trouble = self._place(batch, seen)
+                    for visit, visited in self._read(batch, epoch, part):
+                        trouble = self._place(batch, visit, visited)
                         if trouble is not None:
                             troubles.append(trouble)
             if not found:
@@ -170,31 +163,38 @@ class Reading:
         tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
         return self._fresh(shape, dtype) if tensor is None else tensor
 
-    def _look(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Seen]:
-        """Read samples (H) and look at them, a row of them in advance of the first one's pixels.
+    def _read(
+        self, batch: BatchInProgress, epoch: int, visits: list[Visit]
+    ) -> Iterator[tuple[Visit, Visited]]:
+        """Look samples up, draw what is random for them, and read them (H), in advance of their pixels.
 
         All of that is code and bookkeeping, which an image's pixels push out of the processor's caches: done
-        sample by sample, in between, it takes three times as long.
+        sample by sample, in between, it takes three times as long. What needs no bytes is done for all of
+        them, the rest for as many as there is memory for.
         """
-        at = 0
-        while at < len(visits):
-            references = [(visit.shard, visit.number) for visit in visits[at : at + _LOOKED_AT]]
-            samples = self._supply.samples(references, self._memory)
-            row = visits[at : at + len(samples)]
-            visited = list(map(Visited, samples, [self._seed(epoch, visit) for visit in row]))
-            yield from map(_Seen, row, visited, batch.look(visited))
-            at += len(row)
+        found = [self._supply.find(visit.shard, visit.number) for visit in visits]
+        seeds = [self._seed(epoch, visit) for visit in visits]
+        drawn = batch.draw([_image_size(one) for one in found], seeds)
+        row: list[tuple[Visit, Visited]] = []
+        self._memory.begin_anew()
+        for visit, entry, *known in zip(visits, found, seeds, drawn, strict=True):
+            sample = self._supply.sample(visit.shard, visit.number, self._memory, entry)
+            row.append((visit, Visited(sample, *known)))
+            if len(row) == _READ_AHEAD or self._memory.is_full:
+                yield from row
+                row.clear()
+                self._memory.begin_anew()
+        yield from row
 
     def _seed(self, epoch: int, visit: Visit) -> int:
         source = self._recipe.sources[visit.source]
         return sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
 
-    def _place(self, batch: BatchInProgress, seen: _Seen) -> Trouble | None:
+    def _place(self, batch: BatchInProgress, visit: Visit, visited: Visited) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""
-        visit, visited, looked = seen
-        sample, seed = visited
+        sample, seed, _ = visited
         try:
-            _add(batch, visited, looked)
+            batch.add(visited)
             return None
         except SampleError as exc:
             if not self._recipe.skip:
@@ -204,8 +204,7 @@ class Reading:
             return trouble
         for shard, number in itertools.islice(self._stand_ins(visit, seed), _STAND_INS):
             with contextlib.suppress(SampleError):
-                stand_in = Visited(self._supply.sample(shard, number), seed)
-                _add(batch, stand_in, batch.look([stand_in])[0])
+                batch.add(Visited(self._supply.sample(shard, number), seed))
                 return trouble
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {_STAND_INS} samples near it"
@@ -228,11 +227,12 @@ class Reading:
                 yield shard, found
 
 
-def _add(batch: BatchInProgress, visited: Visited, looked: Looked | SampleError) -> None:
-    """Add a sample, or raise why it can't be used."""
-    if isinstance(looked, SampleError):
-        raise looked
-    batch.add(visited, looked)
+def _image_size(found: Found | None) -> tuple[int, int] | None:
+    """Height and width of a sample's first image, by the index."""
+    if found is None:
+        return None
+    _, entry = found
+    return (entry.height, entry.width) if entry.height and entry.width else None
 
 
 def _end_with_rank(reading: Reading) -> None:

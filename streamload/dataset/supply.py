@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -142,21 +142,9 @@ class Supply:
                 return -1
             self._pause(waiting, [shard], self._source_of(shard))
 
-    def samples(self, references: Sequence[tuple[int, int]], memory: ReadMemory) -> list[Sample]:
-        """The samples of some references, from the first on, for which there is memory; one at least.
-
-        Args:
-            references: (shard, number) of each.
-            memory: what was read into it before isn't needed any more.
-        """
-        memory.begin_anew()
-        found = [self._cache.find(shard, number) for shard, number in references]
-        samples = []
-        for (shard, number), entry in zip(references, found, strict=True):
-            samples.append(self.sample(shard, number, memory, entry))
-            if memory.is_full:
-                break
-        return samples
+    def find(self, shard: int, number: int) -> Found | None:
+        """The entry of a sample; None where it has to be fetched again."""
+        return self._cache.find(shard, number)
 
     def sample(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None

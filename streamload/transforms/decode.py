@@ -85,15 +85,12 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
     return (height, width) if colour in _FAST_COLOURS else None
 
 
-def decode_jpeg_or_image(
-    data: bytes | memoryview, *, in_scratch: bool = False, size: tuple[int, int] | None = None
-) -> Pixels:
+def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) -> Pixels:
     """Decode an image.
 
     Args:
         data: a whole JPEG, PNG, WebP, GIF, BMP or binary PPM file.
         in_scratch: the pixels are needed only until this thread decodes another image.
-        size: what `jpeg_size` has said of it; None: it wasn't asked.
 
     Returns:
         uint8[H, W, 3], contiguous and writable. Of an animation, the first frame.
@@ -101,7 +98,7 @@ def decode_jpeg_or_image(
     Raises:
         DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
     """
-    size = size or jpeg_size(data)
+    size = jpeg_size(data)
     if size is not None:
         memory = _scratch.of(size[0] * size[1] * 3) if in_scratch else None
         try:

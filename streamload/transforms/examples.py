@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from streamload.errors import CaptionError, SampleError
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
-from streamload.transforms.decode import Pixels, decode_jpeg_or_image, jpeg_size
+from streamload.transforms.decode import Pixels, decode_jpeg_or_image
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import ImagePlan, Size, Statistics
 from streamload.transforms.planned import Choices, PlannedTransform
@@ -36,17 +35,11 @@ class Sample(NamedTuple):
 
 
 class Visited(NamedTuple):
-    """A sample of one visit, and the seed that its random choices are drawn from: uint64."""
+    """A sample of one visit, the seed (uint64) of its random choices, and what has been drawn from it."""
 
     sample: Sample
     seed: int
-
-
-class ImageFile(NamedTuple):
-    """The bytes of an image."""
-
-    data: memoryview
-    is_prepared: bool
+    drawn: Any = None
 
 
 class Layout(NamedTuple):
@@ -57,33 +50,17 @@ class Layout(NamedTuple):
     image: str
 
 
-class Looked(NamedTuple):
-    """What can be known of a sample without its pixels."""
-
-    text: str = ""
-    image: ImageFile | None = None
-    drawn: Any = None
-    """What the images of its batch know of this one."""
-
-
 class BatchInProgress(Protocol):
     """A batch to which samples are added one after the other."""
 
-    def look(self, row: Sequence[Visited]) -> list[Looked | SampleError]:
-        """What can be known of some samples without their pixels: captions, sizes, what is drawn for them.
+    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[Any]:
+        """What is drawn for samples with images of these sizes, as far as that can be done in advance.
 
-        Cheap beside `add`, and cheapest for several at a time. They may be looked at in advance, and not be
-        added.
-
-        Args:
-            row: the bytes of the samples have to stay until they are added.
-
-        Returns:
-            What is known of each, or why it can't be used.
+        A size needn't be the right one: what is drawn for another isn't used.
         """
         ...
 
-    def add(self, visited: Visited, looked: Looked) -> None:
+    def add(self, visited: Visited) -> None:
         """Make a sample the next example.
 
         Raises:
@@ -147,25 +124,25 @@ class Examples:
             images = _GivenImages(self.preprocess, prepare, allocate)
         return _CaptionedBatch(images, self)
 
-    def pixels(self, data: memoryview, is_prepared: bool, size: Size | None) -> Pixels:
+    def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The pixels that the transform gets, needed only until the next image."""
         if self.preparation is None or is_prepared:
-            return decode_jpeg_or_image(data, in_scratch=True, size=size)
+            return decode_jpeg_or_image(data, in_scratch=True)
         return self.preparation.pixels(data)
 
 
-_ToPixels = Callable[[memoryview, bool, Size | None], Pixels]
-"""Image file, whether it is prepared, and its size if that is known → pixels."""
+_ToPixels = Callable[[memoryview, bool], Pixels]
+"""Image file, and whether it is prepared → pixels."""
 
 
 class _Images(Protocol):
     """The images of a batch; each `seed` is that of the sample."""
 
-    def look(self, images: Sequence[ImageFile], seeds: Sequence[int]) -> Sequence[Any]:
-        """What is known of each without its pixels; a SampleError if it can't be used."""
+    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[Any]:
+        """See BatchInProgress."""
         ...
 
-    def add(self, image: ImageFile, seed: int, drawn: Any) -> None: ...
+    def add(self, data: memoryview, is_prepared: bool, seed: int, drawn: Any) -> None: ...
 
     def finish(self) -> Any: ...
 
@@ -183,26 +160,20 @@ class _CaptionedBatch:
         self._keys: list[str] = []
         self._urls: list[str] = []
 
-    def look(self, row: Sequence[Visited]) -> list[Looked | SampleError]:
-        """See BatchInProgress; each step for all of the row, so that its code stays in the first cache."""
-        layouts = [self._layout(sample) for sample, _ in row]
-        texts = [
-            _text(sample.members[layout.text], layout.field)
-            for (sample, _), layout in zip(row, layouts, strict=True)
-        ]
-        images = [
-            ImageFile(sample.members[layout.image], sample.prepared == layout.image)
-            for (sample, _), layout in zip(row, layouts, strict=True)
-        ]
-        known = self._images.look(images, [seed for _, seed in row])
-        return [
-            text
-            if isinstance(text, SampleError)  # a caption's error is found first
-            else drawn
-            if isinstance(drawn, SampleError)
-            else Looked(text, image, drawn)
-            for text, image, drawn in zip(texts, images, known, strict=True)
-        ]
+    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[Any]:
+        """See BatchInProgress."""
+        return self._images.draw(sizes, seeds)
+
+    def add(self, visited: Visited) -> None:
+        """The caption first: it is cheaper to find out that it can't be read."""
+        sample, seed, drawn = visited
+        layout = self._layout(sample)
+        text = read_caption(sample.members[layout.text], layout.field)
+        is_prepared = sample.prepared == layout.image
+        self._images.add(sample.members[layout.image], is_prepared, seed, drawn)
+        self._captions.append(text)
+        self._keys.append(sample.key)
+        self._urls.append(sample.url)
 
     def _layout(self, sample: Sample) -> Layout:
         extensions = tuple(sample.members)
@@ -210,15 +181,6 @@ class _CaptionedBatch:
         if layout is None:
             layout = self._layouts[extensions] = self._examples.layout(sample)
         return layout
-
-    def add(self, visited: Visited, looked: Looked) -> None:
-        """See BatchInProgress."""
-        (sample, seed), (text, image, drawn) = visited, looked
-        assert image is not None
-        self._images.add(image, seed, drawn)
-        self._captions.append(text)
-        self._keys.append(sample.key)
-        self._urls.append(sample.url)
 
     def finish(self) -> dict[str, Any]:
         values: dict[str, Any] = {"image": self._images.finish(), "text": self._captions}
@@ -232,13 +194,10 @@ class _CaptionedBatch:
 
 
 class _Drawn(NamedTuple):
-    """The size of an image by its header and what is drawn for that size; None where it isn't known yet."""
+    """What is drawn for an image of a size."""
 
-    size: Size | None
-    choices: Choices | None
-
-
-_UNKNOWN = _Drawn(None, None)
+    size: Size
+    choices: Choices
 
 
 class _PlannedImages:
@@ -247,7 +206,7 @@ class _PlannedImages:
     def __init__(self, plan: ImagePlan, examples: Examples, size: int, allocate: Allocate):
         self._transform = PlannedTransform(plan)
         self._pixels = examples.pixels
-        self._prepares = examples.preparation is not None
+        self._preparation = examples.preparation
         self._statistics = None if examples.as_bytes else plan.statistics
         self._count = 0
         # The transform writes channels last: into the batch itself, or beside it for the normalising.
@@ -259,27 +218,21 @@ class _PlannedImages:
         self._levels = levels.permute(0, 3, 1, 2)
         self._places = self._levels.unbind()
 
-    def look(self, images: Sequence[ImageFile], seeds: Sequence[int]) -> Sequence[_Drawn | SampleError]:
-        """The sizes of JPEGs and what is drawn for them; None where the pixels have to show the size."""
-        sizes = [self._size(image) for image in images]
+    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[_Drawn | None]:
+        """See BatchInProgress."""
+        if self._preparation is not None:
+            sizes = [None if size is None else self._preparation.resized(*size) for size in sizes]
         return [
-            _Drawn(size, self._transform.draw(*size, seed)) if isinstance(size, tuple) else size or _UNKNOWN
+            None if size is None else _Drawn(size, self._transform.draw(*size, seed))
             for size, seed in zip(sizes, seeds, strict=True)
         ]
 
-    def _size(self, image: ImageFile) -> Size | SampleError | None:
-        if self._prepares and not image.is_prepared:
-            return None
-        try:
-            return jpeg_size(image.data)
-        except SampleError as exc:
-            return exc
-
-    def add(self, image: ImageFile, seed: int, drawn: _Drawn) -> None:
-        size, choices = drawn
-        pixels = self._pixels(*image, size)
+    def add(self, data: memoryview, is_prepared: bool, seed: int, drawn: _Drawn | None) -> None:
+        pixels = self._pixels(data, is_prepared)
         height, width, _ = pixels.shape
-        if choices is None or size != (height, width):
+        if drawn is not None and drawn.size == (height, width):
+            choices = drawn.choices
+        else:
             choices = self._transform.draw(height, width, seed)
         place = self._places[self._count if self._statistics is None else 0]
         self._transform(pixels, place, choices)
@@ -305,15 +258,15 @@ class _GivenImages:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def look(self, images: Sequence[ImageFile], seeds: Sequence[int]) -> Sequence[None]:
+    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[None]:
         """Nothing is known of what it draws."""
-        return [None] * len(images)
+        return [None] * len(sizes)
 
-    def add(self, image: ImageFile, seed: int, drawn: None) -> None:
+    def add(self, data: memoryview, is_prepared: bool, seed: int, drawn: None) -> None:
         if self._prepare is None:
-            value = self._transform(image.data, self._generators, seed)
+            value = self._transform(data, self._generators, seed)
         else:
-            pixels = self._prepare(*image, None)
+            pixels = self._prepare(data, is_prepared)
             value = self._transform.of_pixels(pixels, self._generators, seed)
         self._values.append(value)
 
@@ -336,13 +289,13 @@ class _MappedBatch:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def look(self, row: Sequence[Visited]) -> list[Looked | SampleError]:
+    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[None]:
         """See BatchInProgress; all is the function's."""
-        return [Looked()] * len(row)
+        return [None] * len(sizes)
 
-    def add(self, visited: Visited, looked: Looked) -> None:
+    def add(self, visited: Visited) -> None:
         """See BatchInProgress."""
-        sample, seed = visited
+        sample, seed, _ = visited
         raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())
         self._generators.seed(seed)
@@ -359,10 +312,3 @@ class _MappedBatch:
 
     def close(self) -> None:
         self._borrowed.close()
-
-
-def _text(data: memoryview, field: str | None) -> str | CaptionError:
-    try:
-        return read_caption(data, field)
-    except CaptionError as exc:
-        return exc

@@ -108,21 +108,22 @@ class Preparation:
         small = self._shrunk(pixels)
         return small if self.quality is None else decode_jpeg_or_image(self._encoded(small), in_scratch=True)
 
-    def _is_changed(self, pixels: Pixels) -> bool:
-        height, width = self._resized(*pixels.shape[:2])
-        if self.quality is None:
-            return height * width * 3 <= _LARGEST_BYTES
-        return (height, width) != pixels.shape[:2] and max(height, width) <= _JPEG_LONGEST
-
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The size of an image of height × width, prepared."""
         short = min(height, width)
         if short <= self.size:
             return height, width
         return height * self.size // short, width * self.size // short
 
+    def _is_changed(self, pixels: Pixels) -> bool:
+        height, width = self.resized(*pixels.shape[:2])
+        if self.quality is None:
+            return height * width * 3 <= _LARGEST_BYTES
+        return (height, width) != pixels.shape[:2] and max(height, width) <= _JPEG_LONGEST
+
     def _shrunk(self, pixels: Pixels) -> Pixels:
         height, width = pixels.shape[:2]
-        resized = self._resized(height, width)
+        resized = self.resized(height, width)
         if resized == (height, width):
             return pixels
         image = resize_box(pixels, Box(0, 0, height, width), *resized)
