@@ -27,7 +27,7 @@ def batch(path: Path, *, as_bytes: bool, size: tuple[int, int] | None = None) ->
         map_sample=None,
         as_bytes=as_bytes,
     )
-    batch = examples.begin(5, own_empty)
+    batch = examples.ready()(5, own_empty)
     for seed, (key, members) in enumerate(read_oracle(path)):
         sample = Sample(key, "", {name: memoryview(data) for name, data in members.items()})
         (drawn,) = batch.draw([size], [seed])

@@ -79,6 +79,7 @@ class Reading:
         self._counts = Counters(board.counters[worker + 1 if workers else 0])
         self._supply = Supply(recipe, board, self._counts, worker, workers)
         self._slots = slots
+        self._begin = recipe.examples.ready()
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._fresh = shared_empty if workers else own_empty
 
@@ -138,7 +139,7 @@ class Reading:
     ) -> tuple[dict[str, Any], list[Trouble]] | None:
         """Turn samples into the values of a batch, each as soon as it is known; None: no batch."""
         self._supply.want()
-        batch = self._recipe.examples.begin(size, self._empty)
+        batch = self._begin(size, self._empty)
         troubles: list[Trouble] = []
         found = 0
         with contextlib.closing(batch), _one_thread():

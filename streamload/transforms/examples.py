@@ -77,6 +77,10 @@ class BatchInProgress(Protocol):
         ...
 
 
+Begin = Callable[[int, Allocate], BatchInProgress]
+"""Gives an empty batch, for so many examples at most, and for memory for its tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Examples:
     """What is made of samples.
@@ -113,16 +117,18 @@ class Examples:
             raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
         return Layout(*text, image[0])
 
-    def begin(self, size: int, allocate: Allocate) -> BatchInProgress:
-        """An empty batch of at most `size` examples; `allocate` gives the memory of its tensors."""
-        if self.map_sample is not None:
-            return _MappedBatch(self.map_sample, allocate)
-        if isinstance(self.preprocess, ImagePlan):
-            images: _Images = _PlannedImages(self.preprocess, self, size, allocate)
-        else:
-            prepare = None if self.preparation is None else self.pixels
-            images = _GivenImages(self.preprocess, prepare, allocate)
-        return _CaptionedBatch(images, self)
+    def ready(self) -> Begin:
+        """What begins batches, one at a time: what they have in common is made once."""
+        preprocess, map_sample = self.preprocess, self.map_sample
+        if map_sample is not None:
+            return lambda size, allocate: _MappedBatch(map_sample, allocate)
+        if isinstance(preprocess, ImagePlan):
+            transform = PlannedTransform(preprocess)
+            return lambda size, allocate: _CaptionedBatch(
+                _PlannedImages(transform, self, size, allocate), self
+            )
+        prepare = None if self.preparation is None else self.pixels
+        return lambda size, allocate: _CaptionedBatch(_GivenImages(preprocess, prepare, allocate), self)
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The pixels that the transform gets, needed only until the next image."""
@@ -203,8 +209,8 @@ class _Drawn(NamedTuple):
 class _PlannedImages:
     """Images by a plan, each normalised while it is in the processor's cache."""
 
-    def __init__(self, plan: ImagePlan, examples: Examples, size: int, allocate: Allocate):
-        self._transform = PlannedTransform(plan)
+    def __init__(self, transform: PlannedTransform, examples: Examples, size: int, allocate: Allocate):
+        self._transform, plan = transform, transform.plan
         self._pixels = examples.pixels
         self._preparation = examples.preparation
         self._statistics = None if examples.as_bytes else plan.statistics
