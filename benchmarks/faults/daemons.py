@@ -85,8 +85,8 @@ class Shared:
 
         return work
 
-    def reading(self) -> Callable[[Stage], Any]:
-        """A reader that asks the shared tier first, in the process of a Child."""
+    def reading(self, **more: Any) -> Callable[[Stage], Any]:
+        """A reader that asks the shared tier first, in the process of a Child; `more` is for Reading."""
 
         def reads(stage: Stage) -> Any:
             sharing = Sharing(SharedOptions(self.url, self.options), Counters())
@@ -97,7 +97,7 @@ class Shared:
 
             with closing(sharing):
                 shards = [*self.data.shards[3:], *self.data.shards[:3]]
-                return read_in_child(Reading(self.attempt.root, shards, open_origin=opened))
+                return read_in_child(Reading(self.attempt.root, shards, open_origin=opened, **more))
 
         return reads
 
@@ -129,14 +129,14 @@ class Shared:
         left = objects.names("leases")
         self.attempt.check("T", not left, f"left: {left}")
 
-    def finish(self) -> None:
+    def finish(self, **more: Any) -> None:
         """The next daemon brings what is missing, and takes away what the dead have left."""
         objects = self.objects()
         deadline = time.monotonic() + _END_SECONDS
-        with Child(self.work("next", once=False)) as child:
+        with Child(self.work("next", once=False, **more)) as child:
             child.stage.wait_for("working", _END_SECONDS)
             while time.monotonic() < deadline and (objects.names("leases") or not self._has_all()):
-                time.sleep(0.01)
+                time.sleep(0.02)
             os.kill(child.pid, signal.SIGTERM)
             child.finish(_END_SECONDS)
         self.check(all_held=True)

@@ -9,7 +9,9 @@ from typing import Any
 from benchmarks.faults.daemons import Shared
 from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
+from benchmarks.faults.readers import QUICK
 from benchmarks.faults.rows import Row
+from streamload.prefetch.daemon import DaemonOptions
 from streamload.testing.kills import Child, Stage
 from streamload.testing.networks import Switch, why_no_network
 from streamload.testing.s3 import S3Server
@@ -20,7 +22,13 @@ _LATEST_SECONDS = 0.8
 """Behind the start of all, within which a link is cut."""
 _LONGEST_SECONDS = 2.0
 """For which it is cut."""
-_END_SECONDS = 90.0
+_END_SECONDS = 120.0
+_LIMIT_SECONDS = 400.0
+_CALM: dict[str, Any] = {
+    "daemon": DaemonOptions(look_seconds=1.0, retry_seconds=0.05, stopped_seconds=0.6, origin=QUICK),
+    "lease_seconds": 2.0,
+}
+"""The store answers some ten requests a second: daemons look and beat less often than at a folder."""
 _VICTIM, _OTHER, _READER = 2, 3, 4
 """The hosts, by their numbers on the switch."""
 
@@ -32,8 +40,8 @@ def link_cut(attempt: Attempt) -> None:
         _hosts(attempt, Switch())
         return [attempt.wrong, attempt.happened]
 
-    with Child(alone, limit_seconds=400) as child:
-        wrong, happened = child.finish(380)
+    with Child(alone, limit_seconds=_LIMIT_SECONDS) as child:
+        wrong, happened = child.finish(_LIMIT_SECONDS)
     attempt.check_all(tuple(found) for found in wrong)
     attempt.happened.update(happened)
 
@@ -46,11 +54,13 @@ def _hosts(attempt: Attempt, switch: Switch) -> None:
         store.create_bucket("near")
         shared = Shared(attempt, data, "s3://near/tier", store.storage_options)
         work = {
-            _VICTIM: shared.work("victim"),
-            _OTHER: shared.work("other"),
-            _READER: shared.reading(),
+            _VICTIM: shared.work("victim", **_CALM),
+            _OTHER: shared.work("other", **_CALM),
+            _READER: shared.reading(deadline_seconds=_END_SECONDS),
         }
-        hosts = {n: stack.enter_context(Child(_on(switch, n, work[n]))) for n in work}
+        hosts = {
+            n: stack.enter_context(Child(_on(switch, n, work[n]), limit_seconds=_LIMIT_SECONDS)) for n in work
+        }
         for host in hosts.values():
             attempt.check("L", host.stage.wait_for("working", _END_SECONDS), "a host didn't start")
         time.sleep(attempt.rng.uniform(0, _LATEST_SECONDS))
@@ -65,7 +75,7 @@ def _hosts(attempt: Attempt, switch: Switch) -> None:
         shared.check_reader(hosts[_READER])
         for daemon in (hosts[_VICTIM], hosts[_OTHER]):
             shared.check_through(daemon.finish(_END_SECONDS))
-        shared.finish()
+        shared.finish(**_CALM)
 
 
 def _on(switch: Switch, number: int, work: Callable[[Stage], Any]) -> Callable[[Stage], Any]:
