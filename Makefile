@@ -55,7 +55,7 @@ peers: $(READY) $(OPENCLIP_READY)  ## Build the environments of the peers that a
 
 bench: peers  ## Measure beside the peers (about 3 hours); writes benchmarks/results/*.json
 	for name in cold link_busy warm overhead start scaling consumer half resume memory flat memory_tier hits fill \
-		verification prepared shuffle scale spot report shuffle_report; do \
+		verification prepared daemons shuffle scale spot report shuffle_report; do \
 		$(BIN)/python -m benchmarks.$$name; done
 
 faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/{faults,simulation}.json

@@ -9,8 +9,8 @@ Command: python -m benchmarks.prepared
 The warm epoch of warm.py with streamload's default transform and a cheap tokenizer: each contender is a
 process of its own with 2 workers, CPU time is that of all of its processes in the second epoch. "uint8" hands
 over levels, as for a training on a device, which normalises them there; "float32" is the default. Preparing
-is one `streamload warm --prepare` from a server on the same machine, its CPU time that of its process in all:
-starting Python and importing torch included.
+is one `streamload warm --prepare` from a server on the same machine; its CPU time is that of its process,
+less what the same command takes when all is held: starting Python and importing torch.
 
 The crops: boxes of RandomResizedCrop at scale (0.9, 1.0) of the copy, and the same part of the original, each
 resized to 224 pixels by Pillow; PSNR of the two.
@@ -150,15 +150,22 @@ def warm(python: Path, urls: str, cache: Path, *more: str) -> None:
 def preparing(python: Path, urls: str, cache: Path, recipe: str, samples: int) -> dict[str, float]:
     """What it costs to prepare the shards, for each image."""
     held = set(cache.glob("shards/*/data"))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = _cpu_seconds_of_children()
     warm(python, urls, cache, "--prepare", recipe)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    prepared = _cpu_seconds_of_children()
+    warm(python, urls, cache, "--prepare", recipe)  # all is held: what starting takes
+    seconds = 2 * prepared - began - _cpu_seconds_of_children()
     added = set(cache.glob("shards/*/data")) - held
     return {
         "cpu_us_per_image": seconds / samples * 1e6,
         "bytes_per_image": sum(path.stat().st_size for path in added) / samples,
     }
+
+
+def _cpu_seconds_of_children() -> float:
+    """Of those that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(contender: Contender, job: Job, given: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes the tables and charts of docs/performance.md, docs/scale.md and benchmarks/README.md from results/.
+"""Writes the tables and charts of docs/ and benchmarks/README.md from results/.
 
 Command: python -m benchmarks.report
 
@@ -17,7 +17,13 @@ from benchmarks.turns import RESULTS, ROOT
 
 PAGES = tuple(
     ROOT / page
-    for page in ("docs/performance.md", "docs/prepared.md", "docs/scale.md", "benchmarks/README.md")
+    for page in (
+        "docs/performance.md",
+        "docs/prepared.md",
+        "docs/daemon.md",
+        "docs/scale.md",
+        "benchmarks/README.md",
+    )
 )
 IMAGES = ROOT / "docs/images"
 
@@ -57,6 +63,8 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         tables["stages"] = stages(results["overhead"])
     if "prepared" in results:
         tables["preparing"] = preparing(results["prepared"])
+    if "daemons" in results:
+        tables["daemons_trainers"] = daemons_trainers(results["daemons"])
     return {"targets": targets(results), "machine": machine(results), **tables, **spot}
 
 
@@ -221,6 +229,41 @@ def preparing(result: Result) -> str:
     return table([*head, "of a tenth of them below"], rows)
 
 
+def daemons(result: Result) -> str:
+    rows = [
+        [
+            f"{row['link_bytes_per_second'] / 1e6:.2f} ({row['share']:g} ×)",
+            f"{row['daemons']:g}",
+            spread(result, name, "seconds", 1),
+            f"{row['least_seconds']:.1f}",
+            f"{row['waited_share']:.0%}",
+            f"{row['from_origin']:.2f} ×",
+            f"{row['shared_hits']:g} of {result['settings']['shards']}",
+        ]
+        for name, row in result["medians"].items()
+        if row["trainers"] == 1
+    ]
+    head = ["link of a node, MB/s (× what is consumed)", "daemons", "epoch, s (rounds)", "least, s"]
+    return table([*head, "waiting", "from the origin", "shards by the shared cache"], rows)
+
+
+def daemons_trainers(result: Result) -> str:
+    rows = [
+        [
+            f"{row['trainers']:g}",
+            "a daemon, then they begin" if row["filled"] else "they and a daemon, at once",
+            spread(result, name, "seconds", 1),
+            f"{row['waited_share']:.0%}",
+            spread(result, name, "from_origin"),
+            f"{row['shared_bytes'] / result['settings']['bytes']:.2f}",
+        ]
+        for name, row in result["medians"].items()
+        if row["filled"] or row["trainers"] > 1 or (row["daemons"], row["share"]) == (1, 0.5)
+    ]
+    head = ["trainers", "who fills", "longest epoch, s (rounds)", "waiting", "from the origin, × (rounds)"]
+    return table([*head, "each from the shared cache, ×"], rows)
+
+
 def scale(result: Result) -> str:
     rows = [
         [
@@ -293,6 +336,7 @@ TABLES = {
     "verification": verification,
     "overhead": overhead,
     "prepared": prepared,
+    "daemons": daemons,
     "scale": scale,
 }
 

@@ -208,6 +208,22 @@ def test_prepared_shards_are_read_without_their_origin(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_daemons_are_measured_beside_trainings_that_get_the_same_batches(tmp_path: Path) -> None:
+    result = run_quickly("daemons", tmp_path / "out.json")
+
+    beside, filled = result["rounds"]
+    assert [row["other_batches"] for row in result["rounds"]] == [0, 0]
+    assert (beside["daemons"], beside["trainers"], beside["filled"]) == (1, 1, False)
+    assert (filled["daemons"], filled["trainers"], filled["filled"]) == (0, 2, True)
+    assert (filled["from_origin"], filled["shared_hits"]) == (1.0, result["settings"]["shards"])
+    assert beside["from_origin"] >= 1.0
+    assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
+    tables = report.tables_of({"daemons": result})
+    assert tables["daemons"].count("\n") == 2
+    assert tables["daemons_trainers"].count("\n") == 2
+
+
+@pytest.mark.timeout(400)
 def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")

@@ -43,17 +43,28 @@ _NOTICES = {
 
 
 class Shared:
-    """A shared tier in a folder, what writes it and what reads through it."""
+    """A shared tier, what writes it and what reads through it.
 
-    def __init__(self, attempt: Attempt, data: Data):
+    Args:
+        url, options: of the tier; without, it is in a folder.
+    """
+
+    def __init__(
+        self, attempt: Attempt, data: Data, url: str = "", options: dict[str, Any] | None = None
+    ) -> None:
         self.attempt, self.data = attempt, data
-        self.url = str(attempt.place / "shared")
+        self.url, self.options = url or str(attempt.place / "shared"), options or {}
+
+    def objects(self) -> Objects:
+        """What it is made of."""
+        return Objects(self.url, self.options)
 
     def work(self, name: str, **more: Any) -> Callable[[Stage], Any]:
         """What a daemon does that has a tier of its own, in the process of a Child."""
         asked = ServiceOptions(
             urls=tuple(self.data.urls),
             shared_cache=self.url,
+            shared_cache_options=self.options,
             cache_dir=self.attempt.place / f"node-{name}",
             cache_size="1GB",
             concurrency=2,
@@ -74,11 +85,11 @@ class Shared:
 
         return work
 
-    def reading(self) -> Callable[[Stage], Any]:
-        """A reader that asks the shared tier first, in the process of a Child."""
+    def reading(self, **more: Any) -> Callable[[Stage], Any]:
+        """A reader that asks the shared tier first, in the process of a Child; `more` is for Reading."""
 
         def reads(stage: Stage) -> Any:
-            sharing = Sharing(SharedOptions(self.url), Counters())
+            sharing = Sharing(SharedOptions(self.url, self.options), Counters())
 
             def opened(shard: Shard, stop: threading.Event, counts: Counters) -> Origin:
                 origin = open_origin(shard.url, options=QUICK, counters=counts, stop=stop)
@@ -86,7 +97,7 @@ class Shared:
 
             with closing(sharing):
                 shards = [*self.data.shards[3:], *self.data.shards[:3]]
-                return read_in_child(Reading(self.attempt.root, shards, open_origin=opened))
+                return read_in_child(Reading(self.attempt.root, shards, open_origin=opened, **more))
 
         return reads
 
@@ -103,7 +114,7 @@ class Shared:
 
     def check(self, *, all_held: bool) -> None:
         """B, C: what is there is the origin's, verified; N: all of it is; T: no lease is left."""
-        objects = Objects(self.url)
+        objects = self.objects()
         tier = SharedTier(objects, Counters())
         for shard in self.data.shards:
             try:
@@ -118,20 +129,20 @@ class Shared:
         left = objects.names("leases")
         self.attempt.check("T", not left, f"left: {left}")
 
-    def finish(self) -> None:
+    def finish(self, **more: Any) -> None:
         """The next daemon brings what is missing, and takes away what the dead have left."""
-        objects = Objects(self.url)
+        objects = self.objects()
         deadline = time.monotonic() + _END_SECONDS
-        with Child(self.work("next", once=False)) as child:
+        with Child(self.work("next", once=False, **more)) as child:
             child.stage.wait_for("working", _END_SECONDS)
             while time.monotonic() < deadline and (objects.names("leases") or not self._has_all()):
-                time.sleep(0.01)
+                time.sleep(0.02)
             os.kill(child.pid, signal.SIGTERM)
             child.finish(_END_SECONDS)
         self.check(all_held=True)
 
     def _has_all(self) -> bool:
-        names = Objects(self.url).names("shards")
+        names = self.objects().names("shards")
         return sum(name.endswith("/index") for name in names) == len(self.data.shards)
 
 

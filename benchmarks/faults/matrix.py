@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.faults import (
     daemons,
     disk,
+    hosts,
     killed,
     nodes,
     origin,
@@ -49,6 +50,7 @@ ROWS: list[Row] = sorted(
             processes,
             resumed,
             daemons,
+            hosts,
             nodes,
         )
         for row in module.ROWS

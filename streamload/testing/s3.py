@@ -17,7 +17,10 @@ _START_SECONDS = 60.0
 
 
 class S3Server:
-    """An S3 server on loopback at `endpoint`; a context manager.
+    """An S3 server at `endpoint`; a context manager.
+
+    Args:
+        host: the address that it listens at.
 
     Attributes:
         endpoint: its URL.
@@ -29,9 +32,9 @@ class S3Server:
     secret = "testing-secret"
     region = "us-east-1"
 
-    def __init__(self) -> None:
-        port = _free_port()
-        self.endpoint = f"http://127.0.0.1:{port}"
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        port = _free_port(host)
+        self.endpoint = f"http://{host}:{port}"
         self.storage_options: dict[str, Any] = {
             "endpoint_url": self.endpoint,
             "key": self.key,
@@ -46,7 +49,7 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            [sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -107,8 +110,8 @@ class S3Server:
         raise RuntimeError(f"moto's server did not answer in {_START_SECONDS:g} s (exit status {status})")
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port

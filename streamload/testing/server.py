@@ -1,8 +1,8 @@
 """An HTTP server for shards: ranges, a limited link, a log of what was asked, and misbehaviour on request.
 
-For tests, demos and benchmarks, on loopback only: `ShardServer` runs in threads of this process, and
-`ShardServer.spawn` (or ``python -m streamload.testing.server DIR``) in one of its own, so that it shares no
-interpreter with what is measured.
+For tests, demos and benchmarks, on loopback unless told otherwise: `ShardServer` runs in threads of this
+process, and `ShardServer.spawn` (or ``python -m streamload.testing.server DIR``) in one of its own, so that
+it shares no interpreter with what is measured.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class ShardServer:
         bytes_per_second: of the whole link, shared by all connections (None: as fast as it goes).
         bytes_per_second_per_connection: of each connection.
         latency_seconds: before each answer.
+        host: the address that it listens at.
         tls: files of certificate and key, for https.
 
     Attributes:
@@ -50,6 +51,7 @@ class ShardServer:
         bytes_per_second: float | None = None,
         bytes_per_second_per_connection: float | None = None,
         latency_seconds: float = 0.0,
+        host: str = "127.0.0.1",
         port: int = 0,
         tls: tuple[str, str] | None = None,
     ) -> None:
@@ -67,9 +69,9 @@ class ShardServer:
         self._gate: float | None = None
         self._changed = threading.Condition()  # guards _faults and _gate, and tells of closing
         self._began = time.monotonic()
-        self._server = _Server(("127.0.0.1", port), self)
+        self._server = _Server((host, port), self)
         self.port: int = self._server.server_address[1]
-        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="shard-server")
         self._thread.start()
 
@@ -152,7 +154,7 @@ class ShardServer:
                 self._changed.wait(_LOOK_SECONDS)
 
     @staticmethod
-    def spawn(root: str | os.PathLike[str], **options: float | None) -> SpawnedServer:
+    def spawn(root: str | os.PathLike[str], **options: float | str | None) -> SpawnedServer:
         """Start the same server in a process of its own; see `SpawnedServer`."""
         from streamload.testing.server_process import SpawnedServer
 

@@ -21,10 +21,10 @@ class SpawnedServer:
 
     Args:
         root: the directory.
-        options: `ShardServer`'s numbers: bytes_per_second, bytes_per_second_per_connection, latency_seconds.
+        options: `ShardServer`'s: bytes_per_second, bytes_per_second_per_connection, latency_seconds, host.
     """
 
-    def __init__(self, root: str | os.PathLike[str], **options: float | None) -> None:
+    def __init__(self, root: str | os.PathLike[str], **options: float | str | None) -> None:
         command = [sys.executable, "-m", "streamload.testing.server", str(root), "--steered"]
         for name, value in options.items():
             if value is not None:
@@ -88,6 +88,7 @@ def main() -> None:
     """Serve a directory until interrupted, or, steered, until the input ends."""
     parser = argparse.ArgumentParser(description=main.__doc__, prog="python -m streamload.testing.server")
     parser.add_argument("root")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--bytes-per-second", type=float)
     parser.add_argument("--bytes-per-second-per-connection", type=float)
