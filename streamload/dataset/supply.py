@@ -37,7 +37,10 @@ from streamload.transforms.examples import Sample
 
 logger = logging.getLogger("streamload")
 
-_POLL_SECONDS = 0.004
+_POLL_SECONDS = (0.004, 0.05)
+_POLL_SHARE = 0.02
+"""How long a worker sleeps until it looks again: of the time that it has waited, within those bounds. What a
+look costs is the processor's time, which those want who fill."""
 _SLOW_SECONDS = 30.0
 _NO_ROOM_SECONDS = 10.0
 _NO_ROOM_AGAIN_SECONDS = 1.0
@@ -261,7 +264,8 @@ class Supply:
                 who = "this process" if self._ahead.filling(first) else "another process, or nobody yet"
                 logger.warning("a batch has waited %.0f s for %r, filled by %s", waiting.seconds(), view, who)
         began = time.monotonic_ns()
-        time.sleep(_POLL_SECONDS)
+        least, most = _POLL_SECONDS
+        time.sleep(min(most, max(least, _POLL_SHARE * waiting.seconds())))
         waited_ns = time.monotonic_ns() - began
         self._counts.add("bytes_wait_ns", waited_ns)
         self._board.by_source[self._row, source, 1] += waited_ns
