@@ -97,9 +97,16 @@ def warm(
     )
     if report.shared_stored:
         print(f"{report.shared_stored} were stored in the shared cache")
+    without_room = set(report.no_room)
     for url, why in (*report.failures.items(), *report.shared_failures.items()):
-        print(f"{url}: {why}")
-    if report.shards_complete < report.shards or report.shared_failures:
+        if url not in without_room:
+            print(f"{url}: {why}")
+    if report.no_room:
+        print(
+            f"{len(report.no_room):,} were left, the first of which is {report.no_room[0]}: "
+            f"{report.failures[report.no_room[0]]}"
+        )
+    if report.failures or report.shared_failures:
         raise typer.Exit(1)
 
 
