@@ -101,6 +101,22 @@ def test_the_same_run_has_the_same_name_on_all_nodes_and_another_one_another() -
     assert len({plan().run, *(other.run for other in others)}) == 5
 
 
+def prepared_plan(prepare: str) -> RunPlan:
+    made, _ = plan_of([PlannedSource(30, OrderOptions(7, 2, 3, 100))], False, SHARDS, None, prepare)
+    return made
+
+
+def test_a_run_on_prepared_images_is_another_and_says_by_which_recipe() -> None:
+    assert prepared_plan("") == plan()
+    made = prepared_plan("raw-256")
+    assert len({plan().run, made.run, prepared_plan("raw-224").run}) == 3
+    assert RunPlan.read(made.run, made.written()).prepare == "raw-256"
+    assert RunPlan.read(plan().run, plan().written()).prepare == ""
+    for name in (None, "", "raw-256-v1-torch2.9.1-pillow12.0.0-simplejpeg1.8.2-0123abcd"):
+        progress = Progress(1, 3, ((0, 4),), prepared=name)
+        assert Progress.read(made, 1, progress.written()) == progress
+
+
 def test_a_signature_doesnt_make_another_run_and_isnt_told() -> None:
     signed = expand_urls("https://host/d/{000..029}.tar?X-Amz-Signature=SECRET&X-Amz-Date=1")
     sources = [PlannedSource(30, OrderOptions(7, 2, 3, 100))]
@@ -128,6 +144,7 @@ def test_progress_survives_being_written() -> None:
 
 
 PLAN = json.loads(plan().written())
+PREPARED = json.loads(prepared_plan("raw-256").written())
 PROGRESS = json.loads(Progress(0, 0, ((0, 0),)).written())
 
 
@@ -151,6 +168,14 @@ def source(**changes: Any) -> list[Any]:
         changed(PLAN, format="1"),
         changed(PLAN, names="x"),
         changed(PLAN, names=PLAN["names"][::-1]),
+        changed(PLAN, prepare="raw-256"),
+        changed(PREPARED, prepare="raw-257"),
+        changed(PLAN, prepare=""),
+        changed(PLAN, prepare=None),
+        changed(PLAN, prepare=256),
+        changed(PLAN, prepare="../../etc"),
+        changed(PLAN, prepare="raw-256\n"),
+        changed(PLAN, prepare=100_000 * "a"),
         changed(PLAN, one_pass=1),
         changed(PLAN, sources=[]),
         changed(PLAN, sources=7),
@@ -170,7 +195,7 @@ def source(**changes: Any) -> list[Any]:
         changed(PLAN, shards=[["https://host/", 0, 31, 1, 3, ".tar"]]),
         json.dumps({k: v for k, v in PLAN.items() if k != "shards"}).encode(),
     ],
-    ids=range(27),
+    ids=range(35),
 )
 def test_a_plan_that_is_cut_forged_or_of_another_version_is_refused(data: bytes) -> None:
     with pytest.raises(PlanError, match=plan().run):
@@ -191,10 +216,13 @@ def test_a_plan_that_is_cut_forged_or_of_another_version_is_refused(data: bytes)
         changed(PROGRESS, fronts=[[0, -1]]),
         changed(PROGRESS, epoch=-1),
         changed(PROGRESS, ahead="many"),
+        changed(PROGRESS, prepared=None),
+        changed(PROGRESS, prepared="raw-256/../x"),
+        changed(PROGRESS, prepared=201 * "a"),
         changed(PROGRESS, mean_bytes=float("nan")),
         changed(PROGRESS, shards_per_second=float("inf")),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_progress_that_is_cut_forged_or_of_another_version_is_refused(data: bytes) -> None:
     with pytest.raises(PlanError, match="group 0"):

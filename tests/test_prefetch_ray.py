@@ -12,27 +12,32 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamload.cache.shard import shard_of
+from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.shared.tier import SharedTier
 from streamload.errors import ClusterError, OptionError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
+from streamload.prefetch.prepared import Recipe, prepared_tar
 from streamload.prefetch.ray_engine import connect
 from streamload.prefetch.ray_unit import Job, own_version
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.testing.ray_cluster import RayCluster
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from streamload.transforms.prepare import Preparation
 
 COMMAND = [sys.executable, "-m", "streamload.cli"]
 SHARDS = 6
+RECIPE = "jpeg-32-q90"
+PREPARATION = Preparation.parse(RECIPE)
 
 
 @pytest.fixture
@@ -81,6 +86,13 @@ def held(server: ShardServer, place: Path) -> list[bool]:
     return found
 
 
+def prepared(server: ShardServer, place: Path) -> list[Path]:
+    """Where the prepared shards are in a shared tier that is a folder."""
+    shards = [shard_of(f"{server.url}/{path.name}", None) for path in sorted(server.root.glob("*.tar"))]
+    forms = [prepared_form(shard, PREPARATION.name) for shard in shards]
+    return [path for form in forms for path in place.glob(f"prepared/{form.recipe}/{form.digest}/*.tar")]
+
+
 @pytest.mark.timeout(400)
 def test_the_nodes_of_a_cluster_fill_a_shared_tier(
     server: ShardServer, cluster: RayCluster, tmp_path: Path
@@ -103,6 +115,19 @@ def test_the_nodes_of_a_cluster_fill_a_shared_tier(
     assert "7 of 8 shards are held (8 listed shards), 1 brought" in done.stdout
     assert re.search(r"00007\.tar: \S+: .*404", done.stdout)
     assert {request.path for request in server.log[asked:]} == {"00006.tar", "00007.tar"}
+
+
+@pytest.mark.timeout(400)
+def test_the_nodes_of_a_cluster_prepare(server: ShardServer, cluster: RayCluster, tmp_path: Path) -> None:
+    shared = ["--shared-cache", str(tmp_path / "shared")]
+    done = run([*COMMAND, "warm", pattern(server), "--ray", cluster.address, *shared, "--prepare", RECIPE])
+    assert done.returncode == 0, done.stderr
+    assert f"{SHARDS} of {SHARDS} shards are held" in done.stdout
+    places = prepared(server, tmp_path / "shared")
+    assert [place.read_bytes() for place in places] == [
+        b"".join(prepared_tar([path.read_bytes()], PREPARATION, path.name))
+        for path in sorted(server.root.glob("*.tar"))
+    ]
 
 
 @pytest.mark.timeout(400)
@@ -196,10 +221,12 @@ def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path:
     assert 'pip install "streamload[ray]"' in done.stderr
 
 
-def unit(job: Job, url: str, digest: str = "") -> dict[str, Any]:
+def unit(job: Job, url: str, by: Recipe | None = None, **changes: str) -> dict[str, Any]:
     """What `bring` says, in a process of its own."""
     shard = shard_of(url, None)
-    packed = pickle.dumps(shard if not digest else type(shard)(shard.url, shard.name, digest))
+    if by is not None:
+        shard = prepared_form(shard, by.name)
+    packed = pickle.dumps((replace(shard, **changes), by))
     code = f"""
         import json
         from streamload.prefetch.ray_unit import bring, own_version
@@ -230,6 +257,21 @@ def test_a_unit_is_brought_once_and_says_what_it_took(server: ShardServer, tmp_p
     assert (first["size"], first["arrived"]) == (size, size)
     assert (again["size"], again["arrived"]) == (0, 0)
     assert held(server, tmp_path / "shared")[1]
+
+
+def test_a_unit_is_prepared_of_what_the_shared_tier_has(server: ShardServer, tmp_path: Path) -> None:
+    url = f"{server.url}/00001.tar"
+    assert unit(job(tmp_path), url)["arrived"] > 0
+    first, again = unit(job(tmp_path), url, PREPARATION), unit(job(tmp_path), url, PREPARATION)
+    (place,) = prepared(server, tmp_path / "shared")
+    assert (first["size"], first["arrived"]) == (place.stat().st_size, 0)
+    assert (again["size"], again["arrived"]) == (0, 0)
+
+
+def test_a_node_with_other_libraries_is_unfit(server: ShardServer, tmp_path: Path) -> None:
+    answer = unit(job(tmp_path), f"{server.url}/00001.tar", PREPARATION, recipe=f"{RECIPE}-v1-torch0.1")
+    assert answer["unfit"].startswith(f"images are prepared by {PREPARATION.name} there")
+    assert server.log == []
 
 
 def test_a_node_that_sees_another_shared_tier_is_unfit(server: ShardServer, tmp_path: Path) -> None:

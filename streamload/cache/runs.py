@@ -87,7 +87,9 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
 
     Files of processes that are gone are removed on the way. Call it while deciding.
     """
-    wanted = {short(digest): digest for digest in digests}
+    wanted: dict[int, list[str]] = {}  # a shard and its prepared forms are needed alike
+    for digest in digests:
+        wanted.setdefault(short(digest), []).append(digest)
     found: dict[str, float] = {}
     for path in sorted([*own(directory), *pages(directory)]):
         dead = FileLock.acquire(path)
@@ -97,8 +99,8 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
             continue
         coming = visits_of(path)
         for at in np.flatnonzero(np.isin(coming, np.fromiter(wanted, dtype="<u8", count=len(wanted)))):
-            digest = wanted[int(coming[at])]
-            found[digest] = min(found.get(digest, np.inf), float(at))
+            for digest in wanted[int(coming[at])]:
+                found[digest] = min(found.get(digest, np.inf), float(at))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.warm import storage_options_of
+from streamload.cli.options import StorageOptions, storage_options_of
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ def bench(
     cache_dir: Annotated[
         str | None, typer.Option(help="The cache whose disk is measured; nothing is kept in it.")
     ] = None,
-    storage_options: Annotated[
-        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
-    ] = None,
+    storage_options: StorageOptions = None,
 ) -> None:
     """Measure what limits a training on these shards.
 

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.warm import storage_options_of
+from streamload.cli.options import (
+    CacheDir,
+    CacheSize,
+    Concurrency,
+    RayAddress,
+    RayCpus,
+    SharedCache,
+    SharedCacheOptions,
+    StorageOptions,
+    preparation_of,
+    storage_options_of,
+)
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -25,9 +36,7 @@ def daemon(
         list[str] | None,
         typer.Argument(help="The shards, as for make_loader; or the one word 'status'. None: see --run."),
     ] = None,
-    shared_cache: Annotated[
-        str | None, typer.Option(help="The shared cache (STREAMLOAD_SHARED_CACHE).")
-    ] = None,
+    shared_cache: SharedCache = None,
     run: Annotated[
         list[str] | None,
         typer.Option(help="Which published run to follow; may be given more than once. None: the latest."),
@@ -41,18 +50,17 @@ def daemon(
     window: Annotated[
         str | None, typer.Option(help='How far in front of the readers: "100GB", "30min", "2h".')
     ] = None,
-    cache_dir: Annotated[str | None, typer.Option(help="The cache of this node.")] = None,
-    cache_size: Annotated[str | None, typer.Option(help='The most it may hold: "500GB", "80%".')] = None,
-    shared_cache_options: Annotated[
-        str | None, typer.Option(help="For the shared cache's file system, as JSON.")
+    prepare: Annotated[
+        str | None,
+        typer.Option(
+            help='Hold them prepared: "raw-256". None: as the runs ask for it; "none": as they are.'
+        ),
     ] = None,
-    storage_options: Annotated[
-        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Shards to work on at the same time. None: 8; with --ray what has room."),
-    ] = None,
+    cache_dir: CacheDir = None,
+    cache_size: CacheSize = None,
+    shared_cache_options: SharedCacheOptions = None,
+    storage_options: StorageOptions = None,
+    concurrency: Concurrency = None,
     bandwidth: Annotated[
         str | None, typer.Option(help='The most to take from origins in a second: "200MB".')
     ] = None,
@@ -61,15 +69,8 @@ def daemon(
         str, typer.Option(help="Whose notices of preemption to heed: auto, aws, gcp, azure, none.")
     ] = "auto",
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds that are left after a SIGTERM.")] = 30.0,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            help='Let the nodes of a Ray cluster do the work: "host:6379", "ray://host:10001", "auto".'
-        ),
-    ] = None,
-    ray_cpus: Annotated[
-        float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")
-    ] = 1.0,
+    ray: RayAddress = None,
+    ray_cpus: RayCpus = 1.0,
     listen: Annotated[
         str | None, typer.Option(help='Where /metrics, /healthz and /status are; "none": nowhere.')
     ] = None,
@@ -92,6 +93,8 @@ def daemon(
         into=into,
         shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
         shared_cache=shared_cache,
+        prepare=None if prepare in (None, "none") else preparation_of(prepare),
+        recipe_of=preparation_of if prepare is None else None,
         window=window,
         cache_dir=cache_dir,
         cache_size=cache_size,

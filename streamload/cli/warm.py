@@ -1,50 +1,46 @@
 """`streamload warm`: fill the cache once, before training or beside it."""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamload.cli.options import (
+    CacheDir,
+    CacheSize,
+    Concurrency,
+    RayAddress,
+    RayCpus,
+    SharedCache,
+    SharedCacheOptions,
+    StorageOptions,
+    preparation_of,
+    storage_options_of,
+)
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from streamload.prefetch.warm import WarmProgress
-    from streamload.transforms.prepare import Preparation
 
 
 def warm(
     urls: Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")],
-    cache_dir: Annotated[str | None, typer.Option(help="Where to keep the shards.")] = None,
-    cache_size: Annotated[str | None, typer.Option(help='The most to keep: "500GB", "80%".')] = None,
+    cache_dir: CacheDir = None,
+    cache_size: CacheSize = None,
     cache: Annotated[str | None, typer.Option(help='Where: "disk", "memory" or "auto".')] = None,
     memory_size: Annotated[
         str | None, typer.Option(help='The most to keep in memory: "20GB", "50%".')
     ] = None,
-    shared_cache: Annotated[
-        str | None, typer.Option(help='A folder that nodes share, asked before the origins: "s3://bucket/x".')
-    ] = None,
-    shared_cache_options: Annotated[
-        str | None, typer.Option(help="For its object store, as --storage-options.")
-    ] = None,
+    shared_cache: SharedCache = None,
+    shared_cache_options: SharedCacheOptions = None,
     write_back: Annotated[
         bool | None, typer.Option(help="Store all of the shards in the shared cache, too.")
     ] = None,
-    storage_options: Annotated[
-        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, help="Shards to fill at the same time. None: 8; with --ray what has room."),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(help='Fill the shared cache by a Ray cluster: "host:6379", "ray://host:10001", "auto".'),
-    ] = None,
-    ray_cpus: Annotated[
-        float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")
-    ] = 1.0,
+    storage_options: StorageOptions = None,
+    concurrency: Concurrency = None,
+    ray: RayAddress = None,
+    ray_cpus: RayCpus = 1.0,
     prepare: Annotated[
         str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')
     ] = None,
@@ -60,7 +56,8 @@ def warm(
     if ray is not None:
         _warm_by_ray(
             urls,
-            near=[cache, memory_size, prepare],
+            near=[cache, memory_size],
+            prepare=None if prepare is None else preparation_of(prepare),
             write_back=write_back,
             ray=ray,
             ray_cpus=ray_cpus,
@@ -87,7 +84,7 @@ def warm(
             write_back=write_back,
             storage_options=options,
             concurrency=8 if concurrency is None else concurrency,
-            prepare=None if prepare is None else _preparation(prepare),
+            prepare=None if prepare is None else preparation_of(prepare),
             on_progress=bar.show,
         )
     shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
@@ -97,9 +94,16 @@ def warm(
     )
     if report.shared_stored:
         print(f"{report.shared_stored} were stored in the shared cache")
+    without_room = set(report.no_room)
     for url, why in (*report.failures.items(), *report.shared_failures.items()):
-        print(f"{url}: {why}")
-    if report.shards_complete < report.shards or report.shared_failures:
+        if url not in without_room:
+            print(f"{url}: {why}")
+    if report.no_room:
+        print(
+            f"{len(report.no_room):,} were left, the first of which is {report.no_room[0]}: "
+            f"{report.failures[report.no_room[0]]}"
+        )
+    if report.failures or report.shared_failures:
         raise typer.Exit(1)
 
 
@@ -114,22 +118,10 @@ def _warm_by_ray(
     from streamload.prefetch.service import ServiceOptions
 
     if any(near):
-        raise OptionError(
-            "--cache, --memory-size and --prepare are for this node's cache, which --ray doesn't fill"
-        )
+        raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
     if write_back is False:
         raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
     serve(ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options))
-
-
-def _preparation(text: str) -> "Preparation":
-    """What --prepare asks for; each thread that fills prepares with one thread of torch's."""
-    import torch
-
-    from streamload.transforms.prepare import Preparation
-
-    torch.set_num_threads(1)
-    return Preparation.parse(text)
 
 
 class _Bar:
@@ -171,20 +163,3 @@ def _drawn_bar() -> "tuple[Progress, TaskID]":
     bar = Progress(*columns, console=Console(stderr=True))
     bar.start()
     return bar, bar.add_task("connecting", total=None)
-
-
-def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
-    """The value of --storage-options, or of another option that is like it.
-
-    Raises:
-        OptionError: it is no JSON object.
-    """
-    if text is None:
-        return None
-    try:
-        options = json.loads(text)
-    except ValueError as exc:
-        raise OptionError(f"{name}={text!r} is not JSON: {exc}") from exc
-    if not isinstance(options, dict):
-        raise OptionError(f"{name}={text!r} is not a JSON object such as " + '{"anon": true}')
-    return options

@@ -205,6 +205,11 @@ class Ahead:
         with self._change:
             return shard.digest in self._busy
 
+    def holds_room(self) -> bool:
+        """Whether a fill is under way here that has got some room, which it may give back."""
+        with self._change:
+            return any(part.reserved_bytes for part in self._parts)
+
     def close(self) -> None:
         """Stop all fills where they are; what they have filled stays for whoever takes it up."""
         self._stop.set()
@@ -296,6 +301,8 @@ class Ahead:
             if not is_needed:
                 self._refused_since.setdefault(shard.digest, time.monotonic())
         if not is_needed:
+            if isinstance(trouble, CacheFull):
+                self._report(shard, Filled.NO_ROOM)
             return _NO_ROOM_SECONDS
         if isinstance(trouble, CacheFull) and self.do_without(shard):
             return 0.0

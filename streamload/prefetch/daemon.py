@@ -191,11 +191,11 @@ class Daemon:
 
     def _assign(self, hands: Hands) -> None:
         """Begin to work on what is missing, in order of need, as far as hands reach."""
-        count = hands.count()
         with self._change:
             skip = self._failures.waiting() | self._mine.keys()
             due = [shard for digest, shard in self._missing.items() if digest not in skip]
-            free = count - len(self._mine)
+            busy = len(self._mine)
+        free = hands.count(due) - busy
         if free > 0 and due:
             due = due if self._leases is None else self._leased(self._leases, due, free)
         with self._change:

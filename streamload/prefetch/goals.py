@@ -112,7 +112,7 @@ class Shared:
 
     def holds(self, shard: Shard) -> bool:
         """See Goal: its index is written last."""
-        return self._tier.objects.modified(f"shards/{shard.digest}/index") is not None
+        return self._tier.has(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
         """See Goal."""

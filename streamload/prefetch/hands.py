@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from streamload.cache.fill import Filled
-from streamload.cache.shard import Shard
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.tier import Tier
 from streamload.errors import StreamloadError
@@ -16,6 +16,8 @@ from streamload.metrics import Counters
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch.ahead import STOPPED_SECONDS, Ahead
 from streamload.prefetch.goals import Goal
+from streamload.prefetch.prepared import PreparedOrigin
+from streamload.prefetch.recipes import Recipes
 from streamload.prefetch.throttle import Throttle
 
 Through = Callable[[Shard, Origin, threading.Event], Origin]
@@ -37,8 +39,8 @@ class Hands(Protocol):
         """Say what is to be brought, in order of need; it replaces what was said before."""
         ...
 
-    def count(self) -> int:
-        """How many units they can have at once, now."""
+    def count(self, due: Sequence[Shard]) -> int:
+        """How many units they can have at once, now; of those that are due, in order of need."""
         ...
 
     def has_begun(self, unit: Shard) -> bool:
@@ -70,7 +72,10 @@ class Here:
         tier: of this node.
         goal: where units are delivered.
         threads: units that are worked on at once.
-        through: puts something nearer in front of an origin.
+        preparing: as many of those that are prepared, which takes a CPU each; None: as many as all.
+        recipes: by which they are.
+        through: puts something nearer in front of a unit's origin.
+        through_source: the same, for the shard that a unit is prepared of.
         storage_options: for origins.
         origin: how patient transfers are.
         bytes_per_second: the most that is taken from origins; None: there is no cap.
@@ -88,7 +93,10 @@ class Here:
         tier: Tier,
         goal: Goal,
         threads: int,
+        preparing: int | None = None,
+        recipes: Recipes | None = None,
         through: Through | None = None,
+        through_source: Through | None = None,
         storage_options: dict[str, Any] | None = None,
         origin: OriginOptions | None = None,
         bytes_per_second: float | None = None,
@@ -98,15 +106,20 @@ class Here:
     ):
         self._tell_brought, self._tell_failed = brought, failed
         self._tier, self._goal, self._threads = tier, goal, threads
+        self._preparing = threads if preparing is None else min(preparing, threads)
         self._no_room_seconds = no_room_seconds
         self._lock = threading.Lock()
         self._units: dict[str, Shard] = {}  # that are wanted, by digest; guarded by _lock
-        throttle = Throttle(bytes_per_second)
+        throttle, known = Throttle(bytes_per_second), recipes or Recipes()
         patience = origin or OriginOptions()
 
-        def opened(shard: Shard, stop: threading.Event) -> Origin:
-            far = throttle.watched(open_origin(shard.url, storage_options, patience, counts, stop), stop)
-            return far if through is None else through(shard, far, stop)
+        def opened(unit: Shard, stop: threading.Event) -> Origin:
+            far = throttle.watched(open_origin(unit.url, storage_options, patience, counts, stop), stop)
+            if unit.recipe:
+                if through_source is not None:
+                    far = through_source(shard_of(unit.url, storage_options), far, stop)
+                far = PreparedOrigin(far, known[unit.recipe])
+            return far if through is None else through(unit, far, stop)
 
         self._ahead = Ahead(
             tier,
@@ -125,9 +138,9 @@ class Here:
             self._units = {shard.digest: shard for shard in units}
         self._ahead.want((), units)
 
-    def count(self) -> int:
+    def count(self, due: Sequence[Shard]) -> int:
         """See Hands."""
-        return self._threads
+        return self._preparing if due and due[0].recipe else self._threads
 
     def has_begun(self, unit: Shard) -> bool:
         """See Hands."""
@@ -167,7 +180,7 @@ class Here:
         directory = self._tier.published(shard.digest)
         try:
             self._goal.deliver(shard, directory)
-            size = (directory / "data").stat().st_size if shard.local is None else 0
+            size = (directory / "data").stat().st_size if shard.in_place is None else 0
         except (StreamloadError, OSError) as exc:
             self._failed(shard, str(exc))
             return

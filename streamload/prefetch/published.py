@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from streamload import urls
 from streamload.errors import PlanError, StreamloadError, UrlError
 from streamload.order.plan import OrderOptions, Pieces, pass_order, pieces
+from streamload.prefetch.checked import flag, listed, matched, number, whole
 from streamload.urls import UrlList
 from streamload.urls.written import read_down, write_down
 
@@ -32,7 +33,9 @@ _NAMED = 2_000
 """A list is told from others by the names of so many of its shards, at equal distances."""
 _RUN = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"runs/([0-9a-f]{16})/group-(0|[1-9][0-9]{0,8})\.json")
-_MOST = 1 << 53
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_RECIPE = re.compile(r"[a-z0-9-]{1,40}")
+_RECIPE_NAME = re.compile(r"[A-Za-z0-9.+_-]{0,200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,15 @@ class RunPlan:
         one_pass: an epoch is once through the data, and the next one is of another order.
         shards: all of them; None where their URLs can't be told to others.
         names: tells these shards from any others.
-        run: 16 hex characters, the same on all nodes: of the same shards in the same order.
+        prepare: by which recipe the run's images are prepared, "raw-256"; "": they aren't.
+        run: 16 hex characters, the same on all nodes: of the same shards in the same order, prepared alike.
     """
 
     sources: tuple[PlannedSource, ...]
     one_pass: bool
     shards: UrlList | None = field(repr=False)
     names: str
+    prepare: str = ""
     run: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +96,7 @@ class RunPlan:
                 }
                 for source in self.sources
             ],
+            **({"prepare": self.prepare} if self.prepare else {}),
         }
 
     @classmethod
@@ -108,9 +114,12 @@ class RunPlan:
                 f"use the same version of streamload on both sides"
             )
         try:
-            sources = tuple(_source(source) for source in _listed(value["sources"]))
+            sources = tuple(_source(source) for source in listed(value["sources"]))
             shards = None if value["shards"] is None else read_down(value["shards"])
-            plan = cls(sources, _flag(value["one_pass"]), shards, _text(value["names"]))
+            prepare = matched(_RECIPE, value["prepare"], "recipe") if "prepare" in value else ""
+            plan = cls(
+                sources, flag(value["one_pass"]), shards, matched(_DIGEST, value["names"], "digest"), prepare
+            )
             if not sources or len({source.order.groups for source in sources}) != 1:
                 raise ValueError("its sources don't have the same groups")
             if shards is not None and len(shards) != sum(source.count for source in sources):
@@ -137,6 +146,7 @@ def plan_of(
     one_pass: bool,
     shards: UrlList,
     storage_options: Mapping[str, Any] | None,
+    prepare: str = "",
 ) -> tuple[RunPlan, str]:
     """The plan of a run, and why its URLs aren't told ("" if they are).
 
@@ -150,7 +160,7 @@ def plan_of(
             told, why = None, "what is secret in them says which shards they are"
     except UrlError as exc:
         told, why = None, str(exc)
-    return RunPlan(tuple(sources), one_pass, told, names), why
+    return RunPlan(tuple(sources), one_pass, told, names, prepare), why
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,8 @@ class Progress:
         mean_bytes: of its shards; 0 where none has been seen.
         shards_per_second: at which the group goes on; 0 where that isn't known.
         told: counts what was told, so that it shows whether anybody still tells.
+        prepared: the full name, with the versions of libraries, of the recipe by which its readers look for
+            prepared shards; "": for none; None: that isn't told.
     """
 
     group: int
@@ -174,6 +186,7 @@ class Progress:
     mean_bytes: float = 0.0
     shards_per_second: float = 0.0
     told: int = 0
+    prepared: str | None = None
 
     @property
     def name(self) -> str:
@@ -191,6 +204,7 @@ class Progress:
             "mean_bytes": round(self.mean_bytes),
             "shards_per_second": float(f"{self.shards_per_second:.6g}"),
             "told": self.told,
+            **({} if self.prepared is None else {"prepared": self.prepared}),
         }
         return json.dumps(value).encode()
 
@@ -206,17 +220,18 @@ class Progress:
         try:
             if value["format"] != FORMAT or value["group"] != group or group >= plan.groups:
                 raise ValueError(f"format {value['format']!r:.40}, group {value['group']!r:.40}")
-            fronts = tuple((_whole(pass_), _whole(place)) for pass_, place in _listed(value["fronts"]))
+            fronts = tuple((whole(pass_), whole(place)) for pass_, place in listed(value["fronts"]))
             if len(fronts) != len(plan.sources):
                 raise ValueError(f"{len(fronts)} sources")
             return cls(
                 group,
-                _whole(value["epoch"]),
+                whole(value["epoch"]),
                 fronts,
-                _whole(value["ahead"]),
-                _number(value["mean_bytes"]),
-                _number(value["shards_per_second"]),
-                _whole(value["told"]),
+                whole(value["ahead"]),
+                number(value["mean_bytes"]),
+                number(value["shards_per_second"]),
+                whole(value["told"]),
+                matched(_RECIPE_NAME, value["prepared"], "recipe's name") if "prepared" in value else None,
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise PlanError(f"{what} can't be read: {exc!s:.200}") from exc
@@ -242,8 +257,8 @@ class Coming:
         wanted = count + progress.ahead
         found: list[tuple[float, int]] = []
         first = 0
-        for number, source in enumerate(self.plan.sources):
-            coming = self._of_source(number, progress, wanted)
+        for which, source in enumerate(self.plan.sources):
+            coming = self._of_source(which, progress, wanted)
             # A source is read by as many lanes as it has a share of the samples.
             found += [((k + 1) / source.order.lanes, first + int(s)) for k, s in enumerate(coming)]
             first += source.count
@@ -266,9 +281,13 @@ class Coming:
         return np.concatenate([rest, after[~np.isin(after, rest)]])[:count]
 
 
-def in_order(coming: Iterable[Sequence[int]]) -> list[int]:
+_Needed = TypeVar("_Needed", bound=Hashable)
+
+
+def in_order(coming: Iterable[Sequence[_Needed]]) -> list[_Needed]:
     """What several groups need, each in its order, as one list: the next of each, then those behind them."""
-    ranked = sorted((k, n, shard) for n, shards in enumerate(coming) for k, shard in enumerate(shards))
+    ranked = [(k, n, shard) for n, shards in enumerate(coming) for k, shard in enumerate(shards)]
+    ranked.sort(key=lambda one: one[:2])
     return list(dict.fromkeys(shard for _, _, shard in ranked))
 
 
@@ -298,9 +317,9 @@ def _object(what: str, data: bytes) -> dict[str, Any]:
 
 def _source(value: Any) -> PlannedSource:
     hints = value["hints"]
-    count = _whole(value["count"])
+    count = whole(value["count"])
     if hints is not None:
-        hints = np.array([_whole(size) for size in _listed(hints)], np.int64)
+        hints = np.array([whole(size) for size in listed(hints)], np.int64)
         if hints.size != count:
             raise ValueError(f"{hints.size:,} sizes for {count:,} shards")
     seed = value["seed"]
@@ -308,42 +327,12 @@ def _source(value: Any) -> PlannedSource:
         raise ValueError(f"seed {seed!r:.60}")
     order = OrderOptions(
         seed,
-        _whole(value["groups"]),
-        _whole(value["lanes"]),
-        _whole(value["window"]),
-        _flag(value["shuffle_shards"]),
+        whole(value["groups"]),
+        whole(value["lanes"]),
+        whole(value["window"]),
+        flag(value["shuffle_shards"]),
         hints,
     )
     if count > 1 << 23 or order.groups > 1 << 20:
         raise ValueError(f"{count:,} shards in {order.groups:,} groups")
     return PlannedSource(count, order)
-
-
-def _listed(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.100} is no list")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise ValueError(f"{value!r:.60} is no whole number from 0")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= _MOST:
-        raise ValueError(f"{value!r:.60} is no number from 0")
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"{value!r:.60} is neither true nor false")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value):
-        raise ValueError(f"{value!r:.60} is no digest")
-    return value

@@ -23,6 +23,7 @@ from streamload.errors import ClusterError, OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.prefetch.hands import Brought, Failed, WaitOf
 from streamload.prefetch.ray_unit import Job, bring, own_version
+from streamload.prefetch.recipes import Recipes
 
 logger = logging.getLogger("streamload")
 
@@ -88,6 +89,7 @@ class RayHands:
         wait_of: of no use here: nothing goes for what is brought.
         ray: of `connect`.
         job: what all units have in common.
+        recipes: by which some are prepared.
         cpus: what a unit takes of a node's CPUs, as Ray counts them.
         most: units that are worked on at once; None: as many as the cluster has room for.
         counts: of what arrives at the nodes.
@@ -101,6 +103,7 @@ class RayHands:
         *,
         ray: Any,
         job: Job,
+        recipes: Recipes | None = None,
         cpus: float = 1.0,
         most: int | None = None,
         counts: Counters,
@@ -108,6 +111,7 @@ class RayHands:
         self._brought, self._failed = brought, failed
         self._ray, self._cpus, self._most, self._counts = ray, cpus, most, counts
         self._job = pickle.dumps(job)
+        self._recipes = recipes or Recipes()
         self._task = ray.remote(num_cpus=cpus, max_retries=-1)(bring)
         self._stop = threading.Event()
         self._change = threading.Condition()
@@ -132,7 +136,7 @@ class RayHands:
         for shard in new:
             self._submit(_Unit(shard, tries=1))
 
-    def count(self) -> int:
+    def count(self, due: Sequence[Shard]) -> int:
         """See Hands: somewhat more than the cluster can work on now."""
         now = time.monotonic()
         if now - self._asked_at > _SIZE_SECONDS:
@@ -173,7 +177,9 @@ class RayHands:
             name=f"streamload {unit.shard.name}",
             scheduling_strategy="DEFAULT" if unit.tries == 1 else "SPREAD",  # on another node than before
         )
-        result = task.remote(own_version(), self._job, pickle.dumps(unit.shard))
+        shard = unit.shard
+        recipe = self._recipes[shard.recipe] if shard.recipe else None
+        result = task.remote(own_version(), self._job, pickle.dumps((shard, recipe)))
         with self._change:
             self._submitted[result] = unit
 

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamload.cache.runs import Run
-from streamload.cache.shard import Shard, shard_of
-from streamload.cache.shared.sharing import SharedOptions
+from streamload.cache.shard import Shard, prepared_form, shard_of
+from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import open_tier
 from streamload.errors import OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.goals import Shared
 from streamload.prefetch.hands import NO_ROOM_SECONDS, Here
+from streamload.prefetch.prepared import Recipe
+from streamload.prefetch.recipes import Recipes
 from streamload.settings import read_settings
 
 _TICK_SECONDS = 0.05
@@ -64,7 +66,7 @@ def bring(version: str, job: bytes, unit: bytes) -> dict[str, Any]:
     Args:
         version: of the streamload that asks.
         job: a pickled Job.
-        unit: a pickled Shard.
+        unit: pickled, a Shard, and the Recipe by which it is prepared or None.
 
     Returns:
         "node": the name of this machine; and either "size" and "arrived", in bytes, or one of
@@ -75,9 +77,9 @@ def bring(version: str, job: bytes, unit: bytes) -> dict[str, Any]:
     node = platform.node()
     if (mine := own_version()) != version:
         return {"node": node, "unfit": f"it has streamload {mine}, and {version} is wanted"}
-    shard: Shard = pickle.loads(unit)
+    shard, recipe = pickle.loads(unit)
     try:
-        return {"node": node, **_carrier(job).bring(shard)}
+        return {"node": node, **_carrier(job).bring(shard, recipe)}
     except OptionError as exc:
         return {"node": node, "unfit": str(exc)}
     except (StreamloadError, OSError) as exc:
@@ -117,13 +119,15 @@ class _Carrier:
     def __init__(self, job: Job):
         self._job = job
         self._counts = Counters()
+        self._recipes = Recipes()
         self._change = threading.Condition()
         # Guarded by _change:
         self._digest = ""  # of the unit that is worked on
         self._ended: dict[str, Any] | None = None  # how it ended
         with contextlib.ExitStack() as stack:
-            shared = job.shared.open_tier(self._counts)
-            stack.callback(shared.close)
+            sharing = stack.enter_context(contextlib.closing(Sharing(job.shared, self._counts)))
+            shared = sharing.tier
+            assert shared is not None
             self._goal = stack.enter_context(contextlib.closing(Shared(shared)))
             if shared.objects.read(job.sign) is None:
                 raise OptionError(
@@ -139,6 +143,8 @@ class _Carrier:
                 tier=tier,
                 goal=self._goal,
                 threads=1,
+                recipes=self._recipes,
+                through_source=sharing.through,
                 storage_options=job.storage_options,
                 origin=job.origin,
                 bytes_per_second=job.bytes_per_second,
@@ -148,9 +154,18 @@ class _Carrier:
             self._here = stack.enter_context(contextlib.closing(here))
             self._stack = stack.pop_all()
 
-    def bring(self, shard: Shard) -> dict[str, Any]:
+    def bring(self, shard: Shard, recipe: Recipe | None) -> dict[str, Any]:
         """See `bring`."""
-        if shard_of(shard.url, self._job.storage_options).digest != shard.digest:
+        known = shard_of(shard.url, self._job.storage_options)
+        if recipe is not None:
+            if recipe.name != shard.recipe:
+                raise OptionError(
+                    f"images are prepared by {recipe.name} there, and {shard.recipe} is wanted: all nodes "
+                    f"and the machine of the command need the same libraries and the same kind of processor"
+                )
+            self._recipes.add(recipe)
+            known = prepared_form(known, recipe.name)
+        if known.digest != shard.digest:
             raise OptionError(
                 f"{shard.name} has another identity there: the environment that is a part of it (endpoints, "
                 f"configuration of commands) has to be the same on all nodes"

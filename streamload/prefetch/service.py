@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import os
 import re
 import secrets
 import threading
@@ -37,8 +38,10 @@ from streamload.prefetch.preemption import (
     Watch,
     on_signals,
 )
+from streamload.prefetch.prepared import Recipe
 from streamload.prefetch.ray_engine import RayHands, connect
 from streamload.prefetch.ray_unit import Job
+from streamload.prefetch.recipes import MakeRecipe, Recipes
 from streamload.prefetch.status import Status
 from streamload.prefetch.wanted import DEFAULT_WINDOW, Followed, Listed, Wanted, Window
 from streamload.settings import parse_size, read_settings
@@ -59,8 +62,11 @@ class ServiceOptions:
         groups: which of their groups; none: all.
         shared_cache, shared_cache_options, cache_dir, cache_size, storage_options: as for make_loader.
         into: "shared" or "local": where shards are to be held; None: in the shared cache, if there is one.
+        prepare: hold shards prepared by this recipe, whatever runs ask for.
+        recipe_of: makes the recipe that a run asks for; None: what it asks for isn't prepared.
         window: "100GB", "30min"; None: 100 GB in front of a run, all of a list.
-        concurrency: shards that are worked on at once; None: 8, or as many as the Ray cluster has room for.
+        concurrency: shards that are worked on at once; None: 8, of those that are prepared no more than there
+            are CPUs, or as many as the Ray cluster has room for.
         bandwidth: the most to take from origins in a second.
         once: end when all is held.
         notices: whose to heed.
@@ -82,6 +88,8 @@ class ServiceOptions:
     into: str | None = None
     cache_dir: str | Path | None = None
     cache_size: str | int | None = None
+    prepare: Recipe | None = None
+    recipe_of: MakeRecipe | None = None
     window: str | None = None
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
     concurrency: int | None = None
@@ -109,6 +117,7 @@ class Service:
     def __init__(self, options: ServiceOptions):
         self._options = options
         self._cloud = _cloud(options.notices)
+        self._recipes = Recipes(options.prepare, options.recipe_of)
         self._notice = Notice()
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -178,7 +187,10 @@ class Service:
             tier=tier,
             goal=goal,
             threads=tuned.concurrency,
+            preparing=_cpus() if options.concurrency is None else None,
+            recipes=self._recipes,
             through=sharing.through if is_near else None,
+            through_source=sharing.through,
             storage_options=options.storage_options,
             origin=tuned.origin,
             bytes_per_second=tuned.bytes_per_second,
@@ -233,7 +245,13 @@ class Service:
         tier.objects.write(sign, b"one tier for all nodes")
         stack.callback(lambda: tier.objects.until(threading.Event()).delete(sign))
         engine = functools.partial(
-            RayHands, ray=ray, job=job, cpus=options.ray_cpus, most=options.concurrency, counts=counts
+            RayHands,
+            ray=ray,
+            job=job,
+            recipes=self._recipes,
+            cpus=options.ray_cpus,
+            most=options.concurrency,
+            counts=counts,
         )
         wanted = self._wanted(listed, tier.objects, None, None, is_near=False)
         return Daemon(wanted, goal, engine, options=tuned, counts=counts)
@@ -251,12 +269,12 @@ class Service:
         if objects is not None and (options.runs or listed is None):
             window = Window.parse(options.window or DEFAULT_WINDOW)
             storage = options.storage_options
-            return Followed(objects, storage, window, options.runs, options.groups, listed)
+            return Followed(objects, storage, window, options.runs, options.groups, listed, self._recipes)
         assert listed is not None
         window = Window() if options.window is None else Window.parse(options.window)
         if window.seconds is not None:
             raise OptionError(f"window={options.window!r}: a list has no pace; give a size, or follow a run")
-        shards = ShardList(listed, options.storage_options)
+        shards = ShardList(listed, options.storage_options, options.prepare.name if options.prepare else "")
         if tier is None or run_file is None or not is_near:
             return Listed(shards, window)
         return Listed(shards, window, tier.root / "runs", run_file.path)
@@ -285,6 +303,11 @@ class Service:
             page = Page(self._daemon.status, "127.0.0.1:0")
         logger.info("/metrics, /healthz and /status are at %s", page.url)
         return stack.enter_context(page)
+
+
+def _cpus() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _node(tier: Tier) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamload.cache import runs
-from streamload.cache.shard import Shard, ShardList
+from streamload.cache.shard import Shard, ShardList, prepared_form
 from streamload.cache.shared.objects import Objects
 from streamload.errors import OptionError, PlanError, SharedTierError
 from streamload.prefetch.published import (
@@ -27,6 +27,7 @@ from streamload.prefetch.published import (
     names_of,
     runs_in,
 )
+from streamload.prefetch.recipes import Recipes
 from streamload.settings import parse_size
 from streamload.urls import UrlList
 
@@ -106,7 +107,7 @@ class Listed:
     """The shards of a list: those first that runs on this node need next, then the others as listed.
 
     Args:
-        shards: all of them.
+        shards: all of them; of those that have a prepared form it is that which is wanted.
         window: how much of that.
         announced: the `runs/` of a tier in which live runs say what they will visit; None: nobody does.
         own: the file there that is the daemon's.
@@ -127,28 +128,30 @@ class Listed:
         self._window = window
         self._announced = announced
         self._own = own
+        form = shards[0].prepared if len(shards) else None
+        self._as_what = f", prepared as {form.recipe}" if form is not None else ""
         self._all: dict[str, Shard] | None = None
         self._names: np.ndarray[Any, np.dtype[np.uint64]] | None = None
 
     def said(self) -> str:
         """See Wanted."""
-        return f"{len(self._shards):,} listed shards"
+        return f"{len(self._shards):,} listed shards{self._as_what}"
 
     def look(self, size_of: SizeOf) -> list[Shard]:
         """See Wanted."""
         needed = dict.fromkeys(self._needed())
-        first = {self._shards[place].digest: self._shards[place] for place in needed}
+        first = {unit.digest: unit for unit in map(_unit, (self._shards[place] for place in needed))}
         if self._window.size_bytes is None:
             if self._all is None:
-                self._all = {shard.digest: shard for shard in self._shards}
+                self._all = {unit.digest: unit for unit in map(_unit, self._shards)}
             return list({**first, **self._all}.values())
         found, total = dict(first), sum(map(size_of, first.values()))
-        for shard in self._shards:
+        for unit in map(_unit, self._shards):
             if total > self._window.size_bytes:
                 break
-            if shard.digest not in found:
-                found[shard.digest] = shard
-                total += size_of(shard)
+            if unit.digest not in found:
+                found[unit.digest] = unit
+                total += size_of(unit)
         return self._window.cut(list(found.values()), size_of)
 
     def _needed(self) -> list[int]:
@@ -179,6 +182,7 @@ class Followed:
         names: of the runs; none: the one that was heard of last.
         groups: which of their groups; none: all.
         given: the user's own list of the shards, for plans that can't tell it.
+        recipes: by which shards are prepared; None: all stay as they are.
     """
 
     def __init__(
@@ -189,6 +193,7 @@ class Followed:
         names: Sequence[str] = (),
         groups: Sequence[int] = (),
         given: UrlList | None = None,
+        recipes: Recipes | None = None,
     ):
         self._objects = objects
         self._storage_options = storage_options
@@ -196,8 +201,10 @@ class Followed:
         self._names = tuple(names)
         self._groups = frozenset(groups)
         self._given = given
+        self._recipes = recipes or Recipes()
         self._known: dict[str, tuple[Coming, ShardList]] = {}
         self._refused: dict[str, str] = {}
+        self._warned: set[tuple[str, str]] = set()  # of runs whose readers look for what isn't made here
         self._said = "no run yet"
 
     def said(self) -> str:
@@ -217,9 +224,11 @@ class Followed:
                 continue
             coming, shards = found
             progress = self._progress(coming.plan, published[run])
-            wanted.append([shards[place] for place in self._coming(coming, progress)])
+            units = self._coming(coming, progress)
+            wanted.append([prepared_form(shards[k], name) if name else shards[k] for k, name in units])
             epochs = sorted({one.epoch for one in progress}) or [0]
-            said.append(f"run {run}, {coming.plan.groups} groups, epoch {epochs[0]}")
+            as_what = "".join(f", prepared as {name}" for name in sorted({name for _, name in units if name}))
+            said.append(f"run {run}, {coming.plan.groups} groups, epoch {epochs[0]}{as_what}")
         self._said = "; ".join(said) or "no run yet"
         merged: dict[str, Shard] = {}
         for k in range(max(map(len, wanted), default=0)):
@@ -265,6 +274,10 @@ class Followed:
                 f"the {count:,} shards of run {run} aren't called the same here: give this daemon the "
                 f"trainer's storage options (the endpoint is a part of a shard's name) and its URLs"
             )
+        try:
+            self._recipes.asked(plan.prepare)
+        except OptionError as exc:
+            raise PlanError(f"the plan of run {run} asks for prepared shards: {exc}") from exc
         return Coming(plan), ShardList(urls, self._storage_options)
 
     def _progress(self, plan: RunPlan, groups: Sequence[int]) -> list[Progress]:
@@ -285,8 +298,36 @@ class Followed:
         with ThreadPoolExecutor(min(_READERS, max(1, len(known)))) as pool:
             return [progress for progress in pool.map(read, known) if progress is not None]
 
-    def _coming(self, coming: Coming, progress: Sequence[Progress]) -> list[int]:
-        return in_order(coming.of(one, self._count(one)) for one in progress)
+    def _coming(self, coming: Coming, progress: Sequence[Progress]) -> list[tuple[int, str]]:
+        """The places of shards in order of need, each with the name of its recipe."""
+        return in_order(
+            [(place, name) for place in coming.of(one, self._count(one))]
+            for one in progress
+            for name in (self._recipe_for(coming.plan, one),)
+        )
+
+    def _recipe_for(self, plan: RunPlan, progress: Progress) -> str:
+        """By which recipe, by its full name, a group's shards are prepared; "": they stay as they are.
+
+        What its readers don't look for, as their libraries make another, would be prepared for nothing.
+        """
+        recipe = self._recipes.asked(plan.prepare)
+        if recipe is None:
+            return ""
+        theirs = progress.prepared
+        if theirs is None or theirs == recipe.name:
+            return recipe.name
+        is_given = self._recipes.given is not None
+        if (plan.run, theirs) not in self._warned:
+            self._warned.add((plan.run, theirs))
+            logger.warning(
+                "run %s looks for %s, and this machine prepares by %s: %s",
+                plan.run,
+                f"shards prepared by {theirs}" if theirs else "no prepared shards",
+                recipe.name,
+                "it won't see these" if is_given else "it is brought the shards as they are",
+            )
+        return recipe.name if is_given else ""
 
     def _count(self, progress: Progress) -> int:
         """How many shards of a group lie in the window, at most."""
@@ -296,3 +337,8 @@ class Followed:
             assert self._window.size_bytes is not None
             count = self._window.size_bytes / (progress.mean_bytes or GUESSED_BYTES)
         return max(1, min(math.ceil(count), _MOST_IN_SIGHT))
+
+
+def _unit(shard: Shard) -> Shard:
+    """What is brought of a shard: its prepared form, where that is wanted."""
+    return shard.prepared or shard

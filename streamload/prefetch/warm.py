@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any
 from streamload.cache.fill import Filled
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
-from streamload.cache.runs import Run
+from streamload.cache.runs import VISITS_KEPT, Run
 from streamload.cache.shard import Shard, ShardList, prepared_form
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.shared.sharing import SharedOptions, Sharing
@@ -30,6 +30,10 @@ from streamload.urls import expand_urls
 _TICK_SECONDS = 0.1
 _IN_SIGHT = 4
 """Shards that are looked at in advance, for each thread."""
+_REFUSALS = 2
+"""So often a shard is refused the room while nothing is on its way that may give some back."""
+_WITHOUT_ROOM = 8
+"""After so many in a row that have no room, smaller ones aren't looked for any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class WarmReport:
         bytes_arrived: received from origins.
         bytes_shared: received from the shared cache.
         shared_stored: shards that were stored there.
-        failures: for each shard that isn't there, by its name: why.
+        failures: for each shard that can't be had, or not be kept, by its name: why.
+        no_room: the names of those among them that the tier has no room for.
         shared_failures: for each that was to be stored in the shared cache and isn't there: why.
     """
 
@@ -64,6 +69,7 @@ class WarmReport:
     bytes_shared: int
     shared_stored: int
     failures: Mapping[str, str]
+    no_room: Sequence[str]
     shared_failures: Mapping[str, str]
 
 
@@ -73,13 +79,43 @@ class _Tally:
 
     change: threading.Condition = field(default_factory=threading.Condition)
     settled: dict[str, Filled] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    """How often there was no room for a shard, since something last came or went."""
 
     def report(self, shard: Shard, result: Filled) -> None:
         if result is Filled.OUTDATED:
             return  # it is filled anew
         with self.change:
-            self.settled[shard.digest] = result
+            if result is Filled.NO_ROOM:
+                self.refused[shard.digest] += 1
+            else:
+                self.settled[shard.digest] = result
             self.change.notify_all()
+
+
+class _Kept:
+    """Says to all who use a tier which shards are to stay, so that none of them goes for a later one.
+
+    Args:
+        tier: the tier.
+        shards: all that are filled; so many that they are announced as if by several runs.
+    """
+
+    def __init__(self, tier: Tier, shards: Sequence[Shard]):
+        self.count = 0
+        self._runs = [Run(tier.root / "runs") for _ in range(0, len(shards), VISITS_KEPT)]
+        self.say(shards)
+
+    def say(self, shards: Sequence[Shard]) -> None:
+        """These are to stay, and no others; they are some of those that were said at first."""
+        self.count = len(shards)
+        for k, run in enumerate(self._runs):
+            run.announce(shard.digest for shard in shards[k * VISITS_KEPT : (k + 1) * VISITS_KEPT])
+
+    def close(self) -> None:
+        """All may go; once is enough."""
+        for run in self._runs:
+            run.close()
 
 
 class _Storing:
@@ -89,6 +125,10 @@ class _Storing:
         self._tier = tier
         self._write_back = write_back
         self._next: deque[Shard] = deque()
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self._write_back is not None
 
     @property
     def is_done(self) -> bool:
@@ -108,6 +148,77 @@ class _Storing:
             self._write_back.add(shard, self._tier.published(shard.digest))
 
 
+class _Warming:
+    """Goes over a list of shards until each is filled, has failed, or is known to have no room.
+
+    Args:
+        shards: all of them, in order.
+        ahead: fills them.
+        tally: what it reports.
+        storing: what becomes of them then.
+        kept: says that they stay.
+        in_sight: so many are looked at in advance.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        ahead: Ahead,
+        tally: _Tally,
+        storing: _Storing,
+        kept: _Kept,
+        in_sight: int,
+    ):
+        self._pending = list(shards)
+        self._ahead, self._tally, self._storing, self._kept = ahead, tally, storing, kept
+        self._in_sight = in_sight
+        self._in_a_row = 0
+        self.no_room: set[str] = set()  # by digest
+
+    @property
+    def is_over(self) -> bool:
+        return not self._pending and self._storing.is_done
+
+    def go_on(self) -> None:
+        """Wait a moment, and take up what has become of the shards since.
+
+        Raises:
+            CacheError: the tier can't be used any more.
+        """
+        in_sight = self._pending[: self._in_sight]
+        self._ahead.want((), in_sight)
+        with self._tally.change:
+            self._tally.change.wait(_TICK_SECONDS)
+            settled = dict(self._tally.settled)
+            full = {digest for digest, times in self._tally.refused.items() if times >= _REFUSALS}
+            full -= self.no_room
+        self._ahead.check()
+        published = [shard for shard in in_sight if settled.get(shard.digest) is Filled.PUBLISHED]
+        self._storing.take(published)
+        self._pending = [shard for shard in self._pending if shard.digest not in settled]
+        if published:
+            self._in_a_row = 0
+        if published or self._ahead.holds_room() or not self._storing.is_done:
+            self._forget_refusals()  # some room may come of it
+        elif full and self._storing.is_asked_for and self._kept.count > len(self._pending):
+            self._kept.say(self._pending)  # all others are stored, and may go for them
+            self._forget_refusals()
+        elif full:
+            self._do_without(full)
+
+    def _do_without(self, full: set[str]) -> None:
+        """There is no room for some, nor will there be."""
+        self._in_a_row += len(full)
+        if self._in_a_row >= _WITHOUT_ROOM:
+            full = {shard.digest for shard in self._pending if not self._ahead.tier.has_whole(shard)}
+        self.no_room |= full
+        self._pending = [shard for shard in self._pending if shard.digest not in full]
+
+    def _forget_refusals(self) -> None:
+        with self._tally.change:
+            self._tally.refused.clear()
+
+
 def warm(
     urls: str | Sequence[str],
     *,
@@ -125,10 +236,13 @@ def warm(
 ) -> WarmReport:
     """Fill a tier with shards, each once; what is there stays, what was begun is taken up.
 
+    What live runs have said that they will read stays as well. Where there is no room for more the rest is
+    left, unless all that is held is stored in the shared cache, too: then that makes way for the rest.
+
     Args:
         urls: as for make_loader.
         cache_dir: the directory of the tier.
-        cache_size: the most that it may hold; shards that don't fit any more are reported as failures.
+        cache_size: the most that it may hold.
         cache: "disk", "memory" or "auto", as for make_loader.
         memory_size: the most that a tier in memory may hold.
         shared_cache: what is asked for shards before their origins, as for make_loader.
@@ -172,7 +286,7 @@ def warm(
 
     with (
         closing(placed),
-        closing(Run(tier.root / "runs")) as run,
+        closing(_Kept(tier, shards)) as kept,
         closing(freshness),
         closing(sharing),
         closing(
@@ -183,35 +297,34 @@ def warm(
                 counts=counts,
                 report=tally.report,
                 freshness=freshness if is_asked else None,
+                wait_of=lambda shard: float(VISITS_KEPT),  # nothing goes that is announced
             )
         ) as ahead,
     ):
         if is_asked:
             freshness.begin("")
-        run.announce(shard.digest for shard in shards)  # so that none of them goes for a later one
-        pending, storing = shards, _Storing(tier, sharing.write_back)
-        while pending or not storing.is_done:
-            ahead.want((), pending[: _IN_SIGHT * concurrency])
-            with tally.change:
-                tally.change.wait(_TICK_SECONDS)
-                settled = dict(tally.settled)
-            storing.take(shard for shard in pending if settled.get(shard.digest) is Filled.PUBLISHED)
-            pending = [shard for shard in pending if shard.digest not in settled]
-            ahead.check()
+        storing = _Storing(tier, sharing.write_back)
+        warming = _Warming(shards, ahead, tally, storing, kept, _IN_SIGHT * concurrency)
+        while not warming.is_over:
+            warming.go_on()
             now = counts.snapshot()
             on_progress(WarmProgress(len(shards), _complete(tally), now.origin_bytes + now.shared_bytes))
-        failures = {shard.name: _why(tier, shard, tally) for shard in shards}
+        failures = {s.name: _why(tier, s) for s in shards if tally.settled.get(s.digest) is Filled.GAVE_UP}
+        no_room = [shard.name for shard in shards if shard.digest in warming.no_room]
+        failures |= dict.fromkeys(no_room, _no_room(tier))
         shared_failures = storing.failures
+        complete = sum(tier.has_whole(shard) for shard in shards)
     done = counts.snapshot()
     return WarmReport(
         cache_dir=tier.root,
         shards=len(shards),
-        shards_complete=_complete(tally),
+        shards_complete=complete,
         shards_found_complete=before,
         bytes_arrived=done.origin_bytes,
         bytes_shared=done.shared_bytes,
         shared_stored=done.shared_stored,
-        failures={name: why for name, why in failures.items() if why},
+        failures=failures,
+        no_room=no_room,
         shared_failures=shared_failures,
     )
 
@@ -221,12 +334,11 @@ def _complete(tally: _Tally) -> int:
         return sum(result is Filled.PUBLISHED for result in tally.settled.values())
 
 
-def _why(tier: Tier, shard: Shard, tally: _Tally) -> str:
-    """Why a shard isn't in the tier; empty if it is."""
-    result = tally.settled[shard.digest]
-    if result is Filled.PUBLISHED:
-        return ""
-    if result is Filled.NO_ROOM:
-        option = "memory_size" if file_system(tier.root).is_memory else "cache_size"
-        return f"no room: the cache's limit is {tier.limit_bytes:,} bytes; raise {option}"
+def _why(tier: Tier, shard: Shard) -> str:
+    """Why a shard was given up."""
     return verdict_cause(tier.verdict(shard.digest))
+
+
+def _no_room(tier: Tier) -> str:
+    option = "memory_size" if file_system(tier.root).is_memory else "cache_size"
+    return f"no room: the cache can't take more than {tier.room.bound}; raise {option}"

@@ -145,6 +145,14 @@ class SharedTier:
             self._distrusted.add(shard.digest)
             self._lacking.add(shard.digest)
 
+    def has(self, shard: Shard) -> bool:
+        """Whether it holds a shard, by the one object that is written last.
+
+        Raises:
+            SharedTierError: it can't be asked.
+        """
+        return self.objects.modified(self._name(shard, "index")) is not None
+
     def look(self, shard: Shard) -> SharedShard | None:
         """What it holds of a shard, now.
 

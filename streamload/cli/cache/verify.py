@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.cache.options import AsJson, CacheDir, tier_at
+from streamload.cli.options import StorageOptions, storage_options_of
 
 if TYPE_CHECKING:
     from streamload.cache.repair import Repair
@@ -48,9 +49,7 @@ def verify(
         bool, typer.Option("--repair", help="Take out what is bad and fetch it again.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Shards to read, or fetch, at the same time.")] = 2,
-    storage_options: Annotated[
-        str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
-    ] = None,
+    storage_options: StorageOptions = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,7 +59,6 @@ def verify(
     cache knows URLs without secrets only, and opens no commands or paths from there: give URLS for those.
     """
     from streamload.cache.repair import repair as fetch_again
-    from streamload.cli.warm import storage_options_of
 
     storage = storage_options_of(storage_options)
     tier = tier_at(cache_dir)

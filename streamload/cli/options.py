@@ -1,0 +1,67 @@
+"""The options that several commands have, and what is made of their values."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.errors import OptionError
+
+if TYPE_CHECKING:
+    from streamload.transforms.prepare import Preparation
+
+CacheDir = Annotated[str | None, typer.Option(help="Where this node keeps its shards.")]
+CacheSize = Annotated[str | None, typer.Option(help='The most to keep there: "500GB", "80%".')]
+SharedCache = Annotated[
+    str | None,
+    typer.Option(help='A folder that nodes share: "s3://bucket/x" (STREAMLOAD_SHARED_CACHE).'),
+]
+SharedCacheOptions = Annotated[
+    str | None, typer.Option(help="For the shared cache's object store, as --storage-options.")
+]
+StorageOptions = Annotated[
+    str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(min=1, help="Shards to work on at the same time. None: 8; with --ray what has room."),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(help='Let the nodes of a Ray cluster do the work: "host:6379", "ray://host:10001", "auto".'),
+]
+RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")]
+
+
+def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
+    """The value of --storage-options, or of another option that is like it.
+
+    Raises:
+        OptionError: it is no JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except ValueError as exc:
+        raise OptionError(f"{name}={text!r} is not JSON: {exc}") from exc
+    if not isinstance(options, dict):
+        raise OptionError(f"{name}={text!r} is not a JSON object such as " + '{"anon": true}')
+    return options
+
+
+def preparation_of(text: str) -> Preparation:
+    """The recipe that --prepare, or a run, asks for; from now on each thread works with one of torch's.
+
+    Raises:
+        OptionError: it is none.
+    """
+    import torch
+
+    from streamload.transforms.prepare import Preparation
+
+    found = Preparation.parse(text)
+    torch.set_num_threads(1)
+    return found
