@@ -90,8 +90,9 @@ def machine(results: dict[str, Result]) -> str:
                 {pair for found in result["versions"].values() for pair in found.items()}
             )
         )
+        device = f"{result['device']}; " if "device" in result else ""
         lines.append(
-            f"{name}: {result['date']}, {rounds} rounds; {on['cpu']}, {on['cores']} cores, "
+            f"{name}: {result['date']}, {rounds} rounds; {device}{on['cpu']}, {on['cores']} cores, "
             f"{on['memory_bytes'] / 2**30:.0f} GiB, Linux {on['kernel']}; {found}"
         )
     return "\n".join(f"- {line}" for line in lines)
@@ -103,6 +104,15 @@ def memory(result: Result) -> str:
         for name, row in result["medians"].items()
     ]
     return table(["contender", "peak, MB", "steady, MB", "before the first batch was asked for, MB"], rows)
+
+
+def gpu_feed(result: Result) -> str:
+    ratios = {"synthetic": 1.0, **result["ratios"]["images_per_second against synthetic"]}
+    rows = [
+        [name, spread(result, name, "images_per_second"), f"{ratios[name]:.3f}", f"{row['waited_share']:.1%}"]
+        for name, row in result["medians"].items()
+    ]
+    return table(["batches", "images/s (rounds)", "× synthetic", "waiting"], rows)
 
 
 def flat(result: Result) -> str:
@@ -330,6 +340,7 @@ TABLES = {
     "link_busy": link_busy,
     "memory": memory,
     "flat": flat,
+    "gpu_feed": gpu_feed,
     "memory_tier": memory_tier,
     "hits": hits,
     "fill": fill,

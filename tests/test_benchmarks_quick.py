@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks import peer_tables, report, shuffle_report
 from benchmarks.markdown import filled
@@ -260,6 +261,37 @@ def test_a_benchmark_beside_the_peers_writes_rows_a_table_and_a_chart(
         assert all(0 < row["held_bytes"] < result["settings"]["bytes"] for row in result["rounds"])
     if name == "consumer":
         assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
+
+
+@pytest.mark.timeout(400)
+def test_a_training_on_the_loaders_batches_is_compared_with_one_on_batches_that_are_there(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "gpu_feed.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_feed", "--device", "cpu", "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=380)
+    result = json.loads(out.read_text())
+
+    assert result["device"] == "cpu"
+    assert [(row["label"], row["images"]) for row in result["rounds"]] == [
+        ("synthetic", 96),
+        ("cold", 96),
+        ("warm", 96),
+    ]
+    synthetic, cold, warm = result["rounds"]
+    assert synthetic["fetched_bytes"] == warm["fetched_bytes"] == 0
+    assert cold["fetched_bytes"] >= result["settings"]["bytes"]
+    assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
+    assert report.tables_of({"gpu_feed": result})["gpu_feed"].count("\n") == 4
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="it says where there is no GPU")
+@pytest.mark.parametrize("arguments", [[], ["--device", "cuda", "--quick"], ["--device", "cpu"]])
+def test_without_a_gpu_its_benchmark_says_so(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_feed", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "--device cpu" in done.stderr or "torch finds no cuda here" in done.stderr
 
 
 def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:

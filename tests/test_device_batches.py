@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import streamload
-from streamload.device import to_device
+from streamload.device import feed_for
 from streamload.handoff import own_empty
 from streamload.shards.keys import KeySpec
 from streamload.testing.shards import read_oracle, write_shards
@@ -40,7 +40,7 @@ def test_bytes_that_are_normalised_on_the_device_are_what_a_worker_normalises(tm
     in_worker, as_bytes = batch(path, as_bytes=False), batch(path, as_bytes=True)
     assert as_bytes["image"].dtype == torch.uint8
     assert as_bytes["image"].shape == (4, 3, 224, 224)
-    on_device = to_device(as_bytes, torch.device("cpu"), OPENAI)
+    on_device = feed_for(torch.device("cpu"), OPENAI).send(as_bytes)()
     assert on_device["text"] == in_worker["text"]
     torch.testing.assert_close(on_device["image"], in_worker["image"], rtol=0, atol=1e-5)
 
@@ -48,7 +48,7 @@ def test_bytes_that_are_normalised_on_the_device_are_what_a_worker_normalises(tm
 def test_without_a_device_nothing_is_moved(tmp_path: Path) -> None:
     (path,) = write_shards(tmp_path, [2], seed=42)
     values = batch(path, as_bytes=True)
-    assert to_device(values, None, OPENAI) is values
+    assert feed_for(None, OPENAI).send(values)() is values
 
 
 def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:

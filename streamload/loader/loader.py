@@ -12,10 +12,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from streamload.dataset import Batch, Start, StreamDataset, Trouble
-from streamload.device import to_device
-from streamload.errors import LoaderBusy, StreamloadError, WorkerDied
+from streamload.device import Feed, feed_for
+from streamload.errors import LoaderBusy
 from streamload.handoff import Board, slots_for
 from streamload.loader.checks import Checks
+from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.options import LoaderOptions, at_least
 from streamload.loader.place import Order
 from streamload.loader.recipe import recipe_for
@@ -41,12 +42,13 @@ class Loader:
         self._order: Order | None = None  # by which the workers go
         self._batch = 0  # of all ranks together
         self._statistics: Statistics | None = None  # of images that come as bytes and leave as floats
-        self._current: weakref.ref[_Epoch] | None = None
+        self._current: weakref.ref[Epoch] | None = None
         self._board = Board(1 + options.num_workers, len(options.sources))
         self._counts = Counters(self._board.counters[0])
         self._checks = Checks(self._counts, options.train)
         self._dataset: StreamDataset | None = None
         self._batches: DataLoader[Batch] | None = None
+        self._feed: Feed | None = None
         self._finalizer: weakref.finalize[..., Loader] | None = None
         self._leave_tier: weakref.finalize[..., Loader] | None = None
 
@@ -153,7 +155,8 @@ class Loader:
         place = course.now()
         position = place.position
         if self._under_way() is not None:
-            position += self.options.prefetch_factor * self.options.num_workers * batch
+            ahead = 1 if self._feed is not None and self._feed.runs_ahead else 0
+            position += (self.options.prefetch_factor * self.options.num_workers + ahead) * batch
         said = gathered((dict(weights), position), self.world_size)
         agreed = schedule.weights(said[0][0])  # what is wrong with them is wrong on all ranks
         position = max(at for _, at in said)
@@ -183,7 +186,7 @@ class Loader:
         try:
             epoch = self._begin(source, start, began)
         except RuntimeError as exc:
-            if not _is_a_death(exc):
+            if not is_a_death(exc):
                 raise
             self.close()  # a worker was killed while no batch was asked for: begin with new ones
             epoch = self._begin(self._start(), start, began)
@@ -199,19 +202,29 @@ class Loader:
 
     def close(self) -> None:
         """End the workers and let go of the cache; the loader can be iterated again. Once is enough."""
+        epoch = self._under_way()
+        if epoch is not None:
+            epoch.forget()
         self._current = None
         if self._finalizer is not None:
             self._finalizer()
         if self._leave_tier is not None:
             self._leave_tier()
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = None
         self._dataset = self._batches = self._finalizer = self._leave_tier = None
 
-    def took(self, batch: Batch) -> Any:
-        """Step K: take up a batch's place in the order, and give it the shape that was asked for."""
+    def took(self, batch: Batch, values: dict[str, Any]) -> Any:
+        """Step K: take up a batch's place in the order, and give it the shape that was asked for.
+
+        Args:
+            batch: as it came.
+            values: its values where they were asked for.
+        """
         self._checks.agree(batch)
         self._schedule.course.take(batch.position + self._batch, batch.groups)
         self._checks.heed(batch, self.stats().samples_yielded)
-        values = to_device(batch.values, self.options.device, self._statistics)
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._board.by_source[0, :, 0] += batch.taken
@@ -234,16 +247,19 @@ class Loader:
         if not self.stats().batches_yielded:
             self._counts.add("first_batch_ns", waited_ns)
 
-    def _begin(self, source: DataLoader[Batch], start: Start, began: float) -> _Epoch:
+    def _begin(self, source: DataLoader[Batch], start: Start, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""
         self._board.order.write(start.to_json())
-        return _Epoch(self, source, began)
+        batches = iter(source)
+        if self._feed is None:  # not before the workers are started, which needn't know of the device
+            self._feed = feed_for(self.options.device, self._statistics)
+        return Epoch(self, batches, self._feed, began)
 
     def _refuse_if_busy(self) -> None:
         if self._under_way() is not None:
             raise LoaderBusy("this loader is being iterated: finish that epoch, or drop its iterator, first")
 
-    def _under_way(self) -> _Epoch | None:
+    def _under_way(self) -> Epoch | None:
         epoch = self._current() if self._current is not None else None
         return None if epoch is None or epoch.done else epoch
 
@@ -270,7 +286,6 @@ class Loader:
                 collate_fn=_as_it_is,
                 persistent_workers=several,
                 prefetch_factor=options.prefetch_factor if several else None,
-                pin_memory=options.device is not None and options.device.type == "cuda",
                 multiprocessing_context=options.multiprocessing_context if several else None,
             )
             self._finalizer = weakref.finalize(self, _stop, self._board, self._batches, self._dataset)
@@ -291,46 +306,6 @@ class Loader:
         return (values["image"], values["text"], extra) if extra else (values["image"], values["text"])
 
 
-class _Epoch:
-    """The batches of one epoch."""
-
-    def __init__(self, loader: Loader, source: DataLoader[Batch], began: float):
-        self.done = False
-        self._loader = loader
-        self._taken = 0
-        self._began = began
-        self._source = iter(source)
-
-    def __iter__(self) -> _Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StreamloadError: of the data, the origin or the cache; the loader is closed then.
-            WorkerDied: a worker process was killed.
-        """
-        if self.done:
-            raise StopIteration
-        began = self._began if self._taken == 0 else time.monotonic()
-        try:
-            with self._loader.waiting(began):
-                batch = next(self._source)
-            self._taken += 1
-            return self._loader.took(batch)
-        except StopIteration:
-            self.done = True
-            self._loader.ran_out()
-            raise
-        except BaseException as exc:
-            self.done = True
-            self._loader.close()
-            if _is_a_death(exc):
-                raise WorkerDied(f"{exc}; what it had fetched is kept: iterate again") from exc
-            raise
-
-
 def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
     """End a loader's workers, and what runs in this process."""
     board.order.withdraw()
@@ -345,13 +320,3 @@ def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> N
 def _as_it_is(batch: Any) -> Any:
     """Batches come whole from the workers."""
     return batch
-
-
-def _is_a_death(error: BaseException) -> bool:
-    """Whether it is the DataLoader's word that a worker was killed."""
-    return (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, StreamloadError)
-        and "DataLoader worker" in str(error)
-        and "Caught" not in str(error)
-    )

@@ -26,7 +26,7 @@ def normalise_into(
         mean: of each channel, with 1.0 as white.
         std: the same.
     """
-    offset, factor = _constants(mean, std, destination.device)
+    offset, factor, _ = _constants(mean, std, destination.device)
     destination.copy_(image).sub_(offset).mul_(factor)
 
 
@@ -36,7 +36,7 @@ def normalise_batch(
     std: Channels = OPENAI_STD,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Normalise a batch where it is.
+    """Normalise a batch where it is, in one pass over it: on a GPU a single kernel from bytes to floats.
 
     Args:
         images: uint8[N, C, H, W] on any device.
@@ -47,16 +47,21 @@ def normalise_batch(
     Returns:
         dtype[N, C, H, W], in the memory format of `images`.
     """
-    offset, factor = _constants(mean, std, images.device)
-    return images.float().sub_(offset).mul_(factor).to(dtype)
+    _, factor, black = _constants(mean, std, images.device)
+    if images.device.type == "mps":
+        images = images.float()  # its kernels don't mix types
+    result = torch.empty_like(images, dtype=dtype)
+    return torch.addcmul(black, images, factor, out=result)
 
 
 @functools.cache
-def _constants(mean: Channels, std: Channels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to subtract from a level and what to multiply it by: float32[C, 1, 1] each."""
-    offset = torch.tensor(mean, dtype=torch.float64).mul(255)
-    factor = torch.tensor(std, dtype=torch.float64).mul(255).reciprocal()
-    return (
-        offset.to(device, torch.float32).view(-1, 1, 1),
-        factor.to(device, torch.float32).view(-1, 1, 1),
+def _constants(
+    mean: Channels, std: Channels, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What to subtract from a level, what to multiply it by, and what becomes of black: float32[C, 1, 1]."""
+    means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+    offset, factor, black = (
+        values.to(device, torch.float32).view(-1, 1, 1)
+        for values in (means * 255, (stds * 255).reciprocal(), -means / stds)
     )
+    return offset, factor, black

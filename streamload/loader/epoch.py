@@ -1,0 +1,136 @@
+"""One epoch: the batches in order, with the next one on its way to the device (K and L).
+
+A batch that has arrived when the one before it is asked for is sent to the device then, so that it gets
+there while the training works on that one. It counts as taken when it is handed out, and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from streamload.dataset import Batch
+from streamload.device import Feed
+from streamload.errors import StreamloadError, WorkerDied
+
+if TYPE_CHECKING:
+    from streamload.loader.loader import Loader
+
+_Coming = Callable[[], tuple[Batch, dict[str, Any]]]
+"""Gives a batch as it came, and its values where they were asked for."""
+
+
+class Epoch:
+    """The batches of one epoch.
+
+    Args:
+        loader: whose epoch it is.
+        batches: torch's iterator over the workers' batches.
+        feed: by which they go to the device.
+        began: when it was asked for.
+
+    Attributes:
+        done: nothing comes any more.
+    """
+
+    def __init__(self, loader: Loader, batches: Iterator[Batch], feed: Feed, began: float):
+        self.done = False
+        self._loader = loader
+        self._batches = batches
+        self._feed = feed
+        self._taken = 0
+        self._began = began
+        self._coming: _Coming | None = None  # what was there before it was asked for
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StreamloadError: of the data, the origin or the cache; the loader is closed then.
+            WorkerDied: a worker process was killed.
+        """
+        if self.done:
+            raise StopIteration
+        began = self._began if self._taken == 0 else time.monotonic()
+        try:
+            with self._loader.waiting(began):
+                coming, self._coming = self._coming or self._sent(next(self._batches)), None
+                batch, values = coming()
+            if self._feed.runs_ahead:
+                self._coming = self._look_ahead()
+            self._taken += 1
+            return self._loader.took(batch, values)
+        except StopIteration:
+            self.done = True
+            self._loader.ran_out()
+            raise
+        except BaseException as exc:
+            self.done = True
+            self.forget()
+            self._loader.close()
+            if is_a_death(exc):
+                raise WorkerDied(f"{exc}; what it had fetched is kept: iterate again") from exc
+            raise
+
+    def forget(self) -> None:
+        """Let go of a batch that was sent and not handed out."""
+        self._coming = None
+
+    def _sent(self, batch: Batch) -> _Coming:
+        ready = self._feed.send(batch.values)
+        return lambda: (batch, ready())
+
+    def _look_ahead(self) -> _Coming | None:
+        """Send the next batch if it is there; what goes wrong with it is said when it is asked for."""
+        try:
+            batch = _next_if_there(self._batches)
+            return None if batch is None else self._sent(batch)
+        except Exception as exc:
+            return functools.partial(_raise, exc)
+
+
+def is_a_death(error: BaseException) -> bool:
+    """Whether it is the DataLoader's word that a worker was killed."""
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, StreamloadError)
+        and "DataLoader worker" in str(error)
+        and "Caught" not in str(error)
+    )
+
+
+class _NotThere(Exception):
+    """A batch would have to be waited for."""
+
+
+def _next_if_there(batches: Any) -> Batch | None:
+    """The next batch of torch's iterator if it has arrived: its own steps, without the wait among them.
+
+    There is no public way to ask. An iterator that has other parts, or no workers, is left alone.
+    """
+    if not hasattr(batches, "_get_data") or not hasattr(batches, "_try_get_data"):
+        return None
+
+    def get_what_is_there() -> Any:
+        is_there, data = batches._try_get_data(timeout=0)
+        if not is_there:
+            raise _NotThere
+        return data
+
+    batches._get_data = get_what_is_there
+    try:
+        batch: Batch = next(batches)
+    except _NotThere:
+        return None
+    finally:
+        del batches._get_data
+    return batch
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
