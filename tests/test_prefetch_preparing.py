@@ -23,6 +23,7 @@ import streamload
 from streamload.cache.shard import prepared_form
 from streamload.cli.options import preparation_of
 from streamload.order.plan import OrderOptions
+from streamload.prefetch import publisher
 from streamload.prefetch.daemon import DaemonOptions
 from streamload.prefetch.prepared import prepared_tar
 from streamload.prefetch.published import PlannedSource, Progress, plan_of
@@ -344,3 +345,27 @@ def test_a_daemon_prepares_what_a_run_asks_for(origin: Origin, tmp_path: Path, p
     done = run([*given, "--once", "--listen", "none", "--prepare", "none"])
     assert done.returncode == 0, done.stderr
     assert len(list(Path(place.url).glob("shards/*/index"))) == SHARDS
+
+
+def test_a_daemon_follows_a_training_and_prepares_what_it_asks_for(
+    origin: Origin, tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "EVERY_SECONDS", 0.02)
+    given = {"prepare": RECIPE, "lanes": 1, "ahead": 1, "batch_size": 5, "num_workers": 0}
+    made, _ = epoch_of(origin, tmp_path / "alone", None, **given)
+    options = {**given, "cache_size": "1GB", "shared_cache": place.url}
+    with streamload.make_loader(origin.urls, cache_dir=tmp_path / "node", **options) as loader:
+        batches = iter(loader)
+        found = [next(batches)]
+        until(lambda: len(place.objects().names("runs")) == 2)
+        assert brought(origin, place) == 0
+        command = [*COMMAND, "--shared-cache", place.url, "--cache-dir", str(tmp_path / "spot")]
+        done = run([*command, "--notices", "none", "--once", "--listen", "none"])
+        assert done.returncode == 0, done.stderr
+        assert f"prepared as {PREPARATION.name}" in done.stdout
+        prepared = brought(origin, place)
+        assert prepared > 0
+        assert not list(Path(place.url).glob("shards/*"))
+        found += batches
+        assert loader.stats().shared_hits > 0
+    assert are_equal([(images, list(texts)) for images, texts in found], made)

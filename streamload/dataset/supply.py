@@ -98,6 +98,8 @@ class Supply:
         )
         self._publisher = _publisher(recipe) if worker == 0 else None
         self._told_groups = recipe.deal.groups_told_by(recipe.rank)
+        preparation = recipe.examples.preparation
+        self._prepared_by = "" if preparation is None else preparation.name
         self._start: Start | None = None
         self._row = worker + 1 if workers else 0  # of this process, on the board
         self._itineraries: dict[tuple[int, int], Itinerary] = {}
@@ -203,9 +205,9 @@ class Supply:
         for group in self._told_groups:
             followed = [self._itineraries.get((group, source)) for source in sources]
             fronts = tuple((0, 0) if one is None else one.front for one in followed)
-            publisher.tell(
-                Progress(group, self._start.epoch, fronts, self._shards_ahead(), self._cache.mean_bytes())
-            )
+            ahead, mean_bytes = self._shards_ahead(), self._cache.mean_bytes()
+            prepared = self._prepared_by
+            publisher.tell(Progress(group, self._start.epoch, fronts, ahead, mean_bytes, prepared=prepared))
 
     def _forget_itineraries(self) -> None:
         for itinerary in self._itineraries.values():
@@ -356,7 +358,11 @@ def _publisher(recipe: Recipe) -> Publisher | None:
         return None
     sources = [PlannedSource(source.count, source.order) for source in recipe.sources]
     shards, storage = recipe.shards.urls, recipe.storage_options
-    return Publisher(recipe.shared.open_objects(), lambda: plan_of(sources, recipe.one_pass, shards, storage))
+    prepare = "" if recipe.examples.preparation is None else str(recipe.examples.preparation)
+    return Publisher(
+        recipe.shared.open_objects(),
+        lambda: plan_of(sources, recipe.one_pass, shards, storage, prepare),
+    )
 
 
 class Waiting:
