@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.spot_parts import Transfer
-from streamload.prefetch import daemon, goals, leases, wanted
+from streamload.cache.shared import leases
+from streamload.prefetch import daemon, goals, wanted
 
 if TYPE_CHECKING:
     from benchmarks.spot_world import World

@@ -34,6 +34,8 @@ COUNTERS: dict[str, str] = {
     "shared_errors": "times that it failed, or gave what its checksums refuse; the origin was asked instead",
     "shared_stored": "shards that this loader has stored in it",
     "shared_not_stored": "shards that were to be stored and weren't: it refused them, or the run ended",
+    "shared_waits": "fills that waited for another node, which was fetching the same shard",
+    "shared_wait_ns": "time for which they waited, added over fills that wait side by side",
     "tier_hits": "shards that were whole in the tier when a reader first needed them in a pass",
     "tier_misses": "shards that were not, and had to be filled or followed; hits + misses = shards begun",
     "shards_published": "shards that this loader's own fillers finished and published",
@@ -122,6 +124,7 @@ class Snapshot:
     Attributes:
         samples_skipped: by cause: samples left out.
         samples_replaced: by cause: samples for which another of their shard stands.
+        shared_wait_seconds: over all fills; near 0: no other node fetches the same shards at the same time.
         data_wait_seconds: near 0 of the run's time: the data is never late; near all of it: training only
             waits for data.
         seconds_to_first_batch: from the first iter() to the first batch; None before it.
@@ -142,6 +145,7 @@ class Snapshot:
     shared_errors: int = 0
     shared_stored: int = 0
     shared_not_stored: int = 0
+    shared_waits: int = 0
     tier_hits: int = 0
     tier_misses: int = 0
     shards_published: int = 0
@@ -159,6 +163,7 @@ class Snapshot:
     samples_replaced: dict[str, int] = field(default_factory=_zeros)
     batches_yielded: int = 0
     fresh_tensors: int = 0
+    shared_wait_seconds: float = 0.0
     data_wait_seconds: float = 0.0
     seconds_to_first_batch: float | None = None
     bytes_wait_seconds: float = 0.0
@@ -182,6 +187,7 @@ class Snapshot:
             **plain,
             samples_skipped={cause: total[f"samples_skipped_{cause}"] for cause in CAUSES},
             samples_replaced={cause: total[f"samples_replaced_{cause}"] for cause in CAUSES},
+            shared_wait_seconds=total["shared_wait_ns"] / 1e9,
             data_wait_seconds=total["data_wait_ns"] / 1e9,
             seconds_to_first_batch=total["first_batch_ns"] / 1e9 or None,
             bytes_wait_seconds=total["bytes_wait_ns"] / 1e9,
@@ -213,7 +219,8 @@ class Snapshot:
         shared = (
             f"shared   {self.shared_hits:,} hits, {self.shared_misses:,} misses, "
             f"{format_bytes(self.shared_bytes)}, {self.shared_errors:,} errors, "
-            f"{self.shared_stored:,} stored\n"
+            f"{self.shared_stored:,} stored; {self.shared_waits:,} fills waited for other nodes, "
+            f"{self.shared_wait_seconds:.2f} s\n"
         )
         return (
             f"origin   {self.origin_requests:,} requests, {format_bytes(self.origin_bytes)}, "

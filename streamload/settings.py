@@ -5,6 +5,7 @@ knows where it came from (`streamload doctor` prints it). Nothing is created and
 a share of the disk stays a share until the tier asks for its bytes.
 """
 
+import contextlib
 import difflib
 import functools
 import math
@@ -29,6 +30,7 @@ VARIABLES = {
     "memory_size": "STREAMLOAD_MEMORY_SIZE",
     "shared_cache": "STREAMLOAD_SHARED_CACHE",
     "write_back": "STREAMLOAD_SHARED_WRITE_BACK",
+    "shared_wait": "STREAMLOAD_SHARED_WAIT",
 }
 
 Revalidate = Literal["never", "start", "always"]
@@ -41,6 +43,9 @@ Where = Literal["auto", "disk", "memory"]
 DEFAULT_CACHE_SIZE = "80%"
 DEFAULT_MEMORY_SIZE = "50%"
 DEFAULT_AHEAD = "1GiB"
+DEFAULT_SHARED_WAIT_SECONDS = 120.0
+"""In that time another node fetches and stores a shard of 300 MB at 3 MB/s, or one of 1 GB at 10 MB/s. A wait
+ends long before where that node is quick, or dead; for one that is slower nobody waits twice."""
 _LEAST_FREE_BYTES = 1_000_000_000
 _LEAST_FREE_SHARE = 0.02
 _MOST_KEPT_FREE_SHARE = 0.2
@@ -171,6 +176,7 @@ class Settings:
         memory_size: the most that a tier in memory may hold: bytes, or a share of what memory is free.
         shared_cache: the URL of what is asked before the origins; None: nothing is. It may hold secrets.
         write_back: whether what was fetched from origins is stored there.
+        shared_wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
         sources: of each name in VARIABLES: "argument", its variable's name, or "default".
     """
 
@@ -184,6 +190,7 @@ class Settings:
     memory_size: CacheSize
     shared_cache: str | None = field(repr=False)
     write_back: bool
+    shared_wait_seconds: float
     sources: Mapping[str, str]
 
 
@@ -198,6 +205,7 @@ def read_settings(
     memory_size: str | int | None = None,
     shared_cache: str | os.PathLike[str] | None = None,
     write_back: bool | None = None,
+    shared_wait: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """Resolve the settings from arguments, then the environment, then defaults.
@@ -213,6 +221,7 @@ def read_settings(
         memory_size: as cache_size; a share is of the memory that is free.
         shared_cache: a folder that fsspec can open, or a path; "" is none, whatever the variable says.
         write_back: whether to store there what was fetched; of the variable "1" or "0".
+        shared_wait: how many seconds to wait there for what another node is fetching; 0: not at all.
         environ: where to look for STREAMLOAD_* variables; the process's own by default.
 
     Raises:
@@ -247,6 +256,7 @@ def read_settings(
     memory = given("memory_size", memory_size)
     shared = given("shared_cache", shared_cache)
     back = given("write_back", write_back)
+    wait = given("shared_wait", shared_wait)
     return Settings(
         cache_dir=default_cache_dir(environ)
         if directory is None
@@ -262,6 +272,9 @@ def read_settings(
         ),
         shared_cache=_shared(shared, label("shared_cache")),
         write_back=_switch(back, label("write_back")),
+        shared_wait_seconds=DEFAULT_SHARED_WAIT_SECONDS
+        if wait is None
+        else _seconds(wait, label("shared_wait")),
         sources=sources,
     )
 
@@ -378,6 +391,15 @@ def _switch(value: object, name: str) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     raise OptionError(f"{name}={value!r}: it has to be 1 or 0")
+
+
+def _seconds(value: object, name: str) -> float:
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            number = float(value)
+            if 0 <= number < math.inf:
+                return number
+    raise OptionError(f"{name}={value!r} is no time; expected seconds, such as 60, or 0")
 
 
 def _directory(value: object, name: str) -> Path:

@@ -16,8 +16,9 @@ from benchmarks.spot_parts import Events, Limit, Link
 from benchmarks.spot_run import simulate
 from benchmarks.spot_setup import Setup
 from benchmarks.spot_world import World
+from streamload.cache.shared import leases
 from streamload.order.plan import OrderOptions, pieces
-from streamload.prefetch import leases, published, publisher
+from streamload.prefetch import published, publisher
 
 ROOT = Path(__file__).resolve().parents[1]
 FREE = 1e12

@@ -52,6 +52,7 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "memory_size": "default",
         "shared_cache": "default",
         "write_back": "default",
+        "shared_wait": "default",
     }
 
 
@@ -71,6 +72,8 @@ def test_the_shared_cache_is_none_unless_an_argument_or_the_variable_names_one()
     found = read_settings(shared_cache="", write_back=False, environ=environ)
     assert (found.shared_cache, found.write_back) == (None, False)
     assert "bucket" not in repr(found)
+    assert found.shared_wait_seconds == 120.0
+    assert read_settings(environ={"STREAMLOAD_SHARED_WAIT": "0"}).shared_wait_seconds == 0.0
     for off in ("0", "no", "False"):
         assert not read_settings(environ={**environ, "STREAMLOAD_SHARED_WRITE_BACK": off}).write_back
 
@@ -78,6 +81,9 @@ def test_the_shared_cache_is_none_unless_an_argument_or_the_variable_names_one()
 def test_a_switch_that_is_neither_on_nor_off_fails():
     with pytest.raises(OptionError, match="STREAMLOAD_SHARED_WRITE_BACK='perhaps'"):
         read_settings(environ={"STREAMLOAD_SHARED_WRITE_BACK": "perhaps"})
+    for wrong in ("soon", "-1", "nan", "inf"):
+        with pytest.raises(OptionError, match=f"STREAMLOAD_SHARED_WAIT='{wrong}' is no time"):
+            read_settings(environ={"STREAMLOAD_SHARED_WAIT": wrong})
     with pytest.raises(OptionError, match="shared_cache is a int"):
         read_settings(shared_cache=7, environ={})
 

@@ -274,6 +274,10 @@ class _Watched(Origin):
         """What the origin says."""
         return self._origin.version()
 
+    def close(self) -> None:
+        """Close the other one."""
+        self._origin.close()
+
 
 def _copies(shard: Shard, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Path]]:
     """Where a shard is published, prepared or as it is, or its index alone is."""

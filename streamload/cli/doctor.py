@@ -209,6 +209,8 @@ def _shared(settings: "Settings") -> list[Finding]:
     if settings.shared_cache is None:
         return [Finding("shared cache", "none", f"default ({VARIABLES['shared_cache']} is not set)")]
     found = [Finding("shared cache", redact(settings.shared_cache), source)]
+    waits = f"{settings.shared_wait_seconds:g} s at most" if settings.shared_wait_seconds else "none"
+    found.append(Finding("waits for other nodes", waits, settings.sources["shared_wait"]))
     try:
         options = SharedOptions.of(settings)
         assert options is not None

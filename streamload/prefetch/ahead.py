@@ -12,7 +12,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from streamload.cache.fill import Filled, fill
@@ -20,6 +20,7 @@ from streamload.cache.freshness import Freshness
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.part import Part
 from streamload.cache.shard import Shard
+from streamload.cache.shared.through import ReadThrough
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull, OriginError, ShardError, StreamloadError
@@ -33,6 +34,8 @@ _ELSEWHERE_SECONDS = 0.1  # until a shard that another process fills is looked a
 _NO_ROOM_SECONDS = 0.2
 _MOST_TROUBLES = 3
 """After so many failures of the disk it is left alone."""
+_MOST_ASIDE = 32
+"""So many fills that wait for other nodes leave their threads to others; any more keep theirs."""
 STOPPED_SECONDS = 5.0
 _TOUCHES = 5
 """How often a filler shows life in the time after which it counts as stopped."""
@@ -45,8 +48,9 @@ class Ahead:
 
     Args:
         tier: where to.
-        open_origin: gives the origin of a shard; the event ends its waits.
-        threads: how many shards this process fills at once.
+        open_origin: gives the origin of a shard, which is closed when the fill is over and `published` was
+            told; the event ends its waits.
+        threads: how many shards this process fills at once; those that wait for another node don't count.
         counts: where fills are counted.
         report: told, from a filling thread, how each look at a shard ended; PUBLISHED if it was there.
         may_be_bare: whether a shard's samples can be read from its origin, so that its index is enough where
@@ -94,7 +98,9 @@ class Ahead:
         self._is_prepared = is_prepared
         self._stop = threading.Event()
         self._change = threading.Condition()
+        self._at_once = threads
         # Guarded by _change:
+        self._aside = 0  # of those that are busy, how many wait for another node
         self._wanted: tuple[Shard, ...] = ()
         self._needed = 0  # how many of them, from the first, a reader waits for
         self._busy: set[str] = set()
@@ -111,10 +117,7 @@ class Ahead:
         self._parts: set[Part] = set()
         self._lives: dict[str, dict[Path, tuple[int, float]]] = {}
         # By digest, of others' parts: the last touch, and when it was first seen.
-        self._threads = [
-            threading.Thread(target=self._work, name=f"streamload-fill-{i}", daemon=True)
-            for i in range(threads)
-        ]
+        self._threads = [self._filler(i) for i in range(threads)]
         self._threads.append(threading.Thread(target=self._show_life, name="streamload-life", daemon=True))
         for thread in self._threads:
             thread.start()
@@ -215,14 +218,15 @@ class Ahead:
         self._stop.set()
         with self._change:
             self._change.notify_all()
-        for thread in self._threads:
+            threads = list(self._threads)  # with the event set there won't be more
+        for thread in threads:
             thread.join()
         for verdict in self._verdicts:
             verdict.close()
         self._verdicts.clear()
 
     def _work(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop.is_set() and not self._is_surplus():
             self.tier.room.tend()
             job = self._take()
             if job is None:
@@ -244,7 +248,8 @@ class Ahead:
         """The next shard that nobody here fills; waits a little when there is none."""
         with self._change:
             now = time.monotonic()
-            for place, shard in enumerate(self._wanted):
+            is_free = len(self._busy) - self._aside < self._at_once
+            for place, shard in enumerate(self._wanted if is_free else ()):
                 if shard.digest in self._busy:
                     continue
                 if self._not_before.get(shard.digest, 0.0) <= now:
@@ -329,6 +334,13 @@ class Ahead:
             if tier.verdict(shard.digest).exists():
                 self._report(shard, Filled.GAVE_UP)
             return _ELSEWHERE_SECONDS
+        with contextlib.ExitStack() as opened:
+            return self._fill_part(tier, shard, job, part, bare, opened)
+
+    def _fill_part(
+        self, tier: Tier, shard: Shard, job: Shard, part: Part, bare: bool, opened: contextlib.ExitStack
+    ) -> float:
+        """Fill what was claimed; what it opens is closed by the caller."""
         with self._change:
             self._parts.add(part)
             self._lives.pop(job.digest, None)
@@ -336,7 +348,7 @@ class Ahead:
             outcome = fill(
                 part,
                 job,
-                lambda: self._origin(shard, job),
+                lambda: self._origin(shard, job, bare, opened),
                 size_bytes=self._sizes.get(shard.digest, 0),
                 wait=lambda: self._wait_of(shard),
                 stop=self._stop,
@@ -410,6 +422,36 @@ class Ahead:
             self._lives[shard.digest] = seen
         return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
 
-    def _origin(self, shard: Shard, job: Shard) -> Origin:
+    def _origin(self, shard: Shard, job: Shard, bare: bool, opened: contextlib.ExitStack) -> Origin:
         origin = self._open_origin(job, self._stop)
+        opened.callback(origin.close)
+        if isinstance(origin, ReadThrough):
+            origin.is_kept, origin.aside = not bare, self._step_aside
         return origin if self._freshness is None else self._freshness.watched(shard, origin)
+
+    @contextlib.contextmanager
+    def _step_aside(self) -> Iterator[None]:
+        """A fill waits for another node: meanwhile others take its place, if need be in a thread more."""
+        with self._change:
+            counts = self._aside < _MOST_ASIDE
+            self._aside += counts
+            # One of the threads shows life.
+            if counts and len(self._threads) - 1 < self._at_once + self._aside and not self._stop.is_set():
+                self._threads.append(self._filler(len(self._threads)))
+                self._threads[-1].start()
+        try:
+            yield
+        finally:
+            with self._change:
+                self._aside -= counts
+
+    def _is_surplus(self) -> bool:
+        """Whether the thread that asks stood in for one that has gone on; then it is over."""
+        with self._change:
+            if len(self._threads) - 1 <= self._at_once + self._aside:
+                return False
+            self._threads.remove(threading.current_thread())
+            return True
+
+    def _filler(self, number: int) -> threading.Thread:
+        return threading.Thread(target=self._work, name=f"streamload-fill-{number}", daemon=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard
+from streamload.cache.shared.leases import Leases
 from streamload.errors import SharedTierError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
@@ -24,7 +25,6 @@ from streamload.prefetch.ahead import STOPPED_SECONDS
 from streamload.prefetch.failures import Failures
 from streamload.prefetch.goals import Goal
 from streamload.prefetch.hands import NO_ROOM_SECONDS, Engine, Hands
-from streamload.prefetch.leases import Leases
 from streamload.prefetch.preemption import Notice
 from streamload.prefetch.status import Status
 from streamload.prefetch.wanted import GUESSED_BYTES, Wanted

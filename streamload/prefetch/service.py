@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from streamload.cache.runs import Run, lives
 from streamload.cache.shard import ShardList
+from streamload.cache.shared.leases import LEASE_SECONDS, Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import Tier, open_tier
@@ -27,7 +28,6 @@ from streamload.metrics import Counters
 from streamload.prefetch.daemon import Daemon, DaemonOptions
 from streamload.prefetch.goals import Goal, Near, Shared
 from streamload.prefetch.hands import Here
-from streamload.prefetch.leases import LEASE_SECONDS, Leases
 from streamload.prefetch.page import DEFAULT_LISTEN, Page
 from streamload.prefetch.preemption import (
     GRACE_SECONDS,
@@ -154,6 +154,8 @@ class Service:
         options = self._options
         settings = read_settings(options.cache_dir, options.cache_size, shared_cache=options.shared_cache)
         shared = SharedOptions.of(settings, options.shared_cache_options)
+        if shared is not None:  # what is to be stored is stored by the goal
+            shared = dataclasses.replace(shared, write_back=False)
         if shared is None and not options.urls:
             raise OptionError("nothing to do: give URLs, or a shared cache in which runs are published")
         if shared is None and (options.runs or options.into == "shared"):

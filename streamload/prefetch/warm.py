@@ -281,8 +281,11 @@ def warm(
 
     def origin(shard: Shard, stop: threading.Event) -> Origin:
         source = sources[shard]
-        far = sharing.through(source, open_origin(source.url, storage, counters=counts, stop=stop), stop)
-        return far if prepare is None else sharing.through(shard, PreparedOrigin(far, prepare), stop)
+        far = open_origin(source.url, storage, counters=counts, stop=stop)
+        if prepare is None:
+            return sharing.through(source, far, stop)
+        near = sharing.through(source, far, stop, in_turn=False)  # of what isn't stored itself
+        return sharing.through(shard, PreparedOrigin(near, prepare), stop)
 
     with (
         closing(placed),
@@ -298,6 +301,7 @@ def warm(
                 report=tally.report,
                 freshness=freshness if is_asked else None,
                 wait_of=lambda shard: float(VISITS_KEPT),  # nothing goes that is announced
+                published=lambda shard, directory: sharing.kept(shard),
             )
         ) as ahead,
     ):

@@ -14,11 +14,12 @@ from streamload.cache.shard import Shard
 from streamload.cache.shared.objects import Objects, refuse_url
 from streamload.cache.shared.through import ReadThrough
 from streamload.cache.shared.tier import SharedTier
+from streamload.cache.shared.turns import Turns
 from streamload.cache.shared.write_back import WriteBack
 from streamload.errors import OriginStopped
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
-from streamload.settings import Settings
+from streamload.settings import DEFAULT_SHARED_WAIT_SECONDS, Settings
 
 _TIMEOUT_SECONDS = 10.0
 _LOOK_SECONDS = 30.0
@@ -33,11 +34,13 @@ class SharedOptions:
         url: as for Objects.
         storage_options: of its file system.
         write_back: store what this process has fetched from origins.
+        wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
     """
 
     url: str = field(repr=False)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     write_back: bool = False
+    wait_seconds: float = DEFAULT_SHARED_WAIT_SECONDS
 
     @classmethod
     def of(cls, settings: Settings, storage_options: Mapping[str, Any] | None = None) -> SharedOptions | None:
@@ -50,7 +53,12 @@ class SharedOptions:
             return None
         source = settings.sources["shared_cache"]
         refuse_url(settings.shared_cache, "shared_cache" if source == "argument" else source)
-        return cls(settings.shared_cache, dict(storage_options or {}), settings.write_back)
+        return cls(
+            settings.shared_cache,
+            dict(storage_options or {}),
+            settings.write_back,
+            settings.shared_wait_seconds,
+        )
 
     def open_objects(self) -> Objects:
         """What the shared cache is made of; nothing is asked of it yet."""
@@ -78,17 +86,28 @@ class Sharing:
     ):
         self.tier: SharedTier | None = None
         self.write_back: WriteBack | None = None
+        self.turns: Turns | None = None
         self._ask = ask
         self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, until when
         if options is not None:
             self.tier = options.open_tier(counts)
-            self.write_back = WriteBack(self.tier, uploads) if options.write_back else None
+            self.turns = Turns(self.tier, wait_seconds=options.wait_seconds, stores=self._stores)
+            if options.write_back:
+                self.write_back = WriteBack(self.tier, uploads, self.turns.stored)
 
-    def through(self, shard: Shard, origin: Origin, stop: threading.Event) -> Origin:
-        """An origin that asks the shared cache first; the event ends its waits."""
+    def through(self, shard: Shard, origin: Origin, stop: threading.Event, *, in_turn: bool = True) -> Origin:
+        """An origin that asks the shared cache first; the event ends its waits.
+
+        Args:
+            shard: which one.
+            origin: where it lives.
+            stop: the event.
+            in_turn: whether it waits for other nodes that fetch the same. Then its `close` has to follow, and
+                before that `published` or `kept` if the shard is there.
+        """
         if self.tier is None or shard.local is not None:
             return origin
-        return ReadThrough(shard, self.tier, origin, stop, self._ask)
+        return ReadThrough(shard, self.tier, origin, stop, self._ask, self.turns if in_turn else None)
 
     def has_prepared(self, form: Shard) -> bool:
         """Whether the shared cache holds a prepared shard; it is asked once in a while."""
@@ -108,11 +127,22 @@ class Sharing:
     def published(self, shard: Shard, directory: Path) -> None:
         """This process has filled a shard: store it, by and by, if the shared cache hadn't got it."""
         if self.write_back is not None:
+            self.kept(shard)
             self.write_back.offer(shard, directory)
+
+    def kept(self, shard: Shard) -> None:
+        """This process has filled a shard, and will give it to `write_back` itself."""
+        if self.turns is not None and self.write_back is not None:
+            self.turns.keep(shard)
 
     def close(self) -> None:
         """End all of it, whatever is under way; once is enough."""
+        if self.turns is not None:
+            self.turns.close()
         if self.write_back is not None:
             self.write_back.close()
         if self.tier is not None:
             self.tier.close()
+
+    def _stores(self) -> bool:
+        return self.write_back is not None and not self.write_back.has_given_up

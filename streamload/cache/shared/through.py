@@ -2,11 +2,12 @@
 
 Both have the same version, so a transfer that breaks off there goes on here at the byte where it is, and a
 part that was begun here is taken up there. Where nothing tells two versions apart (a command's output), a
-transfer that breaks off begins anew.
+transfer that breaks off begins anew. What the shared cache lacks is fetched in turns (turns.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
 from streamload.cache.shared.copies import SharedShard
 from streamload.cache.shared.tier import SharedStream, SharedTier
+from streamload.cache.shared.turns import Aside, Turns
 from streamload.cache.takeover import Outdated, is_traceable
 from streamload.errors import CacheCorrupt, DatasetChanged, OriginError, OriginStopped, ShardError
 from streamload.origins.origin import Origin, Stream, Version
@@ -28,12 +30,27 @@ class ReadThrough(Origin):
         origin: where the shard lives.
         stop: ends every wait.
         ask: asks the origin for its version, so that an old copy isn't used; None takes what there is.
+        turns: who of those that share it asks the origin for what it lacks; None: each for himself.
+
+    Attributes:
+        is_kept: whether what is opened is kept whole, so that it can be stored for others.
+        aside: entered while `open` waits for another node.
     """
 
     def __init__(
-        self, shard: Shard, tier: SharedTier, origin: Origin, stop: threading.Event, ask: Ask | None = None
+        self,
+        shard: Shard,
+        tier: SharedTier,
+        origin: Origin,
+        stop: threading.Event,
+        ask: Ask | None = None,
+        turns: Turns | None = None,
     ):
         self.url = origin.url
+        self.is_kept = True
+        self.aside: Aside = contextlib.nullcontext
+        self._turns = turns
+        self._has_turn = False
         self._shard, self._tier, self._origin = shard, tier, origin
         self._stop, self._ask = stop, ask
         self._held: SharedShard | None = None
@@ -43,11 +60,20 @@ class ReadThrough(Origin):
         return f"ReadThrough({self._origin!r})"
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Open what the shared cache holds, if it is of that version; else the origin.
+        """Open what the shared cache holds, if it is of that version; else the origin, when it is its turn.
 
         The stream raises Outdated where neither can go on with what the other gave.
         """
         held = self._usable(expected or self._current())
+        if held is None and self._turns is not None:
+            self._has_turn = True
+            held = self._turns.find(
+                self._shard,
+                lambda: self._look_again(expected),
+                self._stop,
+                takes=self.is_kept,
+                aside=self.aside,
+            )
         if held is not None and start <= held.size:
             shared = self._tier.attempt(
                 lambda: self._tier.stream(self._shard, held, start, self._stop), self._shard
@@ -72,13 +98,21 @@ class ReadThrough(Origin):
         return self._origin.read(start, stop, version)
 
     def close(self) -> None:
-        """Close the origin."""
+        """Close the origin, and give the turn back unless what it gave is being stored."""
         self._origin.close()
+        if self._turns is not None and self._has_turn:
+            self._has_turn = False
+            self._turns.end(self._shard)
 
     def _look(self) -> SharedShard | None:
         if not self._has_looked:
             self._held, self._has_looked = self._tier.held(self._shard), True
         return self._held
+
+    def _look_again(self, expected: Version | None) -> SharedShard | None:
+        """What is held by now."""
+        self._held = self._tier.attempt(lambda: self._tier.look(self._shard), self._shard)
+        return self._usable(expected or self._current())
 
     def _usable(self, wanted: Version | None) -> SharedShard | None:
         """What is held, unless it is another version than the one that is wanted."""

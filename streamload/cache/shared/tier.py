@@ -139,6 +139,12 @@ class SharedTier:
         with self._lock:
             return shard.digest in self._lacking
 
+    def is_absent(self, shard: Shard) -> bool:
+        """Whether it answers, and what it answered last is that it hasn't a shard as it should be."""
+        with self._lock:
+            rests = time.monotonic() < self._rests_until
+            return not rests and shard.digest in self._lacking and shard.digest not in self._distrusted
+
     def distrust(self, shard: Shard) -> None:
         """Don't ask for a shard again before this process has stored it: what came wasn't of use."""
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from streamload.cache.shard import Shard
@@ -28,10 +28,14 @@ class WriteBack:
     Args:
         tier: where to.
         threads: how many are stored at once.
+        ended: told, from any thread, of each shard that was taken and is stored, or won't be.
     """
 
-    def __init__(self, tier: SharedTier, threads: int = 1):
+    def __init__(
+        self, tier: SharedTier, threads: int = 1, ended: Callable[[Shard], None] = lambda shard: None
+    ):
         self._tier = tier
+        self._ended = ended
         self._change = threading.Condition()
         # Guarded by _change:
         self._waiting: deque[tuple[Shard, Path]] = deque()
@@ -56,19 +60,30 @@ class WriteBack:
         with self._change:
             return dict(self._failures)
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether nothing more is written."""
+        with self._change:
+            return self._is_closed or self._in_a_row >= _FAILURES
+
     def offer(self, shard: Shard, directory: Path) -> None:
         """A shard was published that the shared cache didn't give: store it, if it still isn't there."""
         if self._tier.is_lacking(shard):
             self.add(shard, directory)
+        else:
+            self._ended(shard)
 
     def add(self, shard: Shard, directory: Path) -> None:
         """Store a shard of a tier, if it isn't there."""
         with self._change:
-            if self._is_closed or self._in_a_row >= _FAILURES or len(self._waiting) >= _WAITING:
+            is_taken = not self._is_closed and self._in_a_row < _FAILURES and len(self._waiting) < _WAITING
+            if is_taken:
+                self._waiting.append((shard, directory))
+                self._change.notify_all()
+            else:
                 self._note(shard, "the shared cache doesn't take shards as they come")
-                return
-            self._waiting.append((shard, directory))
-            self._change.notify_all()
+        if not is_taken:
+            self._ended(shard)
 
     def has_room(self) -> bool:
         """Whether another would be taken."""
@@ -101,13 +116,17 @@ class WriteBack:
                 shard, directory = self._waiting.popleft()
                 self._busy += 1
             trouble = self._store(shard, directory)
+            ended = [shard]
             with self._change:
-                self._busy -= 1
                 self._in_a_row = self._in_a_row + 1 if trouble else 0
                 if trouble is not None:
                     self._note(shard, str(trouble))
                 if self._in_a_row >= _FAILURES:
-                    self._give_up()
+                    ended += self._give_up()
+            for each in ended:
+                self._ended(each)
+            with self._change:
+                self._busy -= 1
                 self._change.notify_all()
 
     def _store(self, shard: Shard, directory: Path) -> Exception | None:
@@ -123,13 +142,16 @@ class WriteBack:
             return exc
         return None
 
-    def _give_up(self) -> None:
+    def _give_up(self) -> list[Shard]:
+        """Leave what waits; which shards that is."""
         logger.warning(
             "nothing more is stored in the shared cache of this run: it refused %d shards", _FAILURES
         )
         for shard, _ in self._waiting:
             self._note(shard, "the shared cache had refused others")
+        left = [shard for shard, _ in self._waiting]
         self._waiting.clear()
+        return left
 
     def _note(self, shard: Shard, why: str) -> None:
         if len(self._failures) < _KEPT:

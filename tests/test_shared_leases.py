@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from streamload.cache.shared.leases import Leases, holder_of, leased
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
-from streamload.prefetch.leases import Leases, holder_of, leased
 from streamload.testing.kills import Child, Stage
 from streamload.testing.s3 import S3Server
 
@@ -101,6 +101,30 @@ def test_a_dead_holders_lease_is_taken_over_when_it_stood_still(folder: Objects,
     assert not heir.take("unit")
     until(lambda: heir.take("unit"))
     assert heir.taken_over == 1
+
+
+def test_of_many_who_see_a_holder_gone_at_once_one_has_what_it_held(folder: Objects) -> None:
+    lease = {"format": 1, "holder": "ab" * 8, "beat": 1, "address": "here.1"}
+    folder.write("leases/unit.json", json.dumps(lease).encode())
+    gate, won = threading.Barrier(8), []
+
+    def take(leases: Leases) -> None:
+        gate.wait()
+        won.append(leases.take("unit"))
+
+    with ExitStack() as stack:
+        many = [
+            stack.enter_context(
+                closing(Leases(folder, has_gone=lambda address: address == "here.1", settle_seconds=1.0))
+            )
+            for _ in range(8)
+        ]
+        threads = [threading.Thread(target=take, args=(leases,)) for leases in many]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(won) == 1
 
 
 def test_a_living_holder_keeps_what_it_has(folder: Objects, make: Make) -> None:

@@ -1,11 +1,12 @@
-"""Who works on what, among daemons that share nothing but a tier: one small object for each unit.
+"""Who works on what, among processes that share nothing but a tier: one small object for each unit.
 
     leases/<unit>.json      the holder, and a number that it counts up as long as it is at work
 
 A lease only saves work: whatever two holders of the same one do is done twice, and right. So none of this
 has to be safe where a store ignores conditions, or where a holder is stopped and goes on. No clock is
 compared with another machine's: a lease has expired when it hasn't changed for a while by the clock of
-whoever looks, or, on the holder's own node, when its process has gone.
+whoever looks, or, on the holder's own node, when its process has gone. Daemons share their work by them, and
+nodes that would fetch the same shard at the same moment (turns.py).
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ class _Seen:
 
 
 class Leases:
-    """The leases of one daemon. Thread-safe; a thread shows life until `close`, which gives all back.
+    """The leases of one process. Thread-safe; from the first that it takes on a thread shows life.
 
     Args:
         objects: of the shared tier.
         lease_seconds: how long another's lease may go without a change before it is taken over.
         address: by which others on this node can tell whether the holder lives; "": they can't.
         has_gone: whether the holder at an address is known to be dead; then nobody waits.
+        settle_seconds: so long after it took over a lease it looks whether another did so, too: the last of
+            those who saw it expire at the same moment has it.
         clock: this machine's, monotonic.
 
     Attributes:
-        holder: the name by which this daemon holds its leases.
+        holder: the name by which this process holds its leases.
         taken_over: how many leases were found expired and taken.
-        lost: how many of its own this daemon found in another's hands.
+        lost: how many of its own this process found in another's hands.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Leases:
         lease_seconds: float = LEASE_SECONDS,
         address: str = "",
         has_gone: Callable[[str], bool] = lambda address: False,
+        settle_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.holder = secrets.token_hex(8)
@@ -74,6 +78,7 @@ class Leases:
         self._lease_seconds = lease_seconds
         self._address = address
         self._has_gone = has_gone
+        self._settle_seconds = settle_seconds
         self._clock = clock
         self._stop = threading.Event()
         self._change = threading.Lock()
@@ -81,8 +86,7 @@ class Leases:
         self._mine: set[str] = set()
         self._seen: dict[str, _Seen] = {}
         self._beat = 0
-        self._thread = threading.Thread(target=self._show_life, name="streamload-leases", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
         with self._change:
@@ -105,7 +109,7 @@ class Leases:
             is_mine = self._objects.write_new(name, content)
         elif self._has_expired(unit, found):
             self._objects.write(name, content)
-            is_mine = True
+            is_mine = not self._stop.wait(self._settle_seconds)
         else:
             return False
         # Of several who wrote at once the last one has it, as a rule: nobody waits for a store to agree.
@@ -115,10 +119,35 @@ class Leases:
             self._mine.add(unit)
             self._seen.pop(unit, None)
             self.taken_over += found is not None
+            if self._thread is None and not self._stop.is_set():
+                self._thread = threading.Thread(target=self._show_life, name="streamload-leases", daemon=True)
+                self._thread.start()
+        if self._stop.is_set():  # closed meanwhile
+            self.release(unit)
+            return False
         return True
 
+    def is_held(self, unit: str) -> bool:
+        """Whether anybody else has the lease of a unit and, by all that can be seen, is at work.
+
+        Raises:
+            SharedTierError: that can't be asked now.
+        """
+        found = self._objects.read(_name(unit), _LIMIT_BYTES)
+        if found is None:
+            with self._change:
+                self._seen.pop(unit, None)
+            return False
+        return holder_of(found) != self.holder and not self._has_expired(unit, found)
+
+    def last_holder(self, unit: str) -> str:
+        """Who had the lease of a unit when it was last looked at; "" if nobody had, or that isn't known."""
+        with self._change:
+            seen = self._seen.get(unit)
+        return "" if seen is None else holder_of(seen.content)
+
     def release(self, unit: str) -> None:
-        """Give a lease back, if it is still this daemon's. Never raises: it would only expire later."""
+        """Give a lease back, if it is still this process's. Never raises: it would only expire later."""
         with self._change:
             if unit not in self._mine:
                 return
@@ -150,16 +179,21 @@ class Leases:
                 self._objects.delete(_name(unit))
 
     def held(self) -> set[str]:
-        """The units that this daemon has a lease of."""
+        """The units that this process has a lease of."""
         with self._change:
             return set(self._mine)
 
-    def close(self) -> None:
-        """Give all leases back; once is enough."""
+    def close(self, seconds: float | None = None) -> None:
+        """Give all leases back; once is enough.
+
+        Args:
+            seconds: how long that may take; what isn't given back by then will expire.
+        """
         self._stop.set()
-        self._thread.join()
-        for unit in self.held():
-            self.release(unit)
+        with self._change:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
 
     def _has_expired(self, unit: str, content: bytes) -> bool:
         if (address := _said(content, "address")) and self._has_gone(address):
@@ -179,6 +213,8 @@ class Leases:
                     self._renew(unit)
                 except SharedTierError as exc:
                     logger.debug("a lease can't be renewed: %s", exc)
+        for unit in self.held():
+            self.release(unit)
 
     def _renew(self, unit: str) -> None:
         """Change a lease, so that others see life; it may be another's by now, after a stop, say."""
