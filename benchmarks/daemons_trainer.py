@@ -20,6 +20,8 @@ COUNTED = (
     "shared_misses",
     "shared_stored",
     "shared_errors",
+    "shared_waits",
+    "shared_wait_seconds",
     "bytes_wait_seconds",
 )
 

@@ -26,6 +26,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull, OriginError, ShardError, StreamloadError
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
+from streamload.prefetch.life import Life
 
 logger = logging.getLogger("streamload")
 
@@ -37,8 +38,6 @@ _MOST_TROUBLES = 3
 _MOST_ASIDE = 32
 """So many fills that wait for other nodes leave their threads to others; any more keep theirs."""
 STOPPED_SECONDS = 5.0
-_TOUCHES = 5
-"""How often a filler shows life in the time after which it counts as stopped."""
 
 OpenOrigin = Callable[[Shard, threading.Event], Origin]
 
@@ -90,7 +89,6 @@ class Ahead:
         self._report = report
         self._may_be_bare = may_be_bare
         self._spare = spare
-        self._stopped_seconds = stopped_seconds
         self._freshness = freshness
         self._published = published
         self._wait_of = wait_of or self._place_of
@@ -114,11 +112,8 @@ class Ahead:
         self._has_told = False
         self._error: BaseException | None = None
         self._verdicts: list[FileLock] = []
-        self._parts: set[Part] = set()
-        self._lives: dict[str, dict[Path, tuple[int, float]]] = {}
-        # By digest, of others' parts: the last touch, and when it was first seen.
+        self._life = Life(stopped_seconds)
         self._threads = [self._filler(i) for i in range(threads)]
-        self._threads.append(threading.Thread(target=self._show_life, name="streamload-life", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -210,8 +205,7 @@ class Ahead:
 
     def holds_room(self) -> bool:
         """Whether a fill is under way here that has got some room, which it may give back."""
-        with self._change:
-            return any(part.reserved_bytes for part in self._parts)
+        return self._life.holds_room()
 
     def close(self) -> None:
         """Stop all fills where they are; what they have filled stays for whoever takes it up."""
@@ -221,6 +215,7 @@ class Ahead:
             threads = list(self._threads)  # with the event set there won't be more
         for thread in threads:
             thread.join()
+        self._life.close()
         for verdict in self._verdicts:
             verdict.close()
         self._verdicts.clear()
@@ -327,7 +322,7 @@ class Ahead:
             self._report(shard, Filled.PUBLISHED)
             return _HELD_SECONDS
         job = self._job(tier, shard, bare)
-        part = tier.claim(job.digest, self._stopped(tier, job))
+        part = tier.claim(job.digest, self._life.stopped(tier, job.digest))
         if part is None:
             with self._change:
                 self._refused_since.pop(shard.digest, None)
@@ -341,28 +336,23 @@ class Ahead:
         self, tier: Tier, shard: Shard, job: Shard, part: Part, bare: bool, opened: contextlib.ExitStack
     ) -> float:
         """Fill what was claimed; what it opens is closed by the caller."""
-        with self._change:
-            self._parts.add(part)
-            self._lives.pop(job.digest, None)
         try:
-            outcome = fill(
-                part,
-                job,
-                lambda: self._origin(shard, job, bare, opened),
-                size_bytes=self._sizes.get(shard.digest, 0),
-                wait=lambda: self._wait_of(shard),
-                stop=self._stop,
-                bare=bare,
-                refused=lambda waits: self._note_refusal(tier, shard, bare, waits),
-                leave_verdict=self._failed is None,
-            )
+            with self._life.of(part, job.digest):
+                outcome = fill(
+                    part,
+                    job,
+                    lambda: self._origin(shard, job, bare, opened),
+                    size_bytes=self._sizes.get(shard.digest, 0),
+                    wait=lambda: self._wait_of(shard),
+                    stop=self._stop,
+                    bare=bare,
+                    refused=lambda waits: self._note_refusal(tier, shard, bare, waits),
+                    leave_verdict=self._failed is None,
+                )
         except (OriginError, ShardError) as why:
             if self._failed is None:
                 raise
             return self._failed(shard, why)
-        finally:
-            with self._change:
-                self._parts.discard(part)
         if outcome.verdict is not None:
             self._verdicts.append(outcome.verdict)
         refused = outcome.result is Filled.NO_ROOM
@@ -396,32 +386,6 @@ class Ahead:
                 self._refused_since.pop(shard.digest, None)
             return is_outdated
 
-    def _show_life(self) -> None:
-        """Touch the parts that this process fills, so that nobody takes them over."""
-        while not self._stop.wait(self._stopped_seconds / _TOUCHES):
-            with self._change:
-                parts = list(self._parts)
-            for part in parts:
-                part.touch()
-
-    def _stopped(self, tier: Tier, shard: Shard) -> list[Path]:
-        """The parts of a shard whose fillers have shown no life for long.
-
-        The time of a touch is compared with the one before, never with a clock: two machines may disagree.
-        """
-        now = time.monotonic()
-        with self._change:
-            before = self._lives.get(shard.digest, {})
-        seen: dict[Path, tuple[int, float]] = {}
-        for path in tier.parts(shard.digest):
-            with contextlib.suppress(FileNotFoundError):
-                touched = (path / "index").stat().st_mtime_ns
-                last, since = before.get(path, (touched, now))
-                seen[path] = (touched, since if touched == last else now)
-        with self._change:
-            self._lives[shard.digest] = seen
-        return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
-
     def _origin(self, shard: Shard, job: Shard, bare: bool, opened: contextlib.ExitStack) -> Origin:
         origin = self._open_origin(job, self._stop)
         opened.callback(origin.close)
@@ -435,8 +399,7 @@ class Ahead:
         with self._change:
             counts = self._aside < _MOST_ASIDE
             self._aside += counts
-            # One of the threads shows life.
-            if counts and len(self._threads) - 1 < self._at_once + self._aside and not self._stop.is_set():
+            if counts and len(self._threads) < self._at_once + self._aside and not self._stop.is_set():
                 self._threads.append(self._filler(len(self._threads)))
                 self._threads[-1].start()
         try:
@@ -448,7 +411,7 @@ class Ahead:
     def _is_surplus(self) -> bool:
         """Whether the thread that asks stood in for one that has gone on; then it is over."""
         with self._change:
-            if len(self._threads) - 1 <= self._at_once + self._aside:
+            if len(self._threads) <= self._at_once + self._aside:
                 return False
             self._threads.remove(threading.current_thread())
             return True
