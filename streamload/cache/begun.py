@@ -62,6 +62,7 @@ class Recalled:
         self._first = first
         self._begun = begun
         self._holds = holds
+        self._settled: dict[int, Begun] = {}  # shards that have ended, as they were when last asked for
 
     def arrived(self, shard: int) -> tuple[Numbers, bool]:
         """The usable sample numbers of a shard so far, and whether no more will come.
@@ -90,7 +91,11 @@ class Recalled:
 
     def begun(self, shards: Collection[int]) -> dict[int, Begun]:
         """What a state is to know of open shards, by their place in the source."""
-        return {shard: self._seen(shard) for shard in shards}
+        if self._begun and self._holds():
+            return {shard: self._seen(shard) for shard in shards}
+        found = {shard: self._settled.get(shard) or self._seen(shard) for shard in shards}
+        self._settled = {shard: seen for shard, seen in found.items() if seen.ended}
+        return found
 
     def _known(self, shard: int) -> Begun | None:
         return self._begun.get(shard) if self._begun and self._holds() else None

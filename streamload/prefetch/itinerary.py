@@ -55,12 +55,14 @@ class Itinerary:
         self._run = Run(tier.root / "runs")
         self._hash = xxhash.xxh3_64()
         self._hashed = self._base
+        self._in_use: list[int] | None = None  # asked for several times a batch
         self._told: tuple[list[int], list[int]] | None = None
         self._named = np.empty(0, np.int64), np.empty(0, np.uint64)  # shards that were told of last: names
         self.tell_progress()
 
     def blocked(self) -> list[int]:
         """The shards whose next entries the order waits for, the most urgent first."""
+        self._in_use = None
         return self._here(self._order.blocked(self._arrivals))
 
     def reaches(self, position: int) -> bool:
@@ -77,6 +79,7 @@ class Itinerary:
 
     def follow(self) -> bool:
         """Take up what has arrived; False if it gives no reference."""
+        self._in_use = None
         fresh = self._order.advance(self._arrivals)
         if len(fresh.shards):
             fresh = fresh._replace(shards=fresh.shards + self._first)
@@ -89,7 +92,7 @@ class Itinerary:
         skip, count = first - self._base, stop - self._base
         taken = References(*(part[skip:count] for part in self._known))
         self._known = References(*(part[count:] for part in self._known))
-        self._base = stop
+        self._base, self._in_use = stop, None
         return taken
 
     def digest(self, position: int) -> int:
@@ -114,8 +117,10 @@ class Itinerary:
 
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
-        known = sorted(set(self._known.shards.tolist()))
-        return list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
+        if self._in_use is None:
+            known = sorted(set(self._known.shards.tolist()))
+            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
+        return self._in_use
 
     def coming(self, count: int) -> npt.NDArray[np.int64]:
         """The next shards that will be opened, over the end of the pass."""
