@@ -104,6 +104,7 @@ ROWS = [
         "The other daemon does the work meanwhile; a host goes on where it was when its link is back",
         link_cut,
         count=30,
+        short=1,
         variants=("a daemon's", "a daemon's, until the other is through", "the reader's"),
         needs=_why_not,
     ),
