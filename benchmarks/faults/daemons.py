@@ -244,7 +244,7 @@ ROWS = [
         "NDBTC",
         "Others take over what it had; a reader beside them doesn't notice",
         killed,
-        count=90,
+        count=140,
         variants=("1 daemon", "2 daemons", "3 daemons"),
     ),
     Row(
