@@ -61,6 +61,10 @@ class Task:
         self.is_over = False
 
 
+class TaskThread(threading.Thread):
+    """The thread that a task runs in."""
+
+
 class Engine:
     """Runs tasks in turn.
 
@@ -109,7 +113,7 @@ class Engine:
         task = Task(process, f"{process.name}/{name}")
         process.tasks.append(task)
         self._tasks.append(task)
-        threading.Thread(target=self._live, args=(task, target), name=task.name, daemon=True).start()
+        TaskThread(target=self._live, args=(task, target), name=task.name, daemon=True).start()
         return task
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:

@@ -158,6 +158,9 @@ class _Story:
 
     def _wrong(self, path: Path) -> str:
         truth = self.world.of[path.name]
+        missing = {"data", "index", "names"} - {file.name for file in path.iterdir()}
+        if missing:
+            return f"is without its {' and '.join(sorted(missing))}"
         data = (path / "data").read_bytes()
         contents = [content for content in truth.contents if content.data == data]
         if truth.status != "complete":

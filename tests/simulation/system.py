@@ -16,6 +16,7 @@ import os
 import pathlib
 import secrets
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,10 +24,10 @@ from types import TracebackType
 from typing import Any
 
 from streamload.cache import locks, part, source, spare
-from streamload.prefetch import ahead
+from streamload.prefetch import ahead, life
 
 from .disk import Disk
-from .engine import Engine, Killed, Process, Task
+from .engine import Engine, Killed, Process, Task, TaskThread
 from .threads import Threads
 
 _PLAIN = ("stat", "lstat", "pread", "read", "fstat", "fsync", "link")
@@ -37,6 +38,7 @@ _OWN = (
 _real: dict[str, Any] = {name: getattr(os, name) for name in (*_PLAIN, *_OWN)}
 _real_flock, _real_io_open = fcntl.flock, io.open
 _real_monotonic, _real_sleep, _real_token_hex = time.monotonic, time.sleep, secrets.token_hex
+_real_start = threading.Thread.start
 
 _MISSING = object()
 MUTATING = frozenset(
@@ -301,7 +303,9 @@ def installed(system: System) -> Iterator[None]:
         (time, "sleep", dispatch(_real_sleep, system.sleep)),
         (secrets, "token_hex", dispatch(_real_token_hex, system.token_hex)),
         (ahead, "threading", threads),
+        (life, "threading", threads),
         (spare, "threading", threads),
+        (threading.Thread, "start", _start_of_no_task(engine)),
         (locks, "_open", set()),
         (sys, "unraisablehook", _no_word_of_the_dead(sys.unraisablehook)),
         # Sets of these are gone through: their order must not depend on where they lie in memory.
@@ -332,6 +336,19 @@ def installed(system: System) -> Iterator[None]:
         logger.setLevel(level)
         gc.enable()
         gc.collect()
+
+
+def _start_of_no_task(engine: Engine) -> Callable[[threading.Thread], None]:
+    """`Thread.start` for all but simulated tasks: a real thread would live outside of the history."""
+
+    def start(thread: threading.Thread) -> None:
+        here = engine.here()
+        if here is not None and not isinstance(thread, TaskThread):
+            engine.fail(f"{here.name} starts the real thread {thread.name}: its module has to be simulated")
+            raise Killed
+        _real_start(thread)
+
+    return start
 
 
 def _no_word_of_the_dead(hook: Callable[[Any], object]) -> Callable[[Any], object]:
