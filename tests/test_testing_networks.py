@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,32 @@ def test_a_host_reaches_the_switch_but_not_while_its_link_is_cut() -> None:
         "no way there",
         "you are 192.0.2.7",
     ]
+
+
+@needs_network
+def test_the_switch_keeps_its_hardware_address_whoever_joins() -> None:
+    """Hosts send to the one that they were told as long as they remember it, and would reach nobody."""
+
+    def alone(stage: Stage) -> list[str]:
+        switch = Switch()
+        addresses = [hardware_address("switch")]
+        for number in range(2, 12):
+            with Child(lambda stage, number=number: switch.join(number)) as host:
+                host.finish(30)
+                addresses.append(hardware_address("switch"))
+        return addresses
+
+    with Child(alone) as child:
+        addresses = child.finish(100)
+    assert len(addresses) == 11
+    assert len(set(addresses)) == 1
+
+
+def hardware_address(device: str) -> str:
+    """Of a network device of this process's network (SIOCGIFHWADDR)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answered = fcntl.ioctl(asked.fileno(), 0x8927, struct.pack("256s", device.encode()))
+    return answered[18:24].hex(":")
 
 
 def answer(server: socket.socket) -> None:

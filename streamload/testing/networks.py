@@ -21,6 +21,7 @@ from streamload.testing.kills import Child
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 _SWITCH = "switch"
+_HARDWARE_ADDRESS = "02:00:00:00:00:01"  # locally administered
 
 __all__ = ["Switch", "why_no_network"]
 
@@ -43,7 +44,9 @@ class Switch:
         _own_network()
         self._namespace = os.open("/proc/self/ns/net", os.O_RDONLY)
         _ip("link", "set", "lo", "up")
-        _ip("link", "add", _SWITCH, "type", "bridge")
+        # Without an address of its own a bridge has the lowest of its ports': another one as hosts join, and
+        # those who have asked before would send to one that nobody has any more.
+        _ip("link", "add", _SWITCH, "address", _HARDWARE_ADDRESS, "type", "bridge")
         _ip("address", "add", f"{self.address}/24", "dev", _SWITCH)
         _ip("link", "set", _SWITCH, "up")
 
