@@ -136,18 +136,16 @@ class ShardView:
             self._look_elsewhere()
         return (self.count, self.ended) != before
 
-    def find(self, number: int) -> Found | None:
-        """The entry of sample `number`, and where it is read; None if it isn't there (yet)."""
+    def find(self, numbers: Sequence[int]) -> list[Found | None]:
+        """The entries of samples, and where they are read; None for those that aren't there (yet)."""
         source = self._bytes
-        if source is None or source.reader.count <= number or source.is_bare:
-            source = self._find_bytes(number)
-            if source is None:
-                return None
+        if source is None or source.reader.count <= max(numbers) or source.is_bare:
+            return [self._find(number) for number in numbers]
         try:
-            return source, source.reader.entry(number)
+            return [(source, entry) for entry in source.reader.entries(numbers)]
         except CacheCorrupt:
             self.distrust()
-            return None
+            return [None] * len(numbers)
 
     def read(
         self,
@@ -172,7 +170,7 @@ class ShardView:
             OriginError: only the index is kept, and the origin doesn't give the bytes.
         """
         if found is None or found[0] is not self._bytes:  # it may have been let go of since
-            found = self.find(number)
+            found = self._find(number)
             if found is None:
                 return None
         source, entry = found
@@ -211,6 +209,18 @@ class ShardView:
             if source is not None:
                 source.close()
         self._index = self._bytes = None
+
+    def _find(self, number: int) -> Found | None:
+        source = self._bytes
+        if source is None or source.reader.count <= number or source.is_bare:
+            source = self._find_bytes(number)
+            if source is None:
+                return None
+        try:
+            return source, source.reader.entry(number)
+        except CacheCorrupt:
+            self.distrust()
+            return None
 
     def _fetched(self, source: Source, entry: Entry) -> memoryview:
         assert self._fetch is not None

@@ -123,9 +123,9 @@ class ShardCache:
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
 
-    def find(self, shard: int, number: int) -> Found | None:
-        """The entry of a sample; None while it isn't in the tier. See `ShardView.find`."""
-        return self.view(shard).find(number)
+    def find(self, shard: int, numbers: Sequence[int]) -> list[Found | None]:
+        """The entries of samples; None for those that aren't in the tier. See `ShardView.find`."""
+        return self.view(shard).find(numbers)
 
     def read(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None

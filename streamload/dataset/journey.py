@@ -173,7 +173,7 @@ class Reading:
         sample by sample, in between, it takes three times as long. What needs no bytes is done for all of
         them, the rest for as many as there is memory for.
         """
-        found = [self._supply.find(visit.shard, visit.number) for visit in visits]
+        found = self._supply.find([visit.shard for visit in visits], [visit.number for visit in visits])
         seeds = [self._seed(epoch, visit) for visit in visits]
         drawn = batch.draw([_image_size(one) for one in found], seeds)
         row: list[tuple[Visit, Visited]] = []

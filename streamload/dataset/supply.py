@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -147,9 +147,16 @@ class Supply:
                 return -1
             self._pause(waiting, [shard], self._source_of(shard))
 
-    def find(self, shard: int, number: int) -> Found | None:
-        """The entry of a sample; None where it has to be fetched again."""
-        return self._cache.find(shard, number)
+    def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
+        """The entries of samples, by shard and number; None for those that have to be fetched again."""
+        places: dict[int, list[int]] = {}
+        for place, shard in enumerate(shards):
+            places.setdefault(shard, []).append(place)
+        found: list[Found | None] = [None] * len(shards)
+        for shard, own in places.items():
+            for place, one in zip(own, self._cache.find(shard, [numbers[n] for n in own]), strict=True):
+                found[place] = one
+        return found
 
     def sample(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None

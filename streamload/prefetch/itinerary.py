@@ -118,8 +118,9 @@ class Itinerary:
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
         if self._in_use is None:
-            known = sorted(set(self._known.shards.tolist()))
-            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
+            known = np.sort(self._known.shards)
+            known = known[np.diff(known, prepend=-1) != 0]
+            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known.tolist()]))
         return self._in_use
 
     def coming(self, count: int) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.cache.fill import Filled
 from streamload.cache.freshness import Freshness, asker
@@ -18,7 +18,6 @@ from streamload.cache.runs import VISITS_KEPT, Run
 from streamload.cache.shard import Shard, ShardList, prepared_form
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.shared.sharing import SharedOptions, Sharing
-from streamload.cache.shared.write_back import WriteBack
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, OriginOptions, open_origin
@@ -26,6 +25,9 @@ from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.prepared import PreparedOrigin, Recipe
 from streamload.settings import file_system, read_settings
 from streamload.urls import expand_urls
+
+if TYPE_CHECKING:
+    from streamload.cache.shared.write_back import WriteBack
 
 _TICK_SECONDS = 0.1
 _IN_SIGHT = 4

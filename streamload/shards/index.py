@@ -9,7 +9,7 @@ many samples. It knows nothing of locks, and nothing of where the data is.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -252,37 +252,35 @@ class IndexReader:
         return self.count > before or self.ended
 
     def entry(self, number: int) -> Entry:
-        """Entry `number`; about 7 µs.
+        """Entry `number`; see `entries`."""
+        return self.entries((number,))[0]
+
+    def entries(self, numbers: Sequence[int]) -> list[Entry]:
+        """The entries of these numbers; about 6 µs each.
 
         Raises:
-            IndexError: there is no such entry (yet).
-            CacheCorrupt: its names fail their checksum, or are another entry's.
+            IndexError: one of them isn't there (yet).
+            CacheCorrupt: the names of one fail their checksum, or are another entry's.
         """
-        if not 0 <= number < self.count:
-            raise IndexError(f"entry {number} of {self.count}")
-        record = self._buffer[number].item()
-        _, _, flags, start, stop, checksum, names_start, names_length, width, height, caption_bytes, _ = (
-            record
-        )
-        try:
-            key, named, *more = self._frame_at(names_start, names_length)
-            prepared = (str(more[0][0]), int(more[0][1])) if more else None
-            members = tuple([(extension, first, size) for extension, first, size in named])
-            is_its_own = members[0][1] == start and members[-1][1] + members[-1][2] == stop
-        except (LookupError, TypeError, ValueError):
-            is_its_own = False
-        if not is_its_own:
-            raise self._corrupt(f"the names at byte {names_start} are not those of entry {number}")
-        return Entry(
-            number,
-            key,
-            members,
-            width,
-            height,
-            caption_bytes,
-            None if flags & NO_CHECKSUM else checksum,
-            prepared,
-        )
+        if not numbers:
+            return []
+        if min(numbers) < 0 or max(numbers) >= self.count:
+            raise IndexError(f"entries {min(numbers)} to {max(numbers)} of {self.count}")
+        found = []
+        for record in self._buffer[list(numbers)].tolist():
+            number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes, _ = record
+            try:
+                key, named, *more = self._frame_at(names, length)
+                prepared = (str(more[0][0]), int(more[0][1])) if more else None
+                members = tuple([(extension, first, size) for extension, first, size in named])
+                is_its_own = members[0][1] == start and members[-1][1] + members[-1][2] == stop
+            except (LookupError, TypeError, ValueError):
+                is_its_own = False
+            if not is_its_own:
+                raise self._corrupt(f"the names at byte {names} are not those of entry {number}")
+            known = None if flags & NO_CHECKSUM else checksum
+            found.append(Entry(number, key, members, width, height, caption_bytes, known, prepared))
+        return found
 
     def layouts(self) -> dict[int, tuple[str, ...]]:
         """The extensions of each layout that the entries have so far, `OWN_LAYOUT` excepted."""

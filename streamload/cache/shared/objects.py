@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from streamload import urls
 from streamload.cache.shared.folder import Folder
-from streamload.cache.shared.store import Store
 from streamload.errors import OptionError, SharedTierError
 from streamload.origins.failures import of_store
 
@@ -99,9 +98,13 @@ class Objects:
         refuse_url(url)
         self.url = urls.redact(url).rstrip("/") or "/"
         self._made_of = (url, dict(storage_options or {}), timeout_seconds)
-        self._backend: Backend = (
-            Folder(urls.local_path(url), stop) if urls.is_local(url) else Store(*self._made_of, stop)
-        )
+        self._backend: Backend
+        if urls.is_local(url):
+            self._backend = Folder(urls.local_path(url), stop)
+        else:
+            from streamload.cache.shared.store import Store  # asyncio comes with it
+
+            self._backend = Store(*self._made_of, stop)
 
     def __repr__(self) -> str:
         return f"Objects({self.url!r})"

@@ -7,19 +7,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
-from streamload.cache.shared.objects import Objects, refuse_url
 from streamload.cache.shared.through import ReadThrough
-from streamload.cache.shared.tier import SharedTier
-from streamload.cache.shared.turns import Turns
-from streamload.cache.shared.write_back import WriteBack
 from streamload.errors import OriginStopped
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 from streamload.settings import DEFAULT_SHARED_WAIT_SECONDS, Settings
+
+if TYPE_CHECKING:
+    from streamload.cache.shared.objects import Objects
+    from streamload.cache.shared.tier import SharedTier
+    from streamload.cache.shared.turns import Turns
+    from streamload.cache.shared.write_back import WriteBack
 
 _TIMEOUT_SECONDS = 10.0
 _LOOK_SECONDS = 30.0
@@ -51,6 +53,8 @@ class SharedOptions:
         """
         if settings.shared_cache is None:
             return None
+        from streamload.cache.shared.objects import refuse_url
+
         source = settings.sources["shared_cache"]
         refuse_url(settings.shared_cache, "shared_cache" if source == "argument" else source)
         return cls(
@@ -62,13 +66,19 @@ class SharedOptions:
 
     def open_objects(self) -> Objects:
         """What the shared cache is made of; nothing is asked of it yet."""
-        return Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS)
+        return self._objects(None)
 
     def open_tier(self, counts: Counts) -> SharedTier:
         """The shared cache, for one process; nothing is asked of it yet."""
+        from streamload.cache.shared.tier import SharedTier
+
         stop = threading.Event()
-        objects = Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS, stop=stop)
-        return SharedTier(objects, counts, stop=stop)
+        return SharedTier(self._objects(stop), counts, stop=stop)
+
+    def _objects(self, stop: threading.Event | None) -> Objects:
+        from streamload.cache.shared.objects import Objects
+
+        return Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS, stop=stop)
 
 
 class Sharing:
@@ -89,7 +99,10 @@ class Sharing:
         self.turns: Turns | None = None
         self._ask = ask
         self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, until when
-        if options is not None:
+        if options is not None:  # what has no shared cache begins without its modules
+            from streamload.cache.shared.turns import Turns
+            from streamload.cache.shared.write_back import WriteBack
+
             self.tier = options.open_tier(counts)
             self.turns = Turns(self.tier, wait_seconds=options.wait_seconds, stores=self._stores)
             if options.write_back:

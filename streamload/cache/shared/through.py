@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
-from streamload.cache.shared.copies import SharedShard
-from streamload.cache.shared.tier import SharedStream, SharedTier
-from streamload.cache.shared.turns import Aside, Turns
 from streamload.cache.takeover import Outdated, is_traceable
 from streamload.errors import CacheCorrupt, DatasetChanged, OriginError, OriginStopped, ShardError
 from streamload.origins.origin import Origin, Stream, Version
+
+if TYPE_CHECKING:
+    from streamload.cache.shared.copies import SharedShard
+    from streamload.cache.shared.tier import SharedStream, SharedTier
+    from streamload.cache.shared.turns import Aside, Turns
 
 
 class ReadThrough(Origin):
