@@ -58,11 +58,16 @@ CONTENDERS = [
     for recipe in RECIPES
 ]
 SHARDS_WRITTEN, SAMPLES_PER_SHARD, CROPS = 8, 384, 300
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_CROPS = 2, 64, 40
 
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=5, names=[contender.name for contender in CONTENDERS])
-    shards, per_shard = (2, 128) if given.quick else (SHARDS_WRITTEN, SAMPLES_PER_SHARD)
+    shards, per_shard, crops = (
+        (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_CROPS)
+        if given.quick
+        else (SHARDS_WRITTEN, SAMPLES_PER_SHARD, CROPS)
+    )
     contenders = turns.chosen(given, CONTENDERS)
     rows: list[dict[str, Any]] = []
     with (
@@ -86,7 +91,7 @@ def main() -> None:
                 }
                 job = Job(urls=urls, epochs=2, **asked)
                 rows.append(measure(contender, job, given))
-        originals = images_of(sorted((directory / "shards").glob("*.tar"))[0], CROPS)
+        originals = images_of(sorted((directory / "shards").glob("*.tar"))[0], crops)
         psnr = {recipe: nearness(originals, Preparation.parse(recipe)) for recipe in RECIPES}
     versions = turns.versions(rows)
     medians = turns.medians(rows)

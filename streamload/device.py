@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from streamload.handoff import is_plain
 from streamload.transforms.normalise import normalise_batch
 from streamload.transforms.plan import Statistics
 
@@ -167,7 +168,7 @@ def _send(values: Values, slot: _Slot, stream: torch.Stream, statistics: Statist
     torch.accelerator.set_stream(stream)  # of this thread, with its device
     moved = dict(values)
     try:
-        for name, copy in slot.copies({k: v for k, v in values.items() if _can_be_pinned(v)}).items():
+        for name, copy in slot.copies({k: v for k, v in values.items() if is_plain(v)}).items():
             moved[name] = copy.to(stream.device, non_blocking=True)
     finally:
         slot.is_read_by(stream)
@@ -198,18 +199,6 @@ def _end(thread: ThreadPoolExecutor, slots: Sequence[_Slot], pid: int) -> None:
     for slot in slots:
         with contextlib.suppress(RuntimeError):  # of the device; then there are no copies either
             slot.wait()
-
-
-def _can_be_pinned(value: Any) -> bool:
-    """Whether it is a tensor of bytes in this process's memory and nothing more."""
-    return (
-        type(value) is torch.Tensor
-        and value.device.type == "cpu"
-        and value.layout is torch.strided
-        and not value.requires_grad
-        and not value.is_quantized
-        and value.numel() > 0
-    )
 
 
 def _stream_of(device: torch.device) -> torch.Stream | None:

@@ -14,11 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from streamload.cache import memory
+
+if TYPE_CHECKING:
+    from streamload.testing.s3 import S3Server
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -38,6 +42,15 @@ def pytest_sessionfinish() -> None:
     # Python would wait at its end for what a failed test has left running.
     for process in multiprocessing.active_children():
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def s3() -> "Iterator[S3Server]":
+    """An S3 store on loopback, with the bucket "bucket"."""
+    from sharing import running_s3  # moto: a second of imports, for those who need it
+
+    with running_s3() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

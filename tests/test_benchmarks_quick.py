@@ -199,7 +199,7 @@ def test_prepared_shards_are_read_without_their_origin(tmp_path: Path) -> None:
     chosen = ["as they are, uint8", "raw-256, uint8", "jpeg-256-q90, none prepared, uint8"]
     result = run_quickly("prepared", tmp_path / "out.json", "--contenders", *chosen)
 
-    assert [(row["images"], row["origin_bytes"]) for row in result["rounds"]] == [(256, 0)] * 3
+    assert [(row["images"], row["origin_bytes"]) for row in result["rounds"]] == [(128, 0)] * 3
     assert result["preparing"]["raw-256"]["bytes_per_image"] > 200_000
     assert result["preparing"]["jpeg-256-q90"]["bytes_per_image"] < 60_000
     assert all(psnr["mean_db"] > 30 for psnr in result["psnr"].values())

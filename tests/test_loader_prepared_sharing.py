@@ -15,7 +15,6 @@ from tiers import flip, until
 
 import streamload
 from streamload.cache.shard import prepared_form
-from streamload.testing.s3 import S3Server
 from streamload.testing.shards import ShardOptions
 from streamload.transforms.prepare import Preparation
 
@@ -23,12 +22,6 @@ COUNTS = (14, 9, 20)
 RECIPE = "jpeg-32-q90"
 PREPARATION = Preparation.parse(RECIPE)
 Batches = list[tuple[torch.Tensor, list[str]]]
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with running_s3() as server:
-        yield server
 
 
 @pytest.fixture

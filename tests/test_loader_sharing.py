@@ -15,18 +15,11 @@ from sharing import Origin, Place, running_s3
 from tiers import flip, until
 
 import streamload
-from streamload.testing.s3 import S3Server
 from streamload.testing.shards import ShardOptions
 
 COUNTS = (30, 25, 40, 20)
 LARGE = ShardOptions(padding_bytes=(3_000, 30_000))
 Batches = list[tuple[torch.Tensor, list[str]]]
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with running_s3() as server:
-        yield server
 
 
 @pytest.fixture

@@ -46,13 +46,6 @@ class Place:
         return open_origin(url or self.url, self.storage_options, facts.pop("options", QUICK), **facts)
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with S3Server() as server:
-        server.create_bucket("bucket")
-        yield server
-
-
 @pytest.fixture(params=["http", "s3", "memory", "pipe", "file"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     file = tmp_path / "a.tar"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharing import Origin, Place, opened, running_s3
+from sharing import Origin, Place, opened
 from tiers import until
 
 import streamload
@@ -43,12 +43,6 @@ PREPARATION = Preparation.parse(RECIPE)
 OTHER = "jpeg-32-q90-v1-torch9.9.9-pillow99.0-simplejpeg9.9-00000000"
 COMMAND = [sys.executable, "-m", "streamload.cli", "daemon"]
 Batches = list[tuple[torch.Tensor, list[str]]]
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with running_s3() as server:
-        yield server
 
 
 @pytest.fixture

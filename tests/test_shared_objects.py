@@ -24,13 +24,6 @@ LARGE = random.Random(3).randbytes(20_000_001)
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with S3Server() as server:
-        server.create_bucket("bucket")
-        yield server
-
-
-@pytest.fixture(scope="module")
 def swift() -> Iterator[Store]:
     kind = KINDS["swift"]
     if kind.why_not():

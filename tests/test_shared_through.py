@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sharing import KINDS_OF_PLACES, Origin, Place, opened, place_of, running_s3, running_swift
+from sharing import KINDS_OF_PLACES, Origin, Place, opened, place_of, running_swift
 from tiers import flip, swap, until
 
 from benchmarks.stores.store import Store
@@ -30,12 +30,6 @@ from streamload.testing.shards import ShardOptions, write_shards
 
 COUNTS = (30, 25, 40)
 LARGE = ShardOptions(padding_bytes=(3_000, 30_000))
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with running_s3() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sharing import KINDS_OF_PLACES, Origin, Place, opened, place_of, running_s3, running_swift
+from sharing import KINDS_OF_PLACES, Origin, Place, opened, place_of, running_swift
 from tiers import flip, payload_start, swap
 
 from benchmarks.stores.store import Store
@@ -24,14 +24,7 @@ from streamload.errors import CacheCorrupt, SharedTierError
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.shards.index import IndexReader
-from streamload.testing.s3 import S3Server
 from streamload.testing.shards import ShardOptions
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with running_s3() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

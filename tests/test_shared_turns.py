@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import tiers
-from sharing import Origin, Place, opened, running_s3
+from sharing import Origin, Place, opened
 
 import streamload
 from streamload.cache.shared import turns
@@ -34,7 +34,6 @@ from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.testing.kills import Child, Stage
-from streamload.testing.s3 import S3Server
 from streamload.testing.shards import ShardOptions
 
 COUNTS = (30, 25, 40, 20)
@@ -42,12 +41,6 @@ LARGE = ShardOptions(padding_bytes=(3_000, 30_000))
 SECONDS = 150.0
 until = functools.partial(tiers.until, seconds=SECONDS)
 pytestmark = pytest.mark.timeout(2 * SECONDS)
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with running_s3() as server:
-        yield server
 
 
 @pytest.fixture

@@ -122,6 +122,7 @@ ROWS = [
         "Every unit is done; work goes on in 15 s, on the nodes that are left and on the new one",
         lost,
         count=20,
+        short=1,
         variants=("raylet", "node"),
         needs=_why_not,
     ),

@@ -118,7 +118,7 @@ class Slots:
         handed: set[int] = set()
         for name, value in values.items():
             sent[name] = value
-            if not _is_plain(value):
+            if not is_plain(value):
                 continue
             index = self._taken.get(value.untyped_storage().data_ptr())
             if index is None or index in handed:
@@ -221,7 +221,7 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     )
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether it is a tensor of bytes in this process's memory and nothing more."""
     return (
         type(value) is torch.Tensor
