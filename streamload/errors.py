@@ -24,7 +24,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     ├── CacheError (OSError)                the tier can't be used
     │   ├── CacheFull                       no room, and nothing may be evicted
     │   ├── CacheCorrupt                    bytes that fail their checksum
-    │   └── SharedTierError                 the shared one: away, slow, not writable, full, or not ours
+    │   └── SharedTierError                 the shared one: away, slow, full, or not ours
+    │       └── SharedTierDenied (PermissionError)  it may not be read, or not be written
     ├── DataError (ValueError)              the data as a whole
     │   ├── NoValidSamples                  nothing usable among the first shards or samples
     │   ├── TooManyBadSamples               more than the allowed share had to be replaced
@@ -125,6 +126,10 @@ class CacheCorrupt(CacheError):
 
 class SharedTierError(CacheError):
     """The shared cache can't be used for what was asked of it; trainings go on without it."""
+
+
+class SharedTierDenied(SharedTierError, PermissionError):
+    """The shared cache may not be used for what was asked of it: no permission, or read-only."""
 
 
 class DataError(StreamloadError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import errno
 import time
 from typing import Any
 
@@ -72,7 +73,8 @@ def of_store(url: str, exc: BaseException) -> StreamloadError:
         return of_status(message, *answer)
     if isinstance(exc, FileNotFoundError | IsADirectoryError):
         return OriginNotFound(f"{message}: the store has no such object")
-    if isinstance(exc, PermissionError) or name in _NO_CREDENTIALS:
+    is_read_only = isinstance(exc, OSError) and exc.errno == errno.EROFS
+    if isinstance(exc, PermissionError) or is_read_only or name in _NO_CREDENTIALS:
         return OriginDenied(message)
     if isinstance(exc, TimeoutError) or "Timeout" in name:
         return OriginTimeout(message)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard
 from streamload.cache.shared.leases import Leases
-from streamload.errors import SharedTierError
+from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.ahead import STOPPED_SECONDS
@@ -54,6 +54,8 @@ class DaemonOptions:
         retry_seconds: after which a unit that failed is tried again; each further time after twice as long.
         no_room_seconds: after which a unit that finds no room in the tier of this node has failed.
         stopped_seconds: how long a filler of the same tier may show no life before it is taken over from.
+        trouble_seconds: for which it waits with `once` while what is wanted, or who works on what, can't be
+            known; without, it waits for as long as it takes.
         origin: how patient transfers are.
     """
 
@@ -64,6 +66,7 @@ class DaemonOptions:
     retry_seconds: float = 15.0
     no_room_seconds: float = NO_ROOM_SECONDS
     stopped_seconds: float = STOPPED_SECONDS
+    trouble_seconds: float = 60.0
     origin: OriginOptions = field(default_factory=OriginOptions)
 
 
@@ -104,6 +107,8 @@ class Daemon:
         self._notice = Notice()
         self._change = threading.Condition()
         self._look_at = clock()
+        self._has_looked = self._has_leased = False
+        self._trouble_since: float | None = None
         # Guarded by _change:
         self._missing: dict[str, Shard] = {}  # by digest, in order of need
         self._mine: dict[str, Shard] = {}  # those that are worked on here
@@ -124,6 +129,7 @@ class Daemon:
             How far it came.
 
         Raises:
+            SharedTierDenied: the shared cache refuses to be read, or written, from the beginning.
             StreamloadError: those who bring units can't go on.
         """
         self._notice = notice
@@ -133,7 +139,7 @@ class Daemon:
                     self._look(hands)
                 self._assign(hands)
                 hands.check()
-                if self._options.once and self._is_through():
+                if self._options.once and (self._is_through() or self._has_waited_long()):
                     break
                 self._wait(hands, notice)
             self._wind_down(hands, notice)
@@ -164,11 +170,9 @@ class Daemon:
             wanted = self._wanted.look(self._size_of)
             missing = self._goal.missing(wanted)
         except SharedTierError as exc:
-            if not self._status.trouble:
-                logger.warning("what is wanted can't be known now: %s", exc)
-            with self._change:
-                self._status = replace(self._status, following=self._wanted.said(), trouble=str(exc))
+            self._note_trouble("what is wanted can't be known now", exc, has_worked=self._has_looked)
             return
+        self._has_looked = True
         if self._leases is not None:
             self._tidy(self._leases, {self._goal.unit(shard) for shard in missing})
         digests = {shard.digest for shard in missing}
@@ -232,6 +236,7 @@ class Daemon:
                 if len(found) == hands:
                     break
                 if leases.take(unit(shard)):
+                    self._has_leased = True
                     if self._goal.holds(shard):
                         leases.release(unit(shard))  # somebody was through in between
                         with self._change:
@@ -241,11 +246,26 @@ class Daemon:
             with self._change:
                 self._status = replace(self._status, elsewhere=len(due) - len(free))
         except SharedTierError as exc:
-            if not self._status.trouble:
-                logger.warning("no lease can be had now: %s", exc)
-            with self._change:
-                self._status = replace(self._status, trouble=str(exc))
+            self._note_trouble("no lease can be had now", exc, has_worked=self._has_leased)
         return found
+
+    def _note_trouble(self, what: str, exc: SharedTierError, *, has_worked: bool) -> None:
+        """Say it once, and go on: it may pass. What is refused from the beginning somebody has to mend."""
+        if isinstance(exc, SharedTierDenied) and not has_worked:
+            raise exc
+        if not self._status.trouble:
+            logger.warning("%s: %s", what, exc)
+        with self._change:
+            self._status = replace(self._status, following=self._wanted.said(), trouble=str(exc))
+
+    def _has_waited_long(self) -> bool:
+        """Whether there has been trouble for as long as `once` waits."""
+        if not self._status.trouble:
+            self._trouble_since = None
+            return False
+        if self._trouble_since is None:
+            self._trouble_since = self._clock()
+        return self._clock() - self._trouble_since > self._options.trouble_seconds
 
     def _is_through(self) -> bool:
         """Whether all that was wanted is held, or has failed once."""

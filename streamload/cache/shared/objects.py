@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from streamload import urls
 from streamload.cache.shared.folder import Folder
-from streamload.errors import OptionError, SharedTierError
+from streamload.errors import OptionError, OriginDenied, SharedTierDenied, SharedTierError
 from streamload.origins.failures import of_store
 
 OBJECT_LIMIT_BYTES = 256 << 20
@@ -247,8 +247,10 @@ class Objects:
         except (SharedTierError, OptionError):
             raise
         except Exception as exc:
-            cause = str(of_store("", exc)).removeprefix(": ")
-            raise SharedTierError(f"the shared cache {self.url} can't {what} {name}: {cause}") from exc
+            meant = of_store("", exc)
+            kind = SharedTierDenied if isinstance(meant, OriginDenied) else SharedTierError
+            cause = str(meant).removeprefix(": ")
+            raise kind(f"the shared cache {self.url} can't {what} {name}: {cause}") from exc
 
 
 def refuse_url(url: str, name: str = "shared_cache") -> None:
