@@ -17,7 +17,7 @@ shuffles inside a chunk.
   than the limit is no breach of it.
 - fetched: what the server sent in an epoch. A pass reads each shard once, so half of the data is the least
   that an epoch after the first can fetch when the half that is kept is of use.
-- One that doesn't come to its end in five minutes is killed, and said to be: `failures`.
+- One that doesn't come to its end in five minutes is killed; that, or a peer's own error: `failures`.
 
 Result: results/half.json; docs/performance.md has it as a table.
 
@@ -68,6 +68,12 @@ def main() -> None:
                         rows += measure(contender, job, places.of(contender), directory, line, seconds)
                     except turns.TookTooLong as error:
                         failures.append({"contender": contender.name, "round": round_, "reason": str(error)})
+                    except turns.Failed as error:
+                        if contender is STREAMLOAD:
+                            raise
+                        failures.append(
+                            {"contender": contender.name, "round": round_, "reason": error.reason}
+                        )
     ours = [row["held_bytes"] for row in rows if row["contender"] == STREAMLOAD.name]
     settings = {
         "samples": shards * per_shard,

@@ -81,6 +81,7 @@ class Near:
             "seconds": seconds,
             "images_per_second": last.images / seconds,
             "cpu_us_per_image": last.cpu_seconds / last.images * 1e6,
+            "consumer_us_per_image": last.consumer_cpu_seconds / last.images * 1e6,
             "first_batch_seconds": last.first_batch - last.began,
             "waited_share": last.waited_seconds / (last.ended - last.first_batch),
             "changed_batches": sum(epoch.changed_batches for epoch in ran.epochs),

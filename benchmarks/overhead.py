@@ -11,9 +11,11 @@ machine drifts by more than what is looked for. Then the same with the functions
 clocks (contenders/staged.py): each counts its own time in the thread where it runs, without that of the
 stages inside it, over both workers. The clocks cost something themselves, which is in the stages' numbers,
 most of it "between the stages": compare the whole with that of the plain contender. "rank" is all of the
-training's own process, the consumer's reading of every image included. "the rest" is what the processes'
-CPU time is beyond that: the DataLoader's own code in the workers, fills that have nothing to do, the
-interpreter.
+training's own process but for the consumer's reading of every image. "the rest" is what the processes' CPU
+time is beyond that: the DataLoader's own code in the workers, fills that have nothing to do, the interpreter.
+
+Nobody reads the floor's images. So what the consumer takes for that, by the clock of its thread, is a row of
+its own and isn't in the ratios of CPU time; in those of the images a second it is.
 
 Result: results/overhead.json; docs/performance.md has it as tables.
 
@@ -36,6 +38,7 @@ TIMED = [
 CONTENDERS = [FLOOR_UINT8, STREAMLOAD_UINT8, FLOOR, STREAMLOAD, *TIMED]
 OF_THE_FLOOR = ((STREAMLOAD_UINT8, FLOOR_UINT8, 1.05, 0.97), (STREAMLOAD, FLOOR, 1.12, 0.92))
 """Which floor each is compared with; the most of its CPU time; the least of its images a second."""
+METRICS = ("loading_us_per_image", "images_per_second")
 OF_STAGES = (
     ("hand-over of a uint8 image, worker and rank, µs", ("hand-over", "rank"), 120.0),
     ("index and order, µs a sample", ("order", "what is wanted and done", "entry"), 25.0),
@@ -51,7 +54,7 @@ def main() -> None:
             for round_ in range(given.rounds)
             for contender in turns.rotated(data.contenders, round_)
         ]
-    content = data.content(given, rows, stages=[*STAGES, "rank", "the rest"])
+    content = data.content(given, rows, stages=[*STAGES, "rank", "consumer", "the rest"])
     stages = content["medians"].get(TIMED[1].name)
     turns.write(
         given,
@@ -61,7 +64,7 @@ def main() -> None:
             "ratios": {
                 f"{own.name}, {metric}": by_round(rows, own, floor, metric)
                 for own, floor, *_ in OF_THE_FLOOR
-                for metric in ("cpu_us_per_image", "images_per_second")
+                for metric in METRICS
             },
             "targets": [
                 *floor_targets(rows),
@@ -76,19 +79,20 @@ def main() -> None:
 
 def measured(data: near.Near, contender: Contender, round_: int) -> Row:
     """A row; with the microseconds of each stage, and of what is in none, where they were timed."""
+    row = data.run(contender, round_, notes=["stages"] if contender in TIMED else [])
+    row["loading_us_per_image"] = row["cpu_us_per_image"] - row["consumer_us_per_image"]
     if contender not in TIMED:
-        return data.run(contender, round_)
-    row = data.run(contender, round_, notes=["stages"])
+        return row
     spent = {name: ns / 1e3 / row["images"] for name, ns in row.pop("stages").items()}
+    spent["consumer"] = row["consumer_us_per_image"]
+    spent["rank"] -= spent["consumer"]
     return {**row, **spent, "the rest": row["cpu_us_per_image"] - sum(spent.values())}
 
 
 def floor_targets(rows: list[Row]) -> list[Row]:
     found = []
     for own, floor, most_cpu, least_speed in OF_THE_FLOOR:
-        cpu, speed = (
-            by_round(rows, own, floor, metric) for metric in ("cpu_us_per_image", "images_per_second")
-        )
+        cpu, speed = (by_round(rows, own, floor, metric) for metric in METRICS)
         found += [
             turns.target(f"{own.name}: × the CPU time of {floor.name}", median(cpu), at_most=most_cpu),
             turns.target(f"{own.name}: × the images/s of {floor.name}", median(speed), at_least=least_speed),

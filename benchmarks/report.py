@@ -172,19 +172,19 @@ def overhead(result: Result) -> str:
     """Beside the floor; a ratio is the median of the rounds' own."""
     rows = []
     for own, ratios in _ratios(result).items():
-        cpu, speed = (ratios[metric] for metric in ("cpu_us_per_image", "images_per_second"))
+        cpu, speed = (ratios[metric] for metric in ("loading_us_per_image", "images_per_second"))
         row = result["medians"][own]
         rows.append(
             [
                 own,
-                f"{row['cpu_us_per_image']:,.0f}",
-                *(
-                    f"{statistics.median(found):.3f} ({min(found):.2f}–{max(found):.2f})"
-                    for found in (cpu, speed)
-                ),
+                f"{row['loading_us_per_image']:,.0f}",
+                _of_rounds(cpu),
+                f"{row['consumer_us_per_image']:,.0f}",
+                _of_rounds(speed),
             ]
         )
-    return table(["", "CPU µs an image", "× the floor's (rounds)", "images/s, × the floor's (rounds)"], rows)
+    columns = ["CPU µs an image", "× the floor's (rounds)", "beside it the consumer, µs"]
+    return table(["", *columns, "images/s, × the floor's (rounds)"], rows)
 
 
 def _of_rounds(values: list[float]) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,17 @@ class Interpreters:
 
 class TookTooLong(RuntimeError):
     """A contender didn't come to its end."""
+
+
+class Failed(RuntimeError):
+    """A contender ended by an error."""
+
+    @property
+    def reason(self) -> str:
+        """Its first line and the last one that it said, without paths."""
+        first, *said = [line for line in str(self).splitlines() if line.strip()]
+        last = re.sub(r"/\S*/", "…/", said[-1])[:120] if said else ""
+        return f"{first} {last}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -194,7 +206,7 @@ def run(
 
     Raises:
         TookTooLong: it didn't end in time, and was killed.
-        RuntimeError: it failed.
+        Failed: it ended by an error.
     """
     command = [str(python), "-m", f"benchmarks.contenders.{contender.adapter}", job.to_argument()]
     with tempfile.TemporaryFile("w+") as errors:
@@ -221,7 +233,7 @@ def run(
             process.stdout.close()
         if process.returncode:
             errors.seek(0)
-            raise RuntimeError(f"{contender.name} ended with {process.returncode}:\n{errors.read()[-4000:]}")
+            raise Failed(f"{contender.name} ended with {process.returncode}:\n{errors.read()[-4000:]}")
     said = json.loads(output.splitlines()[-1])
     said["epochs"] = [Epoch(**epoch) for epoch in said["epochs"]]
     return Ran(started, Result(**said), memory)

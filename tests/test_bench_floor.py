@@ -94,7 +94,7 @@ def test_pixels_are_those_of_the_default_transform(size):
     for place in range(4):
         top, left, height, width = floor.box(size[1], size[0], draw)
         batch.resize(place, pixels[None, top : top + height, left : left + width])
-        expected = resize_box(pixels, Box(top, left, height, width), 224, 224)
+        (expected,) = resize_box(pixels, Box(top, left, height, width), 224, 224)
         difference = (batch.images[place].int() - expected.int()).abs().float()
         if _goes_down_first(height, width, 224, 224):
             assert difference.mean() < 0.5

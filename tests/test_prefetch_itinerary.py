@@ -24,15 +24,19 @@ def test_the_shards_that_are_open_and_that_come_next_are_told_of_at_every_step(t
     tier = Tier(tmp_path / "tier", 10**6)
     shards = ShardList(expand_urls("https://host/{000..299}.tar"), None)
     options = OrderOptions(5, groups=2, lanes=4, window=50)
-    order = GroupOrder(options, len(shards), 1, 0, passes=1)
+    order, beside = (GroupOrder(options, len(shards), 1, 0, passes=1) for _ in range(2))
     following = shard_order(options, len(shards), 1, 1, 0)
     arrivals: Any = AllHere()
     itinerary = Itinerary(order, lambda: following, shards, 0, arrivals, tier)
     told = set()
-    for stop in range(40, 1480, 40):
+    references: list[int] = []
+    for stop in range(8, 1480, 8):
         while not itinerary.reaches(stop):
             itinerary.follow()
-        itinerary.take(stop - 40, stop)
+            references += beside.advance(arrivals).shards.tolist()
+        itinerary.take(stop - 8, stop)
+        in_use = dict.fromkeys([*beside.open_shards(), *sorted(references[stop:])])
+        assert itinerary.shards_in_use() == list(in_use)
         itinerary.tell_progress()
         (path,) = runs.own(tier.root / "runs")
         visits = [*itinerary.shards_in_use(), *itinerary.coming(runs.VISITS_KEPT)]

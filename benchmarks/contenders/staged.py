@@ -28,7 +28,7 @@ Owner = Any
 STAGES: dict[str, list[tuple[Owner, str]]] = {
     "order": [(Steps, "at"), (Step, "_take"), (Step, "states"), (Step, "spans"), (supply.Supply, "has")],
     "what is wanted and done": [(supply.Supply, "want"), (supply.Supply, "let_go")],
-    "entry": [(IndexReader, "entry")],
+    "entry": [(IndexReader, "entries")],
     "read": [(supply.Supply, "sample")],
     "checksum": [(reading, "is_whole")],
     "header": [(decode, "jpeg_size")],

@@ -120,6 +120,8 @@ class Epoch:
     batches: int = 0
     images: int = 0
     cpu_seconds: float = 0.0
+    consumer_cpu_seconds: float = 0.0
+    """Of `cpu_seconds`, what the consumer itself took for reading the batches; 0 where nobody reads them."""
     channel_mean: float = 0.0
     disk_bytes: int = 0
     """What was read from disks, by all processes."""
@@ -332,7 +334,9 @@ def _timed(
             seen.waited_seconds += came - asked
         else:
             seen.first_batch = came
+        own = time.thread_time()
         images, channel = look(batch, not seen.batches)
+        seen.consumer_cpu_seconds += time.thread_time() - own
         mean += channel
         seen.batches += 1
         seen.images += images

@@ -58,15 +58,16 @@ def read_sample(
         needed: the members that are.
         memory: where to put the bytes, until it is begun anew; None: they have memory of their own.
     """
-    size = entry.stop - entry.start
+    start = entry.start
+    size = entry.stop - start
     try:
         if size > AT_ONCE_BYTES:
             return _read_pieces(descriptor, entry, entry.sizes if needed is None else needed(entry.sizes))
         if memory is None:
-            data = memoryview(os.pread(descriptor, size, entry.start))
+            data = memoryview(os.pread(descriptor, size, start))
         else:
             data = memory.take(size)
-            data = data[: os.preadv(descriptor, [data], entry.start)]
+            data = data[: os.preadv(descriptor, [data], start)]
     except OSError:
         return None
     return (entry, data) if len(data) == size and is_whole(entry, data) else None
@@ -76,9 +77,9 @@ def is_whole(entry: Entry, data: memoryview) -> bool:
     """Whether the bytes are those that were written."""
     if entry.checksum is None:
         return True
-    digest = xxhash.xxh3_64()
+    digest, first = xxhash.xxh3_64(), entry.start
     for _, start, size in entry.members:
-        digest.update(data[start - entry.start : start - entry.start + size])
+        digest.update(data[start - first : start - first + size])
     return digest.intdigest() == entry.checksum
 
 

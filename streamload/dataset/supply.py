@@ -106,6 +106,7 @@ class Supply:
         self._origins: dict[str, Origin] = {}  # of shards whose samples are read by range
         self._full_seconds = _NO_ROOM_SECONDS
         self._fills_ahead = False
+        self._asked: tuple[list[int], list[int]] = [], []
 
     def begin(self, start: Start) -> None:
         """Begin an epoch."""
@@ -334,10 +335,10 @@ class Supply:
             needed.update(dict.fromkeys(itinerary.shards_in_use()))
             if self._fills_ahead:
                 later.update(dict.fromkeys(itinerary.coming(self._shards_ahead()).tolist()))
-        shards = self._recipe.shards
-        self._ahead.want(
-            [shards[shard] for shard in needed], [shards[shard] for shard in later if shard not in needed]
-        )
+        asked = [*needed], [shard for shard in later if shard not in needed]
+        if asked != self._asked:
+            self._asked = asked
+            self._ahead.want(*([self._recipe.shards[shard] for shard in each] for each in asked))
 
     def _shards_ahead(self) -> int:
         mean = self._cache.mean_bytes()

@@ -21,6 +21,9 @@ from streamload.order.group import GroupOrder, References
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
 
+_PLACE_BITS = 32
+_PLACE_MASK = (1 << _PLACE_BITS) - 1
+
 
 class Itinerary:
     """One group's sequence of one source as one process follows it.
@@ -56,6 +59,8 @@ class Itinerary:
         self._hash = xxhash.xxh3_64()
         self._hashed = self._base
         self._in_use: list[int] | None = None  # asked for several times a batch
+        self._in_use_until = 0  # the position behind which one of them isn't needed any more
+        self._coming: tuple[tuple[object, ...], npt.NDArray[np.int64]] | None = None  # for what; these
         self._told: tuple[list[int], list[int]] | None = None
         self._named = np.empty(0, np.int64), np.empty(0, np.uint64)  # shards that were told of last: names
         self.tell_progress()
@@ -92,7 +97,9 @@ class Itinerary:
         skip, count = first - self._base, stop - self._base
         taken = References(*(part[skip:count] for part in self._known))
         self._known = References(*(part[count:] for part in self._known))
-        self._base, self._in_use = stop, None
+        self._base = stop
+        if stop > self._in_use_until:
+            self._in_use = None
         return taken
 
     def digest(self, position: int) -> int:
@@ -118,17 +125,23 @@ class Itinerary:
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
         if self._in_use is None:
-            known = np.sort(self._known.shards)
-            known = known[np.diff(known, prepend=-1) != 0]
-            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known.tolist()]))
+            shards = self._known.shards
+            places = np.sort(shards << _PLACE_BITS | np.arange(shards.size))  # by shard, then by place
+            last = places[np.diff(places >> _PLACE_BITS, append=-1) != 0]
+            known = (last >> _PLACE_BITS).tolist()
+            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
+            self._in_use_until = self._base + int((last & _PLACE_MASK).min(initial=_PLACE_MASK))
         return self._in_use
 
     def coming(self, count: int) -> npt.NDArray[np.int64]:
         """The next shards that will be opened, over the end of the pass."""
-        coming = self._order.coming_shards(count)
-        if len(coming) < count:
-            coming = np.concatenate([coming, self._next_pass()[: count - len(coming)]])
-        return coming + self._first
+        asked = (count, self._order.front, self._order.finished)
+        if self._coming is None or self._coming[0] != asked:
+            coming = self._order.coming_shards(count)
+            if len(coming) < count:
+                coming = np.concatenate([coming, self._next_pass()[: count - len(coming)]])
+            self._coming = asked, coming + self._first
+        return self._coming[1]
 
     @property
     def front(self) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class PlannedTransform:
 
         Args:
             pixels: uint8[H, W, 3], writable.
-            destination: uint8[3, *plan.size]; channels last saves 90 µs.
+            destination: uint8[1, 3, *plan.size]; channels last saves 90 µs.
             choices: drawn for an image of this size.
 
         Raises:
@@ -66,14 +66,14 @@ class PlannedTransform:
         if not any(choices.colour):
             self._fit(pixels, choices.box, destination)
             return
-        image = self._fit(pixels, choices.box, None)
+        image = self._fit(pixels, choices.box, None)[0]
         for step, is_done in zip(self.plan.colour, choices.colour, strict=True):
             if is_done:
                 image = step(image)
         destination.copy_(image)
 
     def _fit(self, pixels: Pixels, box: Box | None, out: torch.Tensor | None) -> torch.Tensor:
-        """Crop and resize an image to the size of the plan; into `out`, if there is one."""
+        """Crop and resize an image to the plan's size, uint8[1, 3, *size]; into `out`, if there is one."""
         plan, (height, width) = self.plan, pixels.shape[:2]
         if box is not None:
             return resize_box(pixels, box, *plan.size, plan.by, out)
@@ -84,11 +84,11 @@ class PlannedTransform:
         (top, down), (left, across) = map(_middle, resized, plan.size)
         image = resize_and_cut(pixels, *resized, Box(max(top, 0), max(left, 0), down, across), plan.by)
         if (down, across) == plan.size:
-            return image if out is None else out.copy_(image)
-        padded = torch.empty((3, *plan.size), dtype=torch.uint8) if out is None else out
+            return image[None] if out is None else out.copy_(image)
+        padded = torch.empty((1, 3, *plan.size), dtype=torch.uint8) if out is None else out
         padded.copy_(torch.tensor(plan.fill, dtype=torch.uint8).view(3, 1, 1).expand_as(padded))
         above, before = max(-top, 0), max(-left, 0)
-        padded[:, above : above + down, before : before + across] = image
+        padded[:, :, above : above + down, before : before + across] = image
         return padded
 
 

@@ -126,7 +126,7 @@ class Preparation:
         resized = self.resized(height, width)
         if resized == (height, width):
             return pixels
-        image = resize_box(pixels, Box(0, 0, height, width), *resized)
+        image = resize_box(pixels, Box(0, 0, height, width), *resized)[0]
         return np.ascontiguousarray(image.permute(1, 2, 0).numpy())
 
     def _encoded(self, pixels: Pixels) -> bytes:

@@ -45,10 +45,10 @@ def resize_box(
         height: of the result.
         width: of the result.
         by: the filter.
-        out: where to put it: uint8[3, height, width]; channels last saves a copy. None: memory of its own.
+        out: where to put it: uint8[1, 3, height, width]; channels last saves a copy. None: memory of its own.
 
     Returns:
-        uint8[3, height, width], channels last if the memory is its own.
+        uint8[1, 3, height, width], channels last if the memory is its own.
     """
     top, left, box_height, box_width = box
     image = torch.from_numpy(pixels[None, top : top + box_height, left : left + box_width]).permute(
@@ -56,7 +56,7 @@ def resize_box(
     )
     if _goes_down_first(box_height, box_width, height, width):
         image = _interpolate(image, height, box_width, by, None)
-    return _interpolate(image, height, width, by, None if out is None else out[None])[0]
+    return _interpolate(image, height, width, by, out)
 
 
 def resize_and_cut(
@@ -77,7 +77,7 @@ def resize_and_cut(
     if max(height, width) > _LONGEST * max(part.height, part.width):
         return _resize_part(pixels, height, width, part, by)
     whole = Box(0, 0, *pixels.shape[:2])
-    resized = resize_box(pixels, whole, height, width, by)
+    resized = resize_box(pixels, whole, height, width, by)[0]
     return resized[:, part.top : part.top + part.height, part.left : part.left + part.width]
 
 
