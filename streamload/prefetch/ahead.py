@@ -33,6 +33,7 @@ logger = logging.getLogger("streamload")
 _HELD_SECONDS = 1.0  # how long a shard that is here is taken to stay
 _ELSEWHERE_SECONDS = 0.1  # until a shard that another process fills is looked at again
 _NO_ROOM_SECONDS = 0.2
+_IDLE_SECONDS = 0.25  # the longest that nobody looks at all
 _MOST_TROUBLES = 3
 """After so many failures of the disk it is left alone."""
 _MOST_ASIDE = 32
@@ -99,6 +100,7 @@ class Ahead:
         self._at_once = threads
         # Guarded by _change:
         self._aside = 0  # of those that are busy, how many wait for another node
+        self._is_watched = False  # whether an idle thread watches the clock
         self._wanted: tuple[Shard, ...] = ()
         self._needed = 0  # how many of them, from the first, a reader waits for
         self._busy: set[str] = set()
@@ -240,20 +242,42 @@ class Ahead:
                 self._change.notify_all()
 
     def _take(self) -> Shard | None:
-        """The next shard that nobody here fills; waits a little when there is none."""
+        """The next shard that nobody here fills; None after a while in which there was none.
+
+        One of the idle threads watches the clock, the others sleep until they are called: each time that one
+        wakes up takes the processor from those who decode.
+        """
         with self._change:
             now = time.monotonic()
+            until = now + _IDLE_SECONDS
             is_free = len(self._busy) - self._aside < self._at_once
             for place, shard in enumerate(self._wanted if is_free else ()):
                 if shard.digest in self._busy:
                     continue
-                if self._not_before.get(shard.digest, 0.0) <= now:
+                due = self._not_before.get(shard.digest, 0.0)
+                if due <= now:
                     self._busy.add(shard.digest)
+                    self._call_a_watch()
                     return shard
                 if place >= self._needed and shard.digest in self._refused_since:
                     break  # what is needed later still won't find room either
-            self._change.wait(timeout=0.05)
+                until = min(until, due)
+            if self._stop.is_set():  # set before all are called for the last time
+                return None
+            if self._is_watched:
+                self._change.wait()
+                return None
+            self._is_watched = True
+            try:
+                self._change.wait(timeout=until - now)
+            finally:
+                self._is_watched = False
             return None
+
+    def _call_a_watch(self) -> None:
+        """Wake another, where this thread was the one that watched; the lock is held."""
+        if not self._is_watched:
+            self._change.notify()
 
     def _place_of(self, shard: Shard) -> float:
         """How soon a shard is needed, in shard visits; those that readers have open are needed alike."""
@@ -402,11 +426,13 @@ class Ahead:
             if counts and len(self._threads) < self._at_once + self._aside and not self._stop.is_set():
                 self._threads.append(self._filler(len(self._threads)))
                 self._threads[-1].start()
+            self._change.notify_all()
         try:
             yield
         finally:
             with self._change:
                 self._aside -= counts
+                self._change.notify_all()
 
     def _is_surplus(self) -> bool:
         """Whether the thread that asks stood in for one that has gone on; then it is over."""
@@ -414,6 +440,7 @@ class Ahead:
             if len(self._threads) <= self._at_once + self._aside:
                 return False
             self._threads.remove(threading.current_thread())
+            self._call_a_watch()
             return True
 
     def _filler(self, number: int) -> threading.Thread:
