@@ -101,9 +101,9 @@ class Failed(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """Its first line and the last one that it said, without paths."""
+        """Its first line and the first sentence of the last one, without paths."""
         first, *said = [line for line in str(self).splitlines() if line.strip()]
-        last = re.sub(r"/\S*/", "…/", said[-1])[:120] if said else ""
+        last = re.sub(r"/\S*/", "…/", said[-1]).partition(". ")[0] if said else ""
         return f"{first} {last}".rstrip()
 
 
