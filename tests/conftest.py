@@ -91,7 +91,8 @@ def _held() -> Held:
     for child in me.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "resource_tracker" not in (command := " ".join(child.cmdline())):
-                children.add(f"{child.pid} {command or child.name()} ({child.status()})")
+                is_dead = child.status() == psutil.STATUS_ZOMBIE
+                children.add(f"{child.pid} {command or child.name()}{' (zombie)' if is_dead else ''}")
     return {
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "child processes": children,
@@ -118,7 +119,10 @@ def _is_of_this_test(process: psutil.Process) -> bool:
 
 
 def _has_open(process: psutil.Process, path: Path) -> bool:
+    """Whether a process has a file, or one below a directory, open or mapped, as semaphores are."""
     with contextlib.suppress(OSError, psutil.Error):
+        if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
+            return True
         opened = [Path(f"/proc/{process.pid}/fd/{name}") for name in os.listdir(f"/proc/{process.pid}/fd")]
         return any(link.readlink().is_relative_to(path) for link in opened)
     return False
