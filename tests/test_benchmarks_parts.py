@@ -114,6 +114,17 @@ def test_a_contender_that_does_not_end_is_killed_with_its_children(tmp_path):
         time.sleep(0.02)
 
 
+def test_a_contender_that_fails_is_told_of_by_its_last_words_without_paths(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho Traceback >&2\necho 'Error: no /tmp/x/y.bin here. Do this.' >&2\nexit 3\n"
+    )
+    python.chmod(0o755)
+    with pytest.raises(turns.Failed) as caught:
+        turns.run(Contender("the broken one", "none"), Job("", 0, 1, 0), python)
+    assert caught.value.reason == "the broken one ended with 3: Error: no …/y.bin here"
+
+
 def is_running(pid):
     """Whether a process is there, and more than a name that nobody has asked for yet."""
     try:

@@ -15,6 +15,7 @@ import pytest
 from streamload.cache.runs import Run
 from streamload.cache.shard import Shard, ShardList
 from streamload.cache.tier import Tier
+from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.daemon import Daemon, DaemonOptions
@@ -256,3 +257,53 @@ def test_it_leaves_nothing_running(server: ShardServer, tier: Tier, no_leaks: Ca
     daemon(shards_of(server), tier).run(Notice())
     with no_leaks():
         daemon(shards_of(server), tier).run(Notice())
+
+
+class Refused(Listed):
+    """A list that can't be looked at, for want of permission, in some looks."""
+
+    kind: type[SharedTierError] = SharedTierDenied
+
+    def __init__(self, shards: ShardList, looks: range):
+        super().__init__(shards, Window())
+        self.looks, self.count = looks, 0
+
+    def look(self, size_of: Callable[[Shard], float]) -> list[Shard]:
+        self.count += 1
+        if self.count in self.looks:
+            raise self.kind("the shared cache says no")
+        return super().look(size_of)
+
+
+def test_what_is_refused_from_the_beginning_ends_the_daemon(server: ShardServer, tier: Tier) -> None:
+    one = daemon(shards_of(server), tier, wanted=Refused(shards_of(server), range(1, 1000)))
+    with pytest.raises(SharedTierDenied, match="says no"):
+        one.run(Notice())
+
+
+def test_what_is_refused_later_is_said_once_and_waited_for(
+    server: ShardServer, tier: Tier, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = shards_of(server)
+    one = daemon(
+        shards,
+        tier,
+        DaemonOptions(look_seconds=0.05, origin=QUICK),
+        wanted=(wanted := Refused(shards, range(3, 6))),
+    )
+    with running(one, Notice()):
+        until(lambda: "says no" in one.status().trouble)
+        until(lambda: wanted.count > 6)
+        until(lambda: one.status().is_complete)
+    assert caplog.text.count("what is wanted can't be known now: the shared cache says no") == 1
+
+
+def test_trouble_at_the_first_look_is_said(
+    server: ShardServer, tier: Tier, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Away(Refused):
+        kind = SharedTierError
+
+    status = daemon(shards_of(server), tier, wanted=Away(shards_of(server), range(1, 3))).run(Notice())
+    assert status.is_complete
+    assert caplog.text.count("what is wanted can't be known now: the shared cache says no") == 1

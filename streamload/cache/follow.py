@@ -137,10 +137,12 @@ class ShardView:
         return (self.count, self.ended) != before
 
     def find(self, numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples, and where they are read; None for those that aren't there (yet)."""
-        source = self._bytes
-        if source is None or source.reader.count <= max(numbers) or source.is_bare:
-            return [self._find(number) for number in numbers]
+        """The entries of samples, and where they are read; None for each if one of them isn't there (yet)."""
+        source, last = self._bytes, max(numbers)
+        if source is None or source.reader.count <= last or source.is_bare:
+            source = self._find_bytes(last)
+            if source is None:
+                return [None] * len(numbers)
         try:
             return [(source, entry) for entry in source.reader.entries(numbers)]
         except CacheCorrupt:
@@ -170,7 +172,7 @@ class ShardView:
             OriginError: only the index is kept, and the origin doesn't give the bytes.
         """
         if found is None or found[0] is not self._bytes:  # it may have been let go of since
-            found = self._find(number)
+            (found,) = self.find((number,))
             if found is None:
                 return None
         source, entry = found
@@ -209,18 +211,6 @@ class ShardView:
             if source is not None:
                 source.close()
         self._index = self._bytes = None
-
-    def _find(self, number: int) -> Found | None:
-        source = self._bytes
-        if source is None or source.reader.count <= number or source.is_bare:
-            source = self._find_bytes(number)
-            if source is None:
-                return None
-        try:
-            return source, source.reader.entry(number)
-        except CacheCorrupt:
-            self.distrust()
-            return None
 
     def _fetched(self, source: Source, entry: Entry) -> memoryview:
         assert self._fetch is not None

@@ -124,7 +124,7 @@ class ShardCache:
         return view
 
     def find(self, shard: int, numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples; None for those that aren't in the tier. See `ShardView.find`."""
+        """The entries of samples; None for each if one of them isn't in the tier. See `ShardView.find`."""
         return self.view(shard).find(numbers)
 
     def read(

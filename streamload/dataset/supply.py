@@ -149,7 +149,7 @@ class Supply:
             self._pause(waiting, [shard], self._source_of(shard))
 
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples, by shard and number; None for those that have to be fetched again."""
+        """The entries of samples, by shard and number; None where something has to be fetched again."""
         places: dict[int, list[int]] = {}
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)

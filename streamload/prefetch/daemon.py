@@ -138,6 +138,8 @@ class Daemon:
                 if self._clock() >= self._look_at:
                     self._look(hands)
                 self._assign(hands)
+                if not self._status.trouble:
+                    self._trouble_since = None
                 hands.check()
                 if self._options.once and (self._is_through() or self._has_waited_long()):
                     break
@@ -253,19 +255,16 @@ class Daemon:
         """Say it once, and go on: it may pass. What is refused from the beginning somebody has to mend."""
         if isinstance(exc, SharedTierDenied) and not has_worked:
             raise exc
-        if not self._status.trouble:
+        if self._trouble_since is None:
+            self._trouble_since = self._clock()
             logger.warning("%s: %s", what, exc)
         with self._change:
             self._status = replace(self._status, following=self._wanted.said(), trouble=str(exc))
 
     def _has_waited_long(self) -> bool:
         """Whether there has been trouble for as long as `once` waits."""
-        if not self._status.trouble:
-            self._trouble_since = None
-            return False
-        if self._trouble_since is None:
-            self._trouble_since = self._clock()
-        return self._clock() - self._trouble_since > self._options.trouble_seconds
+        since = self._trouble_since
+        return since is not None and self._clock() - since > self._options.trouble_seconds
 
     def _is_through(self) -> bool:
         """Whether all that was wanted is held, or has failed once."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-import struct
 import threading
 import warnings
 
@@ -46,18 +45,11 @@ FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
 _SCRATCH_BYTES = 16 << 20
 _JPEG_START = b"\xff\xd8\xff"
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""JPEG's markers that begin a frame, by their second bytes."""
-_ALONE = frozenset((0x01, *range(0xD0, 0xDB), 0xFF))
-"""Those that aren't followed by a length, or by nothing that has a frame behind it."""
-_FRAME = struct.Struct(">BHHB").unpack_from
-"""Bits, height, width and components."""
-_SEGMENTS = 64
-"""What a JPEG has in front of its frame is passed over up to so many."""
 _PPM_START = b"P6"
 _PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
 """Of binary PPM the plain form, 8 bits and no comments: what Pillow, OpenCV and netpbm write."""
 _PPM_HEADER_BYTES = 32
+_FAST_COLOURS = frozenset(("YCbCr", "Gray"))
 
 
 class _Scratch(threading.local):
@@ -80,27 +72,17 @@ _scratch = _Scratch()
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
     """Height and width of a JPEG by its header; None if it isn't one for libjpeg-turbo.
 
-    That makes RGB of one or three components as Pillow does, and of four with other roundings.
-
     Raises:
         DecodeError: more than MAX_PIXELS.
     """
     if data[:3] != _JPEG_START:
         return None
-    at = 2
     try:
-        for _ in range(_SEGMENTS):
-            marker = data[at + 1]
-            if data[at] != 0xFF or marker in _ALONE:
-                return None
-            if marker in _FRAMES:
-                bits, height, width, components = _FRAME(data, at + 4)
-                _check_size(width, height)
-                return (height, width) if bits == 8 and components in (1, 3) else None
-            at += 2 + (data[at + 2] << 8 | data[at + 3])
-    except (IndexError, struct.error):
-        pass
-    return None
+        height, width, colour, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    _check_size(width, height)
+    return (height, width) if colour in _FAST_COLOURS else None
 
 
 def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) -> Pixels:
