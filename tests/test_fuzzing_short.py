@@ -82,6 +82,7 @@ def test_a_reader_that_checks_no_records_is_found(monkeypatch):
     monkeypatch.setattr("streamload.shards.index.count_valid", lambda data, number: len(data) // 64)
     _, failure = runner.run_here("indexes", 3000, seed=1)
     assert failure is not None
+    assert "AssertionError: 6 entries of 5" in failure.trace
 
 
 def test_a_redaction_that_forgets_users_is_found(monkeypatch):

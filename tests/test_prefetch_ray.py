@@ -50,7 +50,7 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     place = tmp_path_factory.mktemp("nodes")
-    with RayCluster() as cluster:
+    with RayCluster({"RAY_TMPDIR": str(place / "missing")}) as cluster:  # Ray hasn't run on a fresh machine
         for number in range(2):
             cluster.add_node({"STREAMLOAD_CACHE_DIR": str(place / str(number))})
         yield cluster

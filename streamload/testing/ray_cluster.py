@@ -115,8 +115,12 @@ class RayCluster:
 def main() -> None:
     """Do what the input says, until it ends."""
     place = tempfile.mkdtemp(prefix="sl-ray-", dir="/tmp")  # the path of a socket has to be short
+    # Not just the nodes' `temp_dir`: Ray's Cluster also notes its address where Ray's own default is, which
+    # may not be there yet, or hold that of a cluster which somebody uses.
+    os.environ["RAY_TMPDIR"] = place
+    (Path(place) / "ray").mkdir()
     try:
-        _serve(place)
+        _serve()
     except Exception as exc:
         _tell({"error": str(exc)})
         raise
@@ -124,12 +128,11 @@ def main() -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _serve(place: str) -> None:
+def _serve() -> None:
     from ray.cluster_utils import Cluster
 
     common = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
-    head = {**common, "num_cpus": 0, "temp_dir": place}
-    cluster = _started(lambda: Cluster(initialize_head=True, head_node_args=head))
+    cluster = _started(lambda: Cluster(initialize_head=True, head_node_args={**common, "num_cpus": 0}))
     nodes: list[Any] = []
     try:
         _tell(cluster.address)

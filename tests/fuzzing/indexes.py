@@ -94,7 +94,7 @@ def make(rng: random.Random) -> Case:
 def check(case: Case, rng: random.Random) -> str:
     """Raise where the reader lies or fails otherwise than it may; else how it ended."""
     original = _originals()[case.original]
-    directory = _directory()
+    directory = _directory(tempfile.gettempdir())
     (directory / "index").write_bytes(case.index)
     (directory / "names").write_bytes(case.names)
     try:
@@ -195,9 +195,9 @@ def _forge(index: bytearray, names: bytearray, rng: random.Random) -> None:
 
 
 @functools.cache
-def _directory() -> Path:
-    """Where this process writes its cases; whoever set `tempfile.tempdir` removes it."""
-    return Path(tempfile.mkdtemp(prefix="index-"))
+def _directory(place: str) -> Path:
+    """Where this process writes its cases, in a place that whoever set `tempfile.tempdir` to it removes."""
+    return Path(tempfile.mkdtemp(prefix="index-", dir=place))
 
 
 @functools.cache
