@@ -1,6 +1,6 @@
 """Contenders with the bytes near: what warm.py, scaling.py and consumer.py do alike.
 
-Every shard lies in local files. An epoch goes before the measured one: in it those that have a cache fill it
+Every shard lies in local files. An epoch goes before the measured ones: in it those that have a cache fill it
 from a local server; the others are given the paths, or what was made of the shards in their own format.
 """
 
@@ -51,16 +51,26 @@ class Near:
         round_: int,
         label: str | None = None,
         notes: Sequence[str] = (),
+        epochs: int = 1,
         **more: Any,
     ) -> Row:
-        """Measure the second epoch of a contender; with some of what it notes; `more` is for its job."""
+        """Measure the epochs of a contender behind its first; with some of what it notes.
+
+        Args:
+            contender: which one.
+            round_: the seed, too.
+            label: in the table; None: its name.
+            notes: which of what it notes.
+            epochs: how many are measured; their start is a part of them.
+            more: for its job.
+        """
         base = self.url if contender.reads == "url" else str(self.directory / "shards")
         cache = self.directory / f"cache-{contender.adapter}"
         cache.mkdir(exist_ok=True)
         told = {
             "urls": contender.data(base, self.shards),
             "samples": self.samples,
-            "epochs": 2,
+            "epochs": 1 + epochs,
             "seed": round_,
             "tokenizer": self.tokenizer,
             "cache_dir": str(cache),
@@ -70,20 +80,22 @@ class Near:
         }
         load = machine.load()
         ran = turns.run(contender, Job(**told), self.places.of(contender))
-        last = ran.epochs[-1]
-        seconds = last.ended - last.began
+        last, measured = ran.epochs[-1], ran.epochs[1:]
+        images = sum(epoch.images for epoch in measured)
+        seconds = sum(epoch.ended - epoch.began for epoch in measured)
+        with_batches = sum(epoch.ended - epoch.first_batch for epoch in measured)
         return {
             "label": label or contender.name,
             "contender": contender.name,
             "round": round_,
             "load_before": load,
-            "images": last.images,
+            "images": images,
             "seconds": seconds,
-            "images_per_second": last.images / seconds,
-            "cpu_us_per_image": last.cpu_seconds / last.images * 1e6,
-            "consumer_us_per_image": last.consumer_cpu_seconds / last.images * 1e6,
+            "images_per_second": images / seconds,
+            "cpu_us_per_image": sum(epoch.cpu_seconds for epoch in measured) / images * 1e6,
+            "consumer_us_per_image": sum(epoch.consumer_cpu_seconds for epoch in measured) / images * 1e6,
             "first_batch_seconds": last.first_batch - last.began,
-            "waited_share": last.waited_seconds / (last.ended - last.first_batch),
+            "waited_share": sum(epoch.waited_seconds for epoch in measured) / with_batches,
             "changed_batches": sum(epoch.changed_batches for epoch in ran.epochs),
             "channel_mean": last.channel_mean,
             "limits": ran.result.limits,

@@ -5,14 +5,15 @@ second come of it, and where does that time go?
 
 Command: python -m benchmarks.overhead
 
-The warm epoch of warm.py, as float32 and as uint8 batches, each beside the floor of its kind
-(streamload/bench/floor.py), in more rounds than warm.py has; a ratio is the median of the rounds' own, as a
-machine drifts by more than what is looked for. Then the same with the functions of the journey wrapped by
-clocks (contenders/staged.py): each counts its own time in the thread where it runs, without that of the
-stages inside it, over both workers. The clocks cost something themselves, which is in the stages' numbers,
-most of it "between the stages": compare the whole with that of the plain contender. "rank" is all of the
-training's own process but for the consumer's reading of every image. "the rest" is what the processes' CPU
-time is beyond that: the DataLoader's own code in the workers, fills that have nothing to do, the interpreter.
+Warm epochs as warm.py has them, as float32 and as uint8 batches, each beside the floor of its kind
+(streamload/bench/floor.py), several in each round: on a machine that others use, too, one of three seconds may
+take a tenth more than the next. A ratio is the median of the rounds' own. Then the same with the functions of
+the journey wrapped by clocks (contenders/staged.py): each counts its own time in the thread where it runs,
+without that of the stages inside it, over both workers. The clocks cost something themselves, which is in the
+stages' numbers, most of it "between the stages": compare the whole with that of the plain contender. "rank" is
+all of the training's own process but for the consumer's reading of every image. "the rest" is what the
+processes' CPU time is beyond that: the DataLoader's own code in the workers, fills that have nothing to do,
+the interpreter.
 
 Nobody reads the floor's images. So what the consumer takes for that, by the clock of its thread, is a row of
 its own and isn't in the ratios of CPU time; in those of the images a second it is.
@@ -20,8 +21,8 @@ its own and isn't in the ratios of CPU time; in those of the images a second it 
 Result: results/overhead.json; docs/performance.md has it as tables.
 
 Explanation: a stage that only takes care of an image costs more in place than alone: the pixels of each image
-push its code and its data out of the processor's caches. So entries and boxes are seen to for a whole batch
-in a row, and samples are read eight at a time.
+push its code and its data out of the processor's caches. So all that goes before the pixels is done for some
+dozens of samples in a row.
 """
 
 import statistics
@@ -38,6 +39,7 @@ TIMED = [
 CONTENDERS = [FLOOR_UINT8, STREAMLOAD_UINT8, FLOOR, STREAMLOAD, *TIMED]
 OF_THE_FLOOR = ((STREAMLOAD_UINT8, FLOOR_UINT8, 1.05, 0.97), (STREAMLOAD, FLOOR, 1.12, 0.92))
 """Which floor each is compared with; the most of its CPU time; the least of its images a second."""
+EPOCHS = 6
 METRICS = ("loading_us_per_image", "images_per_second")
 OF_STAGES = (
     ("hand-over of a uint8 image, worker and rank, µs", ("hand-over", "rank"), 120.0),
@@ -50,11 +52,11 @@ def main() -> None:
     given = turns.arguments(__doc__, rounds=7, names=[contender.name for contender in CONTENDERS])
     with near.ready(given, CONTENDERS) as data:
         rows = [
-            measured(data, contender, round_)
+            measured(data, contender, round_, 1 if given.quick else EPOCHS)
             for round_ in range(given.rounds)
             for contender in turns.rotated(data.contenders, round_)
         ]
-    content = data.content(given, rows, stages=[*STAGES, "rank", "consumer", "the rest"])
+    content = data.content(given, rows, stages=[*STAGES, "rank", "consumer", "the rest"], epochs=EPOCHS)
     stages = content["medians"].get(TIMED[1].name)
     turns.write(
         given,
@@ -77,9 +79,9 @@ def main() -> None:
     )
 
 
-def measured(data: near.Near, contender: Contender, round_: int) -> Row:
+def measured(data: near.Near, contender: Contender, round_: int, epochs: int) -> Row:
     """A row; with the microseconds of each stage, and of what is in none, where they were timed."""
-    row = data.run(contender, round_, notes=["stages"] if contender in TIMED else [])
+    row = data.run(contender, round_, notes=["stages"] if contender in TIMED else [], epochs=epochs)
     row["loading_us_per_image"] = row["cpu_us_per_image"] - row["consumer_us_per_image"]
     if contender not in TIMED:
         return row

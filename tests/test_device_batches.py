@@ -13,12 +13,12 @@ from streamload.device import feed_for
 from streamload.handoff import own_empty
 from streamload.shards.keys import KeySpec
 from streamload.testing.shards import read_oracle, write_shards
-from streamload.transforms.examples import Examples, Sample, Visited
+from streamload.transforms.examples import Examples, Sample
 from streamload.transforms.plan import OPENAI, clip_plan
 
 
-def batch(path: Path, *, as_bytes: bool, size: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The values of a shard's samples; `size` is what each image's box is drawn for in advance."""
+def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
+    """The values of a shard's samples."""
     examples = Examples(
         image=KeySpec.parse("jpg").choose,
         text=KeySpec.parse("txt").choose,
@@ -30,8 +30,7 @@ def batch(path: Path, *, as_bytes: bool, size: tuple[int, int] | None = None) ->
     batch = examples.ready()(5, own_empty)
     for seed, (key, members) in enumerate(read_oracle(path)):
         sample = Sample(key, "", {name: memoryview(data) for name, data in members.items()})
-        (drawn,) = batch.draw([size], [seed])
-        batch.add(Visited(sample, seed, drawn))
+        batch.add(batch.look_at(sample, seed))
     return batch.finish()
 
 
@@ -84,10 +83,3 @@ def test_levels_that_were_asked_for_stay_levels_on_the_device(
     with streamload.make_loader(paths, batch_size=5, device="meta", **options) as loader:
         for images, _ in loader:
             assert (images.device.type, images.dtype, images.shape) == ("meta", torch.uint8, (5, 3, 224, 224))
-
-
-def test_what_was_drawn_for_another_size_than_an_image_turns_out_to_have_is_not_used(tmp_path: Path) -> None:
-    (path,) = write_shards(tmp_path, [4], seed=42)
-    pixels = batch(path, as_bytes=True)["image"]
-    for size in ((1, 1), (5000, 7), (48, 64), (64, 48)):
-        torch.testing.assert_close(batch(path, as_bytes=True, size=size)["image"], pixels, rtol=0, atol=0)

@@ -182,8 +182,7 @@ def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(
         again, same = images(workers)
         assert again == keys
         assert torch.equal(same, pixels)
-    for at_once, size_bytes in ((1, 2 << 20), (4, 10_000), (16, 0)):  # looked at in advance
-        monkeypatch.setattr(journey, "_READ_AHEAD", at_once)
+    for size_bytes in (2 << 20, 10_000, 0):  # looked at in advance: all of them, some, each alone
         monkeypatch.setattr(journey, "_READ_AHEAD_BYTES", size_bytes)
         again, same = images(0)
         assert again == keys

@@ -33,7 +33,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "checksum": [(reading, "is_whole")],
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
-    "decode": [(examples, "decode_jpeg_or_image")],
+    "decode": [(examples, "decode_there")],
     "resize": [(PlannedTransform, "__call__")],
     "normalise": [(examples, "normalise_into")],
     "tokenize": [(BatchTokenizer, "__call__")],
@@ -83,7 +83,7 @@ def main() -> None:
         so_far.append((clocks.read(), time.process_time_ns()))
 
     result = streamload_.run(job, after_epoch=note, multiprocessing_context="fork")
-    (before, rank_before), (now, rank_now) = so_far[-2:]
+    (before, rank_before), (now, rank_now) = so_far[1], so_far[-1]  # behind the first epoch
     spent = dict(zip(STAGES, (late - early for late, early in zip(now, before, strict=True)), strict=True))
     result.notes["stages"] = {**spent, "rank": rank_now - rank_before}
     result.print()

@@ -14,13 +14,12 @@ import multiprocessing.util
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.random  # noqa: F401
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streamload.cache.follow import Found
 from streamload.cache.reading import ReadMemory
 from streamload.dataset.messages import Batch, Recipe, Start, Trouble, changes_from
 from streamload.dataset.steps import Steps, Visit
@@ -29,14 +28,26 @@ from streamload.errors import CaptionError, DataError, SampleError, TooManyBadSa
 from streamload.handoff import Board, Slots, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.keys import pick, sample_seed
-from streamload.transforms.examples import BatchInProgress, Visited
+from streamload.transforms.examples import BatchInProgress, Sample
 
 _STAND_INS = 64
 _EARLIER_STAND_INS = 8
-_READ_AHEAD = 8
-_READ_AHEAD_BYTES = 1 << 20
-"""How many samples are read in advance, and about how many of their bytes at most: those should stay in
-the processor's second cache until they are decoded."""
+_READ_AHEAD_BYTES = 4 << 20
+"""About how many bytes of a batch's samples are read in advance, at most."""
+
+
+class _Seen(NamedTuple):
+    """A sample of one visit before its pixels.
+
+    Attributes:
+        seed: uint64, of its random choices.
+        seen: what the batch needs to know of it, or why it can't be used.
+    """
+
+    visit: Visit
+    sample: Sample
+    seed: int
+    seen: Any | SampleError
 
 
 class StreamDataset(IterableDataset[Batch]):
@@ -148,8 +159,8 @@ class Reading:
                     return None
                 found += len(part)
                 with self._counts.timed("transform_ns"):
-                    for visit, visited in self._read(batch, epoch, part):
-                        trouble = self._place(batch, visit, visited)
+                    for one in self._read(batch, epoch, part):
+                        trouble = self._place(batch, one)
                         if trouble is not None:
                             troubles.append(trouble)
             if not found:
@@ -164,38 +175,39 @@ class Reading:
         tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
         return self._fresh(shape, dtype) if tensor is None else tensor
 
-    def _read(
-        self, batch: BatchInProgress, epoch: int, visits: list[Visit]
-    ) -> Iterator[tuple[Visit, Visited]]:
-        """Look samples up, draw what is random for them, and read them (H), in advance of their pixels.
+    def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Seen]:
+        """Look samples up, read them (H), and do all that goes before their pixels.
 
         All of that is code and bookkeeping, which an image's pixels push out of the processor's caches: done
-        sample by sample, in between, it takes three times as long. What needs no bytes is done for all of
-        them, the rest for as many as there is memory for.
+        sample by sample, in between, it takes three times as long. So entries are looked up for all of them,
+        and the rest is done for as many in a row as there is memory for.
         """
         found = self._supply.find([visit.shard for visit in visits], [visit.number for visit in visits])
-        seeds = [self._seed(epoch, visit) for visit in visits]
-        drawn = batch.draw([_image_size(one) for one in found], seeds)
-        row: list[tuple[Visit, Visited]] = []
+        row: list[tuple[Visit, Sample]] = []
         self._memory.begin_anew()
-        for visit, entry, *known in zip(visits, found, seeds, drawn, strict=True):
-            sample = self._supply.sample(visit.shard, visit.number, self._memory, entry)
-            row.append((visit, Visited(sample, *known)))
-            if len(row) == _READ_AHEAD or self._memory.is_full:
-                yield from row
+        for visit, entry in zip(visits, found, strict=True):
+            row.append((visit, self._supply.sample(visit.shard, visit.number, self._memory, entry)))
+            if self._memory.is_full:
+                yield from [self._look_at(batch, epoch, *one) for one in row]
                 row.clear()
                 self._memory.begin_anew()
-        yield from row
+        yield from [self._look_at(batch, epoch, *one) for one in row]
 
-    def _seed(self, epoch: int, visit: Visit) -> int:
+    def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Seen:
         source = self._recipe.sources[visit.source]
-        return sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
-
-    def _place(self, batch: BatchInProgress, visit: Visit, visited: Visited) -> Trouble | None:
-        """Put one sample into a batch or, where it can't be used, in training another in its stead."""
-        sample, seed, _ = visited
+        seed = sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
         try:
-            batch.add(visited)
+            return _Seen(visit, sample, seed, batch.look_at(sample, seed))
+        except SampleError as exc:  # in its turn: what stands for it may wait for bytes
+            return _Seen(visit, sample, seed, exc)
+
+    def _place(self, batch: BatchInProgress, one: _Seen) -> Trouble | None:
+        """Put one sample into a batch or, where it can't be used, in training another in its stead."""
+        visit, sample, seed, seen = one
+        try:
+            if isinstance(seen, SampleError):
+                raise seen
+            batch.add(seen)
             return None
         except SampleError as exc:
             if not self._recipe.skip:
@@ -205,7 +217,7 @@ class Reading:
             return trouble
         for shard, number in itertools.islice(self._stand_ins(visit, seed), _STAND_INS):
             with contextlib.suppress(SampleError):
-                batch.add(Visited(self._supply.sample(shard, number), seed))
+                batch.add(batch.look_at(self._supply.sample(shard, number), seed))
                 return trouble
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {_STAND_INS} samples near it"
@@ -226,14 +238,6 @@ class Reading:
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found
-
-
-def _image_size(found: Found | None) -> tuple[int, int] | None:
-    """Height and width of a sample's first image, by the index."""
-    if found is None:
-        return None
-    _, entry = found
-    return (entry.height, entry.width) if entry.height and entry.width else None
 
 
 def _end_with_rank(reading: Reading) -> None:

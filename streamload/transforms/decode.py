@@ -55,15 +55,14 @@ _FAST_COLOURS = frozenset(("YCbCr", "Gray"))
 class _Scratch(threading.local):
     """Memory for one image at a time: fresh pages for each cost a sixth of what decoding does."""
 
-    memory: Pixels = np.empty(0, np.uint8)
+    def __init__(self) -> None:
+        # All of it: only what an image needs is ever touched, and so much numpy asks large pages for.
+        self._memory = np.empty(_SCRATCH_BYTES, np.uint8)
 
-    def of(self, size: int) -> Pixels | None:
-        """At least `size` bytes; None for an image that is too large to keep as much for."""
-        if size > _SCRATCH_BYTES:
-            return None
-        if self.memory.size < size:
-            self.memory = np.empty(min(_SCRATCH_BYTES, 2 * size), np.uint8)
-        return self.memory
+    def of(self, height: int, width: int) -> Pixels | None:
+        """uint8[height, width, 3]; None for an image that is too large to keep as much for."""
+        size = height * width * 3
+        return None if size > _SCRATCH_BYTES else self._memory[:size].reshape(height, width, 3)
 
 
 _scratch = _Scratch()
@@ -98,16 +97,47 @@ def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) 
     Raises:
         DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
     """
-    size = jpeg_size(data)
-    if size is not None:
-        memory = _scratch.of(size[0] * size[1] * 3) if in_scratch else None
-        try:
-            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=memory)
+    place = place_in_scratch(data) if in_scratch else None
+    if place is not None:
+        return decode_there(data, place)
+    if jpeg_size(data) is not None:
+        pixels = _decoded(data, None)
+        if pixels is not None:
             return pixels
-        except ValueError:  # strict, its default: what libjpeg only warns of is raised
-            pass
     if data[:2] == _PPM_START:
         return _stored(data, in_scratch)
+    return np.array(decode_to_pillow(data))
+
+
+def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
+    """Where `decode_there` will put the pixels of an image, by its header.
+
+    Args:
+        data: as for `decode_jpeg_or_image`.
+
+    Returns:
+        uint8[H, W, 3], writable, whose content is undefined until then; None where only decoding will tell.
+
+    Raises:
+        DecodeError: more than MAX_PIXELS, or a PPM without its pixels.
+    """
+    size = jpeg_size(data)
+    if size is not None:
+        return _scratch.of(*size)
+    return _stored(data, in_scratch=True) if data[:2] == _PPM_START else None
+
+
+def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:
+    """Decode an image into the place that its header gave: `place`, needed until this thread decodes another.
+
+    Raises:
+        DecodeError: as for `decode_jpeg_or_image`.
+
+    Returns:
+        `place`; memory of its own where Pillow has to decode the image.
+    """
+    if data[:2] == _PPM_START or _decoded(data, place) is not None:
+        return place
     return np.array(decode_to_pillow(data))
 
 
@@ -133,6 +163,15 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
                 f"{image.format} image of {len(data)} bytes, {image.width}×{image.height}, "
                 f"could not be decoded: {exc!r}"
             ) from exc
+
+
+def _decoded(data: bytes | memoryview, memory: Pixels | None) -> Pixels | None:
+    """The pixels of a JPEG that libjpeg-turbo has nothing to say against."""
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=memory)
+    except ValueError:  # strict, its default: what libjpeg only warns of is raised
+        return None
+    return pixels
 
 
 def _stored(data: bytes | memoryview, in_scratch: bool) -> Pixels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -11,9 +11,9 @@ import torch
 
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
-from streamload.transforms.decode import Pixels, decode_jpeg_or_image
+from streamload.transforms.decode import Pixels, decode_jpeg_or_image, decode_there, place_in_scratch
 from streamload.transforms.normalise import normalise_into
-from streamload.transforms.plan import ImagePlan, Size, Statistics
+from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.planned import Choices, PlannedTransform
 from streamload.transforms.prepare import Preparation
 from streamload.transforms.tokenize import BatchTokenizer
@@ -34,14 +34,6 @@ class Sample(NamedTuple):
     """The extension of the member that is prepared; empty: none is."""
 
 
-class Visited(NamedTuple):
-    """A sample of one visit, the seed (uint64) of its random choices, and what has been drawn from it."""
-
-    sample: Sample
-    seed: int
-    drawn: Any = None
-
-
 class Layout(NamedTuple):
     """Which member holds the caption, in which field if it is JSON, and which one the image."""
 
@@ -53,15 +45,20 @@ class Layout(NamedTuple):
 class BatchInProgress(Protocol):
     """A batch to which samples are added one after the other."""
 
-    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[Any]:
-        """What is drawn for samples with images of these sizes, as far as that can be done in advance.
+    def look_at(self, sample: Sample, seed: int) -> Any:
+        """Do what can be done of a sample before its pixels, so that it can be done for some in a row.
 
-        A size needn't be the right one: what is drawn for another isn't used.
+        Args:
+            sample: it has to be there until it has been added.
+            seed: uint64, of its random choices.
+
+        Raises:
+            SampleError: it can't be used.
         """
         ...
 
-    def add(self, visited: Visited) -> None:
-        """Make a sample the next example.
+    def add(self, seen: Any) -> None:
+        """Make a sample the next example, by what `look_at` gave for it.
 
         Raises:
             SampleError: it can't be used; the batch is as before.
@@ -142,17 +139,24 @@ _ToPixels = Callable[[memoryview, bool], Pixels]
 
 
 class _Images(Protocol):
-    """The images of a batch; each `seed` is that of the sample."""
+    """The images of a batch; see BatchInProgress."""
 
-    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[Any]:
-        """See BatchInProgress."""
-        ...
+    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> Any: ...
 
-    def add(self, data: memoryview, is_prepared: bool, seed: int, drawn: Any) -> None: ...
+    def add(self, seen: Any) -> None: ...
 
     def finish(self) -> Any: ...
 
     def close(self) -> None: ...
+
+
+class _Captioned(NamedTuple):
+    """A sample before its pixels."""
+
+    key: str
+    url: str
+    caption: str
+    image: Any
 
 
 class _CaptionedBatch:
@@ -166,20 +170,20 @@ class _CaptionedBatch:
         self._keys: list[str] = []
         self._urls: list[str] = []
 
-    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[Any]:
-        """See BatchInProgress."""
-        return self._images.draw(sizes, seeds)
-
-    def add(self, visited: Visited) -> None:
+    def look_at(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: it is cheaper to find out that it can't be read."""
-        sample, seed, drawn = visited
         layout = self._layout(sample)
-        text = read_caption(sample.members[layout.text], layout.field)
+        caption = read_caption(sample.members[layout.text], layout.field)
         is_prepared = sample.prepared == layout.image
-        self._images.add(sample.members[layout.image], is_prepared, seed, drawn)
-        self._captions.append(text)
-        self._keys.append(sample.key)
-        self._urls.append(sample.url)
+        image = self._images.look_at(sample.members[layout.image], is_prepared, seed)
+        return _Captioned(sample.key, sample.url, caption, image)
+
+    def add(self, seen: _Captioned) -> None:
+        """See BatchInProgress."""
+        self._images.add(seen.image)
+        self._captions.append(seen.caption)
+        self._keys.append(seen.key)
+        self._urls.append(seen.url)
 
     def _layout(self, sample: Sample) -> Layout:
         extensions = tuple(sample.members)
@@ -199,11 +203,21 @@ class _CaptionedBatch:
         self._images.close()
 
 
-class _Drawn(NamedTuple):
-    """What is drawn for an image of a size."""
+class _Outlined(NamedTuple):
+    """An image before its pixels: where they will be, what is drawn for it, and which part that takes."""
 
-    size: Size
+    pixels: Pixels
     choices: Choices
+    part: torch.Tensor | None
+
+
+class _Planned(NamedTuple):
+    """An image file, and what its header tells; nothing where that has to be decoded first."""
+
+    data: memoryview
+    is_prepared: bool
+    seed: int
+    outlined: _Outlined | None
 
 
 class _PlannedImages:
@@ -216,7 +230,7 @@ class _PlannedImages:
         self._statistics = None if examples.as_bytes else plan.statistics
         self._count = 0
         # The transform writes channels last: into the batch itself, or beside it for the normalising. All
-        # views are made in a row, as the entries are (journey.py): in between the images each costs more.
+        # views are made in a row: in between the images each costs more (journey.py).
         if self._statistics is None:
             self._batch = allocate((size, *plan.size, 3), torch.uint8).permute(0, 3, 1, 2)
             self._places = torch.split(self._batch, 1)
@@ -226,29 +240,35 @@ class _PlannedImages:
             self._levels = torch.empty((1, *plan.size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
             (self._image,) = self._levels
 
-    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[_Drawn | None]:
+    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
         """See BatchInProgress."""
-        if self._preparation is not None:
-            sizes = [None if size is None else self._preparation.resized(*size) for size in sizes]
-        return [
-            None if size is None else _Drawn(size, self._transform.draw(*size, seed))
-            for size, seed in zip(sizes, seeds, strict=True)
-        ]
+        is_as_it_is = is_prepared or self._preparation is None
+        pixels = place_in_scratch(data) if is_as_it_is else None
+        outlined = None if pixels is None else self._outlined(pixels, seed)
+        return _Planned(data, is_prepared, seed, outlined)
 
-    def add(self, data: memoryview, is_prepared: bool, seed: int, drawn: _Drawn | None) -> None:
-        pixels = self._pixels(data, is_prepared)
-        height, width, _ = pixels.shape
-        if drawn is not None and drawn.size == (height, width):
-            choices = drawn.choices
-        else:
-            choices = self._transform.draw(height, width, seed)
+    def add(self, seen: _Planned) -> None:
+        """See BatchInProgress."""
+        outlined = self._decoded(seen)
         place = self._places[self._count]
         if self._statistics is None:
-            self._transform(pixels, place, choices)
+            self._transform(outlined.pixels, place, outlined.choices, outlined.part)
         else:
-            self._transform(pixels, self._levels, choices)
+            self._transform(outlined.pixels, self._levels, outlined.choices, outlined.part)
             normalise_into(self._image, place, *self._statistics)
         self._count += 1
+
+    def _outlined(self, pixels: Pixels, seed: int) -> _Outlined:
+        height, width, _ = pixels.shape
+        choices = self._transform.draw(height, width, seed)
+        return _Outlined(pixels, choices, self._transform.part(pixels, choices))
+
+    def _decoded(self, seen: _Planned) -> _Outlined:
+        data, is_prepared, seed, outlined = seen
+        if outlined is None:
+            return self._outlined(self._pixels(data, is_prepared), seed)
+        pixels = decode_there(data, outlined.pixels)
+        return outlined if pixels is outlined.pixels else self._outlined(pixels, seed)
 
     def finish(self) -> torch.Tensor:
         return self._batch[: self._count]
@@ -268,11 +288,13 @@ class _GivenImages:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[None]:
-        """Nothing is known of what it draws."""
-        return [None] * len(sizes)
+    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[memoryview, bool, int]:
+        """Nothing is known of what it does."""
+        return data, is_prepared, seed
 
-    def add(self, data: memoryview, is_prepared: bool, seed: int, drawn: None) -> None:
+    def add(self, seen: tuple[memoryview, bool, int]) -> None:
+        """See BatchInProgress."""
+        data, is_prepared, seed = seen
         if self._prepare is None:
             value = self._transform(data, self._generators, seed)
         else:
@@ -299,13 +321,13 @@ class _MappedBatch:
         self._borrowed = ExitStack()
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def draw(self, sizes: Sequence[Size | None], seeds: Sequence[int]) -> Sequence[None]:
+    def look_at(self, sample: Sample, seed: int) -> tuple[Sample, int]:
         """See BatchInProgress; all is the function's."""
-        return [None] * len(sizes)
+        return sample, seed
 
-    def add(self, visited: Visited) -> None:
+    def add(self, seen: tuple[Sample, int]) -> None:
         """See BatchInProgress."""
-        sample, seed, _ = visited
+        sample, seed = seen
         raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())
         self._generators.seed(seed)

@@ -11,7 +11,7 @@ from streamload.transforms.augment import Box, RandomBox
 from streamload.transforms.decode import Pixels
 from streamload.transforms.draws import Draws
 from streamload.transforms.plan import ImagePlan, RandomCrop
-from streamload.transforms.resize import resize_and_cut, resize_box
+from streamload.transforms.resize import crop, resize, resize_and_cut
 
 
 class Choices(NamedTuple):
@@ -52,32 +52,48 @@ class PlannedTransform:
         box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
         return Choices(box, tuple([step.is_drawn(self._draws) for step in self.plan.colour]))
 
-    def __call__(self, pixels: Pixels, destination: torch.Tensor, choices: Choices) -> None:
+    def part(self, pixels: Pixels, choices: Choices) -> torch.Tensor | None:
+        """The box that was drawn, uint8[1, 3, H, W]: a view of pixels that needn't be there yet."""
+        return None if choices.box is None else crop(pixels, choices.box)
+
+    def __call__(
+        self,
+        pixels: Pixels,
+        destination: torch.Tensor,
+        choices: Choices,
+        part: torch.Tensor | None = None,
+    ) -> None:
         """Transform an image into its place.
 
         Args:
             pixels: uint8[H, W, 3], writable.
             destination: uint8[1, 3, *plan.size]; channels last saves 90 µs.
             choices: drawn for an image of this size.
+            part: what `part` gave for them.
 
         Raises:
             DecodeError: the image is so long that nothing of its short side would be left.
         """
         if not any(choices.colour):
-            self._fit(pixels, choices.box, destination)
+            self._fit(pixels, choices, part, destination)
             return
-        image = self._fit(pixels, choices.box, None)[0]
+        image = self._fit(pixels, choices, part, None)[0]
         for step, is_done in zip(self.plan.colour, choices.colour, strict=True):
             if is_done:
                 image = step(image)
         destination.copy_(image)
 
-    def _fit(self, pixels: Pixels, box: Box | None, out: torch.Tensor | None) -> torch.Tensor:
+    def _fit(
+        self, pixels: Pixels, choices: Choices, part: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
         """Crop and resize an image to the plan's size, uint8[1, 3, *size]; into `out`, if there is one."""
-        plan, (height, width) = self.plan, pixels.shape[:2]
-        if box is not None:
-            return resize_box(pixels, box, *plan.size, plan.by, out)
+        plan = self.plan
+        if part is None:
+            part = self.part(pixels, choices)
+        if part is not None:
+            return resize(part, *plan.size, plan.by, out)
         assert not isinstance(plan.fit, RandomCrop)
+        height, width = pixels.shape[:2]
         resized = plan.fit.resized(height, width)
         if not all(resized):
             raise DecodeError(f"image of {width}×{height} can't be resized to {resized[1]}×{resized[0]}")

@@ -50,12 +50,22 @@ def resize_box(
     Returns:
         uint8[1, 3, height, width], channels last if the memory is its own.
     """
-    top, left, box_height, box_width = box
-    image = torch.from_numpy(pixels[None, top : top + box_height, left : left + box_width]).permute(
-        0, 3, 1, 2
-    )
-    if _goes_down_first(box_height, box_width, height, width):
-        image = _interpolate(image, height, box_width, by, None)
+    return resize(crop(pixels, box), height, width, by, out)
+
+
+def crop(pixels: Pixels, box: Box) -> torch.Tensor:
+    """A box of uint8[H, W, 3], writable, as uint8[1, 3, box.height, box.width]: a view of it."""
+    top, left, height, width = box
+    return torch.from_numpy(pixels[None, top : top + height, left : left + width]).permute(0, 3, 1, 2)
+
+
+def resize(
+    image: torch.Tensor, height: int, width: int, by: Filter = "bicubic", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Resize a crop, uint8[1, 3, H, W]; see `resize_box`."""
+    _, _, image_height, image_width = image.shape
+    if _goes_down_first(image_height, image_width, height, width):
+        image = _interpolate(image, height, image_width, by, None)
     return _interpolate(image, height, width, by, out)
 
 

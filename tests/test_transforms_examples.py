@@ -1,0 +1,114 @@
+"""Samples that are looked at some in a row, and get their pixels afterwards."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from photographs import photograph, transformed
+from PIL import Image
+
+from streamload.errors import CaptionError, DecodeError
+from streamload.handoff import own_empty
+from streamload.shards.keys import KeySpec
+from streamload.transforms.decode import decode_jpeg_or_image
+from streamload.transforms.examples import Examples, Sample
+from streamload.transforms.plan import clip_plan
+from streamload.transforms.planned import PlannedTransform
+from streamload.transforms.prepare import Preparation
+
+
+def encoded(width, height, kind="JPEG", mode="RGB", **options):
+    buffer = io.BytesIO()
+    image = Image.fromarray(photograph(width, height)).convert(mode)
+    image.save(buffer, kind, **({"quality": 90} | options if kind == "JPEG" else options))
+    return buffer.getvalue()
+
+
+def damaged(data):
+    """A JPEG that libjpeg warns of, and Pillow takes."""
+    for place in range(700, len(data), 997):
+        file = data[:place] + b"\xff\x00\xaa\x17" + data[place + 4 :]
+        try:
+            Image.open(io.BytesIO(file)).load()
+        except OSError:
+            continue
+        return file
+    raise AssertionError("Pillow takes none of them")
+
+
+FILES = {
+    "a JPEG": encoded(500, 375),
+    "a larger one": encoded(640, 480),
+    "a small one": encoded(64, 48),
+    "gray": encoded(375, 500, mode="L"),
+    "for Pillow": encoded(300, 200, mode="CMYK"),
+    "that libjpeg warns of": damaged(encoded(333, 251)),
+    "PNG": encoded(120, 90, "PNG"),
+    "pixels as they are": encoded(260, 300, "PPM"),
+    "larger than what is kept for pixels": encoded(2600, 2600, quality=50),
+    "another JPEG": encoded(451, 300),
+}
+
+
+def examples(as_bytes=True, preparation=None):
+    return Examples(
+        image=KeySpec.parse("img").choose,
+        text=KeySpec.parse("txt").choose,
+        tokenizer=None,
+        preprocess=clip_plan(train=True),
+        map_sample=None,
+        as_bytes=as_bytes,
+        preparation=preparation,
+    )
+
+
+def sample(key, image, caption=b"a photograph"):
+    # The bytes lie in memory that may be written to, as those do that a worker reads.
+    return Sample(key, "", {"img": memoryview(bytearray(image)), "txt": memoryview(caption)})
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+@pytest.mark.parametrize("recipe", [None, "raw-200", "jpeg-200-q90"])
+def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_bytes, recipe):
+    preparation = None if recipe is None else Preparation.parse(recipe)
+    of = examples(as_bytes, preparation)
+    batch = of.ready()(len(FILES), own_empty)
+    seen = [batch.look_at(sample(key, data), seed) for seed, (key, data) in enumerate(FILES.items())]
+    for one in seen:
+        batch.add(one)
+    values = batch.finish()
+    assert values["__key__"] == list(FILES)
+
+    transform, expected = PlannedTransform(clip_plan(train=True)), torch.empty(3, 224, 224, dtype=torch.uint8)
+    for seed, (image, data) in enumerate(zip(values["image"], FILES.values(), strict=True)):
+        pixels = decode_jpeg_or_image(data) if preparation is None else preparation.pixels(data).copy()
+        transformed(transform, pixels, expected, seed)
+        if as_bytes:
+            torch.testing.assert_close(image, expected, rtol=0, atol=0)
+        else:
+            mean, std = (torch.tensor(each).view(3, 1, 1) for each in of.preprocess.statistics)
+            torch.testing.assert_close(image, (expected / 255 - mean) / std, rtol=0, atol=1e-5)
+
+
+def test_a_corrupt_image_leaves_the_batch_as_it_was():
+    batch = examples().ready()(3, own_empty)
+    good, cut = FILES["a JPEG"], FILES["a larger one"]
+    first, bad, last = (batch.look_at(sample("", data), 7) for data in (good, cut[: len(cut) // 2], good))
+    batch.add(first)
+    with pytest.raises(DecodeError):
+        batch.add(bad)
+    batch.add(last)
+    images = batch.finish()["image"]
+    assert len(images) == 2
+    torch.testing.assert_close(images[0], images[1], rtol=0, atol=0)
+    assert np.ptp(images[0].numpy()) > 100
+
+
+def test_what_a_header_or_caption_shows_is_said_before_any_pixel():
+    batch = examples().ready()(1, own_empty)
+    huge = b"P6\n20000 20000\n255\n"
+    with pytest.raises(DecodeError, match="20000×20000"):
+        batch.look_at(sample("", huge), 0)
+    with pytest.raises(CaptionError):
+        batch.look_at(sample("", FILES["a JPEG"], caption=b"\xff\xfe\xff"), 0)
