@@ -6,14 +6,15 @@ second come of it, and where does that time go?
 Command: python -m benchmarks.overhead
 
 Warm epochs as warm.py has them, as float32 and as uint8 batches, each beside the floor of its kind
-(streamload/bench/floor.py), several in each round: on a machine that others use, too, one of three seconds may
-take a tenth more than the next. A ratio is the median of the rounds' own. Then the same with the functions of
-the journey wrapped by clocks (contenders/staged.py): each counts its own time in the thread where it runs,
-without that of the stages inside it, over both workers. The clocks cost something themselves, which is in the
-stages' numbers, most of it "between the stages": compare the whole with that of the plain contender. "rank" is
-all of the training's own process but for the consumer's reading of every image. "the rest" is what the
-processes' CPU time is beyond that: the DataLoader's own code in the workers, fills that have nothing to do,
-the interpreter.
+(streamload/bench/floor.py), several in each round: on a machine that others use, too, one of three seconds
+may take a tenth more than the next. A ratio is the median of the rounds' own.
+
+Then the same with the functions of the journey wrapped by clocks (contenders/staged.py): each counts its own
+time in the thread where it runs, without that of the stages inside it, over both workers. The clocks cost
+something themselves, which is in the stages' numbers, most of it "between the stages": compare the whole with
+that of the plain contender. "rank" is all of the training's own process but for the consumer's reading of
+every image. "the rest" is what the processes' CPU time is beyond that: the DataLoader's own code in the
+workers, fills that have nothing to do, the interpreter.
 
 Nobody reads the floor's images. So what the consumer takes for that, by the clock of its thread, is a row of
 its own and isn't in the ratios of CPU time; in those of the images a second it is.

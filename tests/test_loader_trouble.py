@@ -458,7 +458,7 @@ def remove(cache: Path) -> None:
 
 
 def spoil(cache: Path) -> None:
-    shutil.rmtree(cache / "parts")
+    remove(cache / "parts")
     (cache / "parts").write_text("no directory")
 
 
