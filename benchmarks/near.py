@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.workload import TURN, Job
 from benchmarks.turns import Contender, Interpreters, Row
 from streamload.testing.server import ShardServer
 
@@ -51,26 +51,29 @@ class Near:
         round_: int,
         label: str | None = None,
         notes: Sequence[str] = (),
-        epochs: int = 1,
         **more: Any,
     ) -> Row:
-        """Measure the epochs of a contender behind its first; with some of what it notes.
+        """Measure the second epoch of a contender; with some of what it notes; `more` is for its job."""
+        load, job = machine.load(), self._job(contender, round_, epochs=2, **more)
+        ran = turns.run(contender, job, self.places.of(contender))
+        return {"label": label or contender.name, **_row(contender, round_, ran, load, notes)}
 
-        Args:
-            contender: which one.
-            round_: the seed, too.
-            label: in the table; None: its name.
-            notes: which of what it notes.
-            epochs: how many are measured; their start is a part of them.
-            more: for its job.
-        """
+    def run_in_turn(self, contenders: Sequence[Contender], round_: int, epochs: int) -> list[Row]:
+        """Measure so many epochs of each, taken in turn: the last of each turn."""
+        load = machine.load()
+        jobs = [
+            (one, self._job(one, round_, epochs=TURN * epochs), self.places.of(one)) for one in contenders
+        ]
+        all_ran = zip(contenders, turns.run_in_turn(jobs), strict=True)
+        return [{"label": one.name, **_row(one, round_, ran, load)} for one, ran in all_ran]
+
+    def _job(self, contender: Contender, round_: int, **more: Any) -> Job:
         base = self.url if contender.reads == "url" else str(self.directory / "shards")
         cache = self.directory / f"cache-{contender.adapter}"
         cache.mkdir(exist_ok=True)
         told = {
             "urls": contender.data(base, self.shards),
             "samples": self.samples,
-            "epochs": 1 + epochs,
             "seed": round_,
             "tokenizer": self.tokenizer,
             "cache_dir": str(cache),
@@ -78,30 +81,7 @@ class Near:
             **contender.job,
             **more,
         }
-        load = machine.load()
-        ran = turns.run(contender, Job(**told), self.places.of(contender))
-        last, measured = ran.epochs[-1], ran.epochs[1:]
-        images = sum(epoch.images for epoch in measured)
-        seconds = sum(epoch.ended - epoch.began for epoch in measured)
-        with_batches = sum(epoch.ended - epoch.first_batch for epoch in measured)
-        return {
-            "label": label or contender.name,
-            "contender": contender.name,
-            "round": round_,
-            "load_before": load,
-            "images": images,
-            "seconds": seconds,
-            "images_per_second": images / seconds,
-            "cpu_us_per_image": sum(epoch.cpu_seconds for epoch in measured) / images * 1e6,
-            "consumer_us_per_image": sum(epoch.consumer_cpu_seconds for epoch in measured) / images * 1e6,
-            "first_batch_seconds": last.first_batch - last.began,
-            "waited_share": sum(epoch.waited_seconds for epoch in measured) / with_batches,
-            "changed_batches": sum(epoch.changed_batches for epoch in ran.epochs),
-            "channel_mean": last.channel_mean,
-            "limits": ran.result.limits,
-            **{name: ran.result.notes[name] for name in notes},
-            "versions": ran.result.versions,
-        }
+        return Job(**told)
 
     def content(self, given: argparse.Namespace, rows: list[Row], **more: Any) -> Row:
         """What the result holds of these rows; `more` are settings."""
@@ -115,6 +95,31 @@ class Near:
             **more,
         }
         return {**turns.content(given, settings, rows), "conversions": self.conversions}
+
+
+def _row(contender: Contender, round_: int, ran: turns.Ran, load: float, notes: Sequence[str] = ()) -> Row:
+    """What every second epoch took, its start included; `load` is the machine's before."""
+    last, measured = ran.epochs[-1], ran.epochs[TURN - 1 :: TURN]
+    images = sum(epoch.images for epoch in measured)
+    seconds = sum(epoch.ended - epoch.began for epoch in measured)
+    with_batches = sum(epoch.ended - epoch.first_batch for epoch in measured)
+    return {
+        "contender": contender.name,
+        "round": round_,
+        "load_before": load,
+        "images": images,
+        "seconds": seconds,
+        "images_per_second": images / seconds,
+        "cpu_us_per_image": sum(epoch.cpu_seconds for epoch in measured) / images * 1e6,
+        "consumer_us_per_image": sum(epoch.consumer_cpu_seconds for epoch in measured) / images * 1e6,
+        "first_batch_seconds": last.first_batch - last.began,
+        "waited_share": sum(epoch.waited_seconds for epoch in measured) / with_batches,
+        "changed_batches": sum(epoch.changed_batches for epoch in ran.epochs),
+        "channel_mean": last.channel_mean,
+        "limits": ran.result.limits,
+        **{name: ran.result.notes[name] for name in notes},
+        "versions": ran.result.versions,
+    }
 
 
 @contextmanager

@@ -6,8 +6,9 @@ second come of it, and where does that time go?
 Command: python -m benchmarks.overhead
 
 Warm epochs as warm.py has them, as float32 and as uint8 batches, each beside the floor of its kind
-(streamload/bench/floor.py), several in each round: on a machine that others use, too, one of three seconds
-may take a tenth more than the next. A ratio is the median of the rounds' own.
+(streamload/bench/floor.py). The two of a kind live at the same time and take turns of two epochs, while the
+other waits: what a machine that others use, too, does from one minute to the next is more than what is looked
+for. The second epoch of each turn is measured. A ratio is the median of the rounds' own.
 
 Then the same with the functions of the journey wrapped by clocks (contenders/staged.py): each counts its own
 time in the thread where it runs, without that of the stages inside it, over both workers. The clocks cost
@@ -27,6 +28,7 @@ dozens of samples in a row.
 """
 
 import statistics
+from collections.abc import Sequence
 
 from benchmarks import near, turns
 from benchmarks.contenders.staged import STAGES
@@ -40,7 +42,7 @@ TIMED = [
 CONTENDERS = [FLOOR_UINT8, STREAMLOAD_UINT8, FLOOR, STREAMLOAD, *TIMED]
 OF_THE_FLOOR = ((STREAMLOAD_UINT8, FLOOR_UINT8, 1.05, 0.97), (STREAMLOAD, FLOOR, 1.12, 0.92))
 """Which floor each is compared with; the most of its CPU time; the least of its images a second."""
-EPOCHS = 6
+EPOCHS, QUICK_EPOCHS = 5, 2
 METRICS = ("loading_us_per_image", "images_per_second")
 OF_STAGES = (
     ("hand-over of a uint8 image, worker and rank, µs", ("hand-over", "rank"), 120.0),
@@ -53,9 +55,10 @@ def main() -> None:
     given = turns.arguments(__doc__, rounds=7, names=[contender.name for contender in CONTENDERS])
     with near.ready(given, CONTENDERS) as data:
         rows = [
-            measured(data, contender, round_, 1 if given.quick else EPOCHS)
+            row
             for round_ in range(given.rounds)
-            for contender in turns.rotated(data.contenders, round_)
+            for kind in turns.rotated(kinds(data.contenders), round_)
+            for row in measured(data, kind, round_, QUICK_EPOCHS if given.quick else EPOCHS)
         ]
     content = data.content(given, rows, stages=[*STAGES, "rank", "consumer", "the rest"], epochs=EPOCHS)
     stages = content["medians"].get(TIMED[1].name)
@@ -80,12 +83,25 @@ def main() -> None:
     )
 
 
-def measured(data: near.Near, contender: Contender, round_: int, epochs: int) -> Row:
-    """A row; with the microseconds of each stage, and of what is in none, where they were timed."""
-    row = data.run(contender, round_, notes=["stages"] if contender in TIMED else [], epochs=epochs)
-    row["loading_us_per_image"] = row["cpu_us_per_image"] - row["consumer_us_per_image"]
-    if contender not in TIMED:
-        return row
+def kinds(contenders: Sequence[Contender]) -> list[list[Contender]]:
+    """Those that are measured together: the floor's kinds, each with what is compared with it."""
+    pairs = [[own, floor] for own, floor, *_ in OF_THE_FLOOR]
+    found = [[one for one in pair if one in contenders] for pair in [*pairs, *([one] for one in TIMED)]]
+    return [kind for kind in found if kind]
+
+
+def measured(data: near.Near, kind: list[Contender], round_: int, epochs: int) -> list[Row]:
+    """The rows of contenders; with the microseconds of each stage, and of what is in none, where timed."""
+    if kind[0] in TIMED:
+        rows = [with_stages(data.run(kind[0], round_, notes=["stages"]))]
+    else:
+        rows = data.run_in_turn(kind, round_, epochs)
+    for row in rows:
+        row["loading_us_per_image"] = row["cpu_us_per_image"] - row["consumer_us_per_image"]
+    return rows
+
+
+def with_stages(row: Row) -> Row:
     spent = {name: ns / 1e3 / row["images"] for name, ns in row.pop("stages").items()}
     spent["consumer"] = row["consumer_us_per_image"]
     spent["rank"] -= spent["consumer"]

@@ -5,6 +5,7 @@ So what the machine does at some moment falls on all of them alike, and what is 
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -13,14 +14,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from benchmarks import machine, watch
-from benchmarks.contenders.workload import Epoch, Job, Result
+from benchmarks.contenders.workload import READY, TURN, Epoch, Job, Result
 from benchmarks.environments import build as environments
 from benchmarks.watch import Watch
 from streamload.bench.rounds import Row
@@ -208,35 +210,116 @@ def run(
         TookTooLong: it didn't end in time, and was killed.
         Failed: it ended by an error.
     """
-    command = [str(python), "-m", f"benchmarks.contenders.{contender.adapter}", job.to_argument()]
-    with tempfile.TemporaryFile("w+") as errors:
-        started = time.monotonic()
-        process = subprocess.Popen(
-            command,
+    with _Running(contender, job, python, limit_seconds) as running:
+        memory = watch.memory(running.pid) if watch_memory else None
+        with memory or contextlib.nullcontext():
+            result = running.result()
+    return Ran(running.started, result, memory)
+
+
+def run_in_turn(
+    jobs: Sequence[tuple[Contender, Job, Path]], limit_seconds: float = LIMIT_SECONDS
+) -> list[Ran]:
+    """Run contenders at the same time that take TURN epochs each in turn, while the others wait.
+
+    Every second time in reverse, so that what a machine does within a minute falls on all of them alike.
+
+    Args:
+        jobs: contenders, their jobs, with as many epochs each, and where they run.
+        limit_seconds: for all of it.
+
+    Raises:
+        TookTooLong: one didn't end in time.
+        Failed: one ended by an error.
+    """
+    turns = jobs[0][1].epochs // TURN
+    with contextlib.ExitStack() as stack:
+        running = []
+        for contender, job, python in jobs:
+            asked = dataclasses.replace(job, in_turn=True)
+            running.append(stack.enter_context(_Running(contender, asked, python, limit_seconds)))
+            running[-1].wait_until_ready()
+        for turn in range(1, turns):
+            for one in running if turn % 2 else reversed(running):
+                one.go_on()
+                if turn < turns - 1:
+                    one.wait_until_ready()
+                else:
+                    one.result()
+        return [Ran(one.started, one.result(), None) for one in running]
+
+
+class _Running:
+    """A contender in a process of its own; a context manager that ends it, and all that it has started."""
+
+    def __init__(self, contender: Contender, job: Job, python: Path, limit_seconds: float):
+        self._contender = contender
+        self._limit_seconds = limit_seconds
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (until __exit__)
+        self.started = time.monotonic()
+        self._process = subprocess.Popen(
+            [str(python), "-m", f"benchmarks.contenders.{contender.adapter}", job.to_argument()],
             cwd=ROOT,
             env=environment(),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=self._errors,
             text=True,
             start_new_session=True,
         )
-        memory = watch.memory(process.pid) if watch_memory else None
-        try:
-            with memory or contextlib.nullcontext():
-                output = process.communicate(timeout=limit_seconds)[0]
-        except subprocess.TimeoutExpired:
-            raise TookTooLong(f"{contender.name} was killed after {limit_seconds:.0f} s") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its workers, too
-            process.wait()
-            process.stdout.close()
-        if process.returncode:
-            errors.seek(0)
-            raise Failed(f"{contender.name} ended with {process.returncode}:\n{errors.read()[-4000:]}")
-    said = json.loads(output.splitlines()[-1])
-    said["epochs"] = [Epoch(**epoch) for epoch in said["epochs"]]
-    return Ran(started, Result(**said), memory)
+        self.pid = self._process.pid
+        self._late = threading.Timer(limit_seconds, self._kill)
+        self._late.start()
+        self._result: Result | None = None
+
+    def __enter__(self) -> "_Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._late.cancel()
+        self._kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait until it waits for its turn."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.rstrip() == READY:
+                return
+        self._raise()
+
+    def go_on(self) -> None:
+        """It is its turn."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def result(self) -> Result:
+        """Wait until it has ended."""
+        if self._result is None:
+            output = self._process.communicate()[0]
+            if self._process.returncode:
+                self._raise()
+            said = json.loads(output.splitlines()[-1])
+            said["epochs"] = [Epoch(**epoch) for epoch in said["epochs"]]
+            self._result = Result(**said)
+        return self._result
+
+    def _raise(self) -> NoReturn:
+        is_late = not self._late.is_alive()
+        code = self._process.wait()
+        if is_late:
+            raise TookTooLong(f"{self._contender.name} was killed after {self._limit_seconds:.0f} s")
+        self._errors.seek(0)
+        raise Failed(f"{self._contender.name} ended with {code}:\n{self._errors.read()[-4000:]}")
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # its workers, too
 
 
 def write(given: argparse.Namespace, name: str, content: Row) -> None:

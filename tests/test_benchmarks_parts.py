@@ -125,6 +125,52 @@ def test_a_contender_that_fails_is_told_of_by_its_last_words_without_paths(tmp_p
     assert caught.value.reason == "the broken one ended with 3: Error: no …/y.bin here"
 
 
+IN_TURN = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from benchmarks.contenders.workload import Epoch, Job, Result
+job = Job(**__import__("json").loads(sys.argv[3]))
+for epoch in range(job.epochs):
+    job.await_turn(epoch)
+    if epoch == {fails_in}:
+        sys.exit("Error: no more")
+    with open({log!r}, "a") as log:
+        log.write(f"{{job.seed}} begins {{epoch}}\\n")
+        log.flush()
+        __import__("time").sleep(0.05)
+        log.write(f"{{job.seed}} ends {{epoch}}\\n")
+Result(0.0, [Epoch(0.0)] * job.epochs, {{}}).print()
+"""
+
+
+def in_turn(tmp_path, fails_in=None):
+    """Two contenders, known by their seeds, and where they note what they do."""
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(IN_TURN.format(python=sys.executable, root=str(ROOT), log=str(log), fails_in=fails_in))
+    python.chmod(0o755)
+    jobs = [(Contender(name, "none"), Job("", 0, 6, seed), python) for seed, name in enumerate("ab")]
+    return jobs, log
+
+
+def test_turns_never_overlap_and_every_second_time_their_order_is_reversed(tmp_path):
+    jobs, log = in_turn(tmp_path)
+    ran = turns.run_in_turn(jobs)
+    assert [len(one.epochs) for one in ran] == [6, 6]
+    order = ["0 0", "0 1", "1 0", "1 1", "0 2", "0 3", "1 2", "1 3", "1 4", "1 5", "0 4", "0 5"]
+    lines = [f"{seed} {what} {epoch}" for seed, epoch in map(str.split, order) for what in ("begins", "ends")]
+    assert log.read_text().splitlines() == lines
+
+
+def test_one_that_fails_in_its_turn_is_told_of_and_one_that_never_ends_is_killed(tmp_path):
+    jobs, _ = in_turn(tmp_path, fails_in=2)
+    with pytest.raises(turns.Failed) as caught:
+        turns.run_in_turn(jobs)
+    assert caught.value.reason == "b ended with 1: Error: no more"
+    jobs[0][2].write_text("#!/bin/sh\nsleep 300\n")
+    with pytest.raises(turns.TookTooLong, match="a was killed after 1 s"):
+        turns.run_in_turn(jobs, limit_seconds=1)
+
+
 def is_running(pid):
     """Whether a process is there, and more than a name that nobody has asked for yet."""
     try:

@@ -3,7 +3,7 @@
 import re
 import time
 
-from benchmarks.contenders.workload import Epoch, Job, Result, tokenizer, versions
+from benchmarks.contenders.workload import TURN, Epoch, Job, Result, tokenizer, versions
 from streamload.bench import floor
 
 
@@ -13,14 +13,24 @@ def main() -> None:
     paths = [f"{folder}/{number:0{len(first)}d}.tar" for number in range(int(first), int(last) + 1)]
     tokenize = tokenizer(job)
     imported = time.monotonic()
-    passes = floor.run(
-        paths,
-        workers=job.workers,
-        form=job.images,
-        batch_size=job.batch_size,
-        tokenizer=tokenize,
-        passes=job.epochs,
-    )
+
+    def run(passes: int) -> list[floor.Pass]:
+        return floor.run(
+            paths,
+            workers=job.workers,
+            form=job.images,
+            batch_size=job.batch_size,
+            tokenizer=tokenize,
+            passes=passes,
+        )
+
+    passes = []
+    if job.in_turn:
+        for epoch in range(0, job.epochs, TURN):
+            job.await_turn(epoch)
+            passes += run(TURN)
+    else:
+        passes = run(job.epochs)
     epochs = [
         Epoch(
             began=once.began,

@@ -48,6 +48,7 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
             loader.load_state_dict(job.saved_state())
         imported = time.monotonic()
         for epoch in range(job.epochs):
+            job.await_turn(epoch)
             trained = read(loader, job) if reads_only else train(loader, job, epoch, loader.state_dict)
             epochs.append(trained)
             after_epoch()

@@ -26,6 +26,10 @@ from benchmarks.process_tree import cpu_seconds, disk_bytes
 Batch = TypeVar("Batch")
 LENGTH = 77
 SIDE = 224
+READY = "ready"
+"""The line by which a contender waits for its turn."""
+TURN = 2
+"""How many epochs a turn has: one to become warm again, and one that is measured."""
 _IDS = 49_406
 
 
@@ -57,6 +61,7 @@ class Job:
         state: a file for the loader's state.
         save_after: behind so many batches of the last epoch the state goes there, or went; None for never.
         takes_up: begin with the state that is there, and go through the rest of its epoch.
+        in_turn: wait before each turn of epochs but the first until it is this contender's.
     """
 
     urls: str
@@ -83,6 +88,7 @@ class Job:
     state: str | None = None
     save_after: int | None = None
     takes_up: bool = False
+    in_turn: bool = False
 
     @classmethod
     def from_argument(cls) -> "Job":
@@ -103,6 +109,12 @@ class Job:
     def batches(self) -> int:
         """Of an epoch, or of what is left of one that is taken up."""
         return self.samples // self.batch_size - (self.save_after or 0 if self.takes_up else 0)
+
+    def await_turn(self, epoch: int) -> None:
+        """Say that a turn can begin, if the epoch is the first of one, and wait for the word."""
+        if self.in_turn and epoch and epoch % TURN == 0:
+            print(f"\n{READY}", flush=True)
+            sys.stdin.readline()
 
     def saved_state(self) -> Any:
         """What another process saved."""

@@ -56,7 +56,7 @@ class _Scratch(threading.local):
     """Memory for one image at a time: fresh pages for each cost a sixth of what decoding does."""
 
     def __init__(self) -> None:
-        # All of it: only what an image needs is ever touched, and so much numpy asks large pages for.
+        # All of it at once, so that places in it stay where they are; only what images need is ever touched.
         self._memory = np.empty(_SCRATCH_BYTES, np.uint8)
 
     def of(self, height: int, width: int) -> Pixels | None:
