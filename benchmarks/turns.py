@@ -225,7 +225,7 @@ def run_in_turn(
     Every second time in reverse, so that what a machine does within a minute falls on all of them alike.
 
     Args:
-        jobs: contenders, their jobs, with as many epochs each, and where they run.
+        jobs: contenders, their jobs, with as many epochs each, of two turns at least, and where they run.
         limit_seconds: for all of it.
 
     Raises:

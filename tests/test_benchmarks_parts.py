@@ -162,7 +162,7 @@ def test_turns_never_overlap_and_every_second_time_their_order_is_reversed(tmp_p
 
 
 def test_one_that_fails_in_its_turn_is_told_of_and_one_that_never_ends_is_killed(tmp_path):
-    jobs, _ = in_turn(tmp_path, fails_in=2)
+    jobs, _ = in_turn(tmp_path, fails_in=4)
     with pytest.raises(turns.Failed) as caught:
         turns.run_in_turn(jobs)
     assert caught.value.reason == "b ended with 1: Error: no more"
