@@ -98,7 +98,7 @@ class Near:
 
 
 def _row(contender: Contender, round_: int, ran: turns.Ran, load: float, notes: Sequence[str] = ()) -> Row:
-    """What every second epoch took, its start included; `load` is the machine's before."""
+    """What the last epoch of each turn took, its start included; `load` is the machine's before."""
     last, measured = ran.epochs[-1], ran.epochs[TURN - 1 :: TURN]
     images = sum(epoch.images for epoch in measured)
     seconds = sum(epoch.ended - epoch.began for epoch in measured)

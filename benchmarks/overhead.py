@@ -53,14 +53,15 @@ OF_STAGES = (
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=7, names=[contender.name for contender in CONTENDERS])
+    epochs = QUICK_EPOCHS if given.quick else EPOCHS
     with near.ready(given, CONTENDERS) as data:
         rows = [
             row
             for round_ in range(given.rounds)
             for kind in turns.rotated(kinds(data.contenders), round_)
-            for row in measured(data, kind, round_, QUICK_EPOCHS if given.quick else EPOCHS)
+            for row in measured(data, kind, round_, epochs)
         ]
-    content = data.content(given, rows, stages=[*STAGES, "rank", "consumer", "the rest"], epochs=EPOCHS)
+    content = data.content(given, rows, stages=[*STAGES, "rank", "consumer", "the rest"], epochs=epochs)
     stages = content["medians"].get(TIMED[1].name)
     turns.write(
         given,

@@ -1,9 +1,13 @@
-"""Photographs of any size, for tests that compare pixels."""
+"""Photographs of any size, and what is made of them, for tests that compare pixels."""
 
 import functools
 
 import numpy as np
 from PIL import Image
+
+from streamload.shards.keys import KeySpec
+from streamload.transforms.examples import Examples
+from streamload.transforms.plan import clip_plan
 
 SIZES = [
     (500, 375),
@@ -31,3 +35,16 @@ def photograph(width, height, which=0):
 def transformed(transform, pixels, destination, seed=0):
     """An image by a plan, with what is drawn for it from `seed`, into its place."""
     transform(pixels, destination[None], transform.draw(*pixels.shape[:2], seed))
+
+
+def clip_examples(as_bytes=True, preparation=None):
+    """What CLIP is trained on, of `jpg` and `txt` members, with the captions as they are."""
+    return Examples(
+        image=KeySpec.parse("jpg").choose,
+        text=KeySpec.parse("txt").choose,
+        tokenizer=None,
+        preprocess=clip_plan(train=True),
+        map_sample=None,
+        as_bytes=as_bytes,
+        preparation=preparation,
+    )

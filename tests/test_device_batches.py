@@ -7,27 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from photographs import clip_examples
 
 import streamload
 from streamload.device import feed_for
 from streamload.handoff import own_empty
-from streamload.shards.keys import KeySpec
 from streamload.testing.shards import read_oracle, write_shards
-from streamload.transforms.examples import Examples, Sample
-from streamload.transforms.plan import OPENAI, clip_plan
+from streamload.transforms.examples import Sample
+from streamload.transforms.plan import OPENAI
 
 
 def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
     """The values of a shard's samples."""
-    examples = Examples(
-        image=KeySpec.parse("jpg").choose,
-        text=KeySpec.parse("txt").choose,
-        tokenizer=None,
-        preprocess=clip_plan(train=True),
-        map_sample=None,
-        as_bytes=as_bytes,
-    )
-    batch = examples.ready()(5, own_empty)
+    batch = clip_examples(as_bytes).ready()(5, own_empty)
     for seed, (key, members) in enumerate(read_oracle(path)):
         sample = Sample(key, "", {name: memoryview(data) for name, data in members.items()})
         batch.add(batch.look_at(sample, seed))

@@ -5,14 +5,13 @@ import io
 import numpy as np
 import pytest
 import torch
-from photographs import photograph, transformed
+from photographs import clip_examples, photograph, transformed
 from PIL import Image
 
 from streamload.errors import CaptionError, DecodeError
 from streamload.handoff import own_empty
-from streamload.shards.keys import KeySpec
 from streamload.transforms.decode import decode_jpeg_or_image
-from streamload.transforms.examples import Examples, Sample
+from streamload.transforms.examples import Sample
 from streamload.transforms.plan import clip_plan
 from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.prepare import Preparation
@@ -51,28 +50,16 @@ FILES = {
 }
 
 
-def examples(as_bytes=True, preparation=None):
-    return Examples(
-        image=KeySpec.parse("img").choose,
-        text=KeySpec.parse("txt").choose,
-        tokenizer=None,
-        preprocess=clip_plan(train=True),
-        map_sample=None,
-        as_bytes=as_bytes,
-        preparation=preparation,
-    )
-
-
 def sample(key, image, caption=b"a photograph"):
     # The bytes lie in memory that may be written to, as those do that a worker reads.
-    return Sample(key, "", {"img": memoryview(bytearray(image)), "txt": memoryview(caption)})
+    return Sample(key, "", {"jpg": memoryview(bytearray(image)), "txt": memoryview(caption)})
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
 @pytest.mark.parametrize("recipe", [None, "raw-200", "jpeg-200-q90"])
 def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_bytes, recipe):
     preparation = None if recipe is None else Preparation.parse(recipe)
-    of = examples(as_bytes, preparation)
+    of = clip_examples(as_bytes, preparation)
     batch = of.ready()(len(FILES), own_empty)
     seen = [batch.look_at(sample(key, data), seed) for seed, (key, data) in enumerate(FILES.items())]
     for one in seen:
@@ -92,7 +79,7 @@ def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_byt
 
 
 def test_a_corrupt_image_leaves_the_batch_as_it_was():
-    batch = examples().ready()(3, own_empty)
+    batch = clip_examples().ready()(3, own_empty)
     good, cut = FILES["a JPEG"], FILES["a larger one"]
     first, bad, last = (batch.look_at(sample("", data), 7) for data in (good, cut[: len(cut) // 2], good))
     batch.add(first)
@@ -106,7 +93,7 @@ def test_a_corrupt_image_leaves_the_batch_as_it_was():
 
 
 def test_what_a_header_or_caption_shows_is_said_before_any_pixel():
-    batch = examples().ready()(1, own_empty)
+    batch = clip_examples().ready()(1, own_empty)
     huge = b"P6\n20000 20000\n255\n"
     with pytest.raises(DecodeError, match="20000×20000"):
         batch.look_at(sample("", huge), 0)

@@ -36,7 +36,7 @@ _READ_AHEAD_BYTES = 4 << 20
 """About how many bytes of a batch's samples are read in advance, at most."""
 
 
-class _Seen(NamedTuple):
+class _Visited(NamedTuple):
     """A sample of one visit before its pixels.
 
     Attributes:
@@ -175,12 +175,12 @@ class Reading:
         tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
         return self._fresh(shape, dtype) if tensor is None else tensor
 
-    def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Seen]:
+    def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Visited]:
         """Look samples up, read them (H), and do all that goes before their pixels.
 
         All of that is code and bookkeeping, which an image's pixels push out of the processor's caches: done
-        sample by sample, in between, it takes three times as long. So entries are looked up for all of them,
-        and the rest is done for as many in a row as there is memory for.
+        sample by sample, in between, it takes up to five times as long. So entries are looked up for all of
+        them, and the rest is done for as many in a row as there is memory for.
         """
         found = self._supply.find([visit.shard for visit in visits], [visit.number for visit in visits])
         row: list[tuple[Visit, Sample]] = []
@@ -193,15 +193,15 @@ class Reading:
                 self._memory.begin_anew()
         yield from [self._look_at(batch, epoch, *one) for one in row]
 
-    def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Seen:
+    def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Visited:
         source = self._recipe.sources[visit.source]
         seed = sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
         try:
-            return _Seen(visit, sample, seed, batch.look_at(sample, seed))
+            return _Visited(visit, sample, seed, batch.look_at(sample, seed))
         except SampleError as exc:  # in its turn: what stands for it may wait for bytes
-            return _Seen(visit, sample, seed, exc)
+            return _Visited(visit, sample, seed, exc)
 
-    def _place(self, batch: BatchInProgress, one: _Seen) -> Trouble | None:
+    def _place(self, batch: BatchInProgress, one: _Visited) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""
         visit, sample, seed, seen = one
         try:
