@@ -97,6 +97,10 @@ class Counters:
         with self._lock:
             self.row[place] += n
 
+    def value(self, name: str) -> int:
+        """What this row says of a counter of COUNTERS."""
+        return int(self.row[_PLACES[name]])
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the time that the block takes to a counter in nanoseconds, also when it raises."""

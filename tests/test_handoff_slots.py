@@ -165,6 +165,20 @@ def test_what_is_taken_and_not_handed_over_is_free_again() -> None:
     assert once_more.data_ptr() == address
 
 
+def test_memory_that_is_used_again_is_the_same_tensor_as_long_as_it_has_the_same_form() -> None:
+    slots = Slots(2)
+    levels = slots.empty((4, 6), torch.uint8)
+    assert levels is not None
+    slots.take_back()
+    assert slots.empty((4, 6), torch.uint8) is levels
+    slots.take_back()
+    for shape, dtype in (((6, 4), torch.uint8), ((4, 5), torch.uint8), ((3,), torch.int64)):
+        other = slots.empty(shape, dtype)
+        assert other is not None
+        assert (tuple(other.shape), other.dtype, other.data_ptr()) == (shape, dtype, levels.data_ptr())
+        slots.take_back()
+
+
 def test_two_values_of_one_memory_are_let_go_one_by_one() -> None:
     slots, counts = Slots(batches=3), Counters()
     taken = slots.empty((1000,), torch.uint8)

@@ -38,6 +38,7 @@ def test_every_counter_is_shown_in_a_snapshot():
         counters = Counters()
         counters.add(name, 1_000_000_000)
         assert counters.snapshot() != Snapshot(), name
+        assert [counters.value(each) for each in COUNTERS] == [10**9 * (each == name) for each in COUNTERS]
 
 
 def test_threads_lose_nothing():

@@ -1,6 +1,9 @@
 """Samples that are looked at some in a row, and get their pixels afterwards."""
 
+import dataclasses
+import gc
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from streamload.transforms.examples import Sample
 from streamload.transforms.plan import clip_plan
 from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.prepare import Preparation
+from streamload.transforms.tokenize import adapt_tokenizer
 
 
 def encoded(width, height, kind="JPEG", mode="RGB", **options):
@@ -76,6 +80,53 @@ def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_byt
         else:
             mean, std = (torch.tensor(each).view(3, 1, 1) for each in of.preprocess.statistics)
             torch.testing.assert_close(image, (expected / 255 - mean) / std, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_memory_that_is_used_again_holds_the_batch_that_was_made_last(as_bytes):
+    begin, kept = clip_examples(as_bytes).ready(), {}
+
+    def again(shape, dtype):
+        return kept.setdefault((*shape, dtype), own_empty(shape, dtype))
+
+    def made(names, allocate):
+        batch = begin(4, allocate)
+        for seed, name in enumerate(names):
+            batch.add(batch.look_at(sample(name, FILES[name]), seed))
+        return batch.finish()["image"]
+
+    for names in (["a JPEG", "PNG", "gray", "a small one"], ["gray", "another JPEG"], ["a JPEG"]):
+        assert torch.equal(made(names, again), made(names, own_empty))
+    assert len(kept) == 1
+
+
+def test_memory_that_nobody_has_any_more_is_let_go():
+    begin, taken = clip_examples().ready(), []
+
+    def fresh(shape, dtype):
+        array = own_empty(shape, dtype).numpy()
+        taken.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    for _ in range(3):
+        batch = begin(1, fresh)
+        batch.add(batch.look_at(sample("", FILES["a JPEG"]), 0))
+        assert taken[-1]() is not None
+        batch.finish()
+        del batch
+    gc.collect()
+    assert [reference() is None for reference in taken] == [True, True, True]
+
+
+def test_a_mask_is_made_where_it_is_asked_for():
+    tokenizer = adapt_tokenizer(lambda captions: [[7, 0, 8, 0]] * len(captions))
+    for with_mask, expected in ((True, {"attention_mask": [[1, 1, 1, 0]]}), (False, {})):
+        of = dataclasses.replace(clip_examples(), tokenizer=tokenizer, with_mask=with_mask)
+        batch = of.ready()(1, own_empty)
+        batch.add(batch.look_at(sample("", FILES["a JPEG"]), 0))
+        values = batch.finish()
+        assert values["text"].tolist() == [[7, 0, 8, 0]]
+        assert {name: each.tolist() for name, each in values.items() if name == "attention_mask"} == expected
 
 
 def test_a_corrupt_image_leaves_the_batch_as_it_was():

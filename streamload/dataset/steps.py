@@ -13,7 +13,6 @@ from streamload.dataset.messages import GroupState, Recipe, SourceState, Span, S
 from streamload.dataset.supply import Supply, Waiting
 from streamload.errors import NoValidSamples
 from streamload.order.deal import Share
-from streamload.order.group import References
 from streamload.order.mixture import Change, Mixture, Portion
 
 
@@ -167,15 +166,14 @@ class Step:
 
     def _take(self, part: _Part, seats: npt.NDArray[np.int64], first: list[int]) -> list[Visit]:
         """The visits of some seats, whose references are all known."""
-        columns = np.empty((3, seats.size), np.int64)
+        rows = np.empty((seats.size, 3), np.int64)
         for source in _sources(seats):
             self._note(part, source)
             own = seats == source
             stop = first[source] + int(np.count_nonzero(own))
-            taken: References = self.supply.itinerary(part.group, source).take(first[source], stop)
-            columns[:, own] = np.stack(taken)
+            rows[own] = self.supply.itinerary(part.group, source).take(first[source], stop)
             first[source] = stop
-        return [Visit(*row) for row in zip(seats.tolist(), *columns.tolist(), strict=True)]
+        return [Visit(source, *row) for source, row in zip(seats.tolist(), rows.tolist(), strict=True)]
 
     def _note(self, part: _Part, source: int) -> None:
         """Keep the hash of what lies before the step, known by now and not yet passed."""

@@ -29,7 +29,7 @@ class Note:
     @property
     def generation(self) -> int:
         """The number of what is written there now; another one after each writing."""
-        return int(self._generation[0])
+        return int(self._generation.numpy()[0])
 
     def write(self, values: dict[str, Any]) -> None:
         """Put these in place of what is there.
@@ -95,9 +95,9 @@ class Board:
 
     def want(self, now: bool) -> None:
         """Say whether the training loop is waiting for a batch."""
-        self._wanted_since[0] = time.monotonic() if now else 0.0
+        self._wanted_since.numpy()[0] = time.monotonic() if now else 0.0
 
     def wanted_seconds(self) -> float:
         """How long the training loop has been waiting for the batch that it wants; 0 if it isn't."""
-        since = float(self._wanted_since[0])
+        since = float(self._wanted_since.numpy()[0])
         return time.monotonic() - since if since else 0.0

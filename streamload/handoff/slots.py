@@ -44,6 +44,17 @@ class _Slot:
 
     region: Region
     memory: mmap.mmap
+    tensor: torch.Tensor | None = None
+    """In the worker: the one that was made here last, as the next is mostly the same."""
+
+    def made(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor at the beginning of the memory; the last one again if it is of this shape and dtype."""
+        last = self.tensor
+        if last is None or last.dtype != dtype or last.shape != tuple(shape):
+            size_bytes = math.prod(shape) * dtype.itemsize
+            memory = torch.frombuffer(self.memory, dtype=torch.uint8, count=size_bytes)
+            last = self.tensor = memory.view(dtype).view(*shape)
+        return last
 
 
 def slots_for(workers: int, batches: int) -> list[Slots]:
@@ -95,15 +106,18 @@ class Slots:
     # In the worker:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor in a slot; None where all are held. What is in it is what was in it last."""
+        """A tensor in a slot, the same object where it is the same memory; None where all are held.
+
+        What is in it is what was in it last.
+        """
         size = math.prod(shape) * dtype.itemsize
         index = self._free_slot(size) if size else None
         if index is None:
             return None
-        memory = torch.frombuffer(self._slots[index].memory, dtype=torch.uint8, count=size)
+        tensor = self._slots[index].made(shape, dtype)
         self._held[index] = 1
-        self._taken[memory.data_ptr()] = index
-        return memory.view(dtype).view(*shape)
+        self._taken[tensor.data_ptr()] = index
+        return tensor
 
     def hand_over(self, values: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
         """A batch's values as they are sent; tensors that aren't in a slot are copied into one.

@@ -224,7 +224,7 @@ class Loader:
         """
         self._checks.agree(batch)
         self._schedule.course.take(batch.position + self._batch, batch.groups)
-        self._checks.heed(batch, self.stats().samples_yielded)
+        self._checks.heed(batch, self._counts.value("samples_yielded"))
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._board.by_source[0, :, 0] += batch.taken
@@ -244,7 +244,7 @@ class Loader:
             self._board.want(False)
             waited_ns = int((time.monotonic() - began) * 1e9)
             self._counts.add("data_wait_ns", waited_ns)
-        if not self.stats().batches_yielded:
+        if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
 
     def _begin(self, source: DataLoader[Batch], start: Start, began: float) -> Epoch:

@@ -6,14 +6,12 @@ there and dropping `skip` references continues exactly. It doesn't know the opti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamload.errors import OptionError
 
 
-@dataclass(frozen=True, slots=True)
-class LaneState:
+class LaneState(NamedTuple):
     """The lanes of a group between two of their turns.
 
     Attributes:
@@ -32,8 +30,7 @@ class LaneState:
     lanes: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(NamedTuple):
     """A position in a group's sequence, and how to get there.
 
     Attributes:

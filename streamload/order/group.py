@@ -67,12 +67,15 @@ class _Given:
 
         By place in the pass, each with the number of its samples.
         """
-        begun = np.arange(lanes.next, self._lanes.begun)
         reading = [place for place, _, _ in lanes.lanes if place >= 0]
-        places = np.concatenate([np.array(reading, np.int64), begun])
-        samples = self._lanes.samples[places]
-        over = (samples >= 0) & (self._count[places] == samples) & (self._last[places] < position)
-        return tuple(zip(places[over].tolist(), samples[over].tolist(), strict=True))
+        places = [*reading, *range(lanes.next, self._lanes.begun)]
+        facts = (self._lanes.samples, self._count, self._last)
+        found = zip(places, *(each[places].tolist() for each in facts), strict=True)
+        return tuple(
+            (place, samples)
+            for place, samples, count, last in found
+            if samples >= 0 and count == samples and last < position
+        )
 
 
 class GroupOrder:

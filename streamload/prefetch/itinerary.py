@@ -17,12 +17,14 @@ from streamload.cache.runs import VISITS_KEPT, Run, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.cursor import Cursor
-from streamload.order.group import GroupOrder, References
+from streamload.order.group import GroupOrder
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
 
 _PLACE_BITS = 32
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
+_SHARD = 1
+"""The column of references that has the shard; the others: pass, sample."""
 
 
 class Itinerary:
@@ -54,7 +56,7 @@ class Itinerary:
         self._first = first
         self._arrivals = arrivals
         self._base = order.position
-        self._known = References(*(np.empty(0, np.int64) for _ in References._fields))
+        self._known = np.empty((0, 3), np.int64)  # a row for each: they are taken, and hashed, by rows
         self._run = Run(tier.root / "runs")
         self._hash = xxhash.xxh3_64()
         self._hashed = self._base
@@ -87,16 +89,21 @@ class Itinerary:
         self._in_use = None
         fresh = self._order.advance(self._arrivals)
         if len(fresh.shards):
-            fresh = fresh._replace(shards=fresh.shards + self._first)
-            self._known = References(*map(np.concatenate, zip(self._known, fresh, strict=True)))
+            rows = np.column_stack(fresh)
+            rows[:, _SHARD] += self._first
+            self._known = np.concatenate([self._known, rows])
         return len(fresh.shards) > 0
 
-    def take(self, first: int, stop: int) -> References:
-        """The references from position `first` to `stop`, fewer at the end; they are forgotten."""
+    def take(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """The references from position `first` to `stop`, fewer at the end; they are forgotten.
+
+        Returns:
+            int64[N, 3], pass, shard and sample of each.
+        """
         self.digest(stop)
-        skip, count = first - self._base, stop - self._base
-        taken = References(*(part[skip:count] for part in self._known))
-        self._known = References(*(part[count:] for part in self._known))
+        count = stop - self._base
+        taken = self._known[first - self._base : count]
+        self._known = self._known[count:]
         self._base = stop
         if stop > self._in_use_until:
             self._in_use = None
@@ -110,7 +117,7 @@ class Itinerary:
         """
         start, stop = self._hashed - self._base, min(position, self._order.position) - self._base
         if stop > start:
-            self._hash.update(np.column_stack([part[start:stop] for part in self._known]).tobytes())
+            self._hash.update(self._known[start:stop].tobytes())
             self._hashed = self._base + stop
         return self._hash.intdigest()
 
@@ -125,7 +132,7 @@ class Itinerary:
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, those needed first in front."""
         if self._in_use is None:
-            shards = self._known.shards
+            shards = self._known[:, _SHARD]
             places = np.sort(shards << _PLACE_BITS | np.arange(shards.size))  # by shard, then by place
             last = places[np.diff(places >> _PLACE_BITS, append=-1) != 0]
             known = (last >> _PLACE_BITS).tolist()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -90,6 +91,7 @@ class Examples:
         preparation: what is done to each image that isn't prepared yet, before anything else; None: nothing.
         map_sample: in place of all of the above: the raw sample to a dict of values.
         as_bytes: leave a plan's images as uint8, to be normalised where they are used.
+        with_mask: give the ids' `attention_mask`, too.
     """
 
     image: Choose
@@ -99,6 +101,7 @@ class Examples:
     map_sample: MapSample | None
     as_bytes: bool
     preparation: Preparation | None = None
+    with_mask: bool = False
 
     @property
     def unnormalised(self) -> Statistics | None:
@@ -120,9 +123,9 @@ class Examples:
         if map_sample is not None:
             return lambda size, allocate: _MappedBatch(map_sample, allocate)
         if isinstance(preprocess, ImagePlan):
-            transform = PlannedTransform(preprocess)
+            transform, places = PlannedTransform(preprocess), _Places()
             return lambda size, allocate: _CaptionedBatch(
-                _PlannedImages(transform, self, size, allocate), self
+                _PlannedImages(transform, self, places, size, allocate), self
             )
         prepare = None if self.preparation is None else self.pixels
         return lambda size, allocate: _CaptionedBatch(_GivenImages(preprocess, prepare, allocate), self)
@@ -160,7 +163,7 @@ class _Captioned(NamedTuple):
 
 
 class _CaptionedBatch:
-    """Images and captions; the values are `image`, `text`, and `attention_mask` where there are ids."""
+    """Images and captions; the values are `image`, `text`, and `attention_mask` where it is asked for."""
 
     def __init__(self, images: _Images, examples: Examples):
         self._images = images
@@ -196,7 +199,9 @@ class _CaptionedBatch:
         values: dict[str, Any] = {"image": self._images.finish(), "text": self._captions}
         if self._examples.tokenizer is not None and self._captions:
             texts = self._examples.tokenizer(self._captions)
-            values |= {"text": texts.ids, "attention_mask": texts.mask()}
+            values["text"] = texts.ids
+            if self._examples.with_mask:
+                values["attention_mask"] = texts.mask()
         return {**values, "__key__": self._keys, "__url__": self._urls}
 
     def close(self) -> None:
@@ -220,23 +225,56 @@ class _Planned(NamedTuple):
     outlined: _Outlined | None
 
 
+class _Places:
+    """The places of a batch's images in its memory, made once for memory that is used again.
+
+    A view is an object of its own that costs a microsecond, and in between images several.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[torch.Tensor]]] = {}
+
+    def of(
+        self, memory: torch.Tensor, split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        """The parts of a tensor, always by the same `split`."""
+        number = id(memory)  # known only as long as it lives
+        if number not in self._known:
+            forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
+            # Views keep what they are views of, and that is to go when nobody else has it.
+            self._known[number] = forget, split(memory.detach())
+        return self._known[number][1]
+
+
+def _channels_first(levels: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[N, H, W, 3] → N views [1, 3, H, W]."""
+    return torch.split(levels.permute(0, 3, 1, 2), 1)
+
+
 class _PlannedImages:
     """Images by a plan, each normalised while it is in the processor's cache."""
 
-    def __init__(self, transform: PlannedTransform, examples: Examples, size: int, allocate: Allocate):
+    def __init__(
+        self,
+        transform: PlannedTransform,
+        examples: Examples,
+        places: _Places,
+        size: int,
+        allocate: Allocate,
+    ):
         self._transform, plan = transform, transform.plan
         self._pixels = examples.pixels
         self._preparation = examples.preparation
         self._statistics = None if examples.as_bytes else plan.statistics
         self._count = 0
-        # The transform writes channels last: into the batch itself, or beside it for the normalising. All
-        # views are made in a row: in between the images each costs more (journey.py).
+        # The transform writes channels last: into the batch itself, or beside it for the normalising.
         if self._statistics is None:
-            self._batch = allocate((size, *plan.size, 3), torch.uint8).permute(0, 3, 1, 2)
-            self._places = torch.split(self._batch, 1)
+            memory = allocate((size, *plan.size, 3), torch.uint8)
+            self._batch = memory.permute(0, 3, 1, 2)
+            self._places = places.of(memory, _channels_first)
         else:
             self._batch = allocate((size, 3, *plan.size), torch.float32)
-            self._places = self._batch.unbind()
+            self._places = places.of(self._batch, torch.unbind)
             self._levels = torch.empty((1, *plan.size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
             (self._image,) = self._levels
 
