@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streamload.cache.reading import ReadMemory
-from streamload.dataset.messages import Batch, Recipe, Start, Trouble, changes_from
+from streamload.dataset.messages import Batch, Recipe, SealedStates, Start, Trouble, changes_from
 from streamload.dataset.steps import Steps, Visit
 from streamload.dataset.supply import Superseded, Supply
 from streamload.errors import CaptionError, DataError, SampleError, TooManyBadSamples
@@ -115,7 +115,7 @@ class Reading:
                     self._check_end(number, start)
                     return
                 values, troubles = made
-                states, spans = step.states(), step.spans()
+                states, spans = SealedStates(step.states()), step.spans()
                 self._supply.let_go()
                 if self._slots is not None:
                     values = self._slots.hand_over(values, self._counts)

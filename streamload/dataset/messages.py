@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,6 +123,30 @@ class GroupState(NamedTuple):
         return cls(owed, sources)
 
 
+class SealedStates(Mapping[int, GroupState]):
+    """States of groups, by their number, opened only where one is asked for.
+
+    A rank is given some with every batch, and needs those of the batch that it took last, for a checkpoint.
+    Sealed they cost half as much on their way.
+    """
+
+    def __init__(self, states: Mapping[int, GroupState]):
+        self._sealed = pickle.dumps(dict(states), pickle.HIGHEST_PROTOCOL)
+
+    def __getitem__(self, number: int) -> GroupState:
+        return self._open()[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._open())
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def _open(self) -> dict[int, GroupState]:
+        states: dict[int, GroupState] = pickle.loads(self._sealed)
+        return states
+
+
 class Start(NamedTuple):
     """From where to where the workers go on: what the rank writes on the board before each epoch."""
 
@@ -188,7 +213,7 @@ class Batch(NamedTuple):
     values: dict[str, Any]
     position: int
     """Where its step begins: global samples of the sequence before it."""
-    groups: dict[int, GroupState]
+    groups: SealedStates
     """Of each group that it is of, by its number among all: where it is behind this step."""
     troubles: list[Trouble]
     """The samples that could not be used."""
