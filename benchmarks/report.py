@@ -76,7 +76,10 @@ def targets(results: dict[str, Result]) -> str:
             if limit is None:
                 sign, limit = "≥", target["at_least"]
             met = {True: "yes", False: "no", None: "not measured"}[target["met"]]
-            rows.append([name, target["claim"], f"{sign} {number(limit)}", number(target["value"]), met])
+            measured = number(target["value"])
+            if target["met"] is False and measured == number(limit):
+                measured = f"{target['value']:.4g}"
+            rows.append([name, target["claim"], f"{sign} {number(limit)}", measured, met])
     return table(["benchmark", "claim", "target", "measured", "reached"], rows)
 
 
