@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,11 +81,11 @@ def test_as_many_are_under_way_at_once_as_allowed(server: ShardServer) -> None:
         got += len(chunk)
         if got >= 140_000:
             break
-    deadline = time.monotonic() + 10
-    while len(server.log) < 5 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [seen.start for seen in server.log[:1]] == [0]
-    assert {seen.start for seen in server.log[1:5]} == {100_000, 150_000, 200_000, 250_000}
+    ranges = {100_000, 150_000, 200_000, 250_000}
+    until(lambda: ranges <= {seen.start for seen in server.log})
+    assert server.log[0].start == 0
+    others = [seen.start for seen in server.log[1:] if seen.start not in ranges]
+    assert others in ([], [300_000])  # in place of the first of the four, once it has come
     stream.close()
 
 
@@ -222,15 +221,17 @@ def test_nothing_is_left_over_after_a_close_in_the_middle(
     read(server)
     before = len(server.log)
     with no_leaks():
-        server.misbehave("a.tar", Fault(first=2), fault)
         options = OriginOptions(**{**SIDE_BY_SIDE, "stall_seconds": 60.0})
         stream = open_origin(f"{server.url}/a.tar", options=options).open()
         got = 0
-        for chunk in stream.chunks():
-            got += len(chunk)
-            if got >= SIDE_BY_SIDE["first_get_bytes"]:  # whichever range is answered second
-                break
-        until(lambda: len(server.log) >= before + 3)
+        chunks = stream.chunks()
+        while got < 110_000:
+            got += len(next(chunks))
+        until(lambda: len(server.ranges("a.tar")) - before >= 5)  # the second of four ranges is being sent
+        server.misbehave("a.tar", fault)
+        while got < 160_000:
+            got += len(next(chunks))
+        until(lambda: len(server.log) - before >= 6)
         stream.close()
         stream.close()
 
