@@ -34,7 +34,7 @@ def photograph(width, height, which=0):
 
 def transformed(transform, pixels, destination, seed=0):
     """An image by a plan, with what is drawn for it from `seed`, into its place."""
-    transform(pixels, destination[None], transform.draw(*pixels.shape[:2], seed))
+    transform.put(pixels, transform.draw(*pixels.shape[:2], seed))(out=destination[None])
 
 
 def clip_examples(as_bytes=True, preparation=None):

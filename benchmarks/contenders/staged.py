@@ -19,7 +19,7 @@ from streamload.dataset import journey, supply
 from streamload.dataset.steps import Step, Steps
 from streamload.handoff import Slots
 from streamload.shards.index import IndexReader
-from streamload.transforms import decode, examples
+from streamload.transforms import decode, examples, resize
 from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.tokenize import BatchTokenizer
 
@@ -34,7 +34,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
     "decode": [(examples, "decode_there")],
-    "resize": [(PlannedTransform, "__call__")],
+    "resize": [(resize._KERNELS, "bicubic")],
     "normalise": [(examples, "normalise_into")],
     "tokenize": [(BatchTokenizer, "__call__")],
     "hand-over": [(Slots, "empty"), (Slots, "hand_over")],
@@ -74,7 +74,10 @@ def main() -> None:
     clocks = Clocks(list(STAGES))
     for stage, functions in enumerate(STAGES.values()):
         for owner, name in functions:
-            setattr(owner, name, clocks.timed(stage, getattr(owner, name)))
+            if isinstance(owner, dict):
+                owner[name] = clocks.timed(stage, owner[name])
+            else:
+                setattr(owner, name, clocks.timed(stage, getattr(owner, name)))
     so_far = [([0] * len(STAGES), 0)]
     rank = os.getpid()
 

@@ -97,26 +97,28 @@ def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) 
     Raises:
         DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
     """
-    place = place_in_scratch(data) if in_scratch else None
-    if place is not None:
-        return decode_there(data, place)
-    if jpeg_size(data) is not None:
-        pixels = _decoded(data, None)
-        if pixels is not None:
-            return pixels
-    if data[:2] == _PPM_START:
+    if is_stored(data):
         return _stored(data, in_scratch)
-    return np.array(decode_to_pillow(data))
+    size = jpeg_size(data)
+    if size is None:
+        return np.array(decode_to_pillow(data))
+    place = _scratch.of(*size) if in_scratch else None
+    return decode_there(data, np.empty((*size, 3), np.uint8) if place is None else place)
+
+
+def is_stored(data: bytes | memoryview) -> bool:
+    """Whether an image's pixels are stored as they are: there is nothing to decode."""
+    return data[:2] == _PPM_START
 
 
 def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
-    """Where `decode_there` will put the pixels of an image, by its header.
+    """Where the pixels of an image will be by its header, or are, if they are stored as they are.
 
     Args:
         data: as for `decode_jpeg_or_image`.
 
     Returns:
-        uint8[H, W, 3], writable, whose content is undefined until then; None where only decoding will tell.
+        uint8[H, W, 3], writable, for `decode_there`; None where only decoding will tell.
 
     Raises:
         DecodeError: more than MAX_PIXELS, or a PPM without its pixels.
@@ -124,11 +126,11 @@ def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
     size = jpeg_size(data)
     if size is not None:
         return _scratch.of(*size)
-    return _stored(data, in_scratch=True) if data[:2] == _PPM_START else None
+    return _stored(data, in_scratch=True) if is_stored(data) else None
 
 
 def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:
-    """Decode an image into the place that its header gave: `place`, needed until this thread decodes another.
+    """Decode a JPEG into the place that its header gave: `place`, needed until this thread decodes another.
 
     Raises:
         DecodeError: as for `decode_jpeg_or_image`.
@@ -136,9 +138,11 @@ def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:
     Returns:
         `place`; memory of its own where Pillow has to decode the image.
     """
-    if data[:2] == _PPM_START or _decoded(data, place) is not None:
-        return place
-    return np.array(decode_to_pillow(data))
+    try:
+        simplejpeg.decode_jpeg(data, "RGB", buffer=place)
+    except ValueError:  # strict, its default: what libjpeg only warns of is raised
+        return np.array(decode_to_pillow(data))
+    return place
 
 
 def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
@@ -148,7 +152,7 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
 
     Args and Raises: as for `decode_jpeg_or_image`.
     """
-    if data[:2] == _PPM_START:
+    if is_stored(data):
         return Image.fromarray(_stored(data, in_scratch=False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -163,15 +167,6 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
                 f"{image.format} image of {len(data)} bytes, {image.width}×{image.height}, "
                 f"could not be decoded: {exc!r}"
             ) from exc
-
-
-def _decoded(data: bytes | memoryview, memory: Pixels | None) -> Pixels | None:
-    """The pixels of a JPEG that libjpeg-turbo has nothing to say against."""
-    try:
-        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=memory)
-    except ValueError:  # strict, its default: what libjpeg only warns of is raised
-        return None
-    return pixels
 
 
 def _stored(data: bytes | memoryview, in_scratch: bool) -> Pixels:

@@ -12,10 +12,16 @@ import torch
 
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
-from streamload.transforms.decode import Pixels, decode_jpeg_or_image, decode_there, place_in_scratch
+from streamload.transforms.decode import (
+    Pixels,
+    decode_jpeg_or_image,
+    decode_there,
+    is_stored,
+    place_in_scratch,
+)
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import ImagePlan, Statistics
-from streamload.transforms.planned import Choices, PlannedTransform
+from streamload.transforms.planned import PlannedTransform, Put
 from streamload.transforms.prepare import Preparation
 from streamload.transforms.tokenize import BatchTokenizer
 from streamload.transforms.user import SeededGenerators, UserTransform
@@ -169,9 +175,7 @@ class _CaptionedBatch:
         self._images = images
         self._examples = examples
         self._layouts: dict[tuple[str, ...], Layout] = {}
-        self._captions: list[str] = []
-        self._keys: list[str] = []
-        self._urls: list[str] = []
+        self._added: list[_Captioned] = []
 
     def look_at(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: it is cheaper to find out that it can't be read."""
@@ -184,9 +188,7 @@ class _CaptionedBatch:
     def add(self, seen: _Captioned) -> None:
         """See BatchInProgress."""
         self._images.add(seen.image)
-        self._captions.append(seen.caption)
-        self._keys.append(seen.key)
-        self._urls.append(seen.url)
+        self._added.append(seen)
 
     def _layout(self, sample: Sample) -> Layout:
         extensions = tuple(sample.members)
@@ -196,33 +198,36 @@ class _CaptionedBatch:
         return layout
 
     def finish(self) -> dict[str, Any]:
-        values: dict[str, Any] = {"image": self._images.finish(), "text": self._captions}
-        if self._examples.tokenizer is not None and self._captions:
-            texts = self._examples.tokenizer(self._captions)
+        captions = [one.caption for one in self._added]
+        values: dict[str, Any] = {"image": self._images.finish(), "text": captions}
+        if self._examples.tokenizer is not None and captions:
+            texts = self._examples.tokenizer(captions)
             values["text"] = texts.ids
             if self._examples.with_mask:
                 values["attention_mask"] = texts.mask()
-        return {**values, "__key__": self._keys, "__url__": self._urls}
+        keys, urls = [one.key for one in self._added], [one.url for one in self._added]
+        return {**values, "__key__": keys, "__url__": urls}
 
     def close(self) -> None:
         self._images.close()
 
 
-class _Outlined(NamedTuple):
-    """An image before its pixels: where they will be, what is drawn for it, and which part that takes."""
-
-    pixels: Pixels
-    choices: Choices
-    part: torch.Tensor | None
-
-
 class _Planned(NamedTuple):
-    """An image file, and what its header tells; nothing where that has to be decoded first."""
+    """An image before its pixels, with all that can be known of it by then.
 
-    data: memoryview
+    Attributes:
+        data: its file; None where the pixels are there, as they were stored.
+        is_prepared: whether it is.
+        seed: uint64, of what is drawn for it.
+        pixels: where its pixels will be; None where the file has to be decoded to know.
+        put: makes the image of a batch of these.
+    """
+
+    data: memoryview | None
     is_prepared: bool
     seed: int
-    outlined: _Outlined | None
+    pixels: Pixels | None
+    put: Put | None
 
 
 class _Places:
@@ -282,31 +287,30 @@ class _PlannedImages:
         """See BatchInProgress."""
         is_as_it_is = is_prepared or self._preparation is None
         pixels = place_in_scratch(data) if is_as_it_is else None
-        outlined = None if pixels is None else self._outlined(pixels, seed)
-        return _Planned(data, is_prepared, seed, outlined)
+        if pixels is None:
+            return _Planned(data, is_prepared, seed, None, None)
+        put = self._put(pixels, seed)
+        return _Planned(None if is_stored(data) else data, is_prepared, seed, pixels, put)
 
     def add(self, seen: _Planned) -> None:
-        """See BatchInProgress."""
-        outlined = self._decoded(seen)
+        """See BatchInProgress. Between two images each call costs a microsecond or two: few are left."""
+        data, is_prepared, seed, pixels, put = seen
+        if data is not None:
+            there = self._pixels(data, is_prepared) if pixels is None else decode_there(data, pixels)
+            if there is not pixels:
+                put = self._put(there, seed)
+        assert put is not None  # as there are pixels
         place = self._places[self._count]
         if self._statistics is None:
-            self._transform(outlined.pixels, place, outlined.choices, outlined.part)
+            put(out=place)
         else:
-            self._transform(outlined.pixels, self._levels, outlined.choices, outlined.part)
+            put(out=self._levels)
             normalise_into(self._image, place, *self._statistics)
         self._count += 1
 
-    def _outlined(self, pixels: Pixels, seed: int) -> _Outlined:
+    def _put(self, pixels: Pixels, seed: int) -> Put:
         height, width, _ = pixels.shape
-        choices = self._transform.draw(height, width, seed)
-        return _Outlined(pixels, choices, self._transform.part(pixels, choices))
-
-    def _decoded(self, seen: _Planned) -> _Outlined:
-        data, is_prepared, seed, outlined = seen
-        if outlined is None:
-            return self._outlined(self._pixels(data, is_prepared), seed)
-        pixels = decode_there(data, outlined.pixels)
-        return outlined if pixels is outlined.pixels else self._outlined(pixels, seed)
+        return self._transform.put(pixels, self._transform.draw(height, width, seed))
 
     def finish(self) -> torch.Tensor:
         return self._batch[: self._count]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,10 @@ from streamload.transforms.augment import Box, RandomBox
 from streamload.transforms.decode import Pixels
 from streamload.transforms.draws import Draws
 from streamload.transforms.plan import ImagePlan, RandomCrop
-from streamload.transforms.resize import crop, resize, resize_and_cut
+from streamload.transforms.resize import crop, resize_and_cut, resizing
+
+Put = Callable[..., object]
+"""Puts an image into its place, `out`, once its pixels are there."""
 
 
 class Choices(NamedTuple):
@@ -52,46 +57,36 @@ class PlannedTransform:
         box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
         return Choices(box, tuple([step.is_drawn(self._draws) for step in self.plan.colour]))
 
-    def part(self, pixels: Pixels, choices: Choices) -> torch.Tensor | None:
-        """The box that was drawn, uint8[1, 3, H, W]: a view of pixels that needn't be there yet."""
-        return None if choices.box is None else crop(pixels, choices.box)
-
-    def __call__(
-        self,
-        pixels: Pixels,
-        destination: torch.Tensor,
-        choices: Choices,
-        part: torch.Tensor | None = None,
-    ) -> None:
-        """Transform an image into its place.
+    def put(self, pixels: Pixels, choices: Choices) -> Put:
+        """What makes an image of pixels that needn't be there yet.
 
         Args:
             pixels: uint8[H, W, 3], writable.
-            destination: uint8[1, 3, *plan.size]; channels last saves 90 µs.
             choices: drawn for an image of this size.
-            part: what `part` gave for them.
 
-        Raises:
-            DecodeError: the image is so long that nothing of its short side would be left.
+        Returns:
+            It writes the image to `out`, uint8[1, 3, *plan.size], where channels last saves 90 µs. It raises
+            DecodeError if the image is so long that nothing of its short side would be left.
         """
-        if not any(choices.colour):
-            self._fit(pixels, choices, part, destination)
-            return
-        image = self._fit(pixels, choices, part, None)[0]
+        if any(choices.colour):
+            return functools.partial(self._coloured, pixels, choices)
+        if choices.box is None:
+            return functools.partial(self._fitted, pixels)
+        return resizing(crop(pixels, choices.box), *self.plan.size, self.plan.by)
+
+    def _coloured(self, pixels: Pixels, choices: Choices, *, out: torch.Tensor) -> None:
+        """With the colour steps that were drawn."""
+        fitted = torch.empty_like(out, memory_format=torch.channels_last)
+        self.put(pixels, choices._replace(colour=()))(out=fitted)
+        image = fitted[0]
         for step, is_done in zip(self.plan.colour, choices.colour, strict=True):
             if is_done:
                 image = step(image)
-        destination.copy_(image)
+        out.copy_(image)
 
-    def _fit(
-        self, pixels: Pixels, choices: Choices, part: torch.Tensor | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Crop and resize an image to the plan's size, uint8[1, 3, *size]; into `out`, if there is one."""
+    def _fitted(self, pixels: Pixels, *, out: torch.Tensor) -> None:
+        """The whole image resized, of which the middle is cut out, or around which there is a frame."""
         plan = self.plan
-        if part is None:
-            part = self.part(pixels, choices)
-        if part is not None:
-            return resize(part, *plan.size, plan.by, out)
         assert not isinstance(plan.fit, RandomCrop)
         height, width = pixels.shape[:2]
         resized = plan.fit.resized(height, width)
@@ -100,12 +95,11 @@ class PlannedTransform:
         (top, down), (left, across) = map(_middle, resized, plan.size)
         image = resize_and_cut(pixels, *resized, Box(max(top, 0), max(left, 0), down, across), plan.by)
         if (down, across) == plan.size:
-            return image[None] if out is None else out.copy_(image)
-        padded = torch.empty((1, 3, *plan.size), dtype=torch.uint8) if out is None else out
-        padded.copy_(torch.tensor(plan.fill, dtype=torch.uint8).view(3, 1, 1).expand_as(padded))
+            out.copy_(image)
+            return
+        out.copy_(torch.tensor(plan.fill, dtype=torch.uint8).view(3, 1, 1).expand_as(out))
         above, before = max(-top, 0), max(-left, 0)
-        padded[:, :, above : above + down, before : before + across] = image
-        return padded
+        out[:, :, above : above + down, before : before + across] = image
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:

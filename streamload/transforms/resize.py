@@ -63,10 +63,21 @@ def resize(
     image: torch.Tensor, height: int, width: int, by: Filter = "bicubic", out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Resize a crop, uint8[1, 3, H, W]; see `resize_box`."""
+    if out is None:
+        out = torch.empty((1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    return resizing(image, height, width, by)(out=out)
+
+
+def resizing(
+    image: torch.Tensor, height: int, width: int, by: Filter = "bicubic"
+) -> Callable[..., torch.Tensor]:
+    """`resize` with all but its `out`: what can be known of an image before its pixels are there is done."""
     _, _, image_height, image_width = image.shape
     if _goes_down_first(image_height, image_width, height, width):
-        image = _interpolate(image, height, image_width, by, None)
-    return _interpolate(image, height, width, by, out)
+        return functools.partial(_resize_down_first, image, height, width, by)
+    if (image_height, image_width) == (height, width):
+        return functools.partial(_copied, image)
+    return functools.partial(_KERNELS[by], image, (height, width), False, None, None)
 
 
 def resize_and_cut(
@@ -91,15 +102,16 @@ def resize_and_cut(
     return resized[:, part.top : part.top + part.height, part.left : part.left + part.width]
 
 
-def _interpolate(
-    image: torch.Tensor, height: int, width: int, by: Filter, out: torch.Tensor | None
+def _resize_down_first(
+    image: torch.Tensor, height: int, width: int, by: Filter, *, out: torch.Tensor
 ) -> torch.Tensor:
-    """What `F.interpolate(image, (height, width), mode=by, antialias=True)` gives, but into `out`."""
-    if image.shape[2:] == (height, width):
-        return image if out is None else out.copy_(image)
-    if out is None:
-        out = torch.empty((1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-    return _KERNELS[by](image, (height, width), False, None, None, out=out)
+    between = torch.empty((1, height, image.shape[3], 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    _KERNELS[by](image, (height, image.shape[3]), False, None, None, out=between)
+    return _KERNELS[by](between, (height, width), False, None, None, out=out)
+
+
+def _copied(image: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(image)
 
 
 def _resize_part(pixels: Pixels, height: int, width: int, part: Box, by: Filter) -> torch.Tensor:
