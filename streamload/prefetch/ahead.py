@@ -136,7 +136,7 @@ class Ahead:
                 self._wanted, self._needed = wanted, len(needed)
                 self._bare &= {shard.digest for shard in needed}
                 self._elsewhere &= {shard.digest for shard in needed}
-                self._change.notify_all()
+                self._change.notify()  # who takes one of them calls another for the next
 
     def look_again(self) -> None:
         """Look at all shards anew, now: what was settled about them may not hold any more."""
@@ -239,29 +239,38 @@ class Ahead:
             with self._change:
                 self._busy.discard(job.digest)
                 self._not_before[job.digest] = time.monotonic() + pause
-                self._change.notify_all()
+                if pause < _IDLE_SECONDS:  # else whoever watches the clock looks again before it is due
+                    self._change.notify_all()
 
     def _take(self) -> Shard | None:
         """The next shard that nobody here fills; None after a while in which there was none.
 
         One of the idle threads watches the clock, the others sleep until they are called: each time that one
-        wakes up takes the processor from those who decode.
+        wakes up takes the processor from those who decode. Who takes a shard calls one other, where there is
+        more to take or nobody watches any more.
         """
         with self._change:
             now = time.monotonic()
             until = now + _IDLE_SECONDS
             is_free = len(self._busy) - self._aside < self._at_once
+            taken: Shard | None = None
             for place, shard in enumerate(self._wanted if is_free else ()):
                 if shard.digest in self._busy:
                     continue
                 due = self._not_before.get(shard.digest, 0.0)
                 if due <= now:
+                    if taken is not None:
+                        self._change.notify()
+                        return taken
+                    taken = shard
                     self._busy.add(shard.digest)
-                    self._call_a_watch()
-                    return shard
-                if place >= self._needed and shard.digest in self._refused_since:
+                elif place >= self._needed and shard.digest in self._refused_since:
                     break  # what is needed later still won't find room either
-                until = min(until, due)
+                else:
+                    until = min(until, due)
+            if taken is not None:
+                self._call_a_watch()
+                return taken
             if self._stop.is_set():  # set before all are called for the last time
                 return None
             if self._is_watched:
@@ -275,7 +284,7 @@ class Ahead:
             return None
 
     def _call_a_watch(self) -> None:
-        """Wake another, where this thread was the one that watched; the lock is held."""
+        """Wake another where nobody watches; the lock is held."""
         if not self._is_watched:
             self._change.notify()
 
@@ -440,7 +449,7 @@ class Ahead:
             if len(self._threads) <= self._at_once + self._aside:
                 return False
             self._threads.remove(threading.current_thread())
-            self._call_a_watch()
+            self._change.notify()  # another, in its stead
             return True
 
     def _filler(self, number: int) -> threading.Thread:
