@@ -48,9 +48,8 @@ SEED ?= $(shell date +%s)
 fuzz: $(READY)  ## Fuzz the parsers of tars, indexes and URLs (CASES=1000000 of each, SEED)
 	$(BIN)/python -m tests.fuzzing --cases $(CASES) --seed $(SEED)
 
-# A peer that can't be built is left out, and said to be. SPDL takes FFmpeg's libraries from the system.
+# A peer that can't be built is left out, and said to be.
 peers: $(READY) $(OPENCLIP_READY)  ## Build the environments of the peers that are measured beside us
-	bash .ci/need ffmpeg || true
 	$(BIN)/python -m benchmarks.environments.build || true
 
 bench: peers  ## Measure beside the peers (about 3 hours); writes benchmarks/results/*.json

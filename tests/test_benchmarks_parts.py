@@ -81,6 +81,19 @@ def test_one_that_cannot_be_built_is_named_and_the_others_are_children_of_ours_b
     assert left.exists()
 
 
+def test_spdl_finds_ffmpeg_by_its_own_names(tmp_path):
+    wheel, beside = tmp_path / "av.libs", tmp_path / "spdl/io/lib"
+    wheel.mkdir()
+    beside.mkdir(parents=True)
+    for name in ("libavcodec-e57b519c.so.62.11.100", "libswscale-6b69be0e.so.9.1.100", "libdrm-b02.so.2"):
+        (wheel / name).write_text(name)
+    build.lend_ffmpeg(tmp_path)
+    assert {path.name: path.read_text() for path in beside.iterdir()} == {
+        "libavcodec.so.62": "libavcodec-e57b519c.so.62.11.100",
+        "libswscale.so.9": "libswscale-6b69be0e.so.9.1.100",
+    }
+
+
 def test_an_unknown_environment_is_refused_with_those_that_there_are():
     command = [sys.executable, "-m", "benchmarks.environments.build", "spdl", "lidtata"]
     ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)

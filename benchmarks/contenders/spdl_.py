@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+import av  # noqa: F401  (loads what FFmpeg's libraries need; see environments/build.py)
 import spdl.io
 import torch
 from spdl.pipeline import PipelineBuilder

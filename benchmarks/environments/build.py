@@ -9,6 +9,7 @@ made from: a finished one isn't made again, an interrupted or outdated one is ma
 
 import argparse
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,8 @@ PEERS = ROOT / ".venv-peers"
 FOLDER = Path(__file__).parent
 """Where the pins stand."""
 _STAMP = ".ready"
-_CHECKS = {"spdl": ["import spdl.io.utils; spdl.io.utils.get_ffmpeg_versions()"]}
-"""What pip can't know: SPDL takes FFmpeg's libraries from the system."""
+_FFMPEG = re.compile(r"(lib(?:av|sw)[a-z]+)-[0-9a-f]+(\.so\.\d+)\.[\d.]+")
+"""A library of FFmpeg as a wheel has it: its name with a hash, and with its whole version."""
 
 
 def main() -> int:
@@ -84,9 +85,20 @@ def build(name: str, into: Path) -> None:
     parent = sysconfig.get_path("purelib")
     Path(own, "parent.pth").write_text(f"import site; site.addsitedir({parent!r})\n")
     _checked(python, "-m", "pip", "install", "--quiet", "--requirement", _requirements(name))
-    for check in _CHECKS.get(name, ()):
-        _checked(python, "-c", check)
+    if name == "spdl":
+        lend_ffmpeg(Path(own))
+        _checked(python, "-c", "import av, spdl.io.utils; spdl.io.utils.get_ffmpeg_versions()")
     (into / name / _STAMP).write_text(f"{_pins(name)}\n{parent}\n")
+
+
+def lend_ffmpeg(packages: Path) -> None:
+    """Put FFmpeg's libraries where SPDL's look for them before they ask the system: beside themselves.
+
+    SPDL brings none. PyAV's wheel does, under names with hashes; `import av` loads what they need in turn.
+    """
+    for library in (packages / "av.libs").iterdir():
+        if found := _FFMPEG.fullmatch(library.name):
+            (packages / "spdl" / "io" / "lib" / "".join(found.groups())).symlink_to(library)
 
 
 def _requirements(name: str) -> Path:
