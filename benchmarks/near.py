@@ -59,13 +59,16 @@ class Near:
         return {"label": label or contender.name, **_row(contender, round_, ran, load, notes)}
 
     def run_in_turn(self, contenders: Sequence[Contender], round_: int, epochs: int) -> list[Row]:
-        """Measure so many epochs of each, taken in turn: the last of each turn."""
+        """Measure so many epochs of each, taken in turn: a row for the last of each turn."""
         load = machine.load()
         jobs = [
             (one, self._job(one, round_, epochs=TURN * epochs), self.places.of(one)) for one in contenders
         ]
-        all_ran = zip(contenders, turns.run_in_turn(jobs), strict=True)
-        return [{"label": one.name, **_row(one, round_, ran, load)} for one, ran in all_ran]
+        return [
+            {"label": one.name, "turn": turn, **_row(one, round_, ran, load, epoch=TURN * turn + TURN - 1)}
+            for one, ran in zip(contenders, turns.run_in_turn(jobs), strict=True)
+            for turn in range(epochs)
+        ]
 
     def _job(self, contender: Contender, round_: int, **more: Any) -> Job:
         base = self.url if contender.reads == "url" else str(self.directory / "shards")
@@ -97,25 +100,29 @@ class Near:
         return {**turns.content(given, settings, rows), "conversions": self.conversions}
 
 
-def _row(contender: Contender, round_: int, ran: turns.Ran, load: float, notes: Sequence[str] = ()) -> Row:
-    """What the last epoch of each turn took, its start included; `load` is the machine's before."""
-    last, measured = ran.epochs[-1], ran.epochs[TURN - 1 :: TURN]
-    images = sum(epoch.images for epoch in measured)
-    seconds = sum(epoch.ended - epoch.began for epoch in measured)
-    with_batches = sum(epoch.ended - epoch.first_batch for epoch in measured)
+def _row(
+    contender: Contender,
+    round_: int,
+    ran: turns.Ran,
+    load: float,
+    notes: Sequence[str] = (),
+    epoch: int = -1,
+) -> Row:
+    """What an epoch took, its start included; `load` is the machine's before."""
+    one = ran.epochs[epoch]
     return {
         "contender": contender.name,
         "round": round_,
         "load_before": load,
-        "images": images,
-        "seconds": seconds,
-        "images_per_second": images / seconds,
-        "cpu_us_per_image": sum(epoch.cpu_seconds for epoch in measured) / images * 1e6,
-        "consumer_us_per_image": sum(epoch.consumer_cpu_seconds for epoch in measured) / images * 1e6,
-        "first_batch_seconds": last.first_batch - last.began,
-        "waited_share": sum(epoch.waited_seconds for epoch in measured) / with_batches,
-        "changed_batches": sum(epoch.changed_batches for epoch in ran.epochs),
-        "channel_mean": last.channel_mean,
+        "images": one.images,
+        "seconds": one.ended - one.began,
+        "images_per_second": one.images / (one.ended - one.began),
+        "cpu_us_per_image": one.cpu_seconds / one.images * 1e6,
+        "consumer_us_per_image": one.consumer_cpu_seconds / one.images * 1e6,
+        "first_batch_seconds": one.first_batch - one.began,
+        "waited_share": one.waited_seconds / (one.ended - one.first_batch),
+        "changed_batches": sum(each.changed_batches for each in ran.epochs),
+        "channel_mean": one.channel_mean,
         "limits": ran.result.limits,
         **{name: ran.result.notes[name] for name in notes},
         "versions": ran.result.versions,

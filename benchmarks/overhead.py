@@ -9,7 +9,7 @@ Warm epochs as warm.py has them, as float32 and as uint8 batches, and as uint8 b
 since much is spent once for each batch; each beside the floor of its kind (streamload/bench/floor.py). The
 two of a kind live at the same time and take turns of two epochs, while the other waits: what a machine that
 others use, too, does from one minute to the next is more than what is looked for. The second epoch of each
-turn is measured. A ratio is the median of the rounds' own.
+turn is measured. A ratio is the median of those of all turns, each with the one beside it.
 
 Then the same with the functions of the journey wrapped by clocks (contenders/staged.py): each counts its own
 time in the thread where it runs, without that of the stages inside it, over both workers. The clocks cost
@@ -77,7 +77,7 @@ def main() -> None:
         {
             **content,
             "ratios": {
-                f"{own.name}, {metric}": by_round(rows, own, floor, metric)
+                f"{own.name}, {metric}": by_turn(rows, own, floor, metric)
                 for own, floor, *_ in OF_THE_FLOOR
                 for metric in METRICS
             },
@@ -120,7 +120,7 @@ def with_stages(row: Row) -> Row:
 def floor_targets(rows: list[Row]) -> list[Row]:
     found = []
     for own, floor, most_cpu, least_speed in OF_THE_FLOOR:
-        cpu, speed = (by_round(rows, own, floor, metric) for metric in METRICS)
+        cpu, speed = (by_turn(rows, own, floor, metric) for metric in METRICS)
         found += [
             turns.target(f"{own.name}: × the CPU time of {floor.name}", median(cpu), at_most=most_cpu),
             turns.target(f"{own.name}: × the images/s of {floor.name}", median(speed), at_least=least_speed),
@@ -128,13 +128,13 @@ def floor_targets(rows: list[Row]) -> list[Row]:
     return found
 
 
-def by_round(rows: list[Row], own: Contender, floor: Contender, metric: str) -> list[float]:
-    """The ratio of the two in each round that has both."""
-    found = {(row["contender"], row["round"]): row[metric] for row in rows}
+def by_turn(rows: list[Row], own: Contender, floor: Contender, metric: str) -> list[float]:
+    """The ratio of the two in each turn that both have."""
+    found = {(row["contender"], row["round"], row.get("turn")): row[metric] for row in rows}
     return [
-        value / found[floor.name, round_]
-        for (name, round_), value in found.items()
-        if name == own.name and (floor.name, round_) in found
+        value / found[floor.name, round_, turn]
+        for (name, round_, turn), value in found.items()
+        if name == own.name and (floor.name, round_, turn) in found
     ]
 
 

@@ -11,6 +11,8 @@ import json
 import statistics
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import peer_tables, spot_tables
 from benchmarks.markdown import Result, filled, number, spread, table
 from benchmarks.turns import RESULTS, ROOT
@@ -172,7 +174,7 @@ def verification(result: Result) -> str:
 
 
 def overhead(result: Result) -> str:
-    """Beside the floor; a ratio is the median of the rounds' own."""
+    """Beside the floor; a ratio is the median of those of all turns."""
     rows = []
     for own, ratios in _ratios(result).items():
         cpu, speed = (ratios[metric] for metric in ("loading_us_per_image", "images_per_second"))
@@ -181,17 +183,19 @@ def overhead(result: Result) -> str:
             [
                 own,
                 f"{row['loading_us_per_image']:,.0f}",
-                _of_rounds(cpu),
+                _of_turns(cpu),
                 f"{row['consumer_us_per_image']:,.0f}",
-                _of_rounds(speed),
+                _of_turns(speed),
             ]
         )
-    columns = ["CPU µs an image", "× the floor's (rounds)", "beside it the consumer, µs"]
-    return table(["", *columns, "images/s, × the floor's (rounds)"], rows)
+    columns = ["CPU µs an image", "× the floor's (middle half)", "beside it the consumer, µs"]
+    return table(["", *columns, "images/s, × the floor's (middle half)"], rows)
 
 
-def _of_rounds(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.2f}–{max(values):.2f})"
+def _of_turns(values: list[float]) -> str:
+    """The median, and between what half of them lie."""
+    low, high = np.percentile(values, (25, 75))
+    return f"{statistics.median(values):.3f} ({low:.2f}–{high:.2f})"
 
 
 def _ratios(result: Result) -> dict[str, dict[str, list[float]]]:
