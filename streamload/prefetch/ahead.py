@@ -253,23 +253,24 @@ class Ahead:
             now = time.monotonic()
             until = now + _IDLE_SECONDS
             is_free = len(self._busy) - self._aside < self._at_once
-            taken: Shard | None = None
+            taken, is_more = None, False
             for place, shard in enumerate(self._wanted if is_free else ()):
                 if shard.digest in self._busy:
                     continue
                 due = self._not_before.get(shard.digest, 0.0)
-                if due <= now:
-                    if taken is not None:
-                        self._change.notify()
-                        return taken
+                if due <= now and taken is None:
                     taken = shard
-                    self._busy.add(shard.digest)
+                elif due <= now:
+                    is_more = True
+                    break
                 elif place >= self._needed and shard.digest in self._refused_since:
                     break  # what is needed later still won't find room either
                 else:
                     until = min(until, due)
             if taken is not None:
-                self._call_a_watch()
+                self._busy.add(taken.digest)
+                if is_more or not self._is_watched:
+                    self._change.notify()
                 return taken
             if self._stop.is_set():  # set before all are called for the last time
                 return None
@@ -282,11 +283,6 @@ class Ahead:
             finally:
                 self._is_watched = False
             return None
-
-    def _call_a_watch(self) -> None:
-        """Wake another where nobody watches; the lock is held."""
-        if not self._is_watched:
-            self._change.notify()
 
     def _place_of(self, shard: Shard) -> float:
         """How soon a shard is needed, in shard visits; those that readers have open are needed alike."""

@@ -98,7 +98,7 @@ def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) 
         DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
     """
     if is_stored(data):
-        return _stored(data, in_scratch)
+        return stored_pixels(data, in_scratch)
     size = jpeg_size(data)
     if size is None:
         return np.array(decode_to_pillow(data))
@@ -107,26 +107,21 @@ def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) 
 
 
 def is_stored(data: bytes | memoryview) -> bool:
-    """Whether an image's pixels are stored as they are: there is nothing to decode."""
+    """Whether an image's pixels are stored as they are (binary PPM): there is nothing to decode."""
     return data[:2] == _PPM_START
 
 
 def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
-    """Where the pixels of an image will be by its header, or are, if they are stored as they are.
-
-    Args:
-        data: as for `decode_jpeg_or_image`.
+    """Where `decode_there` will put the pixels of a JPEG, by its header.
 
     Returns:
-        uint8[H, W, 3], writable, for `decode_there`; None where only decoding will tell.
+        uint8[H, W, 3], writable, whose content is undefined until then; None where only decoding will tell.
 
     Raises:
-        DecodeError: more than MAX_PIXELS, or a PPM without its pixels.
+        DecodeError: more than MAX_PIXELS.
     """
     size = jpeg_size(data)
-    if size is not None:
-        return _scratch.of(*size)
-    return _stored(data, in_scratch=True) if is_stored(data) else None
+    return None if size is None else _scratch.of(*size)
 
 
 def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:
@@ -153,7 +148,7 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
     Args and Raises: as for `decode_jpeg_or_image`.
     """
     if is_stored(data):
-        return Image.fromarray(_stored(data, in_scratch=False))
+        return Image.fromarray(stored_pixels(data, in_place=False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = _open(data)
@@ -169,8 +164,16 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
             ) from exc
 
 
-def _stored(data: bytes | memoryview, in_scratch: bool) -> Pixels:
-    """The pixels of a binary PPM: where they lie if that will do, and torch, which may write, may have it."""
+def stored_pixels(data: bytes | memoryview, in_place: bool) -> Pixels:
+    """The pixels of a binary PPM.
+
+    Args:
+        data: of which `is_stored` is true.
+        in_place: give them where they lie, if torch, which may write, may have them there; else a copy.
+
+    Raises:
+        DecodeError: another PPM than of 8 bits, cut, or more than MAX_PIXELS.
+    """
     header = _PPM_HEADER.match(bytes(data[:_PPM_HEADER_BYTES]))
     if header is None:
         raise DecodeError(f"a PPM that begins with {bytes(data[:16])!r}; expected P6, width, height and 255")
@@ -180,7 +183,7 @@ def _stored(data: bytes | memoryview, in_scratch: bool) -> Pixels:
     if not size or len(data) < header.end() + size:
         raise DecodeError(f"PPM of {width}×{height} with {len(data) - header.end()} bytes of pixels")
     pixels = np.frombuffer(data, np.uint8, size, header.end()).reshape(height, width, 3)
-    return pixels if in_scratch and pixels.flags.writeable else pixels.copy()
+    return pixels if in_place and pixels.flags.writeable else pixels.copy()
 
 
 def _open(data: bytes | memoryview) -> Image.Image:

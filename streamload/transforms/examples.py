@@ -18,6 +18,7 @@ from streamload.transforms.decode import (
     decode_there,
     is_stored,
     place_in_scratch,
+    stored_pixels,
 )
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import ImagePlan, Statistics
@@ -285,12 +286,14 @@ class _PlannedImages:
 
     def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
         """See BatchInProgress."""
-        is_as_it_is = is_prepared or self._preparation is None
-        pixels = place_in_scratch(data) if is_as_it_is else None
-        if pixels is None:
+        if self._preparation is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)
-        put = self._put(pixels, seed)
-        return _Planned(None if is_stored(data) else data, is_prepared, seed, pixels, put)
+        if is_stored(data):
+            pixels = stored_pixels(data, in_place=True)
+            return _Planned(None, is_prepared, seed, pixels, self._put(pixels, seed))
+        place = place_in_scratch(data)
+        put = None if place is None else self._put(place, seed)
+        return _Planned(data, is_prepared, seed, place, put)
 
     def add(self, seen: _Planned) -> None:
         """See BatchInProgress. Between two images each call costs a microsecond or two: few are left."""

@@ -29,14 +29,7 @@ _KERNELS: dict[Filter, Callable[..., torch.Tensor]] = {
 _PILLOWS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
-def resize_box(
-    pixels: Pixels,
-    box: Box,
-    height: int,
-    width: int,
-    by: Filter = "bicubic",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "bicubic") -> torch.Tensor:
     """Crop an image and resize the crop, as `crop(…).resize(…)` of Pillow.
 
     Args:
@@ -45,12 +38,14 @@ def resize_box(
         height: of the result.
         width: of the result.
         by: the filter.
-        out: where to put it: uint8[1, 3, height, width]; channels last saves a copy. None: memory of its own.
 
     Returns:
-        uint8[1, 3, height, width], channels last if the memory is its own.
+        uint8[1, 3, height, width], channels last; a view of the pixels where the crop has that size.
     """
-    return resize(crop(pixels, box), height, width, by, out)
+    image = crop(pixels, box)
+    if box[2:] == (height, width):
+        return image
+    return resizing(image, height, width, by)(out=_empty(height, width))
 
 
 def crop(pixels: Pixels, box: Box) -> torch.Tensor:
@@ -59,19 +54,18 @@ def crop(pixels: Pixels, box: Box) -> torch.Tensor:
     return torch.from_numpy(pixels[None, top : top + height, left : left + width]).permute(0, 3, 1, 2)
 
 
-def resize(
-    image: torch.Tensor, height: int, width: int, by: Filter = "bicubic", out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Resize a crop, uint8[1, 3, H, W]; see `resize_box`."""
-    if out is None:
-        out = torch.empty((1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-    return resizing(image, height, width, by)(out=out)
-
-
 def resizing(
     image: torch.Tensor, height: int, width: int, by: Filter = "bicubic"
 ) -> Callable[..., torch.Tensor]:
-    """`resize` with all but its `out`: what can be known of an image before its pixels are there is done."""
+    """What resizes a crop whose pixels needn't be there yet: all that can be known of it by then is done.
+
+    Args:
+        image: uint8[1, 3, H, W].
+        height, width, by: as for `resize_box`.
+
+    Returns:
+        It puts the result into `out`, uint8[1, 3, height, width]; channels last saves a copy.
+    """
     _, _, image_height, image_width = image.shape
     if _goes_down_first(image_height, image_width, height, width):
         return functools.partial(_resize_down_first, image, height, width, by)
@@ -105,13 +99,18 @@ def resize_and_cut(
 def _resize_down_first(
     image: torch.Tensor, height: int, width: int, by: Filter, *, out: torch.Tensor
 ) -> torch.Tensor:
-    between = torch.empty((1, height, image.shape[3], 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-    _KERNELS[by](image, (height, image.shape[3]), False, None, None, out=between)
+    image_width = image.shape[3]
+    between = _KERNELS[by](image, (height, image_width), False, None, None, out=_empty(height, image_width))
     return _KERNELS[by](between, (height, width), False, None, None, out=out)
 
 
 def _copied(image: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(image)
+
+
+def _empty(height: int, width: int) -> torch.Tensor:
+    """uint8[1, 3, height, width], channels last."""
+    return torch.empty((1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
 
 
 def _resize_part(pixels: Pixels, height: int, width: int, part: Box, by: Filter) -> torch.Tensor:
