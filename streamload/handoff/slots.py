@@ -7,6 +7,7 @@ that is seen on the array under the tensor, since a tensor dies before its views
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import mmap
@@ -46,14 +47,15 @@ class _Slot:
     memory: mmap.mmap
     tensor: torch.Tensor | None = None
     """In the worker: the one that was made here last, as the next is mostly the same."""
+    given: weakref.ref[npt.NDArray[np.uint8]] | None = None
+    """In the rank: the buffer that was given last."""
 
     def made(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor at the beginning of the memory; the last one again if it is of this shape and dtype."""
         last = self.tensor
         if last is None or last.dtype != dtype or last.shape != tuple(shape):
-            size_bytes = math.prod(shape) * dtype.itemsize
-            memory = torch.frombuffer(self.memory, dtype=torch.uint8, count=size_bytes)
-            last = self.tensor = memory.view(dtype).view(*shape)
+            flat = torch.frombuffer(self.memory, dtype=dtype, count=math.prod(shape))
+            last = self.tensor = flat.view(*shape)
         return last
 
 
@@ -192,11 +194,11 @@ class Slots:
         if slot is None or slot.region != region:
             slot = self._slots[index] = self._mapped(region)
         array = np.frombuffer(slot.memory, np.uint8)
-        weakref.finalize(array, self._release, index, os.getpid()).atexit = False
-        flat = torch.from_numpy(array)[: layout.size_bytes].view(layout.dtype)
+        slot.given = weakref.ref(array, functools.partial(self._release, index, os.getpid()))
+        flat = torch.frombuffer(array, dtype=layout.dtype, count=layout.elements)
         return flat.as_strided(layout.shape, layout.strides, layout.offset)
 
-    def _release(self, index: int, pid: int) -> None:
+    def _release(self, index: int, pid: int, _: object) -> None:
         if os.getpid() == pid:  # a process forked from the rank has the array, too, but no say
             self._held[index] = 0
 
@@ -205,13 +207,13 @@ class Slots:
 
 
 class _Layout(NamedTuple):
-    """How a tensor lies in its memory; counts of elements but for the bytes."""
+    """How a tensor lies in its memory, counted in its elements, of which there is room for so many."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    size_bytes: int
+    elements: int
 
 
 class _Handed:
@@ -229,10 +231,8 @@ def _received(name: str, index: int, region: Region, layout: _Layout) -> torch.T
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:
-    size_bytes = tensor.untyped_storage().nbytes() // tensor.itemsize * tensor.itemsize
-    return _Layout(
-        tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), size_bytes
-    )
+    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), elements)
 
 
 def is_plain(value: Any) -> bool:
