@@ -31,6 +31,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   ├── TooManyBadSamples               more than the allowed share had to be replaced
     │   ├── OrderDiverged                   two workers would read the same data in different orders
     │   └── PlanError                       a published plan that can't be followed
+    ├── NotSendable (TypeError)             a batch that can't go from its worker to the rank
     ├── ClusterError (RuntimeError)         a cluster can't be reached, or its nodes can't do the work
     ├── LoaderBusy (RuntimeError)           a second iterator while one is alive
     └── WorkerDied (RuntimeError)           a worker process ended without a word
@@ -150,6 +151,10 @@ class OrderDiverged(DataError):
 
 class PlanError(DataError):
     """What was published of a run can't be followed: forged, cut, of another version, or of other shards."""
+
+
+class NotSendable(StreamloadError, TypeError):
+    """A batch can't be sent from its worker to the rank: something that is in it can't be pickled."""
 
 
 class ClusterError(StreamloadError, RuntimeError):

@@ -115,11 +115,15 @@ class Reading:
                     self._check_end(number, start)
                     return
                 values, troubles = made
+                origins = {name: values.pop(name) for name in ("__key__", "__url__")}
                 states, spans = SealedStates(step.states()), step.spans()
                 self._supply.let_go()
                 if self._slots is not None:
                     values = self._slots.hand_over(values, self._counts)
-                yield Batch(values, position, states, troubles, spans, step.taken)
+                if self._recipe.with_keys:
+                    values |= origins
+                samples = len(origins["__key__"])
+                yield Batch(values, position, states, troubles, spans, samples, step.taken)
         except Superseded:
             return
 

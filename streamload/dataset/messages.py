@@ -70,6 +70,8 @@ class Recipe:
     selection: Selection
     """Which samples are used, from the index alone."""
     examples: Examples
+    with_keys: bool
+    """Whether a batch says which samples it is of."""
 
 
 class SourceState(NamedTuple):
@@ -211,6 +213,7 @@ class Batch(NamedTuple):
     """What a worker hands over: the values, and where the order stands behind them."""
 
     values: dict[str, Any]
+    """With the lists `__key__` and `__url__` if the recipe says so."""
     position: int
     """Where its step begins: global samples of the sequence before it."""
     groups: SealedStates
@@ -219,10 +222,7 @@ class Batch(NamedTuple):
     """The samples that could not be used."""
     digests: dict[str, Span]
     """Of each group and source: hashes of all references before this step and before the next."""
+    samples: int
+    """How many it has."""
     taken: list[int]
     """How many of its samples are of each source."""
-
-    @property
-    def samples(self) -> int:
-        """How many samples it has."""
-        return len(self.values["__key__"])

@@ -6,7 +6,8 @@ them. The board is a small shared page that lasts as long as the loader: counter
 """
 
 from streamload.handoff.board import Board
+from streamload.handoff.channels import context_with_channels
 from streamload.handoff.memory import own_empty, shared_empty
 from streamload.handoff.slots import Slots, is_plain, slots_for
 
-__all__ = ["Board", "Slots", "is_plain", "own_empty", "shared_empty", "slots_for"]
+__all__ = ["Board", "Slots", "context_with_channels", "is_plain", "own_empty", "shared_empty", "slots_for"]

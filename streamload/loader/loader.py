@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from streamload.dataset import Batch, Start, StreamDataset, Trouble
 from streamload.device import Feed, feed_for
 from streamload.errors import LoaderBusy
-from streamload.handoff import Board, slots_for
+from streamload.handoff import Board, context_with_channels, slots_for
 from streamload.loader.checks import Checks
 from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.options import LoaderOptions, at_least
@@ -286,7 +286,9 @@ class Loader:
                 collate_fn=_as_it_is,
                 persistent_workers=several,
                 prefetch_factor=options.prefetch_factor if several else None,
-                multiprocessing_context=options.multiprocessing_context if several else None,
+                multiprocessing_context=context_with_channels(options.multiprocessing_context)
+                if several
+                else None,
             )
             self._finalizer = weakref.finalize(self, _stop, self._board, self._batches, self._dataset)
         return self._batches
@@ -294,8 +296,7 @@ class Loader:
     def _shape(self, values: dict[str, Any]) -> Any:
         """A batch's values in the form that was asked for."""
         options = self.options
-        keys = {name: values.pop(name) for name in ("__key__", "__url__")}
-        extra = keys if options.with_keys else {}
+        extra = {name: values.pop(name) for name in ("__key__", "__url__")} if options.with_keys else {}
         if options.map_sample is not None:
             return {**values, **extra}
         if options.output == "dict":

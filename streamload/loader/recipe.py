@@ -90,6 +90,7 @@ def recipe_for(
         skip=options.on_error == "skip",
         selection=_selection(options),
         examples=_examples(options, preparation),
+        with_keys=options.with_keys,
     )
     return recipe, placed
 
