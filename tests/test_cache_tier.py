@@ -7,10 +7,12 @@ import multiprocessing.synchronize
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import waiting
 
+from streamload.cache.directory import bytes_below
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Part
 from streamload.cache.runs import Run, waits
@@ -85,6 +87,25 @@ def test_a_part_that_is_published_while_the_tier_is_measured_counts(tmp_path: Pa
         if part.path.exists():
             part.publish()
     assert found == {A, B}
+
+
+def test_a_directory_that_is_spoiled_while_it_is_measured_is_closed(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "part").mkdir()
+    for name in ("data", "index"):
+        (tmp_path / "part" / name).write_bytes(b"some")
+    look, opened = os.scandir, []
+
+    def spoiled(path: Path) -> Any:
+        opened.append(look(path))
+        path.rename(tmp_path / "away")
+        path.write_bytes(b"no directory")
+        return opened[0]
+
+    monkeypatch.setattr(os, "scandir", spoiled)
+    with pytest.raises(NotADirectoryError):
+        bytes_below(tmp_path / "part")
+    assert list(opened[0]) == []  # else it had another entry, and a descriptor
+    monkeypatch.undo()
 
 
 def test_another_version_in_place_of_a_shard_is_measured_anew(tmp_path: Path) -> None:

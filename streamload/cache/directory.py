@@ -204,8 +204,8 @@ def is_unread(path: Path) -> bool:
 def bytes_below(path: Path) -> int:
     """What a directory of files takes on disk, at least a block for each."""
     total = 0
-    with contextlib.suppress(FileNotFoundError, PermissionError):
-        for entry in os.scandir(path):
+    with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(path) as entries:
+        for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 total += max(BLOCK_BYTES, blocks_bytes(entry.stat(follow_symlinks=False).st_size))
     return total
