@@ -15,6 +15,7 @@ from streamload.errors import OriginUnavailable
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch import ahead as ahead_
+from streamload.prefetch import fillers
 from streamload.prefetch.ahead import Ahead
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
@@ -59,7 +60,7 @@ def test_one_who_is_called_calls_the_next_while_there_is_more_to_take(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Nobody looks by the clock here; a call for each shard is all that brings four threads to work."""
-    monkeypatch.setattr(ahead_, "_IDLE_SECONDS", 300.0)
+    monkeypatch.setattr(fillers, "_IDLE_SECONDS", 300.0)
     monkeypatch.setattr(ahead_, "_HELD_SECONDS", 600.0)
     write_shards(tmp_path / "data", [5] * 5)
     counts, begun = Counters(), set[str]()
@@ -76,10 +77,10 @@ def test_one_who_is_called_calls_the_next_while_there_is_more_to_take(
         ahead = Ahead(tier, open_, threads=4, counts=counts)
         try:
             go_on.set()
-            until(lambda: len(ahead._change._waiters) == 4)
+            until(lambda: len(ahead._fillers._change._waiters) == 4)
             ahead.want((), shards[4:])  # behind it, who is called first isn't the one who watches the clock
             until(tier.published(shards[4].digest).exists)
-            until(lambda: len(ahead._change._waiters) == 4)
+            until(lambda: len(ahead._fillers._change._waiters) == 4)
             go_on.clear()
             ahead.want((), shards[:4])
             until(lambda: len(begun) == 5)
@@ -91,7 +92,7 @@ def test_one_who_is_called_calls_the_next_while_there_is_more_to_take(
 
 
 def test_a_look_at_a_shard_that_is_there_wakes_one_thread(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ahead_, "_IDLE_SECONDS", 300.0)
+    monkeypatch.setattr(fillers, "_IDLE_SECONDS", 300.0)
     monkeypatch.setattr(ahead_, "_HELD_SECONDS", 600.0)
     write_shards(tmp_path / "data", [5])
     counts, looked = Counters(), threading.Semaphore(0)
@@ -102,18 +103,18 @@ def test_a_look_at_a_shard_that_is_there_wakes_one_thread(tmp_path: Path, monkey
         def open_(shard: Shard, stop: threading.Event) -> Origin:
             return open_origin(shard.url, options=PATIENT, counters=counts, stop=stop)
 
+        woken, tend = list[int](), tier.room.tend
+        monkeypatch.setattr(tier.room, "tend", lambda: (woken.append(threading.get_ident()), tend()))
         ahead = Ahead(tier, open_, threads=6, counts=counts, report=lambda *_: looked.release())
         try:
             ahead.want((), [shard])
             assert looked.acquire(timeout=60)
-            until(lambda: len(ahead._change._waiters) == 6)
-            woken = []
-            tend = tier.room.tend
-            monkeypatch.setattr(tier.room, "tend", lambda: (woken.append(threading.get_ident()), tend()))
-            ahead._not_before.clear()
+            until(lambda: len(ahead._fillers._change._waiters) == 6)
+            woken.clear()
+            ahead._fillers._not_before.clear()
             ahead.want([shard])
             assert looked.acquire(timeout=60)
-            until(lambda: len(ahead._change._waiters) == 6)
+            until(lambda: len(ahead._fillers._change._waiters) == 6)
             assert len(woken) <= 3  # who looks, who watches meanwhile, and who looked, again
         finally:
             ahead.close()

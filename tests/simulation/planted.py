@@ -13,7 +13,7 @@ from typing import Any
 from streamload.cache import fill, part, room, tier
 from streamload.errors import ShardCut
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.prefetch import ahead
+from streamload.prefetch import fillers
 from streamload.shards import index
 from streamload.shards.record import write_at
 from streamload.shards.samples import Entry, ShardScanner
@@ -118,16 +118,16 @@ def open_shard_evicted() -> None:
 @_bug
 def lost_wake_up() -> None:
     """What is wanted is looked at, and only then, after the lock was let go, is a change waited for."""
-    take = ahead.Ahead._take
+    take = fillers.Fillers._take
 
-    def late(self: ahead.Ahead) -> Any:
+    def late(self: fillers.Fillers) -> Any:
         has_nothing = not self._wanted
         if has_nothing and not self._stop.is_set():
             with self._change:
                 self._change.wait()
         return take(self)
 
-    _set(ahead.Ahead, "_take", late)
+    _set(fillers.Fillers, "_take", late)
 
 
 @_bug

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from streamload.cache import locks, part, source, spare
-from streamload.prefetch import ahead, life
+from streamload.prefetch import ahead, fillers, keeping, life
 
 from .disk import Disk
 from .engine import Engine, Killed, Process, Task, TaskThread
@@ -303,6 +303,8 @@ def installed(system: System) -> Iterator[None]:
         (time, "sleep", dispatch(_real_sleep, system.sleep)),
         (secrets, "token_hex", dispatch(_real_token_hex, system.token_hex)),
         (ahead, "threading", threads),
+        (fillers, "threading", threads),
+        (keeping, "threading", threads),
         (life, "threading", threads),
         (spare, "threading", threads),
         (threading.Thread, "start", _start_of_no_task(engine)),

@@ -1,0 +1,186 @@
+"""How a shard that is filled is kept (step F): whole in the tier, its index alone, or in the spare."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from streamload.cache.locks import PATIENCE_SECONDS
+from streamload.cache.shard import Shard
+from streamload.cache.spare import Spare
+from streamload.cache.tier import Tier
+from streamload.errors import CacheError, CacheFull
+
+logger = logging.getLogger("streamload")
+
+_MOST_TROUBLES = 3
+"""After so many failures of the disk it is left alone."""
+
+
+class Way(NamedTuple):
+    """How a shard is kept."""
+
+    tier: Tier
+    bare: bool
+    """Its index alone: its samples are read from the origin."""
+
+
+class Keeping:
+    """What became of the shards that found no room, or whose tier failed them. Thread-safe.
+
+    Args:
+        tier: where shards are kept if nothing is said of them.
+        spare: where to fill what the tier can't take.
+        may_be_bare: whether a shard's samples can be read from its origin, so that its index is enough.
+        changed: told of a shard that is to be kept in another way from now on.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        spare: Spare | None,
+        may_be_bare: Callable[[Shard], bool],
+        changed: Callable[[Shard], object],
+    ):
+        self._tier = tier
+        self._spare = spare
+        self._may_be_bare = may_be_bare
+        self._changed = changed
+        self._lock = threading.Lock()
+        # Guarded by _lock; shards by their digests:
+        self._bare: set[str] = set()
+        self._elsewhere: set[str] = set()  # in the spare tier
+        self._refused_since: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}  # of those that were refused: their origin needn't be asked again
+        self._troubles = 0
+        self._short_since: float | None = None  # of descriptors
+        self._has_told = False
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where shards may be: the tier, and the spare if there is one by now."""
+        spare = self._spare.tier if self._spare is not None else None
+        return (self._tier,) if spare is None else (self._tier, spare)
+
+    def way(self, shard: Shard) -> Way:
+        """How a shard is kept now."""
+        with self._lock:
+            return self._way(shard)
+
+    def only(self, shards: Iterable[Shard]) -> None:
+        """All others are kept as usual again, should they be wanted once more."""
+        digests = {shard.digest for shard in shards}
+        with self._lock:
+            self._bare &= digests
+            self._elsewhere &= digests
+
+    def bare(self, shard: Shard) -> bool:
+        """Keep a shard's index alone; False if that won't do, or has been asked for."""
+        with self._lock:
+            if shard.digest in self._bare or not self._may_be_bare(shard):
+                return False
+            self._bare.add(shard.digest)
+            self._forget(shard)
+        self._changed(shard)
+        return True
+
+    def elsewhere(self, shard: Shard, trouble: Exception | None = None) -> bool:
+        """Keep a shard in the spare tier; False if there is none, or if that has been asked for.
+
+        Args:
+            shard: which one.
+            trouble: why the tier doesn't take it, where that is known.
+        """
+        spare = self._spare.open() if self._spare is not None else None
+        with self._lock:
+            if spare is None or shard.digest in self._elsewhere:
+                return False
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "the cache at %s doesn't take %s%s: such shards are kept in memory at %s, up to %d bytes",
+                    *(self._tier.root, shard.name, f" ({trouble})" if trouble else ""),
+                    *(spare.root, spare.limit_bytes),
+                )
+            self._troubles += trouble is not None and not isinstance(trouble, CacheFull)
+            self._elsewhere.add(shard.digest)
+            self._bare.discard(shard.digest)
+            self._forget(shard)
+        self._changed(shard)
+        return True
+
+    def refuse(self, shard: Shard, size_bytes: int = 0) -> None:
+        """There is no room for a shard, of so many bytes where that is known."""
+        with self._lock:
+            self._refused_since.setdefault(shard.digest, time.monotonic())
+            if size_bytes:
+                self._sizes[shard.digest] = size_bytes
+
+    def accept(self, shard: Shard) -> None:
+        """There is room for a shard, or none is needed."""
+        with self._lock:
+            self._refused_since.pop(shard.digest, None)
+
+    def note(self, shard: Shard, way: Way, is_refused: bool) -> bool:
+        """Note whether a fill that is under way has no room.
+
+        Args:
+            shard: what is filled.
+            way: how.
+            is_refused: whether it has no room at present.
+
+        Returns:
+            Whether the shard is to be kept in another way by now, for which the fill has to begin anew.
+        """
+        with self._lock:
+            is_outdated = self._way(shard) != way
+            if is_refused and not is_outdated:
+                self._refused_since.setdefault(shard.digest, time.monotonic())
+            else:
+                self._refused_since.pop(shard.digest, None)
+            return is_outdated
+
+    def is_refused(self, shard: Shard) -> bool:
+        """Whether there was no room for it."""
+        with self._lock:
+            return shard.digest in self._refused_since
+
+    def refused_seconds(self, shard: Shard) -> float:
+        """For how long there has been no room for it (0: there is)."""
+        with self._lock:
+            since = self._refused_since.get(shard.digest)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def size_bytes(self, shard: Shard) -> int:
+        """Of a shard that was refused; 0: unknown."""
+        with self._lock:
+            return self._sizes.get(shard.digest, 0)
+
+    def may_pass(self, trouble: OSError) -> bool:
+        """Whether it is only that many files are open now: no disk's fault, and soon fewer may be."""
+        cause = trouble.__cause__ if isinstance(trouble, CacheError) else trouble
+        if not isinstance(cause, OSError) or cause.errno not in (errno.EMFILE, errno.ENFILE):
+            return False
+        with self._lock:
+            now = time.monotonic()
+            self._short_since = self._short_since or now
+            return now - self._short_since < PATIENCE_SECONDS
+
+    def went_well(self) -> None:
+        """There are files to open again."""
+        with self._lock:
+            self._short_since = None
+
+    def _way(self, shard: Shard) -> Way:
+        spare = self._spare.tier if self._spare is not None else None
+        fails = shard.digest in self._elsewhere or self._troubles >= _MOST_TROUBLES
+        tier = spare if spare is not None and fails else self._tier
+        return Way(tier, shard.digest in self._bare)
+
+    def _forget(self, shard: Shard) -> None:
+        self._sizes.pop(shard.digest, None)
+        self._refused_since.pop(shard.digest, None)
