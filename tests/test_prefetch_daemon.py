@@ -22,8 +22,10 @@ from streamload.prefetch.daemon import Daemon, DaemonOptions
 from streamload.prefetch.goals import Near
 from streamload.prefetch.hands import Here
 from streamload.prefetch.preemption import Notice
+from streamload.prefetch.service import Service, ServiceOptions
 from streamload.prefetch.status import Status
 from streamload.prefetch.throttle import Throttle
+from streamload.prefetch.unit_origins import UnitOrigins
 from streamload.prefetch.wanted import Listed, Window
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
@@ -53,13 +55,14 @@ def shards_of(server: ShardServer) -> ShardList:
 
 def daemon(shards: ShardList, tier: Tier, options: DaemonOptions = ONCE, **more: Any) -> Daemon:
     wanted = more.pop("wanted", None) or Listed(shards, Window())
+    throttle = more.pop("throttle", None) or Throttle()
     goal, counts = Near(tier), Counters()
     engine = partial(
         Here,
         tier=tier,
         goal=goal,
+        open_origin=UnitOrigins(counts, patience=options.origin, throttle=throttle),
         threads=options.concurrency,
-        origin=options.origin,
         no_room_seconds=options.no_room_seconds,
         counts=counts,
     )
@@ -248,9 +251,44 @@ def test_the_bandwidth_cap_holds_over_all_transfers() -> None:
 
 
 def test_a_capped_daemon_brings_the_same_bytes(server: ShardServer, tier: Tier) -> None:
-    options = DaemonOptions(concurrency=2, once=True, bytes_per_second=1e6, look_seconds=0.05, origin=QUICK)
-    status = daemon(shards_of(server), tier, options).run(Notice())
+    class Counting(Throttle):
+        taken_bytes = 0
+
+        def seconds_for(self, count: int) -> float:
+            self.taken_bytes += count
+            return super().seconds_for(count)
+
+    throttle, shards = Counting(1e6), shards_of(server)
+    status = daemon(shards, tier, throttle=throttle).run(Notice())
     assert status.is_complete
+    brought = [(tier.published(shard.digest) / "data").read_bytes() for shard in shards]
+    assert brought == [path.read_bytes() for path in sorted(server.root.glob("*.tar"))]
+    assert throttle.taken_bytes == sum(map(len, brought))
+
+
+def test_a_services_bandwidth_caps_all_that_it_takes_from_origins(
+    server: ShardServer, tmp_path: Path, monkeypatch: Any
+) -> None:
+    taken: list[tuple[float | None, int]] = []
+    seconds_for = Throttle.seconds_for
+
+    def noted(self: Throttle, count: int) -> float:
+        taken.append((self._rate, count))
+        return seconds_for(self, count)
+
+    monkeypatch.setattr(Throttle, "seconds_for", noted)
+    asked = ServiceOptions(
+        (f"{server.url}/{{00000..00003}}.tar",),
+        cache_dir=tmp_path / "cache",
+        bandwidth="2MB",
+        once=True,
+        notices="none",
+        listen="none",
+    )
+    with Service(asked) as service:
+        assert service.run().is_complete
+    assert {rate for rate, _ in taken} == {2e6}
+    assert sum(count for _, count in taken) == sum(path.stat().st_size for path in server.root.glob("*.tar"))
 
 
 def test_it_leaves_nothing_running(server: ShardServer, tier: Tier, no_leaks: Callable[..., Any]) -> None:

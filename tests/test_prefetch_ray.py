@@ -68,7 +68,7 @@ def pattern(server: ShardServer) -> str:
 
 
 def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180  # nodes start processes that import, on cores that are all busy
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from streamload.cache.fill import Filled
-from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.tier import Tier
 from streamload.errors import StreamloadError
 from streamload.metrics import Counters
-from streamload.origins.origin import Origin, OriginOptions, open_origin
-from streamload.prefetch.ahead import STOPPED_SECONDS, Ahead
+from streamload.prefetch.ahead import STOPPED_SECONDS, Ahead, OpenOrigin
 from streamload.prefetch.goals import Goal
-from streamload.prefetch.prepared import PreparedOrigin
-from streamload.prefetch.recipes import Recipes
-from streamload.prefetch.throttle import Throttle
-
-Through = Callable[[Shard, Origin, threading.Event], Origin]
 
 Brought = Callable[[Shard, int], None]
 """Told, from any thread, that a unit is where it is wanted, and of how many bytes it is."""
@@ -71,14 +65,9 @@ class Here:
         brought, failed, wait_of: see there.
         tier: of this node.
         goal: where units are delivered.
+        open_origin: gives the origin of a unit; the event ends its waits.
         threads: units that are worked on at once.
         preparing: as many of those that are prepared, which takes a CPU each; None: as many as all.
-        recipes: by which they are.
-        through: puts something nearer in front of a unit's origin.
-        through_source: the same, for the shard that a unit is prepared of.
-        storage_options: for origins.
-        origin: how patient transfers are.
-        bytes_per_second: the most that is taken from origins; None: there is no cap.
         no_room_seconds: after which a unit that finds no room in the tier has failed.
         stopped_seconds: how long a filler of the same tier may show no life before it is taken over from.
         counts: of what arrives.
@@ -92,14 +81,9 @@ class Here:
         *,
         tier: Tier,
         goal: Goal,
+        open_origin: OpenOrigin,
         threads: int,
         preparing: int | None = None,
-        recipes: Recipes | None = None,
-        through: Through | None = None,
-        through_source: Through | None = None,
-        storage_options: dict[str, Any] | None = None,
-        origin: OriginOptions | None = None,
-        bytes_per_second: float | None = None,
         no_room_seconds: float = NO_ROOM_SECONDS,
         stopped_seconds: float = STOPPED_SECONDS,
         counts: Counters,
@@ -110,20 +94,9 @@ class Here:
         self._no_room_seconds = no_room_seconds
         self._lock = threading.Lock()
         self._units: dict[str, Shard] = {}  # that are wanted, by digest; guarded by _lock
-        throttle, known = Throttle(bytes_per_second), recipes or Recipes()
-        patience = origin or OriginOptions()
-
-        def opened(unit: Shard, stop: threading.Event) -> Origin:
-            far = throttle.watched(open_origin(unit.url, storage_options, patience, counts, stop), stop)
-            if unit.recipe:
-                if through_source is not None:
-                    far = through_source(shard_of(unit.url, storage_options), far, stop)
-                far = PreparedOrigin(far, known[unit.recipe])
-            return far if through is None else through(unit, far, stop)
-
         self._ahead = Ahead(
             tier,
-            opened,
+            open_origin,
             threads=threads,
             counts=counts,
             report=self._report,

@@ -26,6 +26,8 @@ from streamload.prefetch.goals import Shared
 from streamload.prefetch.hands import NO_ROOM_SECONDS, Here
 from streamload.prefetch.prepared import Recipe
 from streamload.prefetch.recipes import Recipes
+from streamload.prefetch.throttle import Throttle
+from streamload.prefetch.unit_origins import UnitOrigins
 from streamload.settings import read_settings
 
 _TICK_SECONDS = 0.05
@@ -136,18 +138,22 @@ class _Carrier:
                 )
             tier = open_tier(read_settings(job.cache_dir, job.cache_size))
             self._run = stack.enter_context(contextlib.closing(Run(tier.root / "runs")))
+            origins = UnitOrigins(
+                self._counts,
+                job.storage_options,
+                job.origin,
+                Throttle(job.bytes_per_second),
+                self._recipes,
+                through_source=sharing.through,
+            )
             here = Here(
                 self._brought,
                 self._failed,
                 lambda shard: 0.0,
                 tier=tier,
                 goal=self._goal,
+                open_origin=origins,
                 threads=1,
-                recipes=self._recipes,
-                through_source=sharing.through,
-                storage_options=job.storage_options,
-                origin=job.origin,
-                bytes_per_second=job.bytes_per_second,
                 no_room_seconds=job.no_room_seconds,
                 counts=self._counts,
             )

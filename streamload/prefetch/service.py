@@ -43,6 +43,8 @@ from streamload.prefetch.ray_engine import RayHands, connect
 from streamload.prefetch.ray_unit import Job
 from streamload.prefetch.recipes import MakeRecipe, Recipes
 from streamload.prefetch.status import Status
+from streamload.prefetch.throttle import Throttle
+from streamload.prefetch.unit_origins import UnitOrigins
 from streamload.prefetch.wanted import DEFAULT_WINDOW, Followed, Listed, Wanted, Window
 from streamload.settings import parse_size, read_settings
 from streamload.urls import UrlList, expand_urls, is_local
@@ -184,18 +186,22 @@ class Service:
             )
             leases = stack.enter_context(contextlib.closing(own))
         tuned = self._tuned()
+        origins = UnitOrigins(
+            counts,
+            options.storage_options,
+            tuned.origin,
+            Throttle(tuned.bytes_per_second),
+            self._recipes,
+            through=sharing.through if is_near else None,
+            through_source=sharing.through,
+        )
         engine = functools.partial(
             Here,
             tier=tier,
             goal=goal,
+            open_origin=origins,
             threads=tuned.concurrency,
             preparing=_cpus() if options.concurrency is None else None,
-            recipes=self._recipes,
-            through=sharing.through if is_near else None,
-            through_source=sharing.through,
-            storage_options=options.storage_options,
-            origin=tuned.origin,
-            bytes_per_second=tuned.bytes_per_second,
             no_room_seconds=tuned.no_room_seconds,
             stopped_seconds=tuned.stopped_seconds,
             counts=counts,

@@ -1,0 +1,51 @@
+"""Where the bytes of the units that a daemon brings come from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamload.cache.shard import Shard, shard_of
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, OriginOptions, open_origin
+from streamload.prefetch.prepared import PreparedOrigin
+from streamload.prefetch.recipes import Recipes
+from streamload.prefetch.throttle import Throttle
+
+Through = Callable[[Shard, Origin, threading.Event], Origin]
+"""Puts something nearer in front of an origin."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOrigins:
+    """Opens origins: an Ahead's `open_origin`.
+
+    Attributes:
+        counts: of what arrives.
+        storage_options: for origins.
+        patience: of their transfers.
+        throttle: caps what all of them take.
+        recipes: by which units are prepared.
+        through: puts something nearer in front of a unit's origin.
+        through_source: the same, for the shard that a unit is prepared of.
+    """
+
+    counts: Counters
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    patience: OriginOptions = field(default_factory=OriginOptions)
+    throttle: Throttle = field(default_factory=Throttle)
+    recipes: Recipes = field(default_factory=Recipes)
+    through: Through | None = None
+    through_source: Through | None = None
+
+    def __call__(self, unit: Shard, stop: threading.Event) -> Origin:
+        """The origin of a unit's bytes; the event ends its waits."""
+        far = open_origin(unit.url, self.storage_options, self.patience, self.counts, stop)
+        found = self.throttle.watched(far, stop)
+        if unit.recipe:
+            if self.through_source is not None:
+                found = self.through_source(shard_of(unit.url, self.storage_options), found, stop)
+            found = PreparedOrigin(found, self.recipes[unit.recipe])
+        return found if self.through is None else self.through(unit, found, stop)
