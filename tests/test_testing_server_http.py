@@ -13,6 +13,7 @@ import pytest
 import urllib3
 
 from streamload.testing.faults import Fault
+from streamload.testing.link import Link
 from streamload.testing.server import ShardServer
 
 BODY = bytes(range(256)) * 4000
@@ -166,3 +167,15 @@ def test_in_a_process_of_its_own_it_is_steered_and_ends(tmp_path: Path, no_leaks
             server.stop_after(0.5)
             server.go_on()
         server.close()
+
+
+def test_a_link_is_shared_by_pieces_of_a_thousandth_of_a_second_and_of_packets_at_least():
+    def piece(rate: float | None) -> int:
+        return Link(rate, threading.Event()).piece_bytes
+
+    assert piece(400e6) == 400_000
+    assert piece(20e6) == 20_000
+    assert piece(5e6) == 16 * 1024
+    assert piece(1e6) == 10_000  # a hundredth of a second's: what is slow still goes on evenly
+    assert piece(20) == 1
+    assert piece(None) == piece(1e12) == 4 * 1024 * 1024

@@ -6,6 +6,7 @@ import threading
 import time
 
 FULL_PIECE_BYTES = 4 * 1024 * 1024
+LEAST_PIECE_BYTES = 16 * 1024
 
 
 class Link:
@@ -19,10 +20,15 @@ class Link:
 
     @property
     def piece_bytes(self) -> int:
-        """How much to send at once: a hundredth of a second's worth."""
+        """How much to send at once: a thousandth of a second's worth, so that connections share as on a line.
+
+        A line shares by packets. By pieces of a hundredth of a second, of 200 KB at 20 MB/s, each of eight
+        connections would stand still for 70 ms between two of its own.
+        """
         if self.bytes_per_second is None:
             return FULL_PIECE_BYTES
-        return max(1, min(FULL_PIECE_BYTES, int(self.bytes_per_second / 100)))
+        wanted = max(LEAST_PIECE_BYTES, int(self.bytes_per_second / 1000))
+        return max(1, min(FULL_PIECE_BYTES, wanted, int(self.bytes_per_second / 100)))
 
     def take(self, n: int) -> None:
         """Wait until n bytes have passed."""
