@@ -139,6 +139,7 @@ def _fetched_again(row: Result) -> str:
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "cold": cold,
+    "cold_large": cold,
     "warm": warm,
     "half": half,
     "resume": resume,

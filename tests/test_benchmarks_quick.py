@@ -29,6 +29,7 @@ METRICS = {
 
 
 OWN_METRICS = {
+    "cold_large": {"first_batch_seconds", "epoch_1_seconds", "epoch_2_seconds", "epoch_1_bytes"},
     "hits": {"hits", "hits_counted", "expected", "limit_bytes", "live_bytes", "data_bytes"},
     "fill": {"bytes_per_cpu_second", "bytes_per_second", "cpu_ns_per_byte"},
     "scale": set(),
@@ -100,7 +101,7 @@ def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_ti
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["hits", "fill", "verification", "scale", "flat"])
+@pytest.mark.parametrize("name", ["cold_large", "hits", "fill", "verification", "scale", "flat"])
 def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
     result = run_quickly(name, tmp_path / f"{name}.json", "--openclip-python", "none")
 
@@ -108,7 +109,11 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
     assert result["seeds"] == [0]
     assert all(medians.keys() >= OWN_METRICS[name] for medians in result["medians"].values())
     assert all(target["value"] is not None for target in result["targets"])
-    assert report.tables_of({name: result})[name].count("\n") > 2
+    assert report.tables_of({name: result})[name].count("\n") >= 2
+    if name == "cold_large":
+        assert result["settings"]["shards"] == 2
+        assert [row["epoch_1_bytes"] for row in result["rounds"]] == [result["settings"]["bytes"]]
+        assert [row["epoch_2_bytes"] for row in result["rounds"]] == [0]
     if name == "hits":
         assert [row["epoch"] for row in result["rounds"]] == [1, 2, 3] * 2
         assert {row["samples"] for row in result["rounds"]} == {64 * 24}
