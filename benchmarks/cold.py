@@ -67,16 +67,7 @@ def main() -> None:
                     **contender.job,
                 }
                 rows += measure(contender, job, places.of(contender), directory, shards, its_bytes, rates)
-    settings = {
-        "samples": shards * per_shard,
-        "shards": shards,
-        "bytes": total_bytes,
-        "batch_size": Job.batch_size,
-        "workers": Job.workers,
-        "tokenizer": Job.tokenizer,
-        "rates": list(rates),
-    }
-    content = turns.content(given, settings, rows)
+    content = turns.content(given, settings(shards * per_shard, shards, total_bytes, rates), rows)
     medians = content["medians"]
     turns.write(
         given,
@@ -94,6 +85,19 @@ def main() -> None:
             "targets": targets(medians, rates),
         },
     )
+
+
+def settings(samples: int, shards: int, total_bytes: int, rates: tuple[float, ...]) -> dict[str, Any]:
+    """What the result says of the work."""
+    return {
+        "samples": samples,
+        "shards": shards,
+        "bytes": total_bytes,
+        "batch_size": Job.batch_size,
+        "workers": Job.workers,
+        "tokenizer": Job.tokenizer,
+        "rates": list(rates),
+    }
 
 
 def measure(

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import cold, turns
-from benchmarks.contenders.workload import Job
 from benchmarks.peers import STREAMLOAD
 from benchmarks.turns import Row
 
@@ -43,15 +42,7 @@ def main() -> None:
             rows += cold.measure(
                 STREAMLOAD, job, places.of(STREAMLOAD), data, names, total_bytes, rates=(RATE,)
             )
-    settings = {
-        "samples": names * per_shard,
-        "shards": names,
-        "bytes": total_bytes,
-        "batch_size": Job.batch_size,
-        "workers": Job.workers,
-        "tokenizer": Job.tokenizer,
-        "rates": [RATE],
-    }
+    settings = cold.settings(names * per_shard, names, total_bytes, (RATE,))
     content = turns.content(given, settings, rows)
     targets = cold.targets(content["medians"], (RATE,))
     turns.write(given, "cold_large", {**content, "targets": targets})

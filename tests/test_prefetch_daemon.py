@@ -22,6 +22,7 @@ from streamload.prefetch.daemon import Daemon, DaemonOptions
 from streamload.prefetch.goals import Near
 from streamload.prefetch.hands import Here
 from streamload.prefetch.preemption import Notice
+from streamload.prefetch.recipes import Recipes
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.prefetch.status import Status
 from streamload.prefetch.throttle import Throttle
@@ -55,13 +56,13 @@ def shards_of(server: ShardServer) -> ShardList:
 
 def daemon(shards: ShardList, tier: Tier, options: DaemonOptions = ONCE, **more: Any) -> Daemon:
     wanted = more.pop("wanted", None) or Listed(shards, Window())
-    throttle = more.pop("throttle", None) or Throttle()
+    throttle = more.pop("throttle", None) or Throttle(None)
     goal, counts = Near(tier), Counters()
     engine = partial(
         Here,
         tier=tier,
         goal=goal,
-        open_origin=UnitOrigins(counts, patience=options.origin, throttle=throttle),
+        open_origin=UnitOrigins(counts, None, options.origin, throttle, Recipes()),
         threads=options.concurrency,
         no_room_seconds=options.no_room_seconds,
         counts=counts,

@@ -169,7 +169,7 @@ def test_in_a_process_of_its_own_it_is_steered_and_ends(tmp_path: Path, no_leaks
         server.close()
 
 
-def test_a_link_is_shared_by_pieces_of_a_thousandth_of_a_second_and_of_packets_at_least():
+def test_a_link_is_shared_by_pieces_of_a_thousandth_of_a_second_and_of_packets_at_least() -> None:
     def piece(rate: float | None) -> int:
         return Link(rate, threading.Event()).piece_bytes
 

@@ -19,7 +19,7 @@ class Throttle:
         clock: monotonic.
     """
 
-    def __init__(self, bytes_per_second: float | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, bytes_per_second: float | None, clock: Callable[[], float] = time.monotonic):
         self._rate = bytes_per_second
         self._clock = clock
         self._lock = threading.Lock()

@@ -33,10 +33,10 @@ class UnitOrigins:
     """
 
     counts: Counters
-    storage_options: dict[str, Any] | None = field(default=None, repr=False)
-    patience: OriginOptions = field(default_factory=OriginOptions)
-    throttle: Throttle = field(default_factory=Throttle)
-    recipes: Recipes = field(default_factory=Recipes)
+    storage_options: dict[str, Any] | None = field(repr=False)
+    patience: OriginOptions
+    throttle: Throttle
+    recipes: Recipes
     through: Through | None = None
     through_source: Through | None = None
 
