@@ -1,13 +1,13 @@
 """What a worker holds for itself, and whether it grows.
 
 Question: how much memory has a worker of streamload for itself above one of a bare DataLoader, and how does
-that change over 400,000 samples?
+that change over 1.2 million samples?
 
 Command: python -m benchmarks.flat
 
 Two loaders in turn, each in a process of its own, with 2 workers and batches of 64: streamload over 16 shards
 of photographs in its cache, endless, with its default transform; and a DataLoader whose workers give next to
-nothing, in a process with the same imports, streamload's among them. Every 5,000 samples the private memory
+nothing, in a process with the same imports, streamload's among them. Every 15,000 samples the private memory
 of each worker is read (Private_Clean and Private_Dirty of its smaps: what would be free if it ended, but for
 batches in shared memory).
 
@@ -34,7 +34,7 @@ from benchmarks import machine, turns
 from streamload.testing.server import ShardServer
 
 NAMES = ("streamload", "bare DataLoader")
-SAMPLES, EVERY = 400_000, 5_000
+SAMPLES, EVERY = 1_200_000, 15_000
 SHARDS, SAMPLES_PER_SHARD = 16, 128
 ABOVE_BYTES, SLOPE_BYTES = 60e6, 10e3
 
