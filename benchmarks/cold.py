@@ -5,8 +5,8 @@ is the first epoch, compared with the longer of download and compute; and what d
 
 Command: python -m benchmarks.cold
 
-The server is a process of its own; its token bucket is shared by all connections, so nobody gains by
-opening more. Every run begins with empty caches. All times are read alike from outside: the workers are
+The server is a process of its own; its link is shared by all connections, and one alone gets all of it (that is
+measured before each run, and less is an error), so nobody gains by opening more. Every run begins with empty caches. All times are read alike from outside: the workers are
 taken to be up when the server sees the first request of the run (`to_first_request_seconds` is the time
 from iter() to there, mostly the start of processes), and first batch and first epoch count from that
 moment.
@@ -117,7 +117,7 @@ def measure(
     rows = []
     for rate in rates:
         with link.serving(directory / "shards", rate) as line:
-            measured = link.measured_bytes_per_second(f"{line.url}/00000.tar")
+            measured = link.measured_bytes_per_second(f"{line.url}/00000.tar", rate)
             row = over_link(contender, job, python, directory, shards, line)
         row["compute_seconds"] = compute or row["epoch_2_seconds"]
         row["download_seconds"] = total_bytes / rate

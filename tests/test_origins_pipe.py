@@ -146,6 +146,54 @@ def test_a_command_that_fails_half_way_is_restarted_at_the_byte(shard: Path) -> 
     assert tally["origin_bytes"] == len(BODY) + 1_000_000
 
 
+def test_an_attempt_that_fails_early_forgets_nothing_of_what_was_given_before(shard: Path) -> None:
+    """Run 1 gives two thirds, run 2 less of another version, run 3 all of that one: no mix of the two."""
+    count, other = shard.with_name("count"), shard.with_name("b.tar")
+    other.write_bytes(BODY[:1_500_000] + random.Random(2).randbytes(1_500_003))
+    command = (
+        f"echo >> {count}; case $(wc -l < {count}) in 1) head -c 2000000 {shard}; exit 1;; "
+        f"2) head -c 1000000 {other}; exit 1;; *) cat {other};; esac"
+    )
+    with pytest.raises(DatasetChanged, match="other bytes than it did before"):
+        read(command)
+    assert len(count.read_text()) == 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "curl: (18) transfer closed with 4041234 bytes remaining to read",
+        "curl: (18) transfer closed with 404 bytes remaining to read",
+        "100 4100k    0 4100k    0     0   410k      0 --:--:--  0:00:10 --:--:--  401k",
+        "  3  403M    3 14.0M    0     0   404k   410k --:--:--",
+        "  100   404  100   404    0     0",
+        "read 403.5 of 410.0 MB",
+    ],
+)
+def test_a_number_that_is_no_status_is_no_reason_to_give_up(shard: Path, said: str) -> None:
+    flag = shard.with_name("tried")
+    again = f"touch {flag}; head -c 1000000 {shard}; echo '{said}' >&2; exit 18"
+    assert read(f"if [ -e {flag} ]; then cat {shard}; else {again}; fi") == BODY
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("curl: (22) The requested URL returned error: 404", OriginNotFound),
+        ("ERROR 404: Not Found.", OriginNotFound),
+        ("HTTP/1.1 410 Gone", OriginNotFound),
+        ("An error occurred (404) when calling the HeadObject operation", OriginNotFound),
+        ("status code: 404, request id: x", OriginNotFound),
+        ("response 404.", OriginNotFound),
+        ("curl: (22) The requested URL returned error: 403", OriginDenied),
+        ("fatal error: An error occurred (403) when calling HeadObject", OriginDenied),
+    ],
+)
+def test_what_commands_say_of_a_status_is_understood(said: str, error: type[OriginError]) -> None:
+    with pytest.raises(error):
+        read(f"echo '{said}' >&2; exit 1")
+
+
 def test_a_restarted_command_that_writes_other_bytes_is_another_version(shard: Path) -> None:
     flag = shard.with_name("tried")
     command = (

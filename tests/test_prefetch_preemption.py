@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from streamload.prefetch import preemption
 from streamload.prefetch.preemption import Cloud, Notice, Watch, on_signals
 from streamload.testing.metadata import MetadataServer
 
@@ -52,6 +53,27 @@ def test_an_answer_that_isnt_understood_is_no_notice_and_it_is_asked_again(cloud
         server.take_away(TOLD[cloud])
         check_time_left(told(cloud, server), cloud)
         assert len(server.asked) >= 2
+
+
+def test_azure_is_known_while_it_takes_its_time_for_the_first_answer_about_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preemption, "_TIMEOUT_SECONDS", 0.2)
+    with MetadataServer("azure", enabling_seconds=1.0) as server:
+        server.take_away(TOLD["azure"])
+        check_time_left(told("auto", server), "azure")
+
+
+def test_a_machine_of_azures_whose_name_isnt_given_asks_for_it_again() -> None:
+    with MetadataServer("azure") as server:
+        notice = Notice()
+        with closing(Watch(notice, "azure", bases=server.bases, poll_seconds=0.02)):
+            while not server.asked:
+                time.sleep(0.01)
+            server.take_away(TOLD["azure"])
+            server.first = [(404, b"")] * 3
+            assert notice.wait(30)
+        check_time_left(notice, "azure")
 
 
 def test_a_token_that_has_expired_is_renewed() -> None:
@@ -99,6 +121,17 @@ def test_a_signal_is_a_notice_and_a_second_one_ends_the_grace(number: signal.Sig
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_behind_a_clouds_notice_is_the_first_one() -> None:
+    notice = Notice()
+    notice.give("gcp", 30)
+    with on_signals(notice, 600.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        assert notice.by == "gcp"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_the_first_notice_counts() -> None:

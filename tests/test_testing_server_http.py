@@ -179,3 +179,40 @@ def test_a_link_is_shared_by_pieces_of_a_thousandth_of_a_second_and_of_packets_a
     assert piece(1e6) == 10_000  # a hundredth of a second's: what is slow still goes on evenly
     assert piece(20) == 1
     assert piece(None) == piece(1e12) == 4 * 1024 * 1024
+
+
+class _Clock:
+    """Stands still but for waits, each of which takes a little longer than it was asked to."""
+
+    def __init__(self, late_seconds: float) -> None:
+        self.now, self.late_seconds = 100.0, late_seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds + self.late_seconds
+        return False
+
+
+@pytest.mark.parametrize("late_seconds", [0.0, 0.0002, 0.005])
+def test_a_lone_connection_gets_all_of_a_link_however_late_its_waits_end(late_seconds: float) -> None:
+    clock = _Clock(late_seconds)
+    link = Link(20e6, clock, clock)  # type: ignore[arg-type]
+    for _ in range(1000):
+        link.take(20_000)
+    assert 1.0 <= clock.now - 100.0 + 1e-9
+    assert clock.now - 100.0 <= 1.0 + late_seconds + 1e-9
+
+
+def test_time_in_which_nobody_asks_a_link_for_anything_is_gone() -> None:
+    clock = _Clock(0.0)
+    link = Link(20e6, clock, clock)  # type: ignore[arg-type]
+    link.take(20_000)
+    clock.now += 5.0
+    for _ in range(1000):
+        link.take(20_000)
+    assert clock.now - 105.001 == pytest.approx(1.0)

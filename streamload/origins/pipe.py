@@ -36,12 +36,16 @@ _PIPE_BYTES = 1024 * 1024
 _TAIL_BYTES = 4096
 _SHOWN_CHARS = 600
 
-# What common commands write when another attempt would not help.
+# What common commands write when another attempt would not help. A status stands for itself: it is no count of
+# bytes, and no number among those of a progress meter.
+_STATUS = r"(?<![\w.,-])(?:{})(?![\w-]|[.,]\d|\s+(?:\d|bytes))"
 _NOT_FOUND = re.compile(
-    r"\b(404|410|NoSuchKey|NoSuchBucket|No such file|not found|No URLs matched)", re.IGNORECASE
+    _STATUS.format("404|410") + r"|\b(?:NoSuchKey|NoSuchBucket|No such file|not found|No URLs matched)\b",
+    re.IGNORECASE,
 )
 _DENIED = re.compile(
-    r"\b(401|403|AccessDenied|Access Denied|Forbidden|Permission denied|ExpiredToken|InvalidAccessKeyId"
+    _STATUS.format("401|403")
+    + r"|\b(?:AccessDenied|Access Denied|Forbidden|Permission denied|ExpiredToken|InvalidAccessKeyId"
     r"|SignatureDoesNotMatch|Unable to locate credentials)\b",
     re.IGNORECASE,
 )
@@ -100,7 +104,6 @@ class _PipeStream:
     def chunks(self) -> Iterator[bytes]:
         """Give what the command writes; its exit status decides whether that is all."""
         before, now = self._origin._given, _Prefix()
-        self._origin._given = now
         for chunk in self._process.read(self._session, self._origin.url):
             self._session.count("origin_bytes", len(chunk))
             view = memoryview(chunk)
@@ -114,6 +117,8 @@ class _PipeStream:
                 now.add(piece)
                 if now.stop == before.stop and now.hash.digest() != before.hash.digest():
                     raise DatasetChanged(f"{self._origin.url}: writes other bytes than it did before")
+                if now.stop >= before.stop:  # one that fails earlier says less than is known
+                    self._origin._given = now
                 if begin >= self._start:
                     yield bytes(piece) if len(piece) < len(chunk) else chunk
         self._check_end(now.stop)

@@ -11,6 +11,7 @@ import datetime
 import email.utils
 import json
 import logging
+import re
 import signal
 import threading
 import time
@@ -80,11 +81,17 @@ class Notice:
 
 @contextlib.contextmanager
 def on_signals(notice: Notice, grace_seconds: float = GRACE_SECONDS) -> Iterator[None]:
-    """Take SIGTERM and SIGINT as notices within the block; a second one ends the grace. Main thread only."""
+    """Take SIGTERM and SIGINT as notices within the block; a second one ends the grace. Main thread only.
+
+    A first one after a cloud's notice ends nothing: that is how the cloud goes on.
+    """
+
+    heard: list[int] = []
 
     def heed(number: int, frame: object) -> None:
-        if notice.is_given:
+        if heard:
             raise KeyboardInterrupt
+        heard.append(number)
         notice.give(signal.Signals(number).name, grace_seconds)
 
     before = {number: signal.signal(number, heed) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -227,31 +234,52 @@ class Gcp(_Service):
 
 
 class Azure(_Service):
-    """Azure's Scheduled Events: a Preempt of this machine."""
+    """Azure's Scheduled Events: a Preempt of this machine.
+
+    All machines of a scale set or an availability set are given the events of each of them; `Resources` says
+    whom one is for (learn.microsoft.com/azure/virtual-machines/linux/scheduled-events). The first request for
+    events may take two minutes, so Azure is known by the name that it has for this machine.
+    """
 
     name = "azure"
-    _PATH = "/metadata/scheduledevents?api-version=2020-07-01"
+    _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
     _HEADERS: Mapping[str, str] = {"Metadata": "true"}
+    _machine = ""
 
     def is_here(self) -> bool:
-        """Whether it gives events."""
+        """Whether it has a name for this machine."""
         with contextlib.suppress(OSError):
-            answer = self._ask("GET", self._PATH, self._HEADERS)
-            return answer.status == 200 and b"DocumentIncarnation" in answer.body
+            return bool(self._own_name())
         return False
 
     def notice_seconds(self) -> float | None:
         """See Metadata."""
-        answer = self._ask("GET", self._PATH, self._HEADERS)
+        answer = self._ask("GET", self._EVENTS, self._HEADERS)
         try:
             if answer.status != 200:
                 raise ValueError
             events = json.loads(answer.body)["Events"]
             preempting = [event for event in events if event["EventType"] in {"Preempt", "Terminate"}]
-            seconds = [self._left(answer, event) for event in preempting]
+            own = [event for event in preempting if self._own_name() in map(str.lower, event["Resources"])]
+            seconds = [self._left(answer, event) for event in own]
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise self._fail(answer) from exc
         return min(seconds, default=None)
+
+    def _own_name(self) -> str:
+        """This machine's name, in small letters.
+
+        Raises:
+            OSError: none is given.
+        """
+        if not self._machine:
+            answer = self._ask("GET", self._NAME, self._HEADERS)
+            self._machine = answer.body.decode("utf-8", "replace").strip().lower()
+            if answer.status != 200 or not re.fullmatch(r"[\w.-]{1,256}", self._machine):
+                self._machine = ""
+                raise self._fail(answer)
+        return self._machine
 
     @staticmethod
     def _left(answer: _Answer, event: Mapping[str, Any]) -> float:

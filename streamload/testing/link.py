@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 FULL_PIECE_BYTES = 4 * 1024 * 1024
 LEAST_PIECE_BYTES = 16 * 1024
+_LATE_SECONDS = 0.01
 
 
 class Link:
-    """A line with a bandwidth: whoever sends waits for its turn. Safe among threads."""
+    """A line with a bandwidth: whoever sends waits for its turn. Safe among threads.
 
-    def __init__(self, bytes_per_second: float | None, closed: threading.Event) -> None:
+    Args:
+        bytes_per_second: of all connections together; None: no limit.
+        closed: when it is set nobody waits any more.
+        clock: monotonic.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float | None,
+        closed: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.bytes_per_second = bytes_per_second
         self._closed = closed
+        self._clock = clock
         self._lock = threading.Lock()
         self._free_at = 0.0
 
@@ -31,11 +45,17 @@ class Link:
         return max(1, min(FULL_PIECE_BYTES, wanted, int(self.bytes_per_second / 100)))
 
     def take(self, n: int) -> None:
-        """Wait until n bytes have passed."""
+        """Wait until n bytes have passed.
+
+        Who comes a little late has slept too long behind the last piece, while a line's own queue would have
+        gone on: that time isn't lost. Else a lone connection, with nobody to fill its gaps, would get less.
+        """
         if self.bytes_per_second is None:
             return
         with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + n / self.bytes_per_second
+            now = self._clock()
+            is_idle = now - self._free_at > _LATE_SECONDS
+            self._free_at = (now if is_idle else self._free_at) + n / self.bytes_per_second
             delay = self._free_at - now
-        self._closed.wait(delay)
+        if delay > 0:
+            self._closed.wait(delay)

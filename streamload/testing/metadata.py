@@ -5,6 +5,7 @@ Each answers only who asks as the real one wants to be asked: AWS with a token, 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import email.utils
 import http.server
@@ -25,6 +26,7 @@ class MetadataServer:
         cloud: whose.
         skew_seconds: by how much its clock is ahead of this machine's.
         first: answers, status and body, that come before the right ones.
+        enabling_seconds: how long Azure's first answer about events takes, as it enables them for the machine.
 
     Attributes:
         bases: of each cloud the address of its service: this one.
@@ -37,10 +39,12 @@ class MetadataServer:
         *,
         skew_seconds: float = 0.0,
         first: Iterable[Answer] = (),
+        enabling_seconds: float = 0.0,
     ):
         self.cloud = cloud
         self.skew_seconds = skew_seconds
         self.first = list(first)
+        self.enabling_seconds = enabling_seconds
         self.asked: list[str] = []
         self.tokens = 0
         self.left_seconds: float | None = None
@@ -124,12 +128,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _azure(self) -> None:
         if self.headers.get("Metadata") != "true" or "api-version=" not in self.path:
             self._say(400)
-            return
-        events: list[dict[str, str]] = [{"EventType": "Reboot", "NotBefore": "", "EventStatus": "Started"}]
+        elif self.path.startswith("/metadata/instance/compute/name?"):
+            self._say(200, b"spot_7")
+        elif self.path.startswith("/metadata/scheduledevents?"):
+            pause, self.owner.enabling_seconds = self.owner.enabling_seconds, 0.0
+            time.sleep(pause)
+            self._say(200, json.dumps({"DocumentIncarnation": 1, "Events": self._events()}).encode())
+        else:
+            self._say(404)
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Those of another machine of the same set are among them."""
+        events: list[dict[str, Any]] = [
+            {"EventType": "Reboot", "NotBefore": "", "EventStatus": "Started", "Resources": ["SPOT_7"]},
+            {"EventType": "Preempt", "NotBefore": "", "EventStatus": "Started", "Resources": ["SPOT_8"]},
+        ]
         if self.owner.left_seconds is not None:
             when = email.utils.format_datetime(self._goes_at(), usegmt=True)
-            events.append({"EventType": "Preempt", "NotBefore": when, "EventStatus": "Scheduled"})
-        self._say(200, json.dumps({"DocumentIncarnation": 1, "Events": events}).encode())
+            own = {"EventType": "Preempt", "NotBefore": when, "EventStatus": "Scheduled"}
+            events.append({**own, "Resources": ["SPOT_9", "SPOT_7"]})
+        return events
 
     def _goes_at(self) -> datetime.datetime:
         now = datetime.datetime.now(datetime.timezone.utc)
@@ -140,8 +158,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # who asked may be gone by then
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (http.server's name)
         """Say nothing: `asked` has it."""
