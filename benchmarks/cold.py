@@ -5,11 +5,11 @@ is the first epoch, compared with the longer of download and compute; and what d
 
 Command: python -m benchmarks.cold
 
-The server is a process of its own; its link is shared by all connections, and one alone gets all of it (that is
-measured before each run, and less is an error), so nobody gains by opening more. Every run begins with empty caches. All times are read alike from outside: the workers are
-taken to be up when the server sees the first request of the run (`to_first_request_seconds` is the time
-from iter() to there, mostly the start of processes), and first batch and first epoch count from that
-moment.
+The server is a process of its own. Its link is shared by all connections, and one alone gets all of it
+(measured before each run; less is an error), so nobody gains by opening more. Every run begins with empty
+caches. All times are read alike from outside: the workers are taken to be up when the server sees the first
+request of the run (`to_first_request_seconds` is the time from iter() to there, mostly the start of
+processes), and first batch and first epoch count from that moment.
 
 - bytes' time: a batch of mean samples, with what tar adds, at the link's rate. Target: first batch ≤ 1.15 ×
   that + 0.1 s.

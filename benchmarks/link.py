@@ -71,7 +71,7 @@ def measured_bytes_per_second(url: str, rate: float) -> float:
     """What one plain client gets.
 
     Raises:
-        RuntimeError: too little, three times: who reads over one connection would be measured at a disadvantage.
+        RuntimeError: too little, three times: whoever reads over one connection would be at a disadvantage.
     """
     for _ in range(_TRIES):
         measured = _plain_client(url)

@@ -36,8 +36,8 @@ _PIPE_BYTES = 1024 * 1024
 _TAIL_BYTES = 4096
 _SHOWN_CHARS = 600
 
-# What common commands write when another attempt would not help. A status stands for itself: it is no count of
-# bytes, and no number among those of a progress meter.
+# What common commands write when another attempt would not help. A status is no count of bytes, and no number
+# among those of a progress meter.
 _STATUS = r"(?<![\w.,-])(?:{})(?![\w-]|[.,]\d|\s+(?:\d|bytes))"
 _NOT_FOUND = re.compile(
     _STATUS.format("404|410") + r"|\b(?:NoSuchKey|NoSuchBucket|No such file|not found|No URLs matched)\b",

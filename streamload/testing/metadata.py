@@ -26,7 +26,7 @@ class MetadataServer:
         cloud: whose.
         skew_seconds: by how much its clock is ahead of this machine's.
         first: answers, status and body, that come before the right ones.
-        enabling_seconds: how long Azure's first answer about events takes, as it enables them for the machine.
+        enabling_seconds: how long Azure's first answer about events takes, which enables them.
 
     Attributes:
         bases: of each cloud the address of its service: this one.
