@@ -37,7 +37,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
     parser.add_argument("--images", type=Path, default=IMAGES)
-    given = parser.parse_args()
+    write(parser.parse_args())
+
+
+def write(given: argparse.Namespace) -> None:
     found = {name: _read(given.results / f"{name}.json") for name in (*TABLES, "spot")}
     results = {name: result for name, result in found.items() if result is not None}
     tables = tables_of(results)

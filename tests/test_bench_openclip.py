@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from streamload.bench import floor, measures
+from streamload.bench import floor, measures, peers
 from streamload.bench.job import Job, tokenizer_of
 from streamload.errors import OptionError
 from streamload.testing.shards import write_shards
@@ -47,8 +47,22 @@ def test_a_model_without_a_known_tokenizer_fails(monkeypatch):
 
 @pytest.mark.parametrize("name", ["open_clip", "webdataset"])
 def test_a_peers_loader_gives_all_batches(name, tmp_path):
+    row = measures.MEASURES[name](job_of(name, tmp_path, "ViT-B-32"))
+    assert row["images"] == 6
+    assert row["images_per_second"] > 0
+    assert row["cpu_us_per_image"] >= 0
+
+
+@pytest.mark.parametrize("loader", [peers.open_clip_loader, peers.webdataset_loader])
+def test_without_a_tokenizer_no_peer_makes_ids(loader, tmp_path):
+    _, texts = next(iter(loader(job_of("", tmp_path, None))))
+    assert len(texts) == 2
+    assert all(type(text) is str for text in texts)
+
+
+def job_of(name, tmp_path, tokenizer):
     (path,) = write_shards(tmp_path / "data", [9], seed=61)
-    job = Job(
+    return Job(
         name=name,
         urls=[str(path)],
         paths=[str(path)],
@@ -59,10 +73,6 @@ def test_a_peers_loader_gives_all_batches(name, tmp_path):
         samples=9,
         size_bytes=path.stat().st_size,
         seed=0,
-        tokenizer="ViT-B-32",
+        tokenizer=tokenizer,
         storage_options=None,
     )
-    row = measures.MEASURES[name](job)
-    assert row["images"] == 6
-    assert row["images_per_second"] > 0
-    assert row["cpu_us_per_image"] >= 0

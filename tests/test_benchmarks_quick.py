@@ -1,6 +1,8 @@
 """The benchmarks' small forms run and say what they should; the numbers are not looked at."""
 
+import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import torch
 
 from benchmarks import peer_tables, report, shuffle_report
 from benchmarks.markdown import filled
+from benchmarks.turns import RESULTS
 from streamload.settings import file_system
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -307,6 +310,17 @@ def test_without_a_gpu_its_benchmark_says_so(arguments: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "--device cpu" in done.stderr or "torch finds no cuda here" in done.stderr
+
+
+def test_the_pages_and_charts_show_the_results_that_are_committed(tmp_path: Path) -> None:
+    pages = [Path(shutil.copy(page, tmp_path / "-".join(page.parts[-2:]))) for page in report.PAGES]
+    images = tmp_path / "images"
+    report.write(argparse.Namespace(results=RESULTS, pages=pages, images=images))
+    for page, written in zip(report.PAGES, pages, strict=True):
+        assert page.read_text() == written.read_text(), page.name
+    assert {path.name for path in images.iterdir()} == {path.name for path in report.IMAGES.iterdir()}
+    for image in images.iterdir():
+        assert (report.IMAGES / image.name).read_text() == image.read_text(), image.name
 
 
 def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:

@@ -54,13 +54,11 @@ def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:
         cache_dir=tmp_path / "cache",
         cache_size="1GB",
     ) as loader:
-        for images, ids in loader:
-            assert (images.device.type, images.dtype, images.shape) == (
-                "meta",
-                torch.float32,
-                (5, 3, 224, 224),
-            )
-            assert (ids.device.type, ids.shape) == ("meta", (5, 7))
+        batches = list(loader)
+    assert len(batches) == 2
+    for images, ids in batches:
+        assert (images.device.type, images.dtype, images.shape) == ("meta", torch.float32, (5, 3, 224, 224))
+        assert (ids.device.type, ids.shape) == ("meta", (5, 7))
 
 
 @pytest.mark.parametrize(
@@ -73,5 +71,7 @@ def test_levels_that_were_asked_for_stay_levels_on_the_device(
     paths = [str(path) for path in write_shards(tmp_path / "data", [10], seed=44)]
     options = {"num_workers": 0, "cache_dir": tmp_path / "cache", "cache_size": "1GB", **options}
     with streamload.make_loader(paths, batch_size=5, device="meta", **options) as loader:
-        for images, _ in loader:
-            assert (images.device.type, images.dtype, images.shape) == ("meta", torch.uint8, (5, 3, 224, 224))
+        batches = list(loader)
+    assert len(batches) == 2
+    for images, _ in batches:
+        assert (images.device.type, images.dtype, images.shape) == ("meta", torch.uint8, (5, 3, 224, 224))

@@ -75,6 +75,7 @@ def test_a_part_of_a_batch_stays_as_it_is_when_the_batch_is_gone(
     for batch in loader:
         held.append((part(batch["numbers"]), batch["__key__"][2]))
         del batch
+    assert len(held) == 75
     for numbers, key in held:
         assert set(numbers.tolist()) == {int(numbers_of(key)[0])}
 

@@ -112,6 +112,7 @@ def test_the_same_seed_gives_the_same_batches_for_every_number_of_workers(
             return [list(seen([batch])) for _ in range(2) for batch in loader]
 
     alone = batches(0)
+    assert len(alone) == 2 * (sum(UNEVEN) // 8)
     assert batches(2) == alone
     assert batches(3) == alone
 

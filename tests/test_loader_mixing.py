@@ -76,6 +76,7 @@ def test_small_sources_repeat_with_new_crops_and_large_ones_go_on(
     for batch in batches:
         for key, url, value in zip(batch["__key__"], batch["__url__"], batch["drawn"], strict=True):
             seen[origin(url)].append(((key, url), float(value)))
+    assert seen.keys() == {"large", "small"}
     once = sum(COUNTS["small"])
     for name, samples in seen.items():
         size = sum(COUNTS[name])
@@ -116,6 +117,7 @@ def test_mixing_is_the_same_on_every_layout(paths: dict[str, list[str]], tmp_pat
                 loader.close()
 
     alone = steps(1, 0)
+    assert alone
     assert steps(1, 2) == alone
     assert steps(2, 0) == alone
     assert steps(4, 1) == alone

@@ -196,6 +196,7 @@ def test_daemons_that_come_and_go_change_no_batch(training: Training) -> None:
             found.append(keys)
         for child in children:
             child.kill()
+    assert all(expected)
     assert found == expected
 
 

@@ -107,5 +107,6 @@ def test_workers_read_the_same_whichever_way_they_are_started(
 ) -> None:
     with make(server, tmp_path / "alone") as loader:
         alone = read(loader, 8)
+    assert alone
     with make(server, tmp_path / method, num_workers=2, multiprocessing_context=method) as loader:
         assert read(loader, 8) == alone

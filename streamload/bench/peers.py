@@ -88,7 +88,7 @@ def open_clip_loader(job: Job) -> Iterable[Any]:
         world_size=1,
     )
     preprocess = open_clip.image_transform(_SIZE, is_train=True)
-    tokenizer = tokenizer_of(job.tokenizer) or open_clip.get_tokenizer("ViT-B-32")
+    tokenizer = tokenizer_of(job.tokenizer) or _as_it_is  # the same work as for the others
     info = data.get_wds_dataset(arguments, preprocess, is_train=True, epoch=0, tokenizer=tokenizer)
     info.set_epoch(0)
     loader: Iterable[Any] = info.dataloader
@@ -107,6 +107,10 @@ class _Ids:
 
 def _same(caption: str) -> str:
     return caption
+
+
+def _as_it_is(caption: str) -> list[str]:
+    return [caption]
 
 
 def _for_each_worker(job: Job) -> list[str]:
