@@ -5,7 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.synchronize
 import os
+import random
 import signal
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +327,98 @@ def test_a_process_that_is_stopped_while_it_decides_blocks_nobody_for_ever(
         with pytest.raises(CacheError, match="doesn't go on"):
             tier.claim(A)
     assert tier.claim(A) is not None
+
+
+def test_a_wait_counts_from_when_the_lock_last_went_from_one_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many who decide, one after the other, aren't one that doesn't go on."""
+    monkeypatch.setattr("streamload.cache.locks.PATIENCE_SECONDS", 1.0)
+    tier = tier_of(tmp_path)
+    decided = threading.Event()
+
+    def decide() -> None:
+        part = tier.claim(A)
+        assert part is not None
+        part.discard()
+        decided.set()
+
+    with exclusive(tier.root / "lock"):
+        waiter = threading.Thread(target=decide)
+        waiter.start()
+        with (tier.root / "lock").open("r+b", buffering=0) as file:  # as the next ones would
+            for number in range(12):
+                time.sleep(0.2)
+                file.seek(0)
+                file.write(number.to_bytes(16, "little"))
+    waiter.join()
+    assert decided.is_set()
+
+
+def test_a_child_that_is_forked_while_a_thread_decides_does_not_hold_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.cache.locks.PATIENCE_SECONDS", 1.0)
+    tier = tier_of(tmp_path)
+    holds, goes_on = threading.Event(), threading.Event()
+
+    def decide() -> None:
+        with exclusive(tier.root / "lock"):
+            holds.set()
+            goes_on.wait()
+
+    thread = threading.Thread(target=decide)
+    thread.start()
+    holds.wait()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        goes_on.set()
+        thread.join()
+        assert tier.claim(A) is not None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_waits_are_the_nearest_visits_of_all_live_runs(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    digests = [rng.randbytes(16).hex() for _ in range(50)]
+    digests += [digest[:16] + "0" * 16 for digest in digests[:20]]  # prepared forms: the same short name
+    told = [rng.choices(digests[:40], k=30) for _ in range(3)]
+    expected: dict[str, float] = {}
+    with ExitStack() as stack:
+        for visits in told:
+            run = Run(tmp_path)
+            stack.callback(run.close)
+            run.announce(visits)
+            for digest in digests:
+                near = [at for at, visit in enumerate(visits) if visit[:16] == digest[:16]]
+                if near:
+                    expected[digest] = min(expected.get(digest, 1e9), near[0])
+        assert waits(tmp_path, digests) == expected
+    assert waits(tmp_path, digests) == {}
+
+
+def test_a_disk_that_refuses_a_sign_of_life_once_ends_nothing(tmp_path: Path) -> None:
+    part = fill(tier_of(tmp_path), A, 100)
+    away = part.path.rename(tmp_path / "away")
+    part.path.write_bytes(b"")  # not a directory
+    part.touch()
+    part.path.unlink()
+    away.rename(part.path)
+    before = (part.path / "index").stat().st_mtime_ns
+    part.touch()
+    assert (part.path / "index").stat().st_mtime_ns > before
+
+
+def test_what_has_long_gone_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamload.cache.directory._FORGOTTEN", 3)
+    tier = tier_of(tmp_path)
+    for number in range(20):
+        digest = f"{number:032x}"
+        publish(tier, digest, 10)
+        assert tier.used_bytes > 0
+        tier.trash(tier.published(digest))
+    assert len(tier._measured) <= 2 * 1 + 3 + 1

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -706,6 +707,23 @@ def test_files_of_the_cache_that_are_cut_or_gone_are_fetched_again(
     os.truncate(three / "index", 200)
     with make(urls(server), tmp_path) as loader:
         assert keys_of(loader) == first
+
+
+def test_more_shards_may_be_gone_than_a_shell_lets_a_process_open_files(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    """What a worker has to keep open for a shard that was given up isn't held against 1,024 files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    missing = [f"{server.url}/missing-{number}.tar" for number in range(150)]
+    listed = [f"{server.url}/{number:05d}.tar" for number in range(len(COUNTS))]
+    urls = [*listed[:3], *missing, listed[3]]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
+    try:
+        with make(urls, tmp_path, num_workers=1, shuffle=0, lanes=1) as loader:
+            assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+            assert loader.stats().shards_given_up == len(missing)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_slow_start_is_not_a_stall(tmp_path: Path) -> None:

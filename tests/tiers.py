@@ -141,11 +141,15 @@ def swap(one: Path, other: Path) -> None:
 
 
 def listing(root: Path) -> dict[str, tuple[int, int, int]]:
-    """All that lies below a directory: what a command that only looks leaves as it is."""
+    """All that lies below a directory: what a command that only looks leaves as it is.
+
+    Of the lock that there is one: whoever takes it leaves a stamp.
+    """
     found = {}
     for path in [root, *root.rglob("*")]:
         status = path.lstat()
-        found[str(path)] = (status.st_ino, status.st_size, status.st_mtime_ns)
+        facts = (status.st_ino, status.st_size, status.st_mtime_ns)
+        found[str(path)] = facts if path.name != "lock" else (status.st_ino, 0, 0)
     return found
 
 

@@ -1,7 +1,7 @@
 """What lies where in a tier's directory, what it takes, and how it leaves (step F): by one rename.
 
     tier.json                 format of the directory, its limit
-    lock                      held while something is decided, never while bytes move
+    lock                      held while something is decided, never while bytes move; a stamp of who did last
     parts/<digest>.<nonce>/   a shard on its way: data, index, names, reserved
     shards/<digest>/          a published shard: the same directory, renamed
     bare/<digest>/            the index alone of one that had no room: its samples are read from the origin
@@ -39,6 +39,8 @@ ROOMS: Mapping[str, re.Pattern[str]] = {
     "trash": _PART,
 }
 """How the directories are named that the tier makes in each of its rooms; all else there isn't its own."""
+_FORGOTTEN = 1000
+"""So many, and as many as there are, may be remembered that are gone."""
 BLOCK_BYTES = 4096
 """In which a disk gives out its room."""
 
@@ -86,10 +88,14 @@ class Directory:
 
         Parts come first: one that is published meanwhile is seen twice then, and not never.
         """
+        count = 0
         for kind in ("parts", "shards", "bare", "gone"):
             for entry in self._own(kind):
                 with contextlib.suppress(FileNotFoundError):
                     yield self._held(kind, entry)
+                    count += 1
+        if len(self._measured) > 2 * count + _FORGOTTEN:
+            self._measured = {}
 
     @property
     def used_bytes(self) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from streamload.errors import CacheError
 PATIENCE_SECONDS = 15.0
 """How long a decision of another process may take; they take milliseconds."""
 _RETRY_SECONDS = 0.002
+_STAMP_BYTES = 16
 
 _open: set[FileLock] = set()
 
@@ -50,15 +53,16 @@ class FileLock:
             descriptor = os.open(path, flags, 0o600)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        lock = cls(descriptor)  # before it is held: a child that is forked from here on closes its copy
         try:
             fcntl.flock(descriptor, kind)
         except BlockingIOError:
-            os.close(descriptor)
+            lock.close()
             return None
         except BaseException:
-            os.close(descriptor)
+            lock.close()
             raise
-        return cls(descriptor)
+        return lock
 
     def is_of(self, path: Path) -> bool:
         """Whether `path` is still the file that was locked."""
@@ -78,25 +82,47 @@ class FileLock:
 def exclusive(path: Path) -> Iterator[None]:
     """Wait for the lock on `path` and hold it for the block: for decisions, never for transfers.
 
+    Who holds it writes a stamp into the file, by which those who wait see that it goes from one to another.
+
     Raises:
         CacheError: who holds it doesn't let go; a process that was stopped just there, say.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    lock = FileLock(descriptor)
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise CacheError(
-                        f"{path} has been locked for {PATIENCE_SECONDS:g} s by a process that doesn't go on"
-                    ) from None
-                time.sleep(_RETRY_SECONDS)
+        _wait_for(descriptor, path)
+        with contextlib.suppress(OSError):  # a full disk: then all of the waiting counts
+            os.pwrite(descriptor, secrets.token_bytes(_STAMP_BYTES), 0)
         yield
     finally:
-        os.close(descriptor)
+        lock.close()
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    stamp, since = b"", time.monotonic()
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            now, before = time.monotonic(), stamp
+            stamp = os.pread(descriptor, _STAMP_BYTES, 0)
+            since = since if stamp == before else now
+            if now - since >= PATIENCE_SECONDS:
+                raise CacheError(
+                    f"{path} has been locked for {PATIENCE_SECONDS:g} s by a process that doesn't go on"
+                ) from None
+            time.sleep(_RETRY_SECONDS)
+
+
+def allow_many_files() -> None:
+    """Let this process open as many files as it may: each shard that is read or was given up takes some.
+
+    For processes that are ours; the limit that a shell sets, 1,024 mostly, is for those that use select().
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _forget_in_child() -> None:

@@ -45,7 +45,7 @@ class Part:
 
     def touch(self) -> None:
         """Show that this process is not stopped; to be done again and again."""
-        with contextlib.suppress(FileNotFoundError):  # published, or taken away
+        with contextlib.suppress(OSError):  # published, taken away, or a disk that may do better next time
             os.utime(self.path / "index")
 
     def make_way(self, wait: float) -> bool:

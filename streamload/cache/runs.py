@@ -87,10 +87,9 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
 
     Files of processes that are gone are removed on the way. Call it while deciding.
     """
-    wanted: dict[int, list[str]] = {}  # a shard and its prepared forms are needed alike
-    for digest in digests:
-        wanted.setdefault(short(digest), []).append(digest)
-    found: dict[str, float] = {}
+    names = np.fromiter(map(short, digests), "<u8", len(digests))
+    order = np.argsort(names)
+    known, nearest = names[order], np.full(names.size, np.inf)
     for path in sorted([*own(directory), *pages(directory)]):
         dead = FileLock.acquire(path)
         if dead is not None:
@@ -98,10 +97,13 @@ def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:
             dead.close()
             continue
         coming = visits_of(path)
-        for at in np.flatnonzero(np.isin(coming, np.fromiter(wanted, dtype="<u8", count=len(wanted)))):
-            for digest in wanted[int(coming[at])]:
-                found[digest] = min(found.get(digest, np.inf), float(at))
-    return found
+        at = np.searchsorted(known, coming)  # of equal names the first
+        is_known = at < known.size
+        is_known[is_known] = known[at[is_known]] == coming[is_known]
+        np.minimum.at(nearest, at[is_known], np.flatnonzero(is_known))
+    nearest = nearest[np.searchsorted(known, known)]  # a shard and its prepared forms are needed alike
+    found = zip(order.tolist(), nearest.tolist(), strict=True)
+    return {digests[place]: wait for place, wait in found if wait < np.inf}
 
 
 def lives(path: Path) -> bool:

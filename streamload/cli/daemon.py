@@ -117,8 +117,10 @@ def serve(given: ServiceOptions) -> None:
     Raises:
         typer.Exit: with 1: it was to end when all is held, and can't have something.
     """
+    from streamload.cache.locks import allow_many_files
     from streamload.prefetch.service import Service
 
+    allow_many_files()
     with Service(given) as service, _shown(service):
         status = service.run()
     print(_line(status))

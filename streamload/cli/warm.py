@@ -69,9 +69,11 @@ def warm(
             concurrency=concurrency,
         )
         return
+    from streamload.cache.locks import allow_many_files
     from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
+    allow_many_files()
     with _Bar() as bar:
         report = fill(
             urls,

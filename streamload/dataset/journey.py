@@ -20,6 +20,7 @@ import numpy.random  # noqa: F401
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from streamload.cache.locks import allow_many_files
 from streamload.cache.reading import ReadMemory
 from streamload.dataset.messages import Batch, Recipe, SealedStates, Start, Trouble, changes_from
 from streamload.dataset.steps import Steps, Visit
@@ -65,6 +66,7 @@ class StreamDataset(IterableDataset[Batch]):
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
             if workers:
                 gc.freeze()  # else a collection would copy every page of objects that is shared with the rank
+                allow_many_files()
             slots = self._slots[worker] if self._slots else None
             self._reading = Reading(self._recipe, self._board, worker, workers, slots)
             if workers:
