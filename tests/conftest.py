@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -75,6 +76,28 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix=f"streamload-test-{os.getpid()}-") as place:
         monkeypatch.setattr(memory, "PLACE", Path(place))
         yield Path(place)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Files of a certificate for this machine, which nobody trusts yet, and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
+    subprocess.run([*make.split(), *more], check=True, capture_output=True)
+    return files
+
+
+@pytest.fixture
+def trusted(certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """The same, trusted as long as the test runs."""
+    from streamload.origins import sockets  # urllib3: a while of imports, for those who need it
+
+    monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
+    sockets._tls_context.cache_clear()
+    yield certificate
+    sockets._tls_context.cache_clear()
 
 
 Held = dict[str, set[str]]

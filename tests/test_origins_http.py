@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,38 +290,14 @@ def test_no_secret_is_in_an_error_or_a_repr(server: ShardServer, fault: Fault) -
     assert "hunter2" not in f"{origin!r} {origin.url}"
 
 
-def test_a_proxy_of_the_environment_is_used(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("http_proxy", server.url)
-    monkeypatch.setenv("no_proxy", "")
-    assert read(server, "http://far-away.invalid/a.tar") == BODY
-    assert server.log[0].headers["Host"] == "far-away.invalid"
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("tls")
-    files = str(folder / "cert.pem"), str(folder / "key.pem")
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
-    subprocess.run([*make.split(), *more], check=True, capture_output=True)
-    return files
-
-
-def test_https_is_read_and_resumed(
-    tmp_path: Path, certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_https_is_read_and_resumed(tmp_path: Path, trusted: tuple[str, str]) -> None:
     (tmp_path / "a.tar").write_bytes(BODY)
-    monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
-    sockets._tls_context.cache_clear()
-    with ShardServer(tmp_path, tls=certificate) as server:
+    with ShardServer(tmp_path, tls=trusted) as server:
         server.misbehave(
             "a.tar", Fault(first=1, cut_after_bytes=300_000), Fault(first=1, stall_after_bytes=300_000)
         )
         assert read(server) == BODY
         assert [request.start for request in server.log] == [0, 300_000, 600_000]
-    sockets._tls_context.cache_clear()
 
 
 def test_https_fails_where_the_certificate_is_not_trusted(
@@ -371,6 +346,23 @@ def test_a_stopped_loader_does_not_wait_for_a_connection() -> None:
             open_origin(url, options=OriginOptions(connect_seconds=60), stop=stop).open()
         for other in waiting:
             other.close()
+
+
+def test_a_stopped_loader_does_not_wait_for_a_tls_handshake(no_leaks: Any) -> None:
+    stop = threading.Event()
+    sockets._tls_context()
+    with no_leaks(), socket.create_server(("127.0.0.1", 0)) as silent:  # its queue takes whoever connects
+        threading.Timer(0.2, stop.set).start()
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        with pytest.raises(OriginStopped):
+            open_origin(url, options=OriginOptions(connect_seconds=3600), stop=stop).open()
+
+
+def test_a_tls_handshake_without_an_end_is_a_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        with pytest.raises(OriginTimeout, match=r"then is silent for 0\.3 s"):
+            read(None, url, connect_seconds=0.3, attempts=1)  # type: ignore[arg-type]
 
 
 # --- which version there is, by a request for one byte ---

@@ -6,6 +6,7 @@ that gets bytes costs nothing more. Also refuses link-local addresses: metadata 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import ipaddress
@@ -14,18 +15,22 @@ import os
 import select
 import socket
 import ssl
+import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import LocationParseError
+from urllib3.util import parse_url
 
-from streamload.errors import OriginDenied, OriginStopped, OriginTimeout, OriginUnavailable
-from streamload.origins.protocol import Session
+from streamload.errors import OriginDenied, OriginError, OriginStopped, OriginTimeout, OriginUnavailable
+from streamload.origins.protocol import OriginOptions, Session
+from streamload.urls import redact
 
 WAKE_SECONDS = 0.1
 _METADATA_ADDRESSES = frozenset(
@@ -60,14 +65,20 @@ def unlogged() -> Iterator[None]:
 class _Patient:
     """A socket's reads: wait up to `stall_seconds` for the first byte, but not after `stop`."""
 
-    stop: threading.Event
-    stall_seconds: float
+    stop = threading.Event()  # of those that no session has made: never set
+    stall_seconds = OriginOptions().stall_seconds
 
     def recv_into(self, *args: Any) -> int:
+        return self._patiently(super().recv_into, *args)  # type: ignore[misc,no-any-return]
+
+    def recv(self, *args: Any) -> bytes:  # TLS within TLS reads by this one
+        return self._patiently(super().recv, *args)  # type: ignore[misc,no-any-return]
+
+    def _patiently(self, act: Callable[..., Any], *args: Any) -> Any:
         deadline = None
         while True:
             try:
-                return super().recv_into(*args)  # type: ignore[misc,no-any-return]
+                return act(*args)
             except TimeoutError:
                 now = time.monotonic()
                 deadline = deadline or now - WAKE_SECONDS + self.stall_seconds
@@ -80,30 +91,84 @@ class _PatientSocket(_Patient, socket.socket):
 
 
 class _PatientTLSSocket(_Patient, ssl.SSLSocket):
-    pass
+    def do_handshake(self, block: bool = False) -> None:
+        self._patiently(super().do_handshake, block)
 
 
-def open_pools(session: Session, url: str, connections: int = 1) -> urllib3.PoolManager:
-    """Return pools of connections to be kept, through the proxy that the environment names for the URL."""
-    plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
-    secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
-    proxy = _proxy_for(url)
-    facts: dict[str, Any] = {"maxsize": connections}
-    pools = urllib3.ProxyManager(proxy, **facts) if proxy else urllib3.PoolManager(**facts)
-    pools.pool_classes_by_scheme = {
-        "http": type("_OwnPlainPool", (_PlainPool,), {"ConnectionCls": plain}),
-        "https": type("_OwnSecurePool", (_SecurePool,), {"ConnectionCls": secure}),
-    }
-    return pools
+class _PatientContext(ssl.SSLContext):
+    """Makes sockets that are as patient as what they are made of, from their handshake on."""
+
+    def wrap_socket(self, sock: Any, *args: Any, **facts: Any) -> ssl.SSLSocket:
+        tls: Any = super().wrap_socket(sock, *args, **facts | {"do_handshake_on_connect": False})
+        tls.stop, tls.stall_seconds = sock.stop, sock.stall_seconds
+        try:
+            tls.do_handshake()
+        except BaseException:
+            tls.close()
+            raise
+        return tls  # type: ignore[no-any-return]
 
 
-def close_pools(pools: urllib3.PoolManager) -> None:
-    """Close connections that wait for another request; clear() alone leaves that to the garbage collector."""
-    for key in pools.pools.keys():  # noqa: SIM118  (no dict: it can't be iterated over)
-        pool = pools.pools.get(key)
-        if pool is not None:
-            pool.close()
-    pools.clear()
+class Pools:
+    """Connections to be kept, through the proxies that the environment names. For any thread.
+
+    Args:
+        connections: how many are kept to one host or proxy.
+    """
+
+    def __init__(self, session: Session, connections: int = 1) -> None:
+        plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
+        secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
+        self._classes = {
+            "http": type("_OwnPlainPool", (_PlainPool,), {"ConnectionCls": plain}),
+            "https": type("_OwnSecurePool", (_SecurePool,), {"ConnectionCls": secure}),
+        }
+        self._connections = connections
+        self._timeout = urllib3.Timeout(connect=session.options.connect_seconds, read=WAKE_SECONDS)
+        self._lock = threading.Lock()  # guards _by_proxy
+        self._by_proxy: dict[str | None, urllib3.PoolManager] = {}
+
+    def request(self, url: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
+        """Send a GET, through the proxy that is meant for this very URL; no redirect is followed."""
+        proxy = _proxy_for(url)
+        with self._lock:
+            pools = self._by_proxy.get(proxy)
+            if pools is None:
+                pools = self._by_proxy[proxy] = self._opened(proxy)
+        facts: dict[str, Any] = {"preload_content": False, "redirect": False, "retries": False}
+        with unlogged():
+            return pools.request("GET", url, headers=headers, timeout=self._timeout, **facts)
+
+    def close(self) -> None:
+        """Close connections that wait for another request, which may still come."""
+        with self._lock:
+            managers = list(self._by_proxy.values())
+        for manager in managers:
+            for key in manager.pools.keys():  # noqa: SIM118  (no dict: it can't be iterated over)
+                pool = manager.pools.get(key)
+                if pool is not None:
+                    pool.close()  # clear() alone leaves that to the garbage collector
+            manager.clear()
+
+    def _opened(self, proxy: str | None) -> urllib3.PoolManager:
+        facts: dict[str, Any] = {"maxsize": self._connections}
+        if proxy is None:
+            pools = urllib3.PoolManager(**facts)
+        else:
+            place = parse_url(proxy)
+            if place.auth:
+                facts["proxy_headers"] = {"Proxy-Authorization": basic(place.auth)}
+            if place.scheme == "https":
+                facts["proxy_ssl_context"] = _tls_context()
+            pools = urllib3.ProxyManager(place._replace(auth=None).url, **facts)
+        pools.pool_classes_by_scheme = self._classes
+        return pools
+
+
+def basic(user: str) -> str:
+    """Return what proves who asks: a URL's user and password, percent-encoded as they stand there."""
+    name, _, password = user.partition(":")
+    return "Basic " + base64.b64encode(b":".join(map(unquote_to_bytes, (name, password)))).decode()
 
 
 class _Discreet:
@@ -151,9 +216,16 @@ class _Connecting:
         return _connect(self._dns_host, self.port, self.session)
 
     def connect(self) -> None:
-        super().connect()  # type: ignore[misc]
-        self.sock.stop = self.session.stop  # a TLS socket is made by its context, which knows no session
-        self.sock.stall_seconds = self.session.options.stall_seconds
+        options = self.session.options
+        try:
+            super().connect()  # type: ignore[misc]
+        except TimeoutError as exc:
+            if isinstance(exc, OriginError):
+                raise
+            what = f"{self._dns_host}:{self.port} takes the connection and then is silent"
+            raise OriginTimeout(f"{what} for {options.connect_seconds:g} s") from exc
+        sock = getattr(self.sock, "socket", self.sock)  # TLS within TLS isn't a socket, but has one
+        sock.stall_seconds = options.stall_seconds
 
 
 def _connect(host: str, port: int, session: Session) -> socket.socket:
@@ -168,14 +240,14 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
         try:
             _finish_connecting(sock, address, session)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(session.options.connect_seconds)  # for a TLS handshake
+            sock.settimeout(WAKE_SECONDS)
         except OSError as exc:
             sock.close()
             if session.stop.is_set():
                 raise
             failure = exc
         else:
-            sock.stop, sock.stall_seconds = session.stop, session.options.stall_seconds
+            sock.stop, sock.stall_seconds = session.stop, session.options.connect_seconds  # until connected
             return sock
     if isinstance(failure, TimeoutError):
         raise OriginTimeout(f"no connection to {host}:{port} in {session.options.connect_seconds:g} s")
@@ -220,19 +292,36 @@ def _refuse_metadata(host: str, address: str) -> None:
 
 
 def _proxy_for(url: str) -> str | None:
+    """The URL of the proxy that the environment names for a URL, if there is one."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if urllib.request.proxy_bypass(f"{host}:{parts.port}" if parts.port else host):
         return None
-    proxy = urllib.request.getproxies().get(parts.scheme.lower())
-    if proxy and "://" not in proxy:
-        proxy = f"http://{proxy}"
-    return proxy
+    named = urllib.request.getproxies()
+    name = parts.scheme.lower() if named.get(parts.scheme.lower()) else "all"
+    proxy = named.get(name)
+    if not proxy:
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    with contextlib.suppress(LocationParseError):
+        place = parse_url(proxy)
+        is_cut_short = "@" in f"{place.path}{place.query}{place.fragment}"  # by a slash in a password, say
+        if place.scheme in {"http", "https"} and place.host and not is_cut_short:
+            return proxy
+    kind, _, rest = proxy.partition("://")
+    shown = redact(f"http://{rest.rpartition('@')[2]}").removeprefix("http")
+    raise OriginError(
+        f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown}, and can't be used: give "
+        "http://HOST:PORT or https://HOST:PORT, with user and password percent-encoded"
+    )
 
 
 @functools.lru_cache(maxsize=1)
 def _tls_context() -> ssl.SSLContext:
     """One for the process, and only where TLS is spoken: reading the certificates takes 40 ms and 1 MB."""
-    context = ssl.create_default_context()
+    context = _PatientContext(ssl.PROTOCOL_TLS_CLIENT)
+    if sys.version_info >= (3, 13):  # as in ssl.create_default_context, which makes no context of ours
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_STRICT
+    context.load_default_certs()
     context.sslsocket_class = _PatientTLSSocket
     return context

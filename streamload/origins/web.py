@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import urllib3
 from urllib3.exceptions import (
@@ -33,7 +33,7 @@ from streamload.errors import (
 )
 from streamload.origins.failures import of_status
 from streamload.origins.protocol import Origin, Session, Version, same_version, strong
-from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools, refuse_metadata_host, unlogged
+from streamload.origins.sockets import Pools, basic, refuse_metadata_host
 from streamload.origins.web_stream import HttpStream
 from streamload.urls import redact, redact_text
 
@@ -94,19 +94,14 @@ class HttpOrigin(Origin):
         self._target, self._headers = _without_user(url, headers or {})
         self._answered: _Place | None = None
         self._at_once = session.options.parts
-        self._pools: urllib3.PoolManager | None = None  # kept from one read to the next
+        self._pools: Pools | None = None  # kept from one read to the next
 
     def __repr__(self) -> str:
         return f"HttpOrigin({self.url!r})"
 
-    @property
-    def target(self) -> str:
-        """The URL as it is asked for, without user and password."""
-        return self._target
-
     def open(self, start: int = 0, expected: Version | None = None) -> HttpStream:
         """Send the request and check the answer's head; the body is read by the stream's chunks()."""
-        pools = open_pools(self._session, self._target)
+        pools = Pools(self._session)
         try:
             if self._at_once > 1:
                 with contextlib.suppress(_NoRanges):
@@ -115,12 +110,12 @@ class HttpOrigin(Origin):
                 self.keep_to_one_connection()
             return HttpStream(self, self._session, pools, self.ask(pools, start, expected))
         except BaseException:
-            close_pools(pools)
+            pools.close()
             raise
 
     def version(self) -> Version:
         """Ask for one byte and read the answer's head only: a signed URL refuses HEAD."""
-        pools = open_pools(self._session, self._target)
+        pools = Pools(self._session)
         response = None
         try:
             response = self._request(pools, self._range(0, None, 1))
@@ -133,9 +128,9 @@ class HttpOrigin(Origin):
         finally:
             if response is not None:
                 response.close()
-            close_pools(pools)
+            pools.close()
 
-    def ask(self, pools: urllib3.PoolManager, start: int, expected: Version | None) -> Answer:
+    def ask(self, pools: Pools, start: int, expected: Version | None) -> Answer:
         """Ask for all from a byte to the end; the answer's head is checked."""
         return self._ask(pools, start, expected, None)
 
@@ -145,7 +140,7 @@ class HttpOrigin(Origin):
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Ask for a range over a connection that is kept; as a stream from a server that gives no ranges."""
-        self._pools = self._pools or open_pools(self._session, self._target)
+        self._pools = self._pools or Pools(self._session)
         try:
             data = b"".join(self.read_range(self._pools, start, stop, version))
         except OriginCut:
@@ -157,11 +152,9 @@ class HttpOrigin(Origin):
         """Close the connection that is kept."""
         pools, self._pools = self._pools, None
         if pools is not None:
-            close_pools(pools)
+            pools.close()
 
-    def read_range(
-        self, pools: urllib3.PoolManager, start: int, stop: int, version: Version
-    ) -> Iterator[bytes]:
+    def read_range(self, pools: Pools, start: int, stop: int, version: Version) -> Iterator[bytes]:
         """Give exactly the bytes of a range, from where the first answer came from. For any thread.
 
         Raises:
@@ -198,9 +191,7 @@ class HttpOrigin(Origin):
             if response is not None and position != stop:
                 response.close()
 
-    def _ask(
-        self, pools: urllib3.PoolManager, start: int, expected: Version | None, most: int | None
-    ) -> Answer:
+    def _ask(self, pools: Pools, start: int, expected: Version | None, most: int | None) -> Answer:
         response = None
         try:
             response = self._request(pools, self._range(start, expected, most))
@@ -226,7 +217,7 @@ class HttpOrigin(Origin):
         return {"Range": f"bytes={start}-{stop}", **condition}
 
     def _request(
-        self, pools: urllib3.PoolManager, what: Mapping[str, str], at: _Place | None = None
+        self, pools: Pools, what: Mapping[str, str], at: _Place | None = None
     ) -> urllib3.BaseHTTPResponse:
         """Follow redirects, within http(s) only; what proves who asks stays with the URL's host.
 
@@ -235,20 +226,10 @@ class HttpOrigin(Origin):
         """
         target, is_own = at or _Place(self._target, True)
         headers = self._with_headers(what, self._headers if is_own else {})
-        timeout = urllib3.Timeout(connect=self._session.options.connect_seconds, read=WAKE_SECONDS)
         for _ in range(self._redirects + 1):
             self._session.check(self.url)
             self._session.count("origin_requests")
-            with unlogged():
-                response = pools.request(
-                    "GET",
-                    target,
-                    headers=headers,
-                    timeout=timeout,
-                    preload_content=False,
-                    redirect=False,
-                    retries=False,
-                )
+            response = pools.request(target, headers)
             place = response.headers.get("Location")
             if response.status not in _REDIRECTING or not place:
                 if at is None:
@@ -350,6 +331,8 @@ class HttpOrigin(Origin):
         if isinstance(exc, Urllib3Timeout):
             return OriginTimeout(f"{self.url}: {what} for {self._session.options.stall_seconds:g} s")
         reason = redact_text(str(exc.args[-1] if exc.args else exc))
+        if "Tunnel connection failed: 407" in reason:
+            return OriginDenied(f"{self.url}: its proxy wants another user and password: {reason}")
         if isinstance(exc, SSLError) and "CERTIFICATE" in reason:
             return OriginError(f"{self.url}: its certificate is refused: {reason}")
         if isinstance(exc, ProtocolError | ProxyError | SSLError):
@@ -380,5 +363,5 @@ def _without_user(url: str, headers: Mapping[str, Any]) -> tuple[str, dict[str, 
     user, _, host = parts.netloc.rpartition("@")
     sent = {str(name): str(value) for name, value in headers.items()}
     if user:
-        sent.update(urllib3.make_headers(basic_auth=unquote(user)))
+        sent["Authorization"] = basic(user)
     return urlunsplit(parts._replace(netloc=host, fragment="")), sent

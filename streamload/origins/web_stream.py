@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.protocol import Session, Version
 from streamload.origins.ranged import OrderedParts
-from streamload.origins.sockets import WAKE_SECONDS, close_pools, open_pools
+from streamload.origins.sockets import WAKE_SECONDS, Pools
 
 if TYPE_CHECKING:
     from streamload.origins.web import Answer, HttpOrigin
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 class HttpStream:
     """The bodies of answers, one behind the other; what stands before the byte asked for is dropped."""
 
-    def __init__(
-        self, origin: HttpOrigin, session: Session, pools: urllib3.PoolManager, answer: Answer
-    ) -> None:
+    def __init__(self, origin: HttpOrigin, session: Session, pools: Pools, answer: Answer) -> None:
         self.version = answer.version
         self._origin, self._session = origin, session
         self._pools, self._answer = pools, answer
@@ -47,7 +45,7 @@ class HttpStream:
                 if size == self._position:
                     return
                 if size is not None and not self._is_quick():
-                    close_pools(self._pools)  # not one connection more than parts
+                    self._pools.close()  # not one connection more than parts
                     self._parts = _Parts(self._origin, self._session, self._position, self.version)
                     yield from self._parts.chunks()
                     return
@@ -61,7 +59,7 @@ class HttpStream:
             self._parts.close()
         if self._answer.response is not None:
             self._answer.response.close()
-        close_pools(self._pools)
+        self._pools.close()
 
     def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
         read1, size = response.read1, self._session.options.chunk_bytes
@@ -130,7 +128,7 @@ class _Parts:
         self._origin, self._session, self._version = origin, session, version
         self._closed = _Either(session.stop)
         own = Session(session.options, session.counts, self._closed)
-        self._pools = open_pools(own, origin.target, connections=session.options.parts)
+        self._pools = Pools(own, connections=session.options.parts)
         self._parts = OrderedParts(
             self._ask, start, version.size or 0, session.options.parts, session.options
         )
@@ -143,7 +141,7 @@ class _Parts:
     def close(self) -> None:
         self._closed.set()
         self._parts.close()
-        close_pools(self._pools)
+        self._pools.close()
 
     def _ask(self, start: int, stop: int) -> _RangePart:
         return _RangePart(
@@ -158,7 +156,7 @@ class _RangePart:
         self,
         origin: HttpOrigin,
         session: Session,
-        pools: urllib3.PoolManager,
+        pools: Pools,
         place: tuple[int, int],
         version: Version,
         closed: threading.Event,
