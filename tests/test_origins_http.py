@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import socket
 import ssl
@@ -123,6 +124,20 @@ def test_retry_after_is_obeyed_only_so_far(server: ShardServer) -> None:
     assert read(server, retry_after_limit_seconds=0.1) == BODY
 
 
+@pytest.mark.parametrize(
+    "text", ["\xb2", "9" * 5000, "9" * 30, "-5", "", "Mon, 01 Jan 0001 00:00:00 -0000", "Mon, 99 Jan 2026"]
+)
+def test_a_retry_after_that_says_nothing_counts_as_none(server: ShardServer, text: str) -> None:
+    server.misbehave("a.tar", Fault(first=1, status=503, headers={"Retry-After": text}))
+    assert read(server) == BODY
+
+
+@pytest.mark.parametrize("length", ["\xb2", "9" * 5000, "9" * 30, "-5"])
+def test_a_length_that_is_no_number_counts_as_none(server: ShardServer, length: str) -> None:
+    server.misbehave("a.tar", Fault(framing="close", headers={"Content-Length": length}))
+    assert read(server) == BODY
+
+
 @pytest.mark.parametrize("framing", ["chunked", "close"])
 def test_a_body_without_a_length_is_read_to_its_end(server: ShardServer, framing: Any) -> None:
     server.misbehave("a.tar", Fault(framing=framing))
@@ -189,7 +204,16 @@ def test_a_refusal_says_what_the_store_said(server: ShardServer) -> None:
 
 @pytest.mark.parametrize(
     "content_range",
-    ["bytes 0-99/1000003", "bytes 400000-1000002/1000003", "bytes 300000-1000002/5", "nonsense", "bytes */7"],
+    [
+        "bytes 0-99/1000003",
+        "bytes 400000-1000002/1000003",
+        "bytes 300000-1000002/5",
+        "nonsense",
+        "bytes */7",
+        f"bytes 300000-1000002/{'9' * 5000}",
+        "bytes 300000-100000\xb2/1000003",
+    ],
+    ids=range(7),
 )
 def test_a_wrong_content_range_is_an_error(server: ShardServer, content_range: str) -> None:
     wrong = Fault(headers={"Content-Range": content_range})
@@ -263,6 +287,36 @@ def test_user_and_headers_go_to_the_urls_own_host_only(server: ShardServer, tmp_
     assert first["x-key"] == "hunter2"
     assert first["authorization"].startswith("Basic ")
     assert not {"x-key", "authorization"} & set(second)
+
+
+@pytest.mark.parametrize(
+    ("user", "sent"),
+    [("hf_TOKEN", b"hf_TOKEN:"), ("us%E2%82%ACer:p%40:w", "us\u20acer:p@:w".encode()), (":pw", b":pw")],
+)
+def test_a_urls_user_is_sent_as_utf_8_and_with_a_colon(server: ShardServer, user: str, sent: bytes) -> None:
+    assert read(server, server.url.replace("http://", f"http://{user}@") + "/a.tar") == BODY
+    assert server.log[0].headers["Authorization"] == f"Basic {base64.b64encode(sent).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Key", "hunter2\u20ac"),
+        ("X-Key", "hunter2\r\nX-More: x"),
+        ("X-Key", "hunter2\n more"),
+        ("X-Key", "hunter2\0"),
+        ("X-Key: hunter2", "x"),
+        ("X-K\xe9y", "hunter2"),
+        ("", "hunter2"),
+    ],
+)
+def test_a_header_that_cannot_be_sent_is_named_without_its_value(
+    server: ShardServer, name: str, value: str
+) -> None:
+    with pytest.raises(OriginError, match=r"a\.tar: the header '(X-K.y)?' can't be sent") as caught:
+        open_origin(f"{server.url}/a.tar", {"headers": {name: value}}, QUICK).open()
+    assert "hunter2" not in str(caught.value)
+    assert not server.log
 
 
 @pytest.mark.parametrize(

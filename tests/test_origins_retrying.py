@@ -100,6 +100,25 @@ def test_a_retry_after_is_waited_for_up_to_its_limit() -> None:
     assert stop.waits == [7.0, 60.0]
 
 
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), TypeError("x"), OverflowError("x")])
+@pytest.mark.parametrize("good", [-1, 5_000])
+def test_what_nobody_has_foreseen_is_an_error_of_this_origin(error: Exception, good: int) -> None:
+    origin, stop = retrying(Flaky(10_000, [(good, error)]))
+    with pytest.raises(OriginError, match=rf"flaky://a\.tar: {type(error).__name__}: '?x") as caught:
+        list(origin.open().chunks())
+    assert caught.value.__cause__ is error
+    assert not stop.waits
+
+
+@pytest.mark.parametrize("error", [MemoryError("x"), PermissionError("x"), RuntimeError("x")])
+@pytest.mark.parametrize("good", [-1, 5_000])
+def test_what_is_not_the_origins_fault_passes_as_it_is(error: Exception, good: int) -> None:
+    origin, _ = retrying(Flaky(10_000, [(good, error)]))
+    with pytest.raises(type(error)) as caught:
+        list(origin.open().chunks())
+    assert caught.value is error
+
+
 @pytest.mark.parametrize("error", [OriginNotFound("gone"), OriginError("odd"), ShardFormatError("page")])
 def test_what_another_attempt_cannot_mend_passes_at_once(error: Exception) -> None:
     origin, stop = retrying(Flaky(10_000, [(5_000, error)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import errno
+import re
 import time
 from typing import Any
 
@@ -111,9 +112,9 @@ def _seconds(retry_after: str | None) -> float | None:
     """Retry-After is a number of seconds or a date."""
     if not retry_after:
         return None
-    if retry_after.strip().isdigit():
+    if re.fullmatch("[0-9]{1,18}", retry_after.strip()):
         return float(retry_after)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -1,21 +1,24 @@
 """Another attempt at the byte where the last one failed: wraps any origin (step F).
 
 Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress. Errors
-that another attempt can't mend pass at once.
+that another attempt can't mend pass at once; what nobody has foreseen is one of them, of this shard alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from streamload.errors import OriginCut, OriginError, OriginTimeout, OriginUnavailable
+from streamload.errors import OriginCut, OriginError, OriginTimeout, OriginUnavailable, StreamloadError
 from streamload.origins.protocol import Origin, Session, Stream, Version
+from streamload.urls import redact_text
 
 _Result = TypeVar("_Result")
 _MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
+_UNFORESEEN = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 
 
 class RetryingOrigin(Origin):
@@ -95,7 +98,8 @@ class _Patience:
         while True:
             self._session.check(self._url)
             try:
-                return act()
+                with _foreseen(self._url):
+                    return act()
             except OriginError as error:
                 self.wait(error)
 
@@ -105,7 +109,8 @@ class _Patience:
         while True:
             self._session.check(self._url)
             began = time.monotonic()
-            chunk = next(chunks, None)
+            with _foreseen(self._url):
+                chunk = next(chunks, None)
             if chunk is None:
                 return
             waited += time.monotonic() - began
@@ -141,3 +146,14 @@ class _Patience:
             self._progress_bytes += n
             if self._progress_bytes >= self._options.slow_bytes:
                 self._failures = 0
+
+
+@contextlib.contextmanager
+def _foreseen(url: str) -> Iterator[None]:
+    """Make an error of this origin of what an odd answer, or a mistake in reading it, raises."""
+    try:
+        yield
+    except (StreamloadError, OSError):
+        raise
+    except _UNFORESEEN as exc:
+        raise OriginError(f"{url}: {type(exc).__name__}: {redact_text(str(exc))}") from exc

@@ -39,7 +39,10 @@ from streamload.urls import redact, redact_text
 
 REDIRECTS = 10
 _REDIRECTING = {301, 302, 303, 307, 308}
-_CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)", re.IGNORECASE)
+_NUMBER = "[0-9]{1,18}"  # none is larger that a file could have
+_CONTENT_RANGE = re.compile(rf"bytes\s+(?:({_NUMBER})-({_NUMBER})|\*)/({_NUMBER}|\*)", re.IGNORECASE)
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 
 
 class Answer(NamedTuple):
@@ -250,6 +253,13 @@ class HttpOrigin(Origin):
         headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity", "User-Agent": "streamload"})
         for some in (self._common, own, what):
             headers.update(some)
+        for name, value in headers.items():
+            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+                shown = name.partition(":")[0]
+                raise OriginError(
+                    f"{self.url}: the header {shown!r} can't be sent: a name may have ASCII's letters, digits and "
+                    "dashes, a value all of Latin-1 but line breaks"
+                )
         return headers
 
     def _redirected(self, target: str, place: str) -> str:
@@ -285,7 +295,7 @@ class HttpOrigin(Origin):
         """The version that answers, its body's first byte and the byte after its last, if that is stated."""
         etag, modified = strong(response.headers.get("ETag")), response.headers.get("Last-Modified")
         stated = response.headers.get("Content-Length", "")
-        length = int(stated) if stated.isdigit() else None
+        length = int(stated) if re.fullmatch(_NUMBER, stated) else None
         if response.status == 200:
             if length is not None and length < start:
                 raise DatasetChanged(f"{self.url} has {length} bytes now, of which {start} had been read")
@@ -295,7 +305,7 @@ class HttpOrigin(Origin):
         if match is None or match[1] is None or int(match[1]) != start or int(match[2]) < start:
             if most is not None:
                 raise _NoRanges
-            raise OriginError(f"{self.url} was asked for bytes from {start} and answers {given!r}")
+            raise OriginError(f"{self.url} was asked for bytes from {start} and answers {given[:80]!r}")
         stop = int(match[2]) + 1
         size = None if match[3] == "*" else int(match[3])
         if (size is not None and stop > size) or (length is not None and length != stop - start):
