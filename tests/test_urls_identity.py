@@ -150,12 +150,64 @@ def test_what_is_shown_of_a_url(url, shown):
         "env HF_TOKEN='S3CRET' hf download x",
         "azcopy cp 'https://x.blob.core.windows.net/c/a.tar?sv=1&sig=S3CRET' -",
         "mc --password S3CRET cat x/a.tar",
+        "get --api-key S3CRET https://h/a.tar",
+        "get --api_key=S3CRET https://h/a.tar",
+        "get --access-key 'S3CRET' https://h/a.tar",
+        "az storage blob download --account-key S3CRET -n a.tar",
+        "curl https://h/a.tar.gpg | gpg --batch --passphrase S3CRET -d",
+        "rclone cat --sftp-pass S3CRET r:a.tar",
+        "rclone cat --webdav-pass=S3CRET r:a.tar",
+        "curl https://h/a.enc | openssl enc -d -aes-256-cbc -k S3CRET",
+        "openssl enc -d -pass pass:S3CRET -in a.enc",
+        "openssl enc -d -passin 'pass:S3CRET' -in a.enc",
+        "sshpass -p S3CRET ssh u@h cat /a.tar",
+        "sshpass -v -pS3CRET ssh u@h cat /a.tar",
+        "http -a me:S3CRET https://h/a.tar",
+        "http --ignore-stdin -a 'me:S3CRET' https://h/a.tar",
+        "curl -d S3CRET https://h/a.tar",
+        "curl -fsSd 'pw=1&x=S3CRET y' https://h/a.tar",
+        "curl -dS3CRET -d 'x=S3CRET' https://h/a.tar",
+        "curl '-dx=1 S3CRET' https://h/a.tar",
+        'curl https://h/a.tar -F "key=S3CRET;type=x"',
+        "curl --data S3CRET https://h/a.tar",
+        "curl --data-urlencode=S3CRET https://h/a.tar",
+        'curl --data-raw \'{"x": "S3CRET"}\' https://h/a.tar',
+        'curl --json \'{"x": "S3CRET"}\' https://h/a.tar',
+        "curl --url-query x=S3CRET https://h/a.tar",
+        "curl --form x=S3CRET --form-string y=S3CRET https://h/a.tar",
+        "bash -c 'curl -s -d S3CRET https://h/a.tar'",
     ],
 )
 def test_secrets_of_a_command_are_not_shown(command):
     shown = redact(f"pipe:{command}")
     assert "S3CRET" not in shown
     assert shown.startswith(f"pipe:{command[:3]}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "curl -fsSLk -o - https://h/a.tar | base64 -d | gzip -dc",
+        "curl -s https://h/a.tar | cut -d , -f 2",
+        "zstd -d -c a.tar.zst",
+        "ssh -p 22 h cat a.tar",
+        "rclone cat --password-command p r:a.tar",
+        "python get.py --data /data --form wide -k 3 -a all",
+        "openssl enc -d -in a.enc -kfile key",
+        "curl: (22) The requested URL returned error: 404 -d",
+        "unzip -p a.zip",
+    ],
+)
+def test_a_command_without_secrets_is_shown_as_it_is(command):
+    assert redact(f"pipe:{command}") == f"pipe:{command}"
+
+
+@pytest.mark.parametrize(
+    "some",
+    ["curl ", "curl -d ", "curl '", 'curl "\\"', "openssl ", "openssl -k ", "http ", "pass:", "--a-", "-d"],
+)
+def test_a_long_command_is_redacted_in_linear_time(some):
+    redact_text(some * 30_000)  # or the test's time limit
 
 
 def test_secrets_in_what_a_command_said_are_not_shown():

@@ -46,9 +46,9 @@ def storage_options_of(text: str | None, name: str = "--storage-options") -> dic
     try:
         options = json.loads(text)
     except ValueError as exc:
-        raise OptionError(f"{name}={text!r} is not JSON: {exc}") from exc
+        raise OptionError(f"{name} is not JSON: {exc}") from exc  # without its value: keys may be in it
     if not isinstance(options, dict):
-        raise OptionError(f"{name}={text!r} is not a JSON object such as " + '{"anon": true}')
+        raise OptionError(f"{name} is no JSON object such as " + '{"anon": true}')
     return options
 
 

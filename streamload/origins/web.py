@@ -257,8 +257,8 @@ class HttpOrigin(Origin):
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
                 shown = name.partition(":")[0]
                 raise OriginError(
-                    f"{self.url}: the header {shown!r} can't be sent: a name may have ASCII's letters, digits and "
-                    "dashes, a value all of Latin-1 but line breaks"
+                    f"{self.url}: the header {shown!r} can't be sent: names have ASCII's letters, digits "
+                    "and dashes, values all of Latin-1 but line breaks"
                 )
         return headers
 

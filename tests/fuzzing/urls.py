@@ -56,6 +56,9 @@ _SECRET_COMMANDS = (
     "curl --proxy-user me:{S} {U}", "curl https://me:{S}@h/a.tar", "curl 'https://h/a.tar?sig={S}&x=1'",
     "wget --http-password={S} -qO- {U}", "AWS_SECRET_ACCESS_KEY={S} aws s3 cp s3://b/a.tar -",
     "env HF_TOKEN='{S}' hf download x", "mc --password {S} cat x/a.tar", "API_KEY=\"{S}\" get {U}",
+    "curl -sd 'x={S}' {U}", "curl --json '[{S}]' {U}", "sshpass -p {S} ssh h cat a.tar", "http -a me:{S} {U}",
+    "curl {U} | openssl enc -d -k {S}", "openssl enc -d -pass pass:{S}", "gpg --passphrase {S} -d a",
+    "rclone cat --sftp-pass {S} r:a.tar", "az download --account-key {S} -n a.tar",
     "curl -fsSL -H \"Cookie: id={S}; x=1\" {U} | tar x", "azcopy cp 'https://x.net/c/a.tar?sv=1&sig={S}' -",
 )  # fmt: skip
 
