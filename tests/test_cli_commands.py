@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -209,6 +210,43 @@ def test_pack_fails_with_one_line_and_leaves_nothing(streamload, folder, tmp_pat
     )
     (tmp_path / "t.jsonl").write_text("{image: 1}\n")
     assert "not JSON" in one_line(streamload("pack", tmp_path / "t.jsonl", target))
+    assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ('a.jpg\tan a\nb.JPG\t"so\na.jpg\tx\n', "row at line 3: unexpected end of data; where quotes are"),
+        ('a.jpg\tan a\nb.JPG\t"so" it is\n', r"row at line 3: .* give --no-quotes"),
+        ("a.jpg\tan a\nb.JPG\tsaid\tmore\n", "row at line 3: more fields than there are columns"),
+        ("a.jpg\tan a\nb.JPG\t\udcff\n", r"line 3: not UTF-8 text \(invalid start byte\)"),
+    ],
+)
+def test_a_row_that_pack_cannot_read_is_named_and_none_is_swallowed(streamload, folder, rows, said):
+    table, target = folder / "t.tsv", folder / "shards"
+    table.write_text(f"image\tcaption\n{rows}", errors="surrogateescape")
+    assert re.search(said, one_line(streamload("pack", table, target)))
+    assert list(target.iterdir()) == []
+
+
+def test_pack_takes_quotes_for_characters_where_that_is_asked(streamload, folder):
+    (folder / "t.tsv").write_text('image\tcaption\na.jpg\t"so\nb.JPG\t"so" it is\n')
+    done = streamload("pack", folder / "t.tsv", folder / "shards", "--no-quotes")
+    assert done.returncode == 0, done.stderr
+    found = members(folder / "shards" / "00000.tar")
+    assert (found["a.txt"], found["b.txt"]) == (b'"so', b'"so" it is')
+
+
+def test_pack_leaves_nothing_when_it_is_terminated(folder):
+    table, target = folder / "t.csv", folder / "shards"
+    os.mkfifo(table)
+    command = [sys.executable, "-m", "streamload.cli", "pack", str(table), str(target)]
+    with subprocess.Popen(command) as packing, table.open("w") as rows:  # opens as soon as it is read
+        rows.write("image,caption\na.jpg,an a\n")
+        rows.flush()
+        assert [path.name[:9] for path in target.iterdir()] == [".packing-"]
+        packing.terminate()
+        assert packing.wait(timeout=60) == 143
     assert list(target.iterdir()) == []
 
 

@@ -4,7 +4,10 @@ Images go in as they are, byte by byte: nothing is decoded, resized or encoded a
 """
 
 import csv
+import itertools
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ from streamload.errors import OptionError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 _TABLES = {".csv": ",", ".tsv": "\t"}
+_TOO_MUCH = "\0"  # what a row has beyond its columns; no column is called so
 
 
 @dataclass
@@ -46,6 +50,9 @@ def pack(
     image_column: Annotated[str, typer.Option(help="Where a table names the image file.")] = "image",
     caption_column: Annotated[str, typer.Option(help="Where a table has the caption.")] = "caption",
     prefix: Annotated[str, typer.Option(help="What the shards' names begin with.")] = "",
+    no_quotes: Annotated[
+        bool, typer.Option("--no-quotes", help="Quotes in a .csv or .tsv are characters like others.")
+    ] = False,
 ) -> None:
     """Pack images and captions into shards.
 
@@ -53,8 +60,12 @@ def pack(
     the image's path without its suffix. The shards appear all at once, when the last one is done.
     """
     packed = Packed()
-    pairs = _pairs(source, image_column, caption_column, packed)
-    write_shards(pairs, target, samples_per_shard, prefix, packed)
+    pairs = _pairs(source, image_column, caption_column, packed, no_quotes)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what isn't done goes with it
+    try:
+        write_shards(pairs, target, samples_per_shard, prefix, packed)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     total = sum(packed.sizes.values())
     print(f"{total:,} samples in {len(packed.sizes):,} shards: {target / next(iter(packed.sizes))} …")
     for why, count in packed.left_out.items():
@@ -98,13 +109,13 @@ def write_shards(
 
 
 def _pairs(
-    source: Path, image_column: str, caption_column: str, packed: Packed
+    source: Path, image_column: str, caption_column: str, packed: Packed, no_quotes: bool = False
 ) -> Iterator[tuple[str, Path, str]]:
     """(key, image, caption) in a fixed order; what can't be packed is counted."""
     if source.is_dir():
         found = _folder(source, packed)
     elif source.suffix in (*_TABLES, ".jsonl"):
-        found = _table(source, image_column, caption_column)
+        found = _table(source, image_column, caption_column, no_quotes)
     else:
         raise OptionError(f"{source} is neither a folder of images nor a .csv, .tsv or .jsonl file")
     folder = source if source.is_dir() else source.parent
@@ -130,13 +141,16 @@ def _folder(folder: Path, packed: Packed) -> Iterator[tuple[Path, str]]:
                 packed.leave_out("whose caption is not UTF-8 text")
 
 
-def _table(table: Path, image_column: str, caption_column: str) -> Iterator[tuple[Path, str]]:
+def _table(
+    table: Path, image_column: str, caption_column: str, no_quotes: bool
+) -> Iterator[tuple[Path, str]]:
     with table.open(encoding="utf-8-sig", newline="") as lines:
+        text = _decoded(table, lines)
         rows: Iterator[Mapping[str, Any]]
         if table.suffix == ".jsonl":
-            rows = (_json_row(table, line) for line in lines if line.strip())
+            rows = (_json_row(table, line) for line in text if line.strip())
         else:
-            rows = csv.DictReader(lines, delimiter=_TABLES[table.suffix])
+            rows = _csv_rows(table, text, no_quotes)
         for number, row in enumerate(rows, start=1):
             for column in (image_column, caption_column):
                 if column not in row:
@@ -145,6 +159,45 @@ def _table(table: Path, image_column: str, caption_column: str) -> Iterator[tupl
                         f"name the columns with --image-column and --caption-column"
                     )
             yield table.parent / str(row[image_column]), str(row[caption_column] or "")
+
+
+def _decoded(table: Path, lines: Iterator[str]) -> Iterator[str]:
+    try:
+        yield from lines
+    except UnicodeDecodeError as exc:
+        with table.open("rb") as raw:  # text is decoded by blocks, which tell nothing of lines
+            line = sum(1 for _ in itertools.takewhile(_is_utf8, raw)) + 1
+        raise OptionError(f"{table}, line {line}: not UTF-8 text ({exc.reason})") from exc
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        return bool(line.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _csv_rows(table: Path, lines: Iterator[str], no_quotes: bool) -> Iterator[Mapping[str, Any]]:
+    """Rows of a table; one that a stray quote, or a delimiter without quotes, has changed is an error."""
+    rows = csv.DictReader(
+        lines,
+        restkey=_TOO_MUCH,
+        delimiter=_TABLES[table.suffix],
+        quoting=csv.QUOTE_NONE if no_quotes else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
+    while True:
+        line = rows.line_num + 1
+        try:
+            row = next(rows, None)
+        except csv.Error as exc:
+            advice = "" if no_quotes else "; where quotes are characters like others, give --no-quotes"
+            raise OptionError(f"{table}, row at line {line}: {exc}{advice}") from exc
+        if row is None:
+            return
+        if any(row.pop(_TOO_MUCH, ())):
+            raise OptionError(f"{table}, row at line {line}: more fields than there are columns")
+        yield row
 
 
 def _json_row(table: Path, line: str) -> Mapping[str, Any]:
