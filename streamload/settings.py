@@ -285,16 +285,16 @@ def parse_size(value: object, name: str = "size") -> int:
     Raises:
         OptionError: not a positive size; `name` says in the message whose value it was.
     """
-    allowed = 'expected bytes such as 4000000, "500GB" (thousands) or "1.5TiB" (1024s), more than 0'
+    allowed = 'expected bytes such as 4000000, "500GB" (thousands) or "1.5TiB" (1024s), over 0 and under 8EiB'
     if isinstance(value, int) and not isinstance(value, bool):
-        number = value
+        number: float = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].upper() in _UNITS:
-        number = math.floor(float(re.sub("[_,]", "", match[1])) * _UNITS[match[2].upper()])
+        number = float(re.sub("[_,]", "", match[1])) * _UNITS[match[2].upper()]
     else:
         raise OptionError(f"{name}={value!r} is not a size; {allowed}")
-    if number <= 0:
+    if not 1 <= number < 2**63:
         raise OptionError(f"{name}={value!r} is not a size; {allowed}")
-    return number
+    return math.floor(number)
 
 
 def parse_cache_size(value: object, name: str = "cache_size", of: str = "the disk") -> CacheSize:

@@ -386,6 +386,7 @@ def test_doctor_fails_on_a_shared_cache_that_is_no_folder(streamload):
     assert said.returncode == 1
     assert "STREAMLOAD_SHARED_CACHE=" in said.stdout
     assert "swordfish" not in said.stdout
+    assert "Trainings go on" not in said.stdout
 
 
 def test_version_prints_the_installed_version(streamload):

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -165,6 +166,30 @@ def test_the_page_is_on_this_machine_only_and_answers_nothing_else() -> None:
         assert json.loads(get(url + "/status?x=1")[1])["trouble"] == "no leases"
         for path in ("/", "/etc/passwd", "/metrics/x", "/" + 5000 * "a"):
             assert get(url + path)[0] == 404
+
+
+def test_the_page_listens_on_ipv6_and_its_url_has_brackets() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as exc:
+        pytest.skip(f"no IPv6 here: {exc}")
+    with Page(Status, "[::1]:0") as served:
+        assert served.url.startswith("http://[::1]:")
+        assert get(served.url + "/healthz") == (200, "ok\n")
+        shown = run([*COMMAND, "daemon", "status", "--listen", served.url.removeprefix("http://")])
+        assert shown.returncode == 0, shown.stderr
+
+
+def test_a_client_that_resets_its_connection_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    def answering() -> bool:
+        return any("process_request_thread" in thread.name for thread in threading.enumerate())
+
+    with page(Status()) as url:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+            until(answering)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        until(lambda: not answering())
+    assert capfd.readouterr().err == ""
 
 
 def test_a_daemon_that_doesnt_look_any_more_isnt_well() -> None:

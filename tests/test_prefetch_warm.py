@@ -12,6 +12,7 @@ from tiers import until
 from streamload.cache import runs
 from streamload.cache.runs import Run
 from streamload.cache.shard import shard_of
+from streamload.prefetch.failures import Failures
 from streamload.prefetch.warm import warm
 from streamload.testing.kills import Child
 from streamload.testing.server import ShardServer
@@ -34,6 +35,18 @@ def test_what_a_killed_warm_up_left_of_another_version_is_fetched_anew(tmp_path:
         assert (report.shards_complete, report.failures) == (1, {})
         (data,) = cache.glob("shards/*/data")
         assert data.read_bytes() == path.read_bytes()
+
+
+def test_shards_that_only_a_hidden_query_tells_apart_are_counted_each(tmp_path: Path) -> None:
+    with ShardServer(tmp_path) as server:
+        urls = [f"{server.url}/a.tar?part={k}" for k in range(3)]
+        report = warm(urls, cache_dir=tmp_path / "cache", cache_size="10MB")
+    shown = f"{server.url}/a.tar"
+    assert list(report.failures) == [shown, f"{shown} (2)", f"{shown} (3)"]
+    failures = Failures(1.0)
+    for k in range(3):
+        failures.note(f"digest {k}", shown, f"why {k}")
+    assert failures.said() == {shown: "why 0", f"{shown} (2)": "why 1", f"{shown} (3)": "why 2"}
 
 
 class Listed:

@@ -228,7 +228,27 @@ def test_sizes_read_as_people_write_them(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "5 XB", "-5GB", "0", 0, -1, "0.2", True, None, 1.5, "1e9", "5GB5", "80%", "∞"]
+    "text",
+    [
+        400 * "1",
+        2**63,
+        f"{400 * '1'}GB",
+        "",
+        "GB",
+        "5 XB",
+        "-5GB",
+        "0",
+        0,
+        -1,
+        "0.2",
+        True,
+        None,
+        1.5,
+        "1e9",
+        "5GB5",
+        "80%",
+        "∞",
+    ],
 )
 def test_text_that_is_no_size_fails(text):
     with pytest.raises(OptionError, match=r"is not a size; expected bytes"):

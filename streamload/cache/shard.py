@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
@@ -75,6 +76,15 @@ def prepared_form(shard: Shard, recipe: str) -> Shard:
     own = hashlib.blake2b(f"{shard.digest} {recipe}".encode(), digest_size=8).hexdigest()
     name = f"{shard.name}#{recipe}"
     return replace(shard, name=name, digest=shard.digest[:16] + own, recipe=recipe, prepared=None)
+
+
+def by_name(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What was found about shards, by their names; those that only a hidden query tells apart numbered."""
+    said, seen = dict[str, str](), Counter[str]()
+    for name, what in found:
+        seen[name] += 1
+        said[name if seen[name] == 1 else f"{name} ({seen[name]})"] = what
+    return said
 
 
 class ShardList(Sequence[Shard]):

@@ -141,12 +141,12 @@ def show_status(listen: str) -> None:
     import urllib3
 
     from streamload.metrics import format_bytes
-    from streamload.prefetch.page import listen_at
+    from streamload.prefetch.page import listen_at, url_at
 
-    host, port = listen_at(listen)
+    url = url_at(*listen_at(listen))
     with urllib3.PoolManager(retries=False, timeout=5.0) as pools:
         try:
-            answer = pools.request("GET", f"http://{host}:{port}/status", redirect=False)
+            answer = pools.request("GET", f"{url}/status", redirect=False)
             status = json.loads(answer.data)
             rows = {
                 "following": status["following"],

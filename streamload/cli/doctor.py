@@ -220,8 +220,9 @@ def _shared(settings: "Settings") -> list[Finding]:
             conditions = "" if tier.objects.has_conditions else ", without conditions"
             found.append(Finding("write back", f"can be written{conditions}", settings.sources["write_back"]))
     except StreamloadError as exc:
-        advice = f"{exc}. Trainings go on without it."
-        found.append(Finding("its answer", "an error", advice=advice, unusable=isinstance(exc, ValueError)))
+        is_invalid = isinstance(exc, ValueError)  # that ends trainings, too
+        advice = str(exc) if is_invalid else f"{exc}. Trainings go on without it."
+        found.append(Finding("its answer", "an error", advice=advice, unusable=is_invalid))
     return found
 
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from streamload.cache.shard import by_name
+
 _MOST_SECONDS = 900.0
 _MOST_DOUBLINGS = 20
 
@@ -56,4 +58,4 @@ class Failures:
 
     def said(self) -> dict[str, str]:
         """Of each its name, and why."""
-        return {failure.name: failure.why for failure in self._known.values()}
+        return by_name((failure.name, failure.why) for failure in self._known.values())

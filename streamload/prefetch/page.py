@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
+import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -76,11 +78,10 @@ class Page:
 
         Handler.status = staticmethod(status)
         try:
-            self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+            self._server = _Server((host, port), Handler)
         except (OSError, OverflowError) as exc:
             raise OptionError(f"can't listen on {listen}: {exc}; choose another with --listen") from exc
-        self._server.daemon_threads = True
-        self.url = f"http://{host}:{self._server.server_address[1]}"
+        self.url = url_at(host, self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="streamload-page", daemon=True
         )
@@ -97,6 +98,19 @@ class Page:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that has gone, or doesn't read."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -134,7 +148,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def listen_at(listen: str) -> tuple[str, int]:
-    """Address and port of "127.0.0.1:9433".
+    """Address and port of "127.0.0.1:9433" or "[::1]:9433".
 
     Raises:
         OptionError: it is something else.
@@ -143,3 +157,8 @@ def listen_at(listen: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise OptionError(f'listen={listen!r} is no address and port; expected "127.0.0.1:9433"')
     return host.strip("[]"), int(port)
+
+
+def url_at(host: str, port: int) -> str:
+    """The URL of a page at an address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

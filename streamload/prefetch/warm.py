@@ -15,7 +15,7 @@ from streamload.cache.fill import Filled
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
 from streamload.cache.runs import VISITS_KEPT, Run
-from streamload.cache.shard import Shard, ShardList, prepared_form
+from streamload.cache.shard import Shard, ShardList, by_name, prepared_form
 from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import Tier
@@ -315,9 +315,11 @@ def warm(
             warming.go_on()
             now = counts.snapshot()
             on_progress(WarmProgress(len(shards), _complete(tally), now.origin_bytes + now.shared_bytes))
-        failures = {s.name: _why(tier, s) for s in shards if tally.settled.get(s.digest) is Filled.GAVE_UP}
-        no_room = [shard.name for shard in shards if shard.digest in warming.no_room]
-        failures |= dict.fromkeys(no_room, _no_room(tier))
+        left = [shard for shard in shards if shard.digest in warming.no_room]
+        asked = (shard for shard in shards if shard.digest not in warming.no_room)
+        gave_up = [shard for shard in asked if tally.settled.get(shard.digest) is Filled.GAVE_UP]
+        no_room = _no_room(tier)
+        failures = by_name([*((s.name, _why(tier, s)) for s in gave_up), *((s.name, no_room) for s in left)])
         shared_failures = storing.failures
         complete = sum(tier.has_whole(shard) for shard in shards)
     done = counts.snapshot()
@@ -330,7 +332,7 @@ def warm(
         bytes_shared=done.shared_bytes,
         shared_stored=done.shared_stored,
         failures=failures,
-        no_room=no_room,
+        no_room=list(failures)[len(gave_up) :],
         shared_failures=shared_failures,
     )
 

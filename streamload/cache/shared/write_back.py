@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from streamload.cache.shard import Shard
+from streamload.cache.shard import Shard, by_name
 from streamload.cache.shared.tier import SharedTier
 
 logger = logging.getLogger("streamload")
@@ -42,7 +42,7 @@ class WriteBack:
         self._busy = 0
         self._is_closed = False
         self._in_a_row = 0
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, tuple[str, str]] = {}  # by digest: name, and why
         self._threads = [
             threading.Thread(target=self._work, name="streamload-write-back", daemon=True)
             for _ in range(threads)
@@ -58,7 +58,7 @@ class WriteBack:
     def failures(self) -> Mapping[str, str]:
         """Why shards weren't stored, by their names; the first thousand."""
         with self._change:
-            return dict(self._failures)
+            return by_name(self._failures.values())
 
     @property
     def has_given_up(self) -> bool:
@@ -155,5 +155,5 @@ class WriteBack:
 
     def _note(self, shard: Shard, why: str) -> None:
         if len(self._failures) < _KEPT:
-            self._failures[shard.name] = why
+            self._failures[shard.digest] = shard.name, why
         self._tier.counts.add("shared_not_stored", 1)
