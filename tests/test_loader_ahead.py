@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import signal
 import time
@@ -115,6 +116,35 @@ def test_what_is_wrong_with_a_batch_is_said_in_its_turn(
     monkeypatch.setattr(module, "feed_for", Direct)
     assert ahead == until_it_fails()
     assert len(ahead) == 13
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def seen_ahead(epoch: Any, batches: int) -> Any:
+    """Take so many batches, the next one at leisure; what was found behind the last."""
+    for _ in range(batches - 1):
+        next(epoch)
+    time.sleep(0.2)
+    next(epoch)
+    return epoch._coming
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(("map_sample", "batches"), [(small, 24), (fails_at_the_70th, 13)])
+def test_an_end_and_an_error_seen_ahead_keep_no_epoch_that_is_dropped(
+    map_sample: Callable[[dict[str, Any]], dict[str, Any]], batches: int, paths: list[str], tmp_path: Path
+) -> None:
+    """Their tracebacks kept the epoch, so that the next one was refused until a collection."""
+    deadline = time.monotonic() + 60
+    with make(paths, tmp_path / "cache", shuffle=0, num_workers=1, map_sample=map_sample) as loader:
+        while seen_ahead(iter(loader), batches) is None:
+            assert time.monotonic() < deadline, "nothing was found behind the last batch"
+        next(iter(loader))
 
 
 def test_a_dropped_epoch_takes_what_was_on_its_way_along(paths: list[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -31,7 +32,10 @@ from tiers import until
 import streamload
 from streamload.cache import spare
 from streamload.cache.tier import Tier
-from streamload.dataset import journey
+from streamload.dataset import Batch, journey
+from streamload.dataset.messages import SealedStates
+from streamload.loader.checks import Checks
+from streamload.metrics import Counters
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -266,6 +270,50 @@ def test_a_second_iterator_is_refused_while_one_is_in_use(server: ShardServer, t
             iter(loader)
         del first
         assert len(keys_of(loader)) == sum(COUNTS)
+
+
+def waits_for_a_gate(gate: Path, sample: dict[str, Any]) -> dict[str, Any]:
+    while "00000.tar" not in sample["__url__"] and gate.exists():
+        time.sleep(0.01)
+    return {"size": len(sample["jpg"])}
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt is none of the errors that code may catch."""
+
+
+def test_an_interrupted_beginning_of_an_epoch_begins_none(server: ShardServer, tmp_path: Path) -> None:
+    """Batches of the epoch before are waited for there; the rest of them was taken for the next one's."""
+    gate = tmp_path / "gate"
+    gate.touch()
+
+    def interrupt(*_: object) -> None:
+        gate.unlink()
+        raise Interrupted
+
+    map_sample = functools.partial(waits_for_a_gate, gate)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with make(urls(server), tmp_path, map_sample=map_sample, shuffle=0, prefetch_factor=4) as loader:
+            next(iter(loader))
+            state = loader.state_dict()
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(Interrupted):
+                iter(loader)
+            assert loader.state_dict() == state
+            assert sorted(key for batch in loader for key in batch["__key__"]) == oracle(tmp_path, 0, 1, 2, 3)
+            assert loader.state_dict()["epoch"] == 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_batch_of_another_epoch_is_not_taken() -> None:
+    checks = Checks(Counters(), train=True)
+    checks.begin(generation=6)
+    batch = Batch({}, 0, SealedStates({}), [], {}, samples=0, taken=[0], generation=6)
+    checks.agree(batch)
+    with pytest.raises(streamload.OrderDiverged, match="order 4, and this epoch goes by 6"):
+        checks.agree(batch._replace(generation=4))
 
 
 def test_a_cache_directory_that_cannot_be_used_is_an_error(server: ShardServer, tmp_path: Path) -> None:

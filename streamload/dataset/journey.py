@@ -125,7 +125,7 @@ class Reading:
                 if self._recipe.with_keys:
                     values |= origins
                 samples = len(origins["__key__"])
-                yield Batch(values, position, states, troubles, spans, samples, step.taken)
+                yield Batch(values, position, states, troubles, spans, samples, step.taken, start.generation)
         except Superseded:
             return
 

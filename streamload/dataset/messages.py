@@ -226,3 +226,5 @@ class Batch(NamedTuple):
     """How many it has."""
     taken: list[int]
     """How many of its samples are of each source."""
+    generation: int
+    """Of the start that it was made for."""

@@ -1,4 +1,4 @@
-"""What a rank checks of each batch: that workers agree on the order, that few samples are bad."""
+"""What a rank checks of each batch: that it is of the epoch, that workers agree, that few samples are bad."""
 
 from __future__ import annotations
 
@@ -25,25 +25,32 @@ class Checks:
 
     Attributes:
         troubles: the first thousand samples that could not be used.
+        generation: of the order on the board, by which the batches of the epoch are made.
     """
 
     def __init__(self, counts: Counters, train: bool):
         self.troubles: list[Trouble] = []
+        self.generation = 0
         self._counts = counts
         self._what = "replaced" if train else "skipped"
         self._bad = 0
         self._last: dict[str, tuple[int, int]] = {}  # of each sequence, where it was hashed to
 
-    def begin(self) -> None:
-        """A new epoch: digests begin anew."""
+    def begin(self, generation: int) -> None:
+        """A new epoch, by the order of this generation: digests begin anew."""
+        self.generation = generation
         self._last = {}
 
     def agree(self, batch: Batch) -> None:
         """Compare what this batch's worker takes for the past with what the last one's did.
 
         Raises:
-            OrderDiverged: they differ.
+            OrderDiverged: they differ, or it was made for another epoch.
         """
+        if batch.generation != self.generation:
+            raise OrderDiverged(
+                f"a worker gave a batch of order {batch.generation}, and this epoch goes by {self.generation}"
+            )
         for name, span in batch.digests.items():
             end, behind = self._last.get(name, (span.begin, span.before))
             if end == span.begin and behind != span.before:

@@ -91,7 +91,8 @@ class Epoch:
             batch = _next_if_there(self._batches)
             return None if batch is None else self._sent(batch)
         except Exception as exc:
-            return functools.partial(_raise, exc)
+            # Its traceback has this frame, and so the epoch, which would outlive its last reference.
+            return functools.partial(_raise, exc.with_traceback(None))
 
 
 def is_a_death(error: BaseException) -> bool:

@@ -172,26 +172,13 @@ class Loader:
         """
         self._refuse_if_busy()
         began = time.monotonic()
-        source = self._start()
-        place = self._schedule.course.begin()
-        start = Start(
-            place.sequence,
-            place.position,
-            self._schedule.steps(place),
-            list(place.changes),
-            dict(place.groups),
-            noted=self._board.changes.generation,
-        )
-        self._checks.begin()
         try:
-            epoch = self._begin(source, start, began)
-        except RuntimeError as exc:
+            return self._begin(began)
+        except BaseException as exc:
+            self.close()  # torch's iterator is left in between two epochs: what comes next is by a new one
             if not is_a_death(exc):
                 raise
-            self.close()  # a worker was killed while no batch was asked for: begin with new ones
-            epoch = self._begin(self._start(), start, began)
-        self._current = weakref.ref(epoch)
-        return epoch
+        return self._begin(began)  # a worker was killed while no batch was asked for
 
     def stats(self) -> Snapshot:
         """What has happened so far, over all processes of this rank; cheap, at any time."""
@@ -247,13 +234,27 @@ class Loader:
         if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
 
-    def _begin(self, source: DataLoader[Batch], start: Start, began: float) -> Epoch:
+    def _begin(self, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""
+        source, schedule = self._start(), self._schedule
+        place = schedule.course.next()
+        start = Start(
+            place.sequence,
+            place.position,
+            schedule.steps(place),
+            list(place.changes),
+            dict(place.groups),
+            noted=self._board.changes.generation,
+        )
         self._board.order.write(start.to_json())
+        self._checks.begin(self._board.order.generation)
         batches = iter(source)
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)
-        return Epoch(self, batches, self._feed, began)
+        schedule.course.begin()
+        epoch = Epoch(self, batches, self._feed, began)
+        self._current = weakref.ref(epoch)
+        return epoch
 
     def _refuse_if_busy(self) -> None:
         if self._under_way() is not None:
