@@ -34,6 +34,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     ├── NotSendable (TypeError)             a batch that can't go from its worker to the rank
     ├── ClusterError (RuntimeError)         a cluster can't be reached, or its nodes can't do the work
     ├── LoaderBusy (RuntimeError)           a second iterator while one is alive
+    ├── LoaderClosed (RuntimeError)         a batch of an epoch in the middle of which the loader was closed
     └── WorkerDied (RuntimeError)           a worker process ended without a word
 """
 
@@ -163,6 +164,10 @@ class ClusterError(StreamloadError, RuntimeError):
 
 class LoaderBusy(StreamloadError, RuntimeError):
     """A second iterator was asked of a loader while one is alive."""
+
+
+class LoaderClosed(StreamloadError, RuntimeError):
+    """A batch was asked of an epoch in the middle of which its loader was closed."""
 
 
 class WorkerDied(StreamloadError, RuntimeError):

@@ -596,6 +596,66 @@ def test_break_close_and_drop_leave_nothing_behind(
         assert not list((tier.root / "trash").iterdir())
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_is_closed_in_the_middle_of_an_epoch_loses_nothing(
+    workers: int, server: ShardServer, tmp_path: Path
+) -> None:
+    """The epoch seemed to be over, and its state to be that of the next one."""
+    with make(urls(server), tmp_path, num_workers=workers, shuffle=0) as loader:
+        epoch = iter(loader)
+        for _ in range(3):
+            next(epoch)
+        loader.close()
+        for _ in range(2):
+            with pytest.raises(streamload.LoaderClosed, match="in the middle of the epoch"):
+                next(epoch)
+        state = loader.state_dict()
+        assert (state["epoch"], state["position"]) == (0, 15)
+        assert not list((Tier.open(tmp_path / "cache").root / "runs").iterdir())
+        loader.load_state_dict(state)
+        rest = iter(loader)
+        keys = [key for _ in range(2) for key in next(rest)[2]["__key__"]]
+        with pytest.raises(streamload.LoaderClosed):
+            next(epoch)
+        keys += [key for _, _, origin in rest for key in origin["__key__"]]
+    assert keys == oracle(tmp_path, 0, 1, 2, 3)[15:]
+
+
+FORKING = """
+import gc, os, sys, streamload
+urls, cache, workers, how = sys.argv[1:]
+samples = 0
+with streamload.make_loader(
+    urls, cache_dir=cache, cache_size="1GB", batch_size=5, num_workers=int(workers)
+) as loader:
+    for number, (images, _) in enumerate(loader):
+        samples += len(images)
+        if number == 1:
+            child = os.fork()
+            if child == 0:
+                if how == "closes":
+                    loader.close()
+                elif how == "drops":
+                    del loader, images
+                    gc.collect()
+                sys.exit()
+            assert os.waitpid(child, 0) == (child, 0)
+print(samples)
+"""
+
+
+@pytest.mark.parametrize(("workers", "how"), [(0, "ends"), (2, "ends"), (2, "closes"), (2, "drops")])
+def test_a_process_forked_from_the_rank_ends_nothing_but_itself(
+    workers: int, how: str, server: ShardServer, tmp_path: Path
+) -> None:
+    """The epoch of its parent ended then, as if it were complete, or in an error of torch's."""
+    arguments = [urls(server), str(tmp_path / "cache"), str(workers), how]
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, *arguments]  # Python warns of threads
+    done = subprocess.run(command, check=False, timeout=100, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout == f"{sum(COUNTS)}\n"
+
+
 def arrived_bytes(cache: Path) -> int:
     return sum(path.stat().st_size for path in cache.glob("parts/*/data"))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from streamload.dataset import Batch
 from streamload.device import Feed
-from streamload.errors import StreamloadError, WorkerDied
+from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 
 if TYPE_CHECKING:
     from streamload.loader.loader import Loader
@@ -43,6 +43,7 @@ class Epoch:
         self._taken = 0
         self._began = began
         self._coming: _Coming | None = None  # what was there before it was asked for
+        self._closed = False
 
     def __iter__(self) -> Epoch:
         return self
@@ -53,7 +54,13 @@ class Epoch:
         Raises:
             StreamloadError: of the data, the origin or the cache; the loader is closed then.
             WorkerDied: a worker process was killed.
+            LoaderClosed: its loader was closed in the middle of it.
         """
+        if self._closed:
+            raise LoaderClosed(
+                "the loader was closed in the middle of the epoch: iterate the loader anew; load its "
+                "state_dict() before to go on in this epoch"
+            )
         if self.done:
             raise StopIteration
         began = self._began if self._taken == 0 else time.monotonic()
@@ -71,14 +78,15 @@ class Epoch:
             raise
         except BaseException as exc:
             self.done = True
-            self.forget()
+            self._coming = None
             self._loader.close()
             if is_a_death(exc):
                 raise WorkerDied(f"{exc}; what it had fetched is kept: iterate again") from exc
             raise
 
-    def forget(self) -> None:
-        """Let go of a batch that was sent and not handed out."""
+    def close(self) -> None:
+        """Give nothing more, and let go of a batch that was sent and not handed out."""
+        self.done = self._closed = True
         self._coming = None
 
     def _sent(self, batch: Batch) -> _Coming:

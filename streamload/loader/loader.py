@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
+import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from streamload.dataset import Batch, Start, StreamDataset, Trouble
 from streamload.device import Feed, feed_for
-from streamload.errors import LoaderBusy
+from streamload.errors import LoaderBusy, LoaderClosed
 from streamload.handoff import Board, context_with_channels, slots_for
 from streamload.loader.checks import Checks
 from streamload.loader.epoch import Epoch, is_a_death
@@ -28,6 +30,8 @@ from streamload.transforms.plan import Statistics
 
 _BATCHES_HELD = 3
 """How many batches of one worker a training loop has at a time, at most, as a rule."""
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Torch's, of all loaders."""
 
 
 class Loader:
@@ -188,10 +192,14 @@ class Loader:
         )
 
     def close(self) -> None:
-        """End the workers and let go of the cache; the loader can be iterated again. Once is enough."""
+        """End the workers and let go of the cache; the loader can be iterated again. Once is enough.
+
+        An epoch that is under way gives no more batches: its iterator raises LoaderClosed. The state stays
+        that of the last batch taken.
+        """
         epoch = self._under_way()
         if epoch is not None:
-            epoch.forget()
+            epoch.close()
         self._current = None
         if self._finalizer is not None:
             self._finalizer()
@@ -218,7 +226,13 @@ class Loader:
         return self._shape(values)
 
     def ran_out(self) -> None:
-        """The epoch was given to its end."""
+        """The epoch was given to its end.
+
+        Raises:
+            LoaderClosed: it wasn't: its order counts no more.
+        """
+        if self._board.order.generation != self._checks.generation:
+            raise LoaderClosed("the order of this epoch was withdrawn before its end") from None
         self._schedule.course.run_out()
 
     @contextlib.contextmanager
@@ -249,6 +263,7 @@ class Loader:
         self._board.order.write(start.to_json())
         self._checks.begin(self._board.order.generation)
         batches = iter(source)
+        _iterators.add(batches)
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)
         schedule.course.begin()
@@ -275,7 +290,7 @@ class Loader:
             recipe, placed = recipe_for(options, self._schedule.here, self._schedule.orders(), deal)
             self._order, self._batch = order, deal.batch
             self._statistics = recipe.examples.unnormalised if options.image_dtype == "float32" else None
-            self._leave_tier = weakref.finalize(self, placed.close)
+            self._leave_tier = weakref.finalize(self, _in_process, os.getpid(), placed.close)
             import_origins([*options.urls.kinds(), *([recipe.shared.url] if recipe.shared else [])])
             slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(recipe, self._board, slots)
@@ -291,7 +306,9 @@ class Loader:
                 if several
                 else None,
             )
-            self._finalizer = weakref.finalize(self, _stop, self._board, self._batches, self._dataset)
+            self._finalizer = weakref.finalize(
+                self, _in_process, os.getpid(), _stop, self._board, self._batches, self._dataset
+            )
         return self._batches
 
     def _shape(self, values: dict[str, Any]) -> Any:
@@ -306,6 +323,23 @@ class Loader:
             named = {"pixel_values": values["image"], "input_ids": values["text"]}
             return {**named, "attention_mask": values["attention_mask"], **extra}
         return (values["image"], values["text"], extra) if extra else (values["image"], values["text"])
+
+
+def _in_process(pid: int, act: Callable[..., object], *args: Any) -> None:
+    """Do something in one process; one that was forked from it has the same to end, and no say."""
+    if os.getpid() == pid:
+        act(*args)
+
+
+def _leave_workers_to_the_rank() -> None:
+    """In a process forked from the rank: keep torch and Python from ending the rank's workers at its end."""
+    for batches in list(_iterators):
+        batches._shutdown = True
+        for worker in getattr(batches, "_workers", ()):
+            multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_leave_workers_to_the_rank)
 
 
 def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
