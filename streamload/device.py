@@ -130,7 +130,7 @@ class _Slot:
     """Pinned memory for one batch after the other."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._read: torch.Event | None = None  # comes when what is in it has been read
 
     def wait(self) -> None:
@@ -144,8 +144,8 @@ class _Slot:
         self.wait()
         sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors.values()]
         if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
         starts = itertools.accumulate(sizes, initial=0)
         return {
             name: _room_for(tensor, self._memory[start:]).copy_(tensor)

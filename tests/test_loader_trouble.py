@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -206,6 +207,28 @@ def test_images_that_do_not_decode_are_left_out_of_evaluation_and_raise_if_asked
         keys_of(loader)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_batch_of_nothing_usable_is_passed_over_and_counted(
+    workers: int, tmp_path: Path
+) -> None:
+    shard_with_bad_images(tmp_path / "bad.tar", 30, {*range(10, 15), 29})
+    options: dict[str, Any] = {"train": False, "output": "hf", "tokenizer": lengths, "num_workers": workers}
+    with make(str(tmp_path / "bad.tar"), tmp_path, **options) as loader:
+        epoch = iter(loader)
+        sizes, positions = [], []
+        for batch in epoch:
+            sizes.append([len(batch[name]) for name in ("pixel_values", "input_ids", "attention_mask")])
+            positions.append(loader.state_dict()["position"])
+        assert sizes == [[5] * 3] * 4 + [[4] * 3]
+        assert positions == [5, 10, 20, 25, 30]
+        stats = loader.stats()
+        assert (stats.samples_skipped["decode"], stats.samples_yielded, stats.batches_yielded) == (6, 24, 5)
+
+
+def lengths(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(caption)] for caption in captions])
+
+
 def test_too_many_bad_images_are_no_accident(tmp_path: Path) -> None:
     shard_with_bad_images(tmp_path / "bad.tar", 100, set(range(0, 100, 4)))
     with (
@@ -260,6 +283,54 @@ def test_options_that_cannot_be_used_say_which(options: dict[str, Any], says: st
         make(options.pop("urls"), tmp_path, **options) as loader,
     ):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"shuffle": True}, "shuffle=True: give the number of samples"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": "1"}, "seed='1'"),
+        ({"seed": False}, "seed=False"),
+        ({"device": "gpu"}, "device='gpu'.*'cuda'"),
+        ({"device": 1.5}, "device=1.5"),
+        ({"multiprocessing_context": "foo"}, "multiprocessing_context='foo'.*'spawn'"),
+        ({"tokenizer": "gpt2"}, "tokenizer is a str"),
+    ],
+)
+def test_what_make_loader_can_tell_is_refused_by_it(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(streamload.OptionError, match=says):
+        make(str(tmp_path / "a.tar"), tmp_path, **options)
+
+
+def test_a_seed_may_be_any_kind_of_whole_number(tmp_path: Path) -> None:
+    assert make("a.tar", tmp_path, seed=np.uint64(2**63)).options.seed == 2**63
+
+
+@pytest.fixture
+def other_default_device() -> Iterator[None]:
+    """Of tensors for which no device is said, as some set "cuda"."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def captioned(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"length": len(sample["txt"])}
+
+
+@pytest.mark.usefixtures("other_default_device")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_default_device_changes_nothing(workers: int, server: ShardServer, tmp_path: Path) -> None:
+    for options in ({}, {"train": False}, {"image_dtype": "uint8"}, {"map_sample": captioned}):
+        with make(urls(server), tmp_path, num_workers=workers, output="dict", **options) as loader:
+            for batch in loader:
+                values = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+                assert values
+                assert all(value.device.type == "cpu" for value in values)
 
 
 def test_a_second_iterator_is_refused_while_one_is_in_use(server: ShardServer, tmp_path: Path) -> None:

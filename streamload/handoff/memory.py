@@ -26,9 +26,9 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
     finally:
         os.close(descriptor)
-    return torch.empty(0, dtype=dtype).set_(storage).view(*shape)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(*shape)
 
 
 def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A new tensor in the memory of this process, where nobody else has to read it."""
-    return torch.empty(tuple(shape), dtype=dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")

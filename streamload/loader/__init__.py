@@ -14,7 +14,14 @@ import torch
 
 from streamload.cache.selection import Keep
 from streamload.loader.loader import Loader
-from streamload.loader.options import ImageDtype, LoaderOptions, OnError, Output
+from streamload.loader.options import (
+    ImageDtype,
+    LoaderOptions,
+    OnError,
+    Output,
+    read_device,
+    whole_number,
+)
 from streamload.loader.sources import Factors, Source, read_sources
 from streamload.loader.together import gather_state
 from streamload.settings import Eviction, Revalidate, Where
@@ -107,6 +114,8 @@ def make_loader(
             sizes.json, or times its shards where these aren't known.
         train: False gives each sample exactly once, as listed, with a partial last batch and no
             augmentation: the whole set in every process that iterates, unless rank and world_size are given.
+            Samples that can't be used are left out of their batch, and a batch of nothing else isn't given:
+            there may be fewer than `len()`.
         output: "tuple": (images float32[N, 3, H, W], texts); "dict": {"image", "text"}; "hf":
             {"pixel_values", "input_ids", "attention_mask"}.
         with_keys: add the samples' `__key__` and `__url__` lists: a dict as third element, or two entries.
@@ -117,7 +126,7 @@ def make_loader(
         map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,
             in place of image and caption.
         on_error: "skip" counts and reports what can't be used and goes on; "raise" stops at the first.
-        device: where batches are put. None: they stay in the memory of this process.
+        device: where batches are put, as torch names it. None: they stay in the memory of this process.
         rank, world_size: this process among all. None: from torch.distributed, torchrun, Slurm or MPI.
         cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).
         cache_size: the most it may hold: bytes, "500GB", or "80%" of what is free plus what it holds
@@ -151,5 +160,6 @@ def make_loader(
     """
     given = dict(locals())
     given["sources"] = read_sources(given.pop("urls"), given.pop("upsampling_factors"))
-    given["device"] = None if device is None else torch.device(device)
+    given["device"] = None if device is None else read_device(device)
+    given["seed"] = whole_number("seed", seed)
     return Loader(LoaderOptions(**given))

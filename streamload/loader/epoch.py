@@ -63,15 +63,18 @@ class Epoch:
             )
         if self.done:
             raise StopIteration
-        began = self._began if self._taken == 0 else time.monotonic()
         try:
-            with self._loader.waiting(began):
-                coming, self._coming = self._coming or self._sent(next(self._batches)), None
-                batch, values = coming()
-            if self._feed.runs_ahead:
-                self._coming = self._look_ahead()
-            self._taken += 1
-            return self._loader.took(batch, values)
+            while True:
+                began = self._began if self._taken == 0 else time.monotonic()
+                with self._loader.waiting(began):
+                    coming, self._coming = self._coming or self._sent(next(self._batches)), None
+                    batch, values = coming()
+                if self._feed.runs_ahead:
+                    self._coming = self._look_ahead()
+                self._taken += 1
+                taken = self._loader.took(batch, values)
+                if batch.samples:
+                    return taken
         except StopIteration:
             self.done = True
             self._loader.ran_out()
@@ -90,7 +93,7 @@ class Epoch:
         self._coming = None
 
     def _sent(self, batch: Batch) -> _Coming:
-        ready = self._feed.send(batch.values)
+        ready = self._feed.send(batch.values) if batch.samples else dict
         return lambda: (batch, ready())
 
     def _look_ahead(self) -> _Coming | None:

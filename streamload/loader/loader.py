@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from streamload.dataset import Batch, Start, StreamDataset, Trouble
@@ -216,10 +217,15 @@ class Loader:
         Args:
             batch: as it came.
             values: its values where they were asked for.
+
+        Returns:
+            The batch; None where none of its samples could be used.
         """
         self._checks.agree(batch)
         self._schedule.course.take(batch.position + self._batch, batch.groups)
         self._checks.heed(batch, self._counts.value("samples_yielded"))
+        if not batch.samples:
+            return None
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._board.by_source[0, :, 0] += batch.taken
@@ -262,7 +268,8 @@ class Loader:
         )
         self._board.order.write(start.to_json())
         self._checks.begin(self._board.order.generation)
-        batches = iter(source)
+        with torch.device("cpu"):  # whatever torch's default is: forked workers have it, too
+            batches = iter(source)
         _iterators.add(batches)
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +72,11 @@ class LoaderOptions:
     multiprocessing_context: str | None
 
     def __post_init__(self) -> None:
+        if isinstance(self.shuffle, bool):
+            raise OptionError(
+                f"shuffle={self.shuffle}: give the number of samples that one may move from its place, 0 for "
+                f"the order as listed, or None for the default"
+            )
         at_least(1, batch_size=self.batch_size, prefetch_factor=self.prefetch_factor)
         at_least(1, lanes=self.lanes, groups=self.groups)
         at_least(1, num_samples=self.num_samples, num_batches=self.num_batches, world_size=self.world_size)
@@ -83,6 +90,14 @@ class LoaderOptions:
             _one_of("eviction", self.eviction, get_args(Eviction))
         if self.cache is not None:
             _one_of("cache", self.cache, get_args(Where))
+        if self.multiprocessing_context is not None:
+            methods = tuple(multiprocessing.get_all_start_methods())
+            _one_of("multiprocessing_context", self.multiprocessing_context, methods)
+        if self.tokenizer is not None and not callable(self.tokenizer):
+            raise OptionError(
+                f"tokenizer is a {type(self.tokenizer).__name__}: it has to be open_clip's, one of "
+                f"transformers, or a function from a list of str to ids [N, L]"
+            )
         if self.shared_cache:
             refuse_url(str(self.shared_cache))
         if not self.train and self.num_batches is not None:
@@ -151,8 +166,36 @@ def at_least(least: int, **values: int | None) -> None:
         OptionError: it names the argument.
     """
     for name, value in values.items():
-        if value is not None and (not isinstance(value, int) or value < least):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise OptionError(f"{name}={value!r}: it has to be a whole number of at least {least}")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A whole number of any type as an int.
+
+    Raises:
+        OptionError: it is something else; it names the argument.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise OptionError(f"{name}={value!r}: it has to be a whole number")
+
+
+def read_device(device: Any) -> torch.device:
+    """The device that is meant.
+
+    Raises:
+        OptionError: torch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise OptionError(
+            f"device={device!r}: it has to be one of torch's, like 'cuda', 'cuda:1', 'mps' or 'cpu'"
+        ) from exc
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -36,7 +36,8 @@ class RandomBox:
         self, scale: tuple[float, float] = CLIP_SCALE, ratio: tuple[float, float] = CLIP_RATIO
     ) -> None:
         self._scale, self._ratio = scale, ratio
-        low, high = torch.stack([torch.tensor(scale), torch.log(torch.tensor(ratio))]).double().T
+        scales, ratios = (torch.tensor(of, device="cpu") for of in (scale, ratio))
+        low, high = torch.stack([scales, torch.log(ratios)]).double().T
         self._low, self._span = low.tolist(), (high - low).tolist()
         self._drawn = np.empty(2, np.float32)
         self._drawn_ratio = torch.from_numpy(self._drawn)[1:]

@@ -87,7 +87,7 @@ def _numbers(values: list[Any], allocate: Allocate) -> Any:
     else:
         return values
     try:
-        numbers = torch.tensor(values, dtype=dtype)
+        numbers = torch.tensor(values, dtype=dtype, device="cpu")
     except (OverflowError, RuntimeError, ValueError):  # an int beyond 64 bits
         return values
     batch = allocate(numbers.shape, dtype)

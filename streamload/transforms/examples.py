@@ -281,7 +281,8 @@ class _PlannedImages:
         else:
             self._batch = allocate((size, 3, *plan.size), torch.float32)
             self._places = places.of(self._batch, torch.unbind)
-            self._levels = torch.empty((1, *plan.size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+            levels = torch.empty((1, *plan.size, 3), dtype=torch.uint8, device="cpu")
+            self._levels = levels.permute(0, 3, 1, 2)
             (self._image,) = self._levels
 
     def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:

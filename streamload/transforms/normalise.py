@@ -59,7 +59,7 @@ def _constants(
     mean: Channels, std: Channels, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What to subtract from a level, what to multiply it by, and what becomes of black: float32[C, 1, 1]."""
-    means, stds = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+    means, stds = (torch.tensor(of, dtype=torch.float64, device="cpu") for of in (mean, std))
     offset, factor, black = (
         values.to(device, torch.float32).view(-1, 1, 1)
         for values in (means * 255, (stds * 255).reciprocal(), -means / stds)

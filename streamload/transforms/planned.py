@@ -97,7 +97,7 @@ class PlannedTransform:
         if (down, across) == plan.size:
             out.copy_(image)
             return
-        out.copy_(torch.tensor(plan.fill, dtype=torch.uint8).view(3, 1, 1).expand_as(out))
+        out.copy_(torch.tensor(plan.fill, dtype=torch.uint8, device="cpu").view(3, 1, 1).expand_as(out))
         above, before = max(-top, 0), max(-left, 0)
         out[:, :, above : above + down, before : before + across] = image
 

@@ -110,7 +110,7 @@ def _copied(image: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 def _empty(height: int, width: int) -> torch.Tensor:
     """uint8[1, 3, height, width], channels last."""
-    return torch.empty((1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    return torch.empty((1, height, width, 3), dtype=torch.uint8, device="cpu").permute(0, 3, 1, 2)
 
 
 def _resize_part(pixels: Pixels, height: int, width: int, part: Box, by: Filter) -> torch.Tensor:
