@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -236,6 +237,25 @@ def test_evaluation_is_shared_out_only_when_asked(world: int, shards: list[Path]
     assert total == expected(shards, str(shards[0].parent))
 
 
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_listed_sizes_share_an_evaluation_out_evenly(world: int, tmp_path: Path) -> None:
+    """Shares were cut by shards, and their `len()` as if by samples."""
+    counts = [3, 40, 1, 0, 11, 25]
+    paths = write_shards(tmp_path / "data", counts, seed=5)
+    sizes = {path.name: count for path, count in zip(paths, counts, strict=True)}
+    (tmp_path / "data" / "sizes.json").write_text(json.dumps(sizes))
+    options = {"train": False, "batch_size": 4, "world_size": world}
+    total: collections.Counter[Seen] = collections.Counter()
+    for rank in range(world):
+        with make([str(p) for p in paths], tmp_path / "cache", rank=rank, **options) as loader:
+            batches = list(loader)
+            assert len(loader) == loader.num_batches == len(batches)
+        share = list(seen(batches))
+        assert len(share) in (sum(counts) // world, -(-sum(counts) // world))
+        total += collections.Counter(share)
+    assert total == expected(paths, str(paths[0].parent))
+
+
 def test_a_limit_of_half_of_the_data_evicts_and_loses_nothing(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "data", [40] * 24, seed=7)
     data_bytes = sum(path.stat().st_size for path in paths)
@@ -305,8 +325,6 @@ def test_set_epoch_repeats_an_epoch(shards: list[Path], tmp_path: Path) -> None:
 
 
 def test_sizes_json_beside_the_shards_tells_the_length(tmp_path: Path) -> None:
-    import json
-
     paths = write_shards(tmp_path / "data", [10, 11], seed=8)
     (tmp_path / "data" / "sizes.json").write_text(json.dumps({"00000.tar": 10, "00001.tar": 11}))
     with ShardServer(tmp_path / "data") as server:

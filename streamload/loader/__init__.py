@@ -114,6 +114,7 @@ def make_loader(
             sizes.json, or times its shards where these aren't known.
         train: False gives each sample exactly once, as listed, with a partial last batch and no
             augmentation: the whole set in every process that iterates, unless rank and world_size are given.
+            Their shares are equal to one sample by a sizes.json, else as if all shards were of one size.
             Samples that can't be used are left out of their batch, and a batch of nothing else isn't given:
             there may be fewer than `len()`.
         output: "tuple": (images float32[N, 3, H, W], texts); "dict": {"image", "text"}; "hf":

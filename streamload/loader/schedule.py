@@ -56,8 +56,11 @@ class Schedule:
         number = self._samples()
         if number is None:
             return None
-        in_a_step = options.batch_size * self.here.world_size
-        return max(1, number // in_a_step) if options.train else -(-number // in_a_step)
+        here = self.here
+        if options.train:
+            return max(1, number // (options.batch_size * here.world_size))
+        share = (here.rank + 1) * number // here.world_size - here.rank * number // here.world_size
+        return -(-share // options.batch_size)
 
     @property
     def num_samples(self) -> int | None:
@@ -84,8 +87,7 @@ class Schedule:
     def orders(self) -> list[OrderOptions]:
         """Of each source's own sequence."""
         order = self.order
-        cut_by_size = order.train and order.groups > 1
-        return orders_of(order, self._listed() if cut_by_size else [None] * len(order.sources))
+        return orders_of(order, self._listed() if order.groups > 1 else [None] * len(order.sources))
 
     def deal(self) -> Deal:
         """How steps are dealt to ranks."""
