@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from streamload.handoff import Board, own_empty, shared_empty
+from streamload.handoff.board import Note
 
 
 @pytest.mark.parametrize("empty", [own_empty, shared_empty])
@@ -77,6 +80,44 @@ def test_an_order_is_read_whole_while_others_are_given() -> None:
     stop.set()
     reader.join()
     assert not torn
+
+
+def writes_half_and_is_killed(outcome: Path) -> None:
+    note = Note()
+    note._generation.numpy()[0] += 1
+    multiprocessing.get_context("fork").Process(target=read_until_told, args=(note, outcome)).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_until_told(note: Note, outcome: Path) -> None:
+    signal.alarm(60)  # nobody else would end it
+    try:
+        note.read()
+    except EOFError as exc:
+        outcome.with_suffix(".part").write_text(str(exc))
+        outcome.with_suffix(".part").rename(outcome)
+
+
+def test_a_writer_that_is_killed_while_it_writes_is_not_waited_for(tmp_path: Path) -> None:
+    outcome = tmp_path / "outcome"
+    writer = multiprocessing.get_context("spawn").Process(target=writes_half_and_is_killed, args=(outcome,))
+    writer.start()
+    writer.join()
+    deadline = time.monotonic() + 40
+    while not outcome.exists():
+        assert time.monotonic() < deadline, "it is waited for"
+        time.sleep(0.01)
+    assert "was killed" in outcome.read_text()
+
+
+def test_a_board_that_is_made_in_inference_mode_is_of_use_outside() -> None:
+    with torch.inference_mode():
+        board = Board(1)
+        board.order.write({"epoch": 1})
+    board.order.write({"epoch": 2})
+    board.order.withdraw()
+    board.want(True)
+    assert board.order.read()["epoch"] == 2
 
 
 def test_a_withdrawn_order_is_seen_by_its_generation() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch.multiprocessing
 
 import streamload
+from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 
 COUNTS = {"large": [40, 52, 61, 33, 47, 58], "small": [12, 9], "middle": [30, 35, 41]}
@@ -138,6 +139,22 @@ def test_weights_change_at_the_step_that_is_returned(
     assert changed == 8 + 2 * workers  # prefetch_factor batches of each worker are in flight
     assert shares(batches[:changed]) == {"large": 20 * changed}
     assert shares(batches[changed:]) == {"small": 20 * (30 - changed)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_without_weight_is_not_fetched_until_it_has_one(workers: int, tmp_path: Path) -> None:
+    for name in ("used", "idle"):
+        write_shards(tmp_path / "data" / name, [20] * 6, seed=len(name))
+    with ShardServer(tmp_path / "data") as server:
+        sources = [
+            streamload.Source(f"{server.url}/{name}/{{00000..00005}}.tar", weight, name)
+            for name, weight in (("used", 1), ("idle", 0))
+        ]
+        with make(sources, tmp_path / "cache", num_workers=workers, batch_size=10, num_batches=18) as loader:
+            assert shares(list(loader)) == {"used": 180}
+            assert not [request.path for request in server.log if "idle" in request.path]
+            loader.set_weights({"idle": 1})
+            assert shares(list(loader)) == {"used": 90, "idle": 90}
 
 
 def test_weights_that_are_set_between_epochs_count_from_the_next_step(

@@ -378,6 +378,42 @@ def test_an_interrupted_beginning_of_an_epoch_begins_none(server: ShardServer, t
         signal.signal(signal.SIGALRM, before)
 
 
+def logs_and_waits(gate: Path, log: Path, sample: dict[str, Any]) -> dict[str, Any]:
+    with log.open("a") as file:
+        file.write(sample["__key__"] + "\n")
+    return waits_for_a_gate(gate, sample)
+
+
+def test_batches_of_an_epoch_that_was_left_are_not_computed(server: ShardServer, tmp_path: Path) -> None:
+    gate, log = tmp_path / "gate", tmp_path / "log"
+    gate.touch()
+    map_sample = functools.partial(logs_and_waits, gate, log)
+    options: dict[str, Any] = {"batch_size": 10, "num_workers": 1, "shuffle": 0, "prefetch_factor": 8}
+    with make(urls(server), tmp_path, map_sample=map_sample, **options) as loader:
+        next(iter(loader))
+        until(lambda: len(log.read_text().splitlines()) > 20)  # the third batch is begun
+        left = loader._board.order.generation
+
+        def open_gate() -> None:
+            until(lambda: loader._board.order.generation != left)
+            gate.unlink()
+
+        opener = threading.Thread(target=open_gate)
+        opener.start()
+        assert len([key for batch in loader for key in batch["__key__"]]) == 90
+        opener.join()
+    assert len(log.read_text().splitlines()) == 30 + 90
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_inference_mode_is_nothing_to_a_loader(workers: int, server: ShardServer, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        loader = make(urls(server), tmp_path, num_workers=workers)
+        assert len(keys_of(loader)) == 90
+    with loader:
+        assert len(keys_of(loader)) == 90
+
+
 def test_a_batch_of_another_epoch_is_not_taken() -> None:
     checks = Checks(Counters(), train=True)
     checks.begin(generation=6)

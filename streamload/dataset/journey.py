@@ -106,6 +106,8 @@ class Reading:
         noted = start.noted
         try:
             for number in itertools.islice(numbers, self._worker, None, self._workers or 1):
+                if self._board.order.generation != start.generation:
+                    return
                 if noted != self._board.changes.generation:
                     note = self._board.changes.read()
                     noted = note["generation"]

@@ -13,7 +13,7 @@ from streamload.dataset.messages import GroupState, Recipe, SourceState, Span, S
 from streamload.dataset.supply import Supply, Waiting
 from streamload.errors import NoValidSamples
 from streamload.order.deal import Share
-from streamload.order.mixture import Change, Mixture, Portion
+from streamload.order.mixture import Change, Mixture, Portion, in_effect
 
 
 class Visit(NamedTuple):
@@ -57,6 +57,8 @@ class Steps:
 
     def at(self, position: int) -> Step:
         """The step that begins at a global position."""
+        if len(self._recipe.sources) > 1:
+            self._supply.give_shares(in_effect(self._changes, position))
         shares = self._recipe.deal.shares(position, self._recipe.rank, self._groups)
         parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
         return Step(self._recipe, self._supply, parts)

@@ -26,6 +26,7 @@ from streamload.errors import CacheFull
 from streamload.handoff import Board
 from streamload.metrics import Counters
 from streamload.order.group import GroupOrder
+from streamload.order.mixture import Change
 from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.prefetch.ahead import Ahead
@@ -103,6 +104,7 @@ class Supply:
         self._start: Start | None = None
         self._row = worker + 1 if workers else 0  # of this process, on the board
         self._itineraries: dict[tuple[int, int], Itinerary] = {}
+        self._idle: set[int] = set()  # the sources without a share
         self._origins: dict[str, Origin] = {}  # of shards whose samples are read by range
         self._full_seconds = _NO_ROOM_SECONDS
         self._fills_ahead = False
@@ -177,6 +179,11 @@ class Supply:
     def complain_if_barren(self) -> None:
         """Raise NoValidSamples if nothing usable has been seen: there is no more to come."""
         self._cache.complain_if_barren()
+
+    def give_shares(self, changes: Sequence[Change]) -> None:
+        """Fill ahead only for the sources that have a share in one of these."""
+        shares = zip(*(change.shares for change in changes), strict=True)
+        self._idle = {source for source, own in enumerate(shares) if not any(own)}
 
     def fill_ahead(self) -> None:
         """From now on fill what comes later, too: the first batch had the link for itself."""
@@ -331,9 +338,9 @@ class Supply:
         """Tell the fills what is needed, in order of need, and the other processes how far this one is."""
         needed = dict.fromkeys(blocked)
         later: dict[int, None] = {}
-        for itinerary in self._itineraries.values():
+        for (_, source), itinerary in self._itineraries.items():
             needed.update(dict.fromkeys(itinerary.shards_in_use()))
-            if self._fills_ahead:
+            if self._fills_ahead and source not in self._idle:
                 later.update(dict.fromkeys(itinerary.coming(self._shards_ahead()).tolist()))
         asked = [*needed], [shard for shard in later if shard not in needed]
         if asked != self._asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from typing import Any
 
@@ -24,7 +25,7 @@ class Note:
     def __init__(self) -> None:
         self._text = shared_empty((_NOTE_BYTES,), torch.uint8)
         self._generation = shared_empty((1,), torch.int64)
-        self._generation[0] = 0
+        self._generation.numpy()[0] = 0
 
     @property
     def generation(self) -> int:
@@ -40,25 +41,31 @@ class Note:
         text = json.dumps(values).encode()
         if len(text) > _NOTE_BYTES - _HEAD_BYTES:
             raise ValueError(f"a note of {len(text):,} bytes is too long for the board ({_NOTE_BYTES:,})")
-        self._generation[0] += 1  # odd: being written
-        page = self._text.numpy()
+        page, generation = self._text.numpy(), self._generation.numpy()
+        generation[0] += 1  # odd: being written
         page[_HEAD_BYTES : _HEAD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
         page[:_HEAD_BYTES] = np.frombuffer(len(text).to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
-        self._generation[0] += 1
+        generation[0] += 1
 
     def withdraw(self) -> None:
         """Take another number without writing anything: who follows the note stops."""
-        self._generation[0] += 2
+        self._generation.numpy()[0] += 2
 
     def read(self) -> dict[str, Any]:
-        """What is there, with its `generation`."""
-        page = self._text.numpy()
+        """What is there, with its `generation`.
+
+        Raises:
+            EOFError: the process that started this one was killed, maybe while it wrote.
+        """
+        page, parent = self._text.numpy(), multiprocessing.parent_process()
         while True:
             generation = self.generation
             length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")
             text = page[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
             if generation % 2 == 0 and generation == self.generation:
                 return {**json.loads(text), "generation": generation}
+            if parent is not None and not parent.is_alive():
+                raise EOFError("the process that writes this note was killed")
             time.sleep(0.0005)
 
 

@@ -125,7 +125,8 @@ def make_loader(
         keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves it
             out.
         map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,
-            in place of image and caption.
+            in place of image and caption. A `__key__` or `__url__` that it returns is left out: those of the
+            samples come by with_keys.
         on_error: "skip" counts and reports what can't be used and goes on; "raise" stops at the first.
         device: where batches are put, as torch names it. None: they stay in the memory of this process.
         rank, world_size: this process among all. None: from torch.distributed, torchrun, Slurm or MPI.
