@@ -74,7 +74,11 @@ class Filler:
 
 
 def samples(filler: Filler) -> list[tuple[str, dict[str, bytes]]]:
-    view = ShardView(filler.tier, filler.shard)
+    with contextlib.closing(ShardView(filler.tier, filler.shard)) as view:
+        return contents(view)
+
+
+def contents(view: ShardView) -> list[tuple[str, dict[str, bytes]]]:
     assert view.ended
     found = []
     for number in range(view.count):
@@ -86,7 +90,6 @@ def samples(filler: Filler) -> list[tuple[str, dict[str, bytes]]]:
             for extension, start, size in entry.members
         }
         found.append((entry.key, members))
-    view.close()
     return found
 
 
@@ -229,6 +232,33 @@ def test_a_local_shard_is_indexed_and_not_copied(tmp_path: Path) -> None:
     assert view.count == 0
     view.close()
     assert not tier.published(shard.digest).exists()
+
+
+def test_an_index_is_of_the_file_that_was_read_and_not_of_one_that_took_its_place_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said so of the new one, whose bytes are elsewhere."""
+    (path,) = write_shards(tmp_path / "data", [COUNT], seed=33)
+    (fresh,) = write_shards(tmp_path / "fresh", [COUNT], seed=34)
+    tier = Tier(tmp_path / "tier", 1 << 20)
+    shard = shard_of(str(path), None)
+    pread = os.pread
+
+    def replaced_first(descriptor: int, count: int, position: int) -> bytes:
+        if fresh.exists():
+            fresh.rename(path)
+        return pread(descriptor, count, position)
+
+    monkeypatch.setattr(os, "pread", replaced_first)
+    for expected in (0, COUNT):
+        part = tier.claim(shard.digest)
+        assert part is not None
+        outcome = fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
+        assert outcome.result is Filled.PUBLISHED
+        with contextlib.closing(ShardView(tier, shard)) as view:
+            assert view.count == expected
+            if expected:
+                assert contents(view) == read_oracle(path)
 
 
 @pytest.mark.parametrize("rate", [None, 60_000.0])

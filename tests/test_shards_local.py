@@ -62,6 +62,16 @@ def test_a_file_that_is_written_to_meanwhile_fails(shard):
         list(found)
 
 
+def test_a_file_that_is_replaced_meanwhile_is_indexed_as_it_was(shard):
+    before, whole, opened = LocalVersion.of(shard), indexed(shard), []
+    found = index_local(shard, opened=opened.append)
+    first = next(found)
+    shard.with_name("fresh").write_bytes(b"another")
+    shard.with_name("fresh").rename(shard)
+    assert first + [entry for some in found for entry in some] == whole
+    assert opened == [before]
+
+
 def test_what_is_no_tar_fails(tmp_path):
     with pytest.raises(OriginNotFound, match="no such file"):
         indexed(tmp_path / "missing.tar")

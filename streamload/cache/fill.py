@@ -10,7 +10,6 @@ import contextlib
 import enum
 import errno
 import functools
-import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -204,14 +203,17 @@ class _Fill:
     def _index_local(self, file: Path) -> None:
         """Index a file of this machine: its headers are read, its bytes stay where they are."""
         warnings: list[str] = []
-        entries = index_local(file, warnings)
-        first = next(entries)  # it says what is wrong with a file that can't be opened
-        version = LocalVersion.of(file)
-        self._begin(version._asdict())
-        for some in itertools.chain([first], entries):
+        size = 0
+
+        def begin(version: LocalVersion) -> None:
+            nonlocal size
+            size = version.size
+            self._begin(version._asdict())
+
+        for some in index_local(file, warnings, begin):
             self._append(some)
             self._make_room(0, patient=True)
-        self._record(COMPLETE, warnings=warnings, size=version.size)
+        self._record(COMPLETE, warnings=warnings, size=size)
 
     def _transfer(self, open_origin: Callable[[], Origin]) -> None:
         """Bring the bytes here, from where an orphan's verified prefix ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from streamload.errors import DatasetChanged, OriginDenied, OriginError, OriginNotFound, ShardError
@@ -25,13 +25,17 @@ class LocalVersion(NamedTuple):
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> LocalVersion:
-        """The file's version now."""
-        status = os.stat(path)  # noqa: PTH116 - also for paths in bytes
+    def of(cls, path: str | os.PathLike[str] | int) -> LocalVersion:
+        """The version now of the file at a path, or of an open one."""
+        status = os.stat(path)  # noqa: PTH116 - also for paths in bytes, and descriptors
         return cls(status.st_size, status.st_mtime_ns)
 
 
-def index_local(path: str | os.PathLike[str], warnings: list[str] | None = None) -> Iterator[list[Entry]]:
+def index_local(
+    path: str | os.PathLike[str],
+    warnings: list[str] | None = None,
+    opened: Callable[[LocalVersion], None] = lambda version: None,
+) -> Iterator[list[Entry]]:
     """Scan a local tar.
 
     Its payloads are not read but for the start of each image, so the entries have no checksum.
@@ -39,6 +43,7 @@ def index_local(path: str | os.PathLike[str], warnings: list[str] | None = None)
     Args:
         path: an uncompressed tar, a regular file.
         warnings: receives what is to be said about the tar once the scan is through.
+        opened: told, before the first entries, of which version of the file all of them are.
 
     Yields:
         Entries, some at a time; before it raises, those of all samples that are whole.
@@ -58,22 +63,25 @@ def index_local(path: str | os.PathLike[str], warnings: list[str] | None = None)
     except OSError as exc:
         raise OriginError(f"{name} can't be opened: {exc.strerror}") from exc
     try:
-        yield from _scan(descriptor, name, warnings)
+        yield from _scan(descriptor, name, warnings, opened)
     except ShardError as exc:
         raise type(exc)(f"{name}: {exc}") from exc
     finally:
         os.close(descriptor)
 
 
-def _scan(descriptor: int, name: str, warnings: list[str] | None) -> Iterator[list[Entry]]:
-    before = os.fstat(descriptor)
-    if not stat.S_ISREG(before.st_mode):
+def _scan(
+    descriptor: int, name: str, warnings: list[str] | None, opened: Callable[[LocalVersion], None]
+) -> Iterator[list[Entry]]:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise OriginError(f"{name} is not a regular file; a stream is read by `pipe:cat …`")
+    before = LocalVersion.of(descriptor)
+    opened(before)
     scanner = ShardScanner(checksums=False)
     entries: list[Entry] = []
     count, known_stop = 0, 0
     try:
-        for some in _entries(descriptor, name, scanner, before.st_size, _READ_BYTES):
+        for some in _entries(descriptor, name, scanner, before.size, _READ_BYTES):
             entries += some
             count, known_stop = count + len(some), scanner.whole_stop
             if len(entries) >= _ENTRIES_AT_ONCE:
@@ -86,14 +94,13 @@ def _scan(descriptor: int, name: str, warnings: list[str] | None) -> Iterator[li
         # What stands in front of the damage: a piece that has it in it gives nothing, so block by block.
         again = ShardScanner(known_stop, count, checksums=False)
         with contextlib.suppress(ShardError):
-            for some in _entries(descriptor, name, again, before.st_size, BLOCK_BYTES):
+            for some in _entries(descriptor, name, again, before.size, BLOCK_BYTES):
                 entries += some
         yield entries
         raise
-    if scanner.position < before.st_size and not found:
-        found.append(f"{before.st_size - scanner.position:,} bytes behind the end marker were not read")
-    after = os.fstat(descriptor)
-    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+    if scanner.position < before.size and not found:
+        found.append(f"{before.size - scanner.position:,} bytes behind the end marker were not read")
+    if LocalVersion.of(descriptor) != before:
         raise DatasetChanged("it was written to while it was indexed; start again when it is whole")
     yield entries + last
     if warnings is not None:
