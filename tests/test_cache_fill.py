@@ -234,6 +234,34 @@ def test_a_local_shard_is_indexed_and_not_copied(tmp_path: Path) -> None:
     assert not tier.published(shard.digest).exists()
 
 
+@pytest.mark.parametrize("content", [b"no tar" * 900, None])
+def test_a_local_shard_that_was_given_up_and_then_removed_is_looked_at_anew(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    """What was known of it was never let go of, and each look took more descriptors."""
+    (path,) = write_shards(tmp_path / "data", [COUNT], seed=33)
+    path.write_bytes(content or path.read_bytes()[:-20_000])
+    tier = Tier(tmp_path / "tier", 1 << 20)
+    shard = shard_of(str(path), None)
+    for status in ("ShardFormatError" if content else "ShardCut", "OriginNotFound"):
+        part = tier.claim(shard.digest)
+        assert part is not None
+        outcome = fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
+        assert outcome.verdict is not None
+        with contextlib.closing(ShardView(tier, shard)) as view:
+            assert view.reader is not None
+            assert view.reader.status == status
+        path.unlink(missing_ok=True)
+        held = len(os.listdir("/proc/self/fd"))
+        with contextlib.closing(ShardView(tier, shard)) as view:
+            for _ in range(3):
+                time.sleep(0.02)
+                view.refresh()
+            assert view.ended == tier.verdict(shard.digest).exists() == (status == "OriginNotFound")
+        assert len(os.listdir("/proc/self/fd")) == held
+        outcome.verdict.close()
+
+
 def test_an_index_is_of_the_file_that_was_read_and_not_of_one_that_took_its_place_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

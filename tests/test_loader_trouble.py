@@ -28,7 +28,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from tiers import until
+from tiers import flip, until
 
 import streamload
 from streamload.cache import spare
@@ -941,6 +941,88 @@ def test_more_shards_may_be_gone_than_a_shell_lets_a_process_open_files(
             assert loader.stats().shards_given_up == len(missing)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 64 * 5)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("revalidate", ["never", "start"])
+@pytest.mark.parametrize("harm", [cut_short, emptied, lambda path: flip(path, path.stat().st_size // 2)])
+def test_an_index_without_data_that_is_damaged_is_made_again(
+    harm: Callable[[Path], None], revalidate: str, server: ShardServer, tmp_path: Path
+) -> None:
+    """It was taken for one that is still arriving, in each run anew."""
+    largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    options = {"cache_size": largest // 2, "num_workers": 0, "revalidate": revalidate}
+    with make(urls(server), tmp_path, **options) as loader:
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+    indexes = list((tmp_path / "cache" / "bare").glob("*/index"))
+    assert len(indexes) == len(COUNTS)
+    for path in indexes:
+        harm(path)
+    with make(urls(server), tmp_path, **options) as loader:
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+        assert loader.stats().checksum_failures == len(COUNTS)
+
+
+def local_urls(tmp_path: Path) -> str:
+    write_shards(tmp_path / "data", COUNTS, seed=11)
+    return f"{tmp_path}/data/{{00000..00003}}.tar"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("content", [lambda whole: whole[: len(whole) // 2 + 700], lambda whole: b"1" * 9000])
+def test_a_local_shard_that_was_left_out_may_be_removed(
+    content: Callable[[bytes], bytes], workers: int, tmp_path: Path
+) -> None:
+    """The next epoch never began, or was an error of the cache."""
+    every = local_urls(tmp_path)
+    damaged = tmp_path / "data" / "00001.tar"
+    damaged.write_bytes(content(damaged.read_bytes()))
+    with make(every, tmp_path, num_workers=workers) as loader:
+        assert set(oracle(tmp_path, 0, 2, 3)) <= set(keys_of(loader))
+        damaged.unlink()
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 2, 3)
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)  # ELOOP, as any error but "not found" would do
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("harm", "error"), [(removed, streamload.OriginNotFound), (unreadable, streamload.OriginError)]
+)
+def test_a_local_shard_that_cannot_be_opened_any_more_is_an_error_or_is_left_out(
+    harm: Callable[[Path], None], error: type[Exception], tmp_path: Path
+) -> None:
+    """Its index was of an earlier run: that is no trouble of the cache."""
+    every = local_urls(tmp_path)
+    for policy in ("skip", "raise"):
+        with make(every, tmp_path, cache_dir=tmp_path / policy) as loader:
+            assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+    harm(tmp_path / "data" / "00001.tar")
+    with make(every, tmp_path, cache_dir=tmp_path / "skip") as loader:
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 2, 3)
+        assert loader.stats().shards_given_up == 1
+    with (
+        make(every, tmp_path, cache_dir=tmp_path / "raise", on_error="raise") as loader,
+        pytest.raises(error, match=r"00001\.tar") as raised,
+    ):
+        keys_of(loader)
+    assert raised.type is error
 
 
 def test_a_slow_start_is_not_a_stall(tmp_path: Path) -> None:

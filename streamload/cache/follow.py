@@ -29,6 +29,8 @@ _STANDSTILL_SECONDS = 0.25
 """How long a source may stand still before the view looks for another one."""
 _APPEAR_SECONDS = 0.01
 """How often a view that has no source looks for one."""
+_FINISHED = frozenset({"shards", "bare", "gone"})
+"""Rooms that only what has its end is moved to, by one rename."""
 
 
 Found = tuple[Source, Entry]
@@ -306,8 +308,9 @@ class ShardView:
         return self._index is not None or self._versions is None or self._versions.is_current(self.shard)
 
     def _open(self, path: Path) -> Source | None:
-        is_published = path.parent.name == "shards"
-        before = _directory(path) if is_published else None
+        """The source at `path`; None if there is none yet, or none of use: such a one is taken away."""
+        is_finished = path.parent.name in _FINISHED
+        before = _directory(path) if is_finished else None
         prepared = self.shard.prepared
         shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
         try:
@@ -316,25 +319,22 @@ class ShardView:
             found = None
             if before is not None and before == _directory(path):  # else it was published just now
                 self._condemn(path)
-        if found is not None and found.is_bare and self._fetch is None:
-            found.close()
-            found = None
         if found is None:
             return None
-        found.reader.refresh()
-        is_damaged = is_published and not (found.reader.ended and is_of(found.reader, shard))
-        if is_damaged or (self._index is None and is_outdated(found.reader.meta, self.shard)):
-            found.close()
-            self._condemn(path)
-            return None
-        try:
+        with contextlib.ExitStack() as unless_used:
+            unless_used.callback(found.close)
+            if found.is_bare and self._fetch is None:
+                return None
+            is_damaged = is_finished and not (found.reader.ended and is_of(found.reader, shard))
+            if is_damaged or (self._index is None and is_outdated(found.reader.meta, self.shard)):
+                unless_used.close()  # what is still read isn't deleted
+                self._condemn(path)
+                return None
             if self._index is not None:
                 refuse_other(self.shard, self._index.version, found.version)
             elif self._versions is not None and path.parent.name != "gone":
                 self._versions.agree(self.shard, found.version)
-        except DatasetChanged:
-            found.close()
-            raise
+            unless_used.pop_all()
         with contextlib.suppress(OSError):
             os.utime(path)
         return found

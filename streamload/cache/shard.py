@@ -172,11 +172,17 @@ def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> No
 
 
 def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
-    """Whether a local file was changed since its index was made; not known of one that couldn't be opened."""
+    """Whether a local file was changed or removed since its index was made.
+
+    It isn't known of a file that couldn't be opened then.
+    """
     is_prepared = "prepared" in meta
     if shard.local is None or not (is_prepared or "mtime_ns" in meta):
         return False
-    now = LocalVersion.of(shard.local)
+    try:
+        now = LocalVersion.of(shard.local)
+    except OSError:
+        return True
     if is_prepared:  # by way of origins/local.py
         return (meta.get("size"), meta.get("last_modified")) != (now.size, str(now.mtime_ns))
     return (meta.get("size"), meta.get("mtime_ns")) != now

@@ -16,6 +16,8 @@ from streamload.shards.record import open_file
 from streamload.shards.samples import Entry
 
 _BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What says nothing about a file: it may be opened in a moment."""
 
 
 class Source:
@@ -48,7 +50,7 @@ class Source:
 
         Raises:
             FileNotFoundError: there is none, or one of its files is missing (yet).
-            CacheCorrupt: its index has no header (yet), or a damaged one.
+            CacheCorrupt: its index has no header (yet), or a damaged one, or its local file can't be opened.
         """
         pin = FileLock.acquire(path / "names", shared=True)
         if pin is None:
@@ -71,10 +73,12 @@ class Source:
                 return descriptor
             os.close(descriptor)
             raise FileNotFoundError(f"{local} is not a regular file")
-        except OSError:
+        except OSError as exc:
             if self.reader.ended and not self.reader.is_complete and not self.reader.count:
                 return -1
-            raise
+            if local is None or exc.errno in _SHORT:
+                raise
+            raise CacheCorrupt(f"{self.path} is of no use: {exc}") from exc
 
     def sample(
         self, entry: Entry, needed: Needed | None, memory: ReadMemory | None = None
