@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiers import until
+from tiers import flip, until
 
 from streamload.cache.fill import Filled, Outcome, fill
 from streamload.cache.follow import ShardView
 from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError, CacheFull
+from streamload.errors import CacheCorrupt, CacheError, CacheFull
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
 from streamload.testing.faults import Fault
@@ -308,6 +308,27 @@ def test_a_damaged_shard_gives_what_is_in_front_of_the_damage_however_it_arrives
         assert view.reader.status == "ShardFormatError"
         assert view.count == len(samples_before)
         view.close()
+
+
+def test_where_entries_and_bytes_are_of_two_sources_the_damaged_one_is_taken_away(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    """A damaged index cost the sound copy of the shard that its bytes were read from."""
+    filler = Filler(server, tmp_path / "tier")
+    fill(filler.claim(), filler.shard, filler.origin, wait=lambda: 0.0, stop=filler.stop, bare=True)
+    with contextlib.closing(ShardView(filler.tier, filler.shard, lambda *_: b"")) as view:
+        assert view.is_bare
+        assert filler.fill().result is Filled.PUBLISHED
+        until(lambda: (view.find((0,)), not view.is_bare)[1])
+        (index,) = filler.tier.own("trash")  # it is still read
+        flip(index / "names", 12)
+        assert view.reader is not None
+        with pytest.raises(CacheCorrupt):
+            view.reader.entry(0)
+        view.distrust()
+        assert filler.tier.published(filler.shard.digest).exists()
+        until(lambda: (view.refresh(), view.ended)[1])
+        assert contents(view) == read_oracle(tmp_path / "data" / "00000.tar")
 
 
 def test_a_view_outlives_a_tier_that_is_in_trouble(

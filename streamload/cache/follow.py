@@ -131,7 +131,7 @@ class ShardView:
             try:
                 self._index.reader.refresh()
             except CacheCorrupt:
-                self.distrust()
+                self.distrust(self._index)
         if (self.count, self.ended) != before:
             self._looked_at = time.monotonic()
         elif self._may_look(_STANDSTILL_SECONDS if self._index else _APPEAR_SECONDS):
@@ -148,7 +148,7 @@ class ShardView:
         try:
             return [(source, entry) for entry in source.reader.entries(numbers)]
         except CacheCorrupt:
-            self.distrust()
+            self.distrust(source)
             return [None] * len(numbers)
 
     def read(
@@ -184,12 +184,16 @@ class ShardView:
         if sample is None:
             if source.is_in_place:
                 raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
-            self.distrust()
+            self.distrust(source)
         return sample
 
-    def distrust(self) -> None:
-        """What is read isn't what was written: take the shard away, so that it is fetched again."""
-        source = self._bytes or self._index
+    def distrust(self, source: Source | None = None) -> None:
+        """What is read isn't what was written: take it away, so that it is fetched again.
+
+        Args:
+            source: of what was read; None: of the entries, as `reader` gives them.
+        """
+        source = source or self._index
         if source is not None:
             self._condemn(source.path)
         self.close()
