@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import logging
+import multiprocessing
 import os
 import random
 import resource
@@ -763,6 +764,24 @@ def test_a_process_forked_from_the_rank_ends_nothing_but_itself(
     done = subprocess.run(command, check=False, timeout=100, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout == f"{sum(COUNTS)}\n"
+
+
+def test_a_loader_serves_each_process_that_is_forked_with_it(server: ShardServer, tmp_path: Path) -> None:
+    with make(urls(server), tmp_path, num_workers=1, batch_size=1, seed=4) as loader:
+        expected = keys_of(loader)
+        loader.set_epoch(0)
+
+        def iterate(number: int) -> None:
+            (tmp_path / str(number)).write_text("\n".join(keys_of(loader)))
+
+        children = [multiprocessing.get_context("fork").Process(target=iterate, args=(n,)) for n in range(3)]
+        for child in children:
+            child.start()
+        assert keys_of(loader) == expected
+        for child in children:
+            child.join()
+    for number in range(3):
+        assert (tmp_path / str(number)).read_text().splitlines() == expected
 
 
 def arrived_bytes(cache: Path) -> int:

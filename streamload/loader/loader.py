@@ -48,14 +48,12 @@ class Loader:
         self._batch = 0  # of all ranks together
         self._statistics: Statistics | None = None  # of images that come as bytes and leave as floats
         self._current: weakref.ref[Epoch] | None = None
-        self._board = Board(1 + options.num_workers, len(options.sources))
-        self._counts = Counters(self._board.counters[0])
-        self._checks = Checks(self._counts, options.train)
         self._dataset: StreamDataset | None = None
         self._batches: DataLoader[Batch] | None = None
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[..., Loader] | None = None
         self._leave_tier: weakref.finalize[..., Loader] | None = None
+        self._settle_here()
 
     def __repr__(self) -> str:
         options = self.options
@@ -254,8 +252,18 @@ class Loader:
         if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
 
+    def _settle_here(self) -> None:
+        """Begin with nothing in this process: what its workers read is not that of another's."""
+        self._pid = os.getpid()
+        self._board = Board(1 + self.options.num_workers, len(self.options.sources))
+        self._counts = Counters(self._board.counters[0])
+        self._checks = Checks(self._counts, self.options.train)
+
     def _begin(self, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""
+        if self._pid != os.getpid():  # forked from the one that made the loader, as its siblings may be
+            self.close()
+            self._settle_here()
         source, schedule = self._start(), self._schedule
         place = schedule.course.next()
         start = Start(
