@@ -138,7 +138,9 @@ def _is_anothers(path: Path) -> bool:
 
 
 def _is_of_this_test(process: psutil.Process) -> bool:
-    return os.getpid() in {process.pid, *(parent.pid for parent in process.parents())}
+    with contextlib.suppress(psutil.NoSuchProcess):  # it, or one of those, has just ended
+        return os.getpid() in {process.pid, *(parent.pid for parent in process.parents())}
+    return False
 
 
 def _has_open(process: psutil.Process, path: Path) -> bool:
