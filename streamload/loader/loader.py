@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.process
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +19,7 @@ from streamload.errors import LoaderBusy, LoaderClosed
 from streamload.handoff import Board, context_with_channels, slots_for
 from streamload.loader.checks import Checks
 from streamload.loader.epoch import Epoch, is_a_death
+from streamload.loader.forks import here_only, watch_over
 from streamload.loader.options import LoaderOptions, at_least
 from streamload.loader.place import Order
 from streamload.loader.recipe import recipe_for
@@ -31,8 +31,6 @@ from streamload.transforms.plan import Statistics
 
 _BATCHES_HELD = 3
 """How many batches of one worker a training loop has at a time, at most, as a rule."""
-_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Torch's, of all loaders."""
 
 
 class Loader:
@@ -278,7 +276,7 @@ class Loader:
         self._checks.begin(self._board.order.generation)
         with _on_cpu():
             batches = iter(source)
-        _iterators.add(batches)
+        watch_over(batches)
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)
         schedule.course.begin()
@@ -305,7 +303,7 @@ class Loader:
             recipe, placed = recipe_for(options, self._schedule.here, self._schedule.orders(), deal)
             self._order, self._batch = order, deal.batch
             self._statistics = recipe.examples.unnormalised if options.image_dtype == "float32" else None
-            self._leave_tier = weakref.finalize(self, _in_process, os.getpid(), placed.close)
+            self._leave_tier = weakref.finalize(self, here_only(placed.close))
             import_origins([*options.urls.kinds(), *([recipe.shared.url] if recipe.shared else [])])
             slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(recipe, self._board, slots)
@@ -322,7 +320,7 @@ class Loader:
                 else None,
             )
             self._finalizer = weakref.finalize(
-                self, _in_process, os.getpid(), _stop, self._board, self._batches, self._dataset
+                self, here_only(_stop), self._board, self._batches, self._dataset
             )
         return self._batches
 
@@ -347,23 +345,6 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
     """
     is_default = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_default else torch.device("cpu")
-
-
-def _in_process(pid: int, act: Callable[..., object], *args: Any) -> None:
-    """Do something in one process; one that was forked from it has the same to end, and no say."""
-    if os.getpid() == pid:
-        act(*args)
-
-
-def _leave_workers_to_the_rank() -> None:
-    """In a process forked from the rank: keep torch and Python from ending the rank's workers at its end."""
-    for batches in list(_iterators):
-        batches._shutdown = True
-        for worker in getattr(batches, "_workers", ()):
-            multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
-
-
-os.register_at_fork(after_in_child=_leave_workers_to_the_rank)
 
 
 def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> None:

@@ -1,0 +1,39 @@
+"""What belongs to the process that made it: one that is forked from it has the same, and ends none of it."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Torch's, over the workers of all loaders."""
+
+
+def watch_over(batches: Any) -> None:
+    """Have a forked process leave the workers alone that torch's iterator has started."""
+    _iterators.add(batches)
+
+
+def here_only(act: Callable[..., object]) -> Callable[..., None]:
+    """What does something in this process, and nothing in one that is forked from it."""
+    pid = os.getpid()
+
+    def act_here(*args: Any) -> None:
+        if os.getpid() == pid:
+            act(*args)
+
+    return act_here
+
+
+def _leave_workers_to_the_rank() -> None:
+    """Keep torch and Python from ending the workers at the end of a process that didn't start them."""
+    for batches in list(_iterators):
+        batches._shutdown = True
+        for worker in getattr(batches, "_workers", ()):
+            multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_leave_workers_to_the_rank)
