@@ -89,15 +89,7 @@ def main() -> None:
 
 def settings(samples: int, shards: int, total_bytes: int, rates: tuple[float, ...]) -> dict[str, Any]:
     """What the result says of the work."""
-    return {
-        "samples": samples,
-        "shards": shards,
-        "bytes": total_bytes,
-        "batch_size": Job.batch_size,
-        "workers": Job.workers,
-        "tokenizer": Job.tokenizer,
-        "rates": list(rates),
-    }
+    return {**near.settings(samples, shards, total_bytes), "rates": list(rates)}
 
 
 def measure(

@@ -88,16 +88,21 @@ class Near:
 
     def content(self, given: argparse.Namespace, rows: list[Row], **more: Any) -> Row:
         """What the result holds of these rows; `more` are settings."""
-        settings = {
-            "samples": self.samples,
-            "shards": self.shards,
-            "bytes": self.total_bytes,
-            "batch_size": Job.batch_size,
-            "workers": Job.workers,
-            "tokenizer": self.tokenizer,
-            **more,
-        }
-        return {**turns.content(given, settings, rows), "conversions": self.conversions}
+        told = settings(self.samples, self.shards, self.total_bytes)
+        told |= {"tokenizer": self.tokenizer, **more}
+        return {**turns.content(given, told, rows), "conversions": self.conversions}
+
+
+def settings(samples: int, shards: int, total_bytes: int) -> Row:
+    """What a result says of the work, where nothing else is asked of a Job."""
+    return {
+        "samples": samples,
+        "shards": shards,
+        "bytes": total_bytes,
+        "batch_size": Job.batch_size,
+        "workers": Job.workers,
+        "tokenizer": Job.tokenizer,
+    }
 
 
 def _row(

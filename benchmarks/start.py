@@ -29,7 +29,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import link, machine, turns
+from benchmarks import link, machine, near, turns
 from benchmarks.contenders.workload import Job
 from benchmarks.turns import ROOT, Contender, Row
 from streamload.prefetch.warm import warm
@@ -80,15 +80,7 @@ def main() -> None:
                         **contender.job,
                     )
                     rows.append(first_batch(contender, job, given.python, line))
-    settings = {
-        "samples": samples,
-        "shards": shards,
-        "bytes": total_bytes,
-        "batch_size": Job.batch_size,
-        "workers": Job.workers,
-        "tokenizer": Job.tokenizer,
-    }
-    content = turns.content(given, settings, rows)
+    content = turns.content(given, near.settings(samples, shards, total_bytes), rows)
     medians = content["medians"]
     against = {
         method: {

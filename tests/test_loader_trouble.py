@@ -707,6 +707,28 @@ def test_break_close_and_drop_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_a_signals_handler_closes_while_a_batch_is_waited_for_says_so(
+    workers: int, server: ShardServer, tmp_path: Path
+) -> None:
+    """Neither the epoch's end nor a worker's death: the state is that of the last batch taken."""
+    server.stop_after(0.5)
+    before = signal.signal(signal.SIGUSR1, lambda *_: loader.close())
+    try:
+        with make(urls(server), tmp_path, num_workers=workers) as loader:
+            batches = iter(loader)
+            next(batches)
+            timer = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(streamload.LoaderClosed):
+                for _ in batches:
+                    pass
+            timer.join()
+            assert loader.state_dict()["position"] == 5 * loader.stats().batches_yielded
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_is_closed_in_the_middle_of_an_epoch_loses_nothing(
     workers: int, server: ShardServer, tmp_path: Path
 ) -> None:

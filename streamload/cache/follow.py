@@ -244,12 +244,17 @@ class ShardView:
             if better and found.reader.count >= self.count:
                 self._adopt(found)
                 return
-            count, status, ended = found.reader.count, found.reader.status, found.reader.ended
+            reader = found.reader
+            count, ended, why = (
+                reader.count,
+                reader.ended,
+                ": ".join(filter(None, (reader.status, reader.cause))),
+            )
             found.close()
             if ended:
                 raise DatasetChanged(
-                    f"{self.shard.name} has ended ({status}) with {count} samples; this run has begun to "
-                    f"read {self.count}"
+                    f"{self.shard.name} has ended ({why}) with {count} samples; this run has begun to read "
+                    f"{self.count}"
                 )
 
     def _find_bytes(self, number: int) -> Source | None:

@@ -56,11 +56,7 @@ class Epoch:
             WorkerDied: a worker process was killed.
             LoaderClosed: its loader was closed in the middle of it.
         """
-        if self._closed:
-            raise LoaderClosed(
-                "the loader was closed in the middle of the epoch: iterate the loader anew; load its "
-                "state_dict() before to go on in this epoch"
-            )
+        self._refuse_if_closed()
         if self.done:
             raise StopIteration
         try:
@@ -76,10 +72,13 @@ class Epoch:
                 if batch.samples:
                     return taken
         except StopIteration:
+            self._refuse_if_closed()  # by a signal's handler, while a batch was waited for
             self.done = True
             self._loader.ran_out()
             raise
         except BaseException as exc:
+            if isinstance(exc, Exception):
+                self._refuse_if_closed()
             self.done = True
             self._coming = None
             self._loader.close()
@@ -91,6 +90,13 @@ class Epoch:
         """Give nothing more, and let go of a batch that was sent and not handed out."""
         self.done = self._closed = True
         self._coming = None
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise LoaderClosed(
+                "the loader was closed in the middle of the epoch: iterate the loader anew; load its "
+                "state_dict() before to go on in this epoch"
+            ) from None
 
     def _sent(self, batch: Batch) -> _Coming:
         ready = self._feed.send(batch.values) if batch.samples else dict

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from streamload.dataset import Batch, Start, StreamDataset, Trouble
 from streamload.device import Feed, feed_for
-from streamload.errors import LoaderBusy, LoaderClosed
+from streamload.errors import LoaderBusy
 from streamload.handoff import Board, context_with_channels, slots_for
 from streamload.loader.checks import Checks
 from streamload.loader.epoch import Epoch, is_a_death
@@ -228,13 +228,7 @@ class Loader:
         return self._shape(values)
 
     def ran_out(self) -> None:
-        """The epoch was given to its end.
-
-        Raises:
-            LoaderClosed: it wasn't: its order counts no more.
-        """
-        if self._board.order.generation != self._checks.generation:
-            raise LoaderClosed("the order of this epoch was withdrawn before its end") from None
+        """The epoch was given to its end."""
         self._schedule.course.run_out()
 
     @contextlib.contextmanager
