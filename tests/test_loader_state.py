@@ -14,6 +14,7 @@ import torch.multiprocessing
 from drawn import augmented
 
 import streamload
+from streamload.prefetch.warm import warm
 from streamload.testing.faults import Fault
 from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
 from streamload.testing.server import ShardServer
@@ -441,6 +442,7 @@ def test_a_shard_that_changed_under_the_state_is_an_error(tmp_path: Path) -> Non
     paths = write_shards(tmp_path / "data", [40] * 4, seed=1)
     with ShardServer(tmp_path / "data") as server:
         url = f"{server.url}/{{00000..00003}}.tar"
+        assert warm(url, cache_dir=tmp_path / "cache", cache_size="1GB").shards_complete == len(paths)
         with make(url, tmp_path / "cache") as loader:
             taken(loader, 6)
             state = loader.state_dict()
