@@ -241,7 +241,7 @@ def walk(case: Case, group: int, pass_: int, known) -> Walk:
 def due(case: Case, group: int, pass_: int, number: int) -> int:
     width = case.window
     if case.epoch == 0 and pass_ == 0:
-        width = min(width, number // 4)
+        width = min(width, number // 8 if number < 4096 else number // 4 - 512)
     u = draw(chained(case.seed, 4, case.epoch, group, pass_), number) >> 32
     return number * 65536 + u * width // 65536
 

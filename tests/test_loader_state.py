@@ -398,7 +398,7 @@ def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], t
             ([], "an empty list"),
             ("state", "not a state"),
             ({"epoch": 1}, "not a state"),
-            ({**state, "streamload_state": 99}, "of format 99; this version of streamload reads 1"),
+            ({**state, "streamload_state": 99}, "of format 99; this version of streamload reads 2"),
             ({**state, "position": "7"}, "not a whole state"),
             ({**state, "position": -1}, "not a whole state"),
             ({**state, "changes": []}, "not a whole state"),

@@ -45,12 +45,16 @@ def test_a_reference_comes_less_than_a_window_late_and_never_early(window):
     assert late.max() > window << 15
 
 
-def test_the_ramp_opens_the_window_with_a_quarter_of_the_number():
+def test_the_ramp_opens_the_window_with_an_eighth_of_the_number_and_later_with_a_quarter():
     numbers = np.arange(100_000)
     late = due_times(9, numbers, 10_000, ramp=True) - (numbers << 16)
-    assert (late <= (numbers // 4) << 16).all()
     full = due_times(9, numbers, 10_000, ramp=False) - (numbers << 16)
-    assert (late[40_000:] == full[40_000:]).all()
+    assert (late <= full).all()
+    assert (late[:4_096] <= (numbers[:4_096] // 8) << 16).all()
+    for number in (64, 1_000, 4_096, 6_000, 42_000):
+        opened = late[number] / full[number] * 10_000
+        assert opened == pytest.approx(max(number // 8, number // 4 - 512), rel=0.001)
+    assert (late[42_048:] == full[42_048:]).all()
 
 
 def test_mixing_spreads_a_shard_as_far_as_lanes_and_window_reach():

@@ -10,7 +10,7 @@ from streamload.dataset.messages import GroupState, changes_from
 from streamload.errors import OptionError, StateMismatch
 from streamload.order.mixture import UNIT, Change, in_effect
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from streamload.order.lanes import SAMPLE_BITS
 
 # Due times count in 1/65536 of a reference.
 _FRACTION_BITS = 16
-_RAMP_BITS = 2
+_SLOW_RAMP = 512
 _FEWEST_SORTED = 4096
 _NOTHING = np.empty(0, np.int64)
 
@@ -27,9 +27,12 @@ def due_times(key: int, numbers: NDArray[np.int64], window: int, ramp: bool) -> 
         key: of the pass.
         numbers: places in the lanes' order of the pass.
         window: how late a reference may come.
-        ramp: whether the window only opens as a quarter of the number, so that the first references need few.
+        ramp: whether the window only opens with the number, so that the first references need few: to an
+            eighth of it up to 4,096, and then with a quarter of what comes.
     """
-    width = np.minimum(numbers >> _RAMP_BITS, window) if ramp else np.full_like(numbers, window)
+    width = np.full_like(numbers, window)
+    if ramp:
+        np.minimum(width, np.maximum(numbers >> 3, (numbers >> 2) - _SLOW_RAMP), out=width)
     late = hash32(key, numbers) * width.astype(np.uint64) >> np.uint64(32 - _FRACTION_BITS)
     due: NDArray[np.int64] = (numbers << _FRACTION_BITS) + late.astype(np.int64)
     return due
