@@ -32,3 +32,8 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value / 1e6:,.0f} MB" if value >= 1e6 else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def when(result: Result) -> str:
+    """The day, and the commit where one is known, of what was measured."""
+    return f"{result['date']} at {result['commit']}" if result.get("commit") else str(result["date"])

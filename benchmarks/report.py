@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import peer_tables, spot_tables
-from benchmarks.markdown import Result, filled, number, spread, table
+from benchmarks.markdown import Result, filled, number, spread, table, when
 from benchmarks.turns import RESULTS, ROOT
 
 PAGES = tuple(
@@ -100,7 +100,7 @@ def machine(results: dict[str, Result]) -> str:
         )
         device = f"{result['device']}; " if "device" in result else ""
         lines.append(
-            f"{name}: {result['date']}, {rounds} rounds; {device}{on['cpu']}, {on['cores']} cores, "
+            f"{name}: {when(result)}, {rounds} rounds; {device}{on['cpu']}, {on['cores']} cores, "
             f"{on['memory_bytes'] / 2**30:.0f} GiB, Linux {on['kernel']}; {found}"
         )
     return "\n".join(f"- {line}" for line in lines)

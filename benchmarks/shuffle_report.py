@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.markdown import filled, table
+from benchmarks.markdown import filled, table, when
 from benchmarks.shuffle import DEFAULT
 from benchmarks.turns import RESULTS, ROOT
 
@@ -118,7 +118,7 @@ def machine(result: dict[str, Any]) -> str:
     packages = {pair for found in result["versions"].values() for pair in found.items()}
     found = ", ".join(f"{name} {version}" for name, version in sorted(packages))
     seeds = ", ".join(str(seed) for seed in result["seeds"])
-    return f"{result['date']}, seeds {seeds}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}; {found}"
+    return f"{when(result)}, seeds {seeds}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}; {found}"
 
 
 def _gap(row: Row, result: dict[str, Any], data: str) -> str:

@@ -328,6 +328,7 @@ def write(given: argparse.Namespace, name: str, content: Row) -> None:
         "benchmark": name,
         "quick": given.quick,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": machine.commit(),
         "machine": machine.describe(),
         **content,
     }
