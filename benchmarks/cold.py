@@ -7,9 +7,9 @@ Command: python -m benchmarks.cold
 
 The server is a process of its own. Its link is shared by all connections, and one alone gets all of it
 (measured before each run; less is an error), so nobody gains by opening more. Every run begins with empty
-caches. All times are read alike from outside: the workers are taken to be up when the server sees the first
-request of the run (`to_first_request_seconds` is the time from iter() to there, mostly the start of
-processes), and first batch and first epoch count from that moment.
+caches, and when what was written before is on the disk. All times are read alike from outside: the workers
+are taken to be up when the server sees the first request of the run (`to_first_request_seconds` is the time
+from iter() to there, mostly the start of processes), and first batch and first epoch count from that moment.
 
 - bytes' time: a batch of mean samples, with what tar adds, at the link's rate. Target: first batch ≤ 1.15 ×
   that + 0.1 s.
@@ -30,6 +30,7 @@ whole shard per worker before the first sample; streamload follows the index of 
 arriving, and takes the first batch from the first samples of each.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def over_link(
     if contender.adapter == "openclip":
         url = f"pipe:curl -f -s -L {url}"
     load = machine.load()
+    os.sync()  # what those before have written isn't on its way to the disk any more
     with turns.empty_directory(directory) as cache:
         ran = turns.run(contender, Job(urls=url, cache_dir=str(cache), **job), python)
     first, second = ran.epochs

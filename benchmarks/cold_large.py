@@ -11,9 +11,9 @@ cache take 12 GB on the disk of temporary files.
 
 Result: results/cold_large.json; docs/performance.md has it as a table.
 
-Explanation: in the first pass the window is a quarter of what has been read, and 10,000 samples at most; on
-average half of that comes after the last byte. Of 3,072 samples it is a tenth, of these a twentieth, and the
-more the less.
+Explanation: in the first pass the window opens to an eighth of what has been read, behind 4,096 samples by a
+quarter of what comes, and to 10,000 samples at most; on average half of that comes after the last byte. Of
+3,072 samples it is a sixteenth, of these a twentieth, and the more the less.
 """
 
 from collections.abc import Iterator

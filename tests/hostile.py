@@ -30,6 +30,7 @@ CPU_SECONDS = 2
 _DEADLINE_SECONDS = 60.0
 _IMPORTED = ("pytest", "numpy", "torch", "PIL.Image", "streamload.loader", "streamload.origins.web",
              "streamload.transforms.decode")  # fmt: skip
+multiprocessing.set_forkserver_preload(list(_IMPORTED))  # before another test has started the forkserver
 
 
 class Outcome(NamedTuple):
@@ -74,7 +75,6 @@ def outcomes(sources: Sequence[Sequence[str]], cache: Path, **options: Any) -> l
         options: of make_loader; by default all samples in order, without workers.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(theirs, [list(urls) for urls in sources], cache, options))
     process.start()
