@@ -38,6 +38,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     └── WorkerDied (RuntimeError)           a worker process ended without a word
 """
 
+import errno
+
 
 class StreamloadError(Exception):
     """Root of everything that streamload raises on purpose."""
@@ -172,3 +174,8 @@ class LoaderClosed(StreamloadError, RuntimeError):
 
 class WorkerDied(StreamloadError, RuntimeError):
     """A worker process ended without reporting an error."""
+
+
+def is_short_of_files(error: OSError) -> bool:
+    """Whether too many files are open, here or on the machine: that says nothing about the one asked for."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)

@@ -1,6 +1,8 @@
 """Local tars: the same entries as a full scan, without reading the payloads."""
 
+import errno
 import os
+import resource
 
 import pytest
 
@@ -86,6 +88,20 @@ def test_what_is_no_tar_fails(tmp_path):
     (tmp_path / "page").write_text("<html>")
     with pytest.raises(ShardFormatError, match=r"page.*web page"):
         indexed(tmp_path / "page")
+
+
+def test_where_too_many_files_are_open_it_is_not_the_shard_that_cannot_be_had(shard):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno(), limits[1]))
+        try:
+            with pytest.raises(OSError) as raised:
+                indexed(shard)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert raised.value.errno == errno.EMFILE
+    assert not isinstance(raised.value, OriginError)
+    assert len(indexed(shard)) == 150
 
 
 def test_a_version_changes_with_the_file(shard):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
@@ -13,7 +12,7 @@ from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError, CacheFull
+from streamload.errors import CacheError, CacheFull, is_short_of_files
 
 logger = logging.getLogger("streamload")
 
@@ -163,7 +162,7 @@ class Keeping:
     def may_pass(self, trouble: OSError) -> bool:
         """Whether it is only that many files are open now: no disk's fault, and soon fewer may be."""
         cause = trouble.__cause__ if isinstance(trouble, CacheError) else trouble
-        if not isinstance(cause, OSError) or cause.errno not in (errno.EMFILE, errno.ENFILE):
+        if not isinstance(cause, OSError) or not is_short_of_files(cause):
             return False
         with self._lock:
             now = time.monotonic()

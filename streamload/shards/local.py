@@ -8,7 +8,14 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from streamload.errors import DatasetChanged, OriginDenied, OriginError, OriginNotFound, ShardError
+from streamload.errors import (
+    DatasetChanged,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    ShardError,
+    is_short_of_files,
+)
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
 
@@ -50,6 +57,7 @@ def index_local(
 
     Raises:
         OriginNotFound, OriginDenied, OriginError: it can't be opened or read.
+        OSError: too many files are open, which says nothing about this one.
         ShardFormatError, ShardCut: what is wrong with it.
         DatasetChanged: it was written to meanwhile.
     """
@@ -61,6 +69,8 @@ def index_local(
     except PermissionError as exc:
         raise OriginDenied(f"{name}: permission denied") from exc
     except OSError as exc:
+        if is_short_of_files(exc):
+            raise
         raise OriginError(f"{name} can't be opened: {exc.strerror}") from exc
     try:
         yield from _scan(descriptor, name, warnings, opened)
