@@ -176,6 +176,6 @@ class WorkerDied(StreamloadError, RuntimeError):
     """A worker process ended without reporting an error."""
 
 
-def is_short_of_files(error: OSError) -> bool:
-    """Whether too many files are open, here or on the machine: that says nothing about the one asked for."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
+def is_shortage(error: OSError) -> bool:
+    """Whether too many files are open, or memory is short: that says nothing about the file asked for."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -245,16 +245,12 @@ class ShardView:
                 self._adopt(found)
                 return
             reader = found.reader
-            count, ended, why = (
-                reader.count,
-                reader.ended,
-                ": ".join(filter(None, (reader.status, reader.cause))),
-            )
             found.close()
-            if ended:
+            if reader.ended:
+                why = ": ".join(filter(None, (reader.status, reader.cause)))
                 raise DatasetChanged(
-                    f"{self.shard.name} has ended ({why}) with {count} samples; this run has begun to read "
-                    f"{self.count}"
+                    f"{self.shard.name} has ended ({why}) with {reader.count} samples; this run has begun to "
+                    f"read {self.count}"
                 )
 
     def _find_bytes(self, number: int) -> Source | None:

@@ -10,14 +10,12 @@ from pathlib import Path
 from streamload.cache.locks import FileLock
 from streamload.cache.reading import Needed, ReadMemory, read_sample
 from streamload.cache.shard import Shard, version_of
-from streamload.errors import CacheCorrupt
+from streamload.errors import CacheCorrupt, is_shortage
 from streamload.shards.index import IndexReader
 from streamload.shards.record import open_file
 from streamload.shards.samples import Entry
 
 _BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
-_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""What says nothing about a file: it may be opened in a moment."""
 
 
 class Source:
@@ -76,7 +74,7 @@ class Source:
         except OSError as exc:
             if self.reader.ended and not self.reader.is_complete and not self.reader.count:
                 return -1
-            if local is None or exc.errno in _SHORT:
+            if local is None or is_shortage(exc):
                 raise
             raise CacheCorrupt(f"{self.path} is of no use: {exc}") from exc
 

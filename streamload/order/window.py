@@ -15,7 +15,8 @@ from streamload.order.lanes import SAMPLE_BITS
 
 # Due times count in 1/65536 of a reference.
 _FRACTION_BITS = 16
-_SLOW_RAMP = 512
+# A ramp opens the window to an eighth of the first so many numbers, and by a quarter of what follows.
+_SLOW_NUMBERS = 4096
 _FEWEST_SORTED = 4096
 _NOTHING = np.empty(0, np.int64)
 
@@ -28,11 +29,12 @@ def due_times(key: int, numbers: NDArray[np.int64], window: int, ramp: bool) -> 
         numbers: places in the lanes' order of the pass.
         window: how late a reference may come.
         ramp: whether the window only opens with the number, so that the first references need few: to an
-            eighth of it up to 4,096, and then with a quarter of what comes.
+            eighth of it up to 4,096, and by a quarter of what follows.
     """
     width = np.full_like(numbers, window)
     if ramp:
-        np.minimum(width, np.maximum(numbers >> 3, (numbers >> 2) - _SLOW_RAMP), out=width)
+        opened = (numbers + np.maximum(numbers - _SLOW_NUMBERS, 0)) >> 3
+        width = np.minimum(width, opened)
     late = hash32(key, numbers) * width.astype(np.uint64) >> np.uint64(32 - _FRACTION_BITS)
     due: NDArray[np.int64] = (numbers << _FRACTION_BITS) + late.astype(np.int64)
     return due

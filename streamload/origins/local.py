@@ -7,14 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from streamload.errors import (
-    DatasetChanged,
-    OriginCut,
-    OriginDenied,
-    OriginError,
-    OriginNotFound,
-    is_short_of_files,
-)
+from streamload.errors import DatasetChanged, OriginCut, OriginDenied, OriginError, OriginNotFound
 from streamload.origins.protocol import Origin, Session, Version, same_version
 from streamload.urls import local_path
 
@@ -28,7 +21,7 @@ class LocalOrigin(Origin):
         self._session = session
 
     def open(self, start: int = 0, expected: Version | None = None) -> _LocalStream:
-        """Open the file at a byte; an OSError where too many are open."""
+        """Open the file at a byte."""
         self._session.count("origin_requests")
         try:
             file = self._path.open("rb", buffering=0)
@@ -37,8 +30,6 @@ class LocalOrigin(Origin):
         except PermissionError as exc:
             raise OriginDenied(f"{self.url}: {exc.strerror}") from exc
         except OSError as exc:
-            if is_short_of_files(exc):
-                raise
             raise OriginError(f"{self.url}: {exc.strerror}") from exc
         stream = _LocalStream(self.url, file, self._session, start)
         try:

@@ -12,7 +12,7 @@ from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError, CacheFull, is_short_of_files
+from streamload.errors import CacheError, CacheFull, is_shortage
 
 logger = logging.getLogger("streamload")
 
@@ -160,9 +160,9 @@ class Keeping:
             return self._sizes.get(shard.digest, 0)
 
     def may_pass(self, trouble: OSError) -> bool:
-        """Whether it is only that many files are open now: no disk's fault, and soon fewer may be."""
+        """Whether files or memory are short now: no disk's fault, and soon fewer may be in use."""
         cause = trouble.__cause__ if isinstance(trouble, CacheError) else trouble
-        if not isinstance(cause, OSError) or not is_short_of_files(cause):
+        if not isinstance(cause, OSError) or not is_shortage(cause):
             return False
         with self._lock:
             now = time.monotonic()

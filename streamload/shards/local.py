@@ -14,7 +14,7 @@ from streamload.errors import (
     OriginError,
     OriginNotFound,
     ShardError,
-    is_short_of_files,
+    is_shortage,
 )
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
@@ -57,7 +57,7 @@ def index_local(
 
     Raises:
         OriginNotFound, OriginDenied, OriginError: it can't be opened or read.
-        OSError: too many files are open, which says nothing about this one.
+        OSError: too many files are open, or memory is short, which says nothing about this one.
         ShardFormatError, ShardCut: what is wrong with it.
         DatasetChanged: it was written to meanwhile.
     """
@@ -69,7 +69,7 @@ def index_local(
     except PermissionError as exc:
         raise OriginDenied(f"{name}: permission denied") from exc
     except OSError as exc:
-        if is_short_of_files(exc):
+        if is_shortage(exc):
             raise
         raise OriginError(f"{name} can't be opened: {exc.strerror}") from exc
     try:
