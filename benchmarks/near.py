@@ -135,11 +135,13 @@ def _row(
 
 
 @contextmanager
-def ready(given: argparse.Namespace, all_of_them: Sequence[Contender]) -> Iterator[Near]:
-    """Write the shards, serve them, and convert them for those that need it."""
-    shards, per_shard = (
-        (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
-    )
+def ready(
+    given: argparse.Namespace, all_of_them: Sequence[Contender], shards: int = SHARDS
+) -> Iterator[Near]:
+    """Write so many shards, or a few to be quick, serve them, and convert them for those that need it."""
+    per_shard = SAMPLES_PER_SHARD
+    if given.quick:
+        shards, per_shard = QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD
     places, contenders = turns.interpreters(given), turns.chosen(given, all_of_them)
     with (
         turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes),

@@ -84,7 +84,7 @@ def test_an_order_is_read_whole_while_others_are_given() -> None:
 
 def writes_half_and_is_killed(outcome: Path) -> None:
     note = Note()
-    note._generation.numpy()[0] += 1
+    note._generation.array[0] += 1
     multiprocessing.get_context("fork").Process(target=read_until_told, args=(note, outcome)).start()
     os.kill(os.getpid(), signal.SIGKILL)
 

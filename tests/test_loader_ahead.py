@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import streamload
 from streamload.device import Direct
@@ -116,6 +117,23 @@ def test_what_is_wrong_with_a_batch_is_said_in_its_turn(
     monkeypatch.setattr(module, "feed_for", Direct)
     assert ahead == until_it_fails()
     assert len(ahead) == 13
+
+
+@pytest.mark.parametrize("feed", [Direct, Ahead])
+def test_a_profiler_sees_each_batch_that_is_taken_and_the_batches_are_the_same(
+    feed: type[Direct], paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "feed_for", feed)
+    alone: list[list[str]] = []
+    profiled: list[list[str]] = []
+    with make(paths, tmp_path / "cache") as loader:
+        go_through(iter(loader), alone)
+        loader.set_epoch(0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            go_through(iter(loader), profiled)
+    assert profiled == alone
+    noted = [event for event in seen.events() if event.name.startswith("enumerate(DataLoader)#")]
+    assert len(noted) >= len(profiled) > 0
 
 
 @pytest.fixture

@@ -41,7 +41,15 @@ def levels_of(normalised):
 
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (1, 1), (1000, 2), (2, 1000), (403, 301)])
-@pytest.mark.parametrize(("scale", "ratio"), [((0.9, 1.0), (3 / 4, 4 / 3)), ((0.08, 1.0), (0.5, 1.5))])
+@pytest.mark.parametrize(
+    ("scale", "ratio"),
+    [
+        ((0.9, 1.0), (3 / 4, 4 / 3)),
+        ((0.08, 1.0), (0.5, 1.5)),
+        ((0.0, 1.0), (0.2, 5.0)),
+        ((0.5, 0.5), (1.0, 1.0)),
+    ],
+)
 def test_boxes_are_torchvisions_for_the_same_seed(width, height, scale, ratio):
     image = Image.new("RGB", (width, height))
     boxes, draws = RandomBox(scale, ratio), Draws()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 
+import numpy as np
 import xxhash
 
 from streamload.shards.samples import Entry
@@ -25,7 +26,7 @@ class ReadMemory:
     """
 
     def __init__(self, size_bytes: int):
-        self._memory = memoryview(bytearray(size_bytes))
+        self._memory = np.empty(size_bytes, np.uint8).data  # only what samples need is ever touched
         self._taken_bytes = 0
         self.is_full = False
         """Whether something hadn't room in it any more, and got memory of its own."""

@@ -33,7 +33,7 @@ from streamload.transforms.examples import BatchInProgress, Sample
 
 _STAND_INS = 64
 _EARLIER_STAND_INS = 8
-_READ_AHEAD_BYTES = 4 << 20
+_READ_AHEAD_BYTES = 16 << 20
 """About how many bytes of a batch's samples are read in advance, at most."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.handoff.memory import shared_empty
+from streamload.handoff.memory import SharedArray
 from streamload.metrics import WIDTH
 
 _NOTE_BYTES = 64 << 20
@@ -23,14 +23,14 @@ class Note:
     """JSON-able values that one process writes and others read, whole or not at all."""
 
     def __init__(self) -> None:
-        self._text = shared_empty((_NOTE_BYTES,), torch.uint8)
-        self._generation = shared_empty((1,), torch.int64)
-        self._generation.numpy()[0] = 0
+        self._text = SharedArray((_NOTE_BYTES,), torch.uint8)
+        self._generation = SharedArray((1,), torch.int64)
+        self._generation.array[0] = 0
 
     @property
     def generation(self) -> int:
         """The number of what is written there now; another one after each writing."""
-        return int(self._generation.numpy()[0])
+        return int(self._generation.array[0])
 
     def write(self, values: dict[str, Any]) -> None:
         """Put these in place of what is there.
@@ -41,7 +41,7 @@ class Note:
         text = json.dumps(values).encode()
         if len(text) > _NOTE_BYTES - _HEAD_BYTES:
             raise ValueError(f"a note of {len(text):,} bytes is too long for the board ({_NOTE_BYTES:,})")
-        page, generation = self._text.numpy(), self._generation.numpy()
+        page, generation = self._text.array, self._generation.array
         generation[0] += 1  # odd: being written
         page[_HEAD_BYTES : _HEAD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
         page[:_HEAD_BYTES] = np.frombuffer(len(text).to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
@@ -49,7 +49,7 @@ class Note:
 
     def withdraw(self) -> None:
         """Take another number without writing anything: who follows the note stops."""
-        self._generation.numpy()[0] += 2
+        self._generation.array[0] += 2
 
     def read(self) -> dict[str, Any]:
         """What is there, with its `generation`.
@@ -57,7 +57,7 @@ class Note:
         Raises:
             EOFError: the process that started this one was killed, maybe while it wrote.
         """
-        page, parent = self._text.numpy(), multiprocessing.parent_process()
+        page, parent = self._text.array, multiprocessing.parent_process()
         while True:
             generation = self.generation
             length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")
@@ -84,27 +84,25 @@ class Board:
     def __init__(self, writers: int, sources: int = 1):
         self.order = Note()
         self.changes = Note()
-        self._counters = shared_empty((writers, WIDTH), torch.int64)
-        self._by_source = shared_empty((writers, sources, 2), torch.int64)
-        self._wanted_since = shared_empty((1,), torch.float64)
+        self._counters = SharedArray((writers, WIDTH), torch.int64)
+        self._by_source = SharedArray((writers, sources, 2), torch.int64)
+        self._wanted_since = SharedArray((1,), torch.float64)
 
     @property
     def counters(self) -> npt.NDArray[np.int64]:
         """int64[writers, counters]: each process writes its own row, anyone may read all."""
-        counters: npt.NDArray[np.int64] = self._counters.numpy()
-        return counters
+        return self._counters.array
 
     @property
     def by_source(self) -> npt.NDArray[np.int64]:
         """int64[writers, sources, 2]: samples taken, and nanoseconds waited for bytes; likewise."""
-        by_source: npt.NDArray[np.int64] = self._by_source.numpy()
-        return by_source
+        return self._by_source.array
 
     def want(self, now: bool) -> None:
         """Say whether the training loop is waiting for a batch."""
-        self._wanted_since.numpy()[0] = time.monotonic() if now else 0.0
+        self._wanted_since.array[0] = time.monotonic() if now else 0.0
 
     def wanted_seconds(self) -> float:
         """How long the training loop has been waiting for the batch that it wants; 0 if it isn't."""
-        since = float(self._wanted_since.numpy()[0])
+        since = float(self._wanted_since.array[0])
         return time.monotonic() - since if since else 0.0

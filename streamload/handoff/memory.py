@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 
@@ -32,3 +34,28 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A new tensor in the memory of this process, where nobody else has to read it."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+class SharedArray:
+    """An array in shared memory that travels to another process by its descriptor.
+
+    Args:
+        shape: its shape.
+        dtype: its element type.
+
+    Attributes:
+        array: the memory, as numpy has it.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype):
+        self._hold(shared_empty(shape, dtype))
+
+    def __getstate__(self) -> torch.Tensor:
+        return self._tensor  # torch knows how to send it
+
+    def __setstate__(self, state: torch.Tensor) -> None:
+        self._hold(state)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.array: npt.NDArray[Any] = tensor.numpy()

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.handoff.memory import shared_empty
+from streamload.handoff.memory import SharedArray
 from streamload.metrics import Counts
 
 _MOST_SLOTS = 64
@@ -76,13 +76,12 @@ class Slots:
         self._batches = batches
         self._name = f"{os.getpid()}-{next(_names)}"
         self._file = os.memfd_create("streamload", os.MFD_CLOEXEC)
-        self._held_tensor = shared_empty((_MOST_SLOTS,), torch.uint8)
+        self._held = SharedArray((_MOST_SLOTS,), torch.uint8)
+        """Of each slot, whether it is in use: set by the worker, unset by the rank."""
         self._prepare()
         _received_here[self._name] = self
 
     def _prepare(self) -> None:
-        self._held: npt.NDArray[np.uint8] = self._held_tensor.numpy()
-        """Of each slot, whether it is in use: set by the worker, unset by the rank."""
         self._slots: dict[int, _Slot] = {}
         self._file_bytes = 0
         self._taken: dict[int, int] = {}  # since the last hand-over: address of the memory → slot
@@ -93,7 +92,7 @@ class Slots:
             "_batches": self._batches,
             "_name": self._name,
             "_file": DupFd(self._file),
-            "_held_tensor": self._held_tensor,
+            "_held": self._held,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,7 +116,7 @@ class Slots:
         if index is None:
             return None
         tensor = self._slots[index].made(shape, dtype)
-        self._held[index] = 1
+        self._held.array[index] = 1
         self._taken[tensor.data_ptr()] = index
         return tensor
 
@@ -154,13 +153,13 @@ class Slots:
         """Free what was taken since the last hand-over, but for the slots that were handed."""
         for index in self._taken.values():
             if index not in handed:
-                self._held[index] = 0
+                self._held.array[index] = 0
         self._taken.clear()
 
     def _free_slot(self, size: int) -> int | None:
         """The smallest free slot that is large enough; a new one, or one made larger, where there is none."""
         count = len(self._slots)
-        free = np.flatnonzero(self._held[:count] == 0).tolist()
+        free = np.flatnonzero(self._held.array[:count] == 0).tolist()
         fitting = [index for index in free if self._slots[index].region.size >= size]
         if fitting:
             return int(min(fitting, key=lambda index: self._slots[index].region.size))
@@ -200,7 +199,7 @@ class Slots:
 
     def _release(self, index: int, pid: int, _: object) -> None:
         if os.getpid() == pid:  # a process forked from the rank has the array, too, but no say
-            self._held[index] = 0
+            self._held.array[index] = 0
 
     def _mapped(self, region: Region) -> _Slot:
         return _Slot(region, mmap.mmap(self._file, region.size, offset=region.start))

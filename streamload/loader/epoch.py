@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch.autograd import profiler
+
 from streamload.dataset import Batch
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
@@ -63,7 +65,7 @@ class Epoch:
             while True:
                 began = self._began if self._taken == 0 else time.monotonic()
                 with self._loader.waiting(began):
-                    coming, self._coming = self._coming or self._sent(next(self._batches)), None
+                    coming, self._coming = self._coming or self._sent(_next(self._batches)), None
                     batch, values = coming()
                 if self._feed.runs_ahead:
                     self._coming = self._look_ahead()
@@ -122,6 +124,19 @@ def is_a_death(error: BaseException) -> bool:
     )
 
 
+def _next(batches: Any) -> Batch:
+    """The next batch of torch's iterator, by its own steps but for the note that it makes for a profiler.
+
+    Where none listens, that note is a fifth of what the rank does for a batch.
+    """
+    if not hasattr(batches, "_next_data") or profiler._is_profiler_enabled:
+        batch: Batch = next(batches)
+        return batch
+    batch = batches._next_data()
+    batches._num_yielded += 1
+    return batch
+
+
 class _NotThere(Exception):
     """A batch would have to be waited for."""
 
@@ -142,7 +157,7 @@ def _next_if_there(batches: Any) -> Batch | None:
 
     batches._get_data = get_what_is_there
     try:
-        batch: Batch = next(batches)
+        batch = _next(batches)
     except _NotThere:
         return None
     finally:

@@ -39,6 +39,7 @@ class RandomBox:
         scales, ratios = (torch.tensor(of, device="cpu") for of in (scale, ratio))
         low, high = torch.stack([scales, torch.log(ratios)]).double().T
         self._low, self._span = low.tolist(), (high - low).tolist()
+        self._least_share = min(self._low[0], self._low[0] + self._span[0])
         self._drawn = np.empty(2, np.float32)
         self._drawn_ratio = torch.from_numpy(self._drawn)[1:]
 
@@ -48,14 +49,20 @@ class RandomBox:
     def draw(self, height: int, width: int, draws: Draws) -> Box:
         """Draw the box for an image of this size."""
         area = height * width
-        least_share, least_log_ratio = self._low
+        low_share, low_log_ratio = self._low
         span, log_span = self._span[0] * UNIT, self._span[1] * UNIT
         # Most boxes of OpenCLIP's scale don't fit: what is too long by a whole pixel needn't be looked at.
+        # Most of these have a ratio with which not even the least share of the area would fit.
         most_across, most_down = (width + 1) ** 2, (height + 1) ** 2
+        least = area * self._least_share
+        flattest = math.log(most_across / least) if least else math.inf
+        steepest = math.log(least / most_down) if least else -math.inf
         numbers = draws.torch_ahead(2 * _TRIES + 2)
         for place in range(0, 2 * _TRIES, 2):
-            share = (numbers[place] & UNIT_MASK) * span + least_share
-            log_ratio = (numbers[place + 1] & UNIT_MASK) * log_span + least_log_ratio
+            log_ratio = (numbers[place + 1] & UNIT_MASK) * log_span + low_log_ratio
+            if not steepest <= log_ratio <= flattest:
+                continue
+            share = (numbers[place] & UNIT_MASK) * span + low_share
             ratio = math.exp(log_ratio)
             if area * share * ratio > most_across or area * share > most_down * ratio:
                 continue

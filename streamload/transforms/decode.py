@@ -15,6 +15,7 @@ import warnings
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
+import torch
 from PIL import (
     BmpImagePlugin,
     GifImagePlugin,
@@ -57,12 +58,13 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         # All of it at once, so that places in it stay where they are; only what images need is ever touched.
-        self._memory = np.empty(_SCRATCH_BYTES, np.uint8)
+        self.memory = np.empty(_SCRATCH_BYTES, np.uint8)
+        self.tensor = torch.from_numpy(self.memory)
 
     def of(self, height: int, width: int) -> Pixels | None:
         """uint8[height, width, 3]; None for an image that is too large to keep as much for."""
         size = height * width * 3
-        return None if size > _SCRATCH_BYTES else self._memory[:size].reshape(height, width, 3)
+        return None if size > _SCRATCH_BYTES else self.memory[:size].reshape(height, width, 3)
 
 
 _scratch = _Scratch()
@@ -122,6 +124,11 @@ def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
     """
     size = jpeg_size(data)
     return None if size is None else _scratch.of(*size)
+
+
+def memory_of(pixels: Pixels) -> torch.Tensor:
+    """A tensor whose storage begins with these pixels: the same one for all in a thread's scratch memory."""
+    return _scratch.tensor if pixels.base is _scratch.memory else torch.from_numpy(pixels)
 
 
 def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:
