@@ -811,7 +811,8 @@ def arrived_bytes(cache: Path) -> int:
 
 
 TRAINING = """
-import sys, streamload
+import faulthandler, signal, sys, streamload
+faulthandler.register(signal.SIGUSR1)  # tells what a process is doing that should be gone
 urls, cache, method = sys.argv[1:]
 loader = streamload.make_loader(
     urls, cache_dir=cache, cache_size="1GB", batch_size=2, num_workers=2, multiprocessing_context=method
@@ -819,6 +820,13 @@ loader = streamload.make_loader(
 for _ in loader:
     print("batch", flush=True)
 """
+
+
+def what_they_do(alive: list[psutil.Process], said: Path) -> str:
+    for process in alive:
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(2)
+    return f"{alive}\n{said.read_text()}"
 
 
 @pytest.mark.parametrize(
@@ -835,9 +843,9 @@ def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
 ) -> None:
     server.stop_after(0.6)
     command = [sys.executable, "-c", TRAINING, urls(server), str(tmp_path / "cache"), method]
-    training = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    said = tmp_path / "said"
+    with said.open("wb") as stderr:
+        training = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
     assert training.stdout is not None
     assert training.stdout.readline() == b"batch\n"
     total = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
@@ -852,7 +860,7 @@ def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
     _, alive = psutil.wait_procs(
         [psutil.Process(p.pid) for p in family if psutil.pid_exists(p.pid)], timeout=30
     )
-    assert not alive
+    assert not alive, what_they_do(alive, said)
     sent = sum(request.sent for request in server.log)
     server.go_on()
     with make(urls(server), tmp_path) as loader:
