@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Collection
 
-import numpy as np
 import xxhash
 
 from streamload.shards.samples import Entry
@@ -26,7 +26,8 @@ class ReadMemory:
     """
 
     def __init__(self, size_bytes: int):
-        self._memory = np.empty(size_bytes, np.uint8).data  # only what samples need is ever touched
+        # Of this process alone, and only what samples need is ever touched.
+        self._memory = memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._taken_bytes = 0
         self.is_full = False
         """Whether something hadn't room in it any more, and got memory of its own."""
