@@ -7,11 +7,11 @@ Command: python -m benchmarks.overhead
 
 Warm epochs as warm.py has them, as float32 and as uint8 batches, and as uint8 batches of 256 in place of 64,
 since much is spent once for each batch; each beside the floor of its kind (streamload/bench/floor.py). An
-epoch has three times as many images as warm.py's: what its beginning and end cost, some 20 ms in which not
-all cores are busy, is no part of the question, and its gigabyte is in no processor's cache, as a training's
-data isn't. The two of a kind live at the same time and take turns of two epochs, while the other waits: what
-a machine that others use, too, does from one minute to the next is more than what is looked for. The second
-epoch of each turn is measured. A ratio is the median of those of all turns, each with the one beside it.
+epoch has three times as many images as warm.py's: its beginning and end, where not all cores are busy, are no
+part of the question, and a gigabyte is more than most processors' caches hold, as a training's data is. The
+two of a kind live at the same time and take turns of two epochs, while the other waits: what a machine that
+others use, too, does from one minute to the next is more than what is looked for. The second epoch of each
+turn is measured. A ratio is the median of those of all turns, each with the one beside it.
 
 Then the same with the functions of the journey wrapped by clocks (contenders/staged.py): each counts its own
 time in the thread where it runs, without that of the stages inside it, over both workers. The clocks cost

@@ -823,10 +823,11 @@ for _ in loader:
 
 
 def what_they_do(alive: list[psutil.Process], said: Path) -> str:
+    which = str(alive)
     for process in alive:
         process.send_signal(signal.SIGUSR1)
     time.sleep(2)
-    return f"{alive}\n{said.read_text()}"
+    return f"{which}\n{said.read_text()}"
 
 
 @pytest.mark.parametrize(

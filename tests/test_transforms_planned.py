@@ -105,6 +105,14 @@ def test_images_of_odd_sizes_are_transformed(shape):
         assert planned(clip_plan(train), pixels, seed=3).sum() > 0
 
 
+def test_a_part_of_the_pixels_in_scratch_is_resized_from_where_it_lies():
+    file = io.BytesIO()
+    Image.fromarray(photograph(500, 375)).save(file, "JPEG")
+    part = decode_jpeg_or_image(file.getvalue(), in_scratch=True)[40:300, 70:400]
+    box = Box(3, 5, 200, 300)
+    assert torch.equal(resize_box(part, box, 224, 224), resize_box(part.copy(), box, 224, 224))
+
+
 def test_the_same_seed_gives_the_same_example_in_any_process():
     pixels = photograph(400, 400)
     first, again, other = (torch.zeros(3, 224, 224, dtype=torch.uint8) for _ in range(3))

@@ -58,13 +58,17 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         # All of it at once, so that places in it stay where they are; only what images need is ever touched.
-        self.memory = np.empty(_SCRATCH_BYTES, np.uint8)
-        self.tensor = torch.from_numpy(self.memory)
+        self._memory = np.empty(_SCRATCH_BYTES, np.uint8)
+        self.tensor = torch.from_numpy(self._memory)
+        self.place: Pixels | None = None
+        """The one that was given last; each begins where the memory does."""
 
     def of(self, height: int, width: int) -> Pixels | None:
         """uint8[height, width, 3]; None for an image that is too large to keep as much for."""
         size = height * width * 3
-        return None if size > _SCRATCH_BYTES else self.memory[:size].reshape(height, width, 3)
+        fits = size <= _SCRATCH_BYTES
+        self.place = self._memory[:size].reshape(height, width, 3) if fits else None
+        return self.place
 
 
 _scratch = _Scratch()
@@ -127,8 +131,8 @@ def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
 
 
 def memory_of(pixels: Pixels) -> torch.Tensor:
-    """A tensor whose storage begins with these pixels: the same one for all in a thread's scratch memory."""
-    return _scratch.tensor if pixels.base is _scratch.memory else torch.from_numpy(pixels)
+    """A tensor whose storage begins with these pixels; made already for the latest place in scratch."""
+    return _scratch.tensor if pixels is _scratch.place else torch.from_numpy(pixels)
 
 
 def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:

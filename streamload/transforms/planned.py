@@ -55,8 +55,7 @@ class PlannedTransform:
         if self._is_random:
             self._draws.seed(seed)
         box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
-        colour = self.plan.colour
-        return Choices(box, tuple([step.is_drawn(self._draws) for step in colour]) if colour else ())
+        return Choices(box, tuple([step.is_drawn(self._draws) for step in self.plan.colour]))
 
     def put(self, pixels: Pixels, choices: Choices) -> Put:
         """What makes an image of pixels that needn't be there yet.
