@@ -1,5 +1,6 @@
 """The server behind a limited link, and what its log says in the machine's monotonic time."""
 
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -47,19 +48,20 @@ class Link:
 
 
 @contextmanager
-def serving(shards: Path, bytes_per_second: float) -> Iterator[Link]:
-    """Serve a directory."""
-    with ShardServer.spawn(shards, bytes_per_second=bytes_per_second) as server:
-        answered = [_mark(server.url) for _ in range(_MARKS)]
+def serving(shards: Path, bytes_per_second: float, tls: tuple[str, str] | None = None) -> Iterator[Link]:
+    """Serve a directory, by https with files of a certificate and its key."""
+    with ShardServer.spawn(shards, bytes_per_second=bytes_per_second, tls=tls) as server:
+        trust = ssl.create_default_context(cafile=tls[0]) if tls is not None else None
+        answered = [_mark(server.url, trust) for _ in range(_MARKS)]
         asked = [request.seconds for request in server.log]
         # What an answer was late by only adds: the least is the nearest.
         yield Link(server, server.url, min(now - then for now, then in zip(answered, asked, strict=True)))
 
 
-def _mark(url: str) -> float:
+def _mark(url: str, trust: ssl.SSLContext | None) -> float:
     """Leave a mark in the server's log; the time of the answer."""
     try:
-        urllib.request.urlopen(f"{url}/{_MARK}").close()
+        urllib.request.urlopen(f"{url}/{_MARK}", context=trust).close()
     except urllib.error.HTTPError as answer:
         now = time.monotonic()
         answer.close()

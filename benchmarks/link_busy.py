@@ -1,7 +1,7 @@
 """How busy `streamload warm` keeps a link.
 
 Question: of what a link of 50, 100, 200 or 400 MB/s can carry between the first request and the last byte,
-how much does `streamload warm` take?
+how much does `streamload warm` take? And of 200 MB/s by https?
 
 Command: python -m benchmarks.link_busy
 
@@ -14,13 +14,16 @@ one machine: the server takes a part of its cores, too.
   the end of its last answer. Target: ≥ 0.98.
 - curl: what `curl` gets that fetches the same by as many connections and throws it away. Where it gets less
   than the rate, it is the server that can't give more.
+- https: with a certificate made for it. More than 260 MB/s the server, which encrypts on the same two cores,
+  doesn't give to curl either.
 - CPU: of all of the client's processes.
 
 Result: results/link_busy.json; docs/performance.md has it as a table.
 
 Explanation: eight shards are filled at a time, and the next begins when one has ended, so that several
 connections want what the link can carry at any moment. What CPU time a byte costs beyond curl's is to parse,
-index, checksum and write it; at 400 MB/s that is most of a core.
+index, checksum and write it; at 400 MB/s that is most of a core. TLS brings bytes in records of 16 KB at
+most, each of which would cost what a whole piece does: those that are there are read as one.
 """
 
 import math
@@ -33,9 +36,10 @@ from pathlib import Path
 
 from benchmarks import link, machine, turns
 from benchmarks.turns import ROOT, Row
+from streamload.testing.certificate import write_certificate
 
-RATES = (50e6, 100e6, 200e6, 400e6)
-QUICK_RATES = (100e6,)
+LINES = ((50e6, "http"), (100e6, "http"), (200e6, "http"), (400e6, "http"), (200e6, "https"))
+QUICK_LINES = ((100e6, "http"), (100e6, "https"))
 SECONDS, QUICK_SECONDS = 8.0, 0.5
 SHARDS, SAMPLES_PER_SHARD = 8, 384
 QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 64
@@ -47,24 +51,27 @@ COMMANDS = (STREAMLOAD, CURL)
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=3, names=COMMANDS)
-    full = (SHARDS, SAMPLES_PER_SHARD, RATES, SECONDS)
-    quick = (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_RATES, QUICK_SECONDS)
-    shards, per_shard, rates, seconds = quick if given.quick else full
-    wanted = [(name, rate) for rate in rates for name in COMMANDS if name in given.contenders]
+    full = (SHARDS, SAMPLES_PER_SHARD, LINES, SECONDS)
+    quick = (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_LINES, QUICK_SECONDS)
+    shards, per_shard, lines, seconds = quick if given.quick else full
+    wanted = [(name, *line) for line in lines for name in COMMANDS if name in given.contenders]
     rows: list[Row] = []
     with turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes):
         served = directory / "served"
         names = named_again(
-            directory / "shards", served, math.ceil(max(rates) * seconds * shards / total_bytes)
+            directory / "shards", served, math.ceil(max(lines)[0] * seconds * shards / total_bytes)
         )
+        tls = write_certificate(directory)
         for round_ in range(given.rounds):
-            for name, rate in turns.rotated(wanted, round_):
+            for name, rate, scheme in turns.rotated(wanted, round_):
                 count = math.ceil(rate * seconds * shards / total_bytes)
-                row = measure(name, given.python, directory, served, names[:count], rate)
+                used = tls if scheme == "https" else None
+                row = measure(name, given.python, directory, served, names[:count], rate, used)
                 rows.append({"round": round_, **row})
     settings = {
         "shard_bytes": total_bytes // shards,
-        "rates": list(rates),
+        "rates": [rate for rate, _ in lines],
+        "schemes": [scheme for _, scheme in lines],
         "seconds": seconds,
         "connections": CONNECTIONS,
     }
@@ -77,11 +84,11 @@ def main() -> None:
             **content,
             "targets": [
                 turns.target(
-                    f"share of a link of {rate / 1e6:.0f} MB/s",
-                    medians.get(label(STREAMLOAD, rate), {}).get("share"),
+                    f"share of a link of {line_name(rate, scheme)}",
+                    medians.get(f"{STREAMLOAD} at {line_name(rate, scheme)}", {}).get("share"),
                     at_least=AT_LEAST,
                 )
-                for rate in rates
+                for rate, scheme in lines
             ],
         },
     )
@@ -97,12 +104,22 @@ def named_again(shards: Path, served: Path, count: int) -> list[str]:
     return names
 
 
-def measure(name: str, python: Path, directory: Path, served: Path, names: list[str], rate: float) -> Row:
+def measure(
+    name: str,
+    python: Path,
+    directory: Path,
+    served: Path,
+    names: list[str],
+    rate: float,
+    tls: tuple[str, str] | None,
+) -> Row:
     load = machine.load()
-    with link.serving(served, rate) as line, turns.empty_directory(directory) as cache:
+    environ = turns.environment() | ({"SSL_CERT_FILE": tls[0]} if tls is not None else {})
+    with link.serving(served, rate, tls) as line, turns.empty_directory(directory) as cache:
+        words = command(name, python, line.url, names, cache, tls)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.monotonic()
-        subprocess.run(command(name, python, line.url, names, cache), **_AROUND)
+        subprocess.run(words, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
         whole = time.monotonic() - began
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         first, last, sent = line.busy()
@@ -110,7 +127,7 @@ def measure(name: str, python: Path, directory: Path, served: Path, names: list[
     expected = sum((served / name).stat().st_size for name in names)
     assert sent >= expected, (sent, expected)
     return {
-        "label": label(name, rate),
+        "label": f"{name} at {line_name(rate, 'https' if tls is not None else 'http')}",
         "contender": name,
         "load_before": load,
         "bytes_per_second": rate,
@@ -125,25 +142,26 @@ def measure(name: str, python: Path, directory: Path, served: Path, names: list[
     }
 
 
-def label(name: str, rate: float) -> str:
-    return f"{name} at {rate / 1e6:.0f} MB/s"
+def line_name(rate: float, scheme: str) -> str:
+    return f"{rate / 1e6:.0f} MB/s" + (f", {scheme}" if scheme == "https" else "")
 
 
-def command(name: str, python: Path, url: str, names: list[str], cache: Path) -> list[str]:
+def command(
+    name: str, python: Path, url: str, names: list[str], cache: Path, tls: tuple[str, str] | None
+) -> list[str]:
     pattern = f"{url}/{{{names[0][:-4]}..{names[-1][:-4]}}}.tar"
     if name == STREAMLOAD:
         own = [str(python), "-m", "streamload.cli", "warm", pattern]
         return [*own, "--cache-dir", str(cache), "--cache", "disk", "--concurrency", str(CONNECTIONS)]
     urls = [word for each in names for word in ("-o", "/dev/null", f"{url}/{each}")]
-    return ["curl", "-sSf", "--parallel", "--parallel-immediate", "--parallel-max", str(CONNECTIONS), *urls]
+    trust = ["--cacert", tls[0]] if tls is not None else []
+    at_once = ["--parallel", "--parallel-immediate", "--parallel-max", str(CONNECTIONS)]
+    return ["curl", "-sSf", *trust, *at_once, *urls]
 
 
 def curl_version() -> dict[str, str]:
     said = subprocess.run(["curl", "--version"], check=True, capture_output=True, text=True).stdout
     return {"curl": said.split()[1]}
-
-
-_AROUND = {"cwd": ROOT, "env": turns.environment(), "check": True, "stdout": subprocess.DEVNULL}
 
 
 if __name__ == "__main__":

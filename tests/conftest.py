@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,6 +20,7 @@ import psutil
 import pytest
 
 from streamload.cache import memory
+from streamload.testing.certificate import write_certificate
 
 if TYPE_CHECKING:
     from streamload.testing.s3 import S3Server
@@ -81,12 +81,7 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Files of a certificate for this machine, which nobody trusts yet, and of its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    files = str(folder / "cert.pem"), str(folder / "key.pem")
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
-    subprocess.run([*make.split(), *more], check=True, capture_output=True)
-    return files
+    return write_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

@@ -181,11 +181,14 @@ def test_a_run_that_is_taken_up_gives_the_rest_of_its_epoch_and_fetches_nothing(
 def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
     result = run_quickly("link_busy", tmp_path / "out.json")
 
-    warm, curl = result["rounds"]
-    assert (warm["contender"], curl["contender"]) == ("streamload warm", "curl")
-    assert warm["bytes"] >= curl["bytes"] > result["settings"]["shard_bytes"]
+    for warm, curl in zip(result["rounds"][::2], result["rounds"][1::2], strict=True):
+        assert (warm["contender"], curl["contender"]) == ("streamload warm", "curl")
+        assert warm["bytes"] >= curl["bytes"] > result["settings"]["shard_bytes"]
+    assert result["medians"].keys() == {
+        f"{name} at 100 MB/s{scheme}" for name in ("streamload warm", "curl") for scheme in ("", ", https")
+    }
     assert all(0 < row["share"] <= 1.05 for row in result["rounds"])
-    assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 3
+    assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 5
 
 
 @pytest.mark.timeout(400)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -352,6 +354,70 @@ def test_https_is_read_and_resumed(tmp_path: Path, trusted: tuple[str, str]) -> 
         )
         assert read(server) == BODY
         assert [request.start for request in server.log] == [0, 300_000, 600_000]
+
+
+def test_many_records_of_tls_that_are_there_are_one_piece(tmp_path: Path, trusted: tuple[str, str]) -> None:
+    (tmp_path / "a.tar").write_bytes(BODY)
+    with ShardServer(tmp_path, tls=trusted) as server:
+        options = OriginOptions(chunk_bytes=256 * 1024)
+        with contextlib.closing(open_origin(f"{server.url}/a.tar", options=options).open()) as stream:
+            pieces = []
+            for piece in stream.chunks():
+                pieces.append(piece)
+                if len(pieces) < 4:
+                    time.sleep(0.2)  # by then there are many
+    assert b"".join(pieces) == BODY
+    assert max(map(len, pieces)) > 2 * (16 << 10)
+
+
+def test_half_a_record_of_tls_does_not_keep_a_whole_one_waiting(certificate: tuple[str, str]) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    coming, sending = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(coming, sending, server_side=True)
+    near, far = socket.socketpair()
+    near.settimeout(3600)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.sslsocket_class = sockets._PatientTLSSocket
+
+    def shake_hands() -> None:
+        while True:
+            try:
+                server.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                far.sendall(sending.read())
+                coming.write(far.recv(1 << 16))
+        far.sendall(sending.read())
+
+    shaking = threading.Thread(target=shake_hands)
+    shaking.start()
+    with client.wrap_socket(near) as reader, far:
+        shaking.join()
+        server.write(BODY[:10_000])
+        whole = sending.read()
+        server.write(BODY[10_000:20_000])
+        second = sending.read()
+        far.sendall(whole + second[:5_000])
+        buffer = bytearray(1 << 16)
+        assert reader.recv_into(buffer) == 10_000  # or it waits for the rest, which nobody sends
+        far.sendall(second[5_000:])
+        far.close()  # without TLS's own end
+        assert reader.recv_into(memoryview(buffer)[10_000:]) == 10_000
+        assert reader.gettimeout() == 3600
+    assert buffer[:20_000] == BODY[:20_000]
+
+
+def test_a_read_asks_for_about_what_comes() -> None:
+    size = sockets.ReadSize(100_000)
+    for got, then in [(32 << 10, 64 << 10), (64 << 10, 100_000), (100_000, 100_000), (30_000, 100_000)]:
+        size.came(got)
+        assert size.bytes == then
+    for then in (50_000, 32 << 10, 32 << 10):
+        size.came(1_000)
+        assert size.bytes == then
+    assert sockets.ReadSize(1_000).bytes == 1_000
 
 
 def test_https_fails_where_the_certificate_is_not_trusted(

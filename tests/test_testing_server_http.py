@@ -169,6 +169,14 @@ def test_in_a_process_of_its_own_it_is_steered_and_ends(tmp_path: Path, no_leaks
         server.close()
 
 
+def test_in_a_process_of_its_own_it_serves_https(tmp_path: Path, trusted: tuple[str, str]) -> None:
+    (tmp_path / "a.tar").write_bytes(BODY)
+    with ShardServer.spawn(tmp_path, tls=trusted) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        with urllib3.PoolManager(ca_certs=trusted[0]) as pool:
+            assert pool.request("GET", f"{server.url}/a.tar").data == BODY
+
+
 def test_a_link_is_shared_by_pieces_of_a_thousandth_of_a_second_and_of_packets_at_least() -> None:
     def piece(rate: float | None) -> int:
         return Link(rate, threading.Event()).piece_bytes

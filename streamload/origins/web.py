@@ -33,7 +33,7 @@ from streamload.errors import (
 )
 from streamload.origins.failures import of_status
 from streamload.origins.protocol import Origin, Session, Version, same_version, strong
-from streamload.origins.sockets import Pools, basic, refuse_metadata_host
+from streamload.origins.sockets import Pools, ReadSize, basic, refuse_metadata_host
 from streamload.origins.web_stream import HttpStream
 from streamload.urls import redact, redact_text
 
@@ -179,7 +179,9 @@ class HttpOrigin(Origin):
             same_version(self.url, version, found)
             if end != stop or found.size != version.size:
                 raise _NoRanges
-            while chunk := response.read1(self._session.options.chunk_bytes, decode_content=False):
+            size = ReadSize(self._session.options.chunk_bytes)
+            while chunk := response.read1(size.bytes, decode_content=False):
+                size.came(len(chunk))
                 position += len(chunk)
                 if position > stop:
                     break

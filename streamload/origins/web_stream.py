@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.protocol import Session, Version
 from streamload.origins.ranged import OrderedParts
-from streamload.origins.sockets import WAKE_SECONDS, Pools
+from streamload.origins.sockets import WAKE_SECONDS, Pools, ReadSize
 
 if TYPE_CHECKING:
     from streamload.origins.web import Answer, HttpOrigin
@@ -62,15 +62,16 @@ class HttpStream:
         self._pools.close()
 
     def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-        read1, size = response.read1, self._session.options.chunk_bytes
+        read1, size = response.read1, ReadSize(self._session.options.chunk_bytes)
         while True:
             began = time.monotonic()
             try:
-                chunk = read1(size, decode_content=False)
+                chunk = read1(size.bytes, decode_content=False)
             except HTTPError as exc:
                 raise self._broken(exc) from exc
             if not chunk:
                 return
+            size.came(len(chunk))
             self._waited_seconds += time.monotonic() - began
             self._read_bytes += len(chunk)
             before, self._position = self._position, self._position + len(chunk)

@@ -154,7 +154,7 @@ class ShardServer:
                 self._changed.wait(_LOOK_SECONDS)
 
     @staticmethod
-    def spawn(root: str | os.PathLike[str], **options: float | str | None) -> SpawnedServer:
+    def spawn(root: str | os.PathLike[str], **options: float | str | tuple[str, str] | None) -> SpawnedServer:
         """Start the same server in a process of its own; see `SpawnedServer`."""
         from streamload.testing.server_process import SpawnedServer
 

@@ -21,14 +21,15 @@ class SpawnedServer:
 
     Args:
         root: the directory.
-        options: `ShardServer`'s: bytes_per_second, bytes_per_second_per_connection, latency_seconds, host.
+        options: `ShardServer`'s.
     """
 
-    def __init__(self, root: str | os.PathLike[str], **options: float | str | None) -> None:
+    def __init__(self, root: str | os.PathLike[str], **options: float | str | tuple[str, str] | None) -> None:
         command = [sys.executable, "-m", "streamload.testing.server", str(root), "--steered"]
         for name, value in options.items():
             if value is not None:
-                command += [f"--{name.replace('_', '-')}", str(value)]
+                values = value if isinstance(value, tuple) else (value,)
+                command += [f"--{name.replace('_', '-')}", *map(str, values)]
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         self._process = subprocess.Popen(
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--bytes-per-second", type=float)
     parser.add_argument("--bytes-per-second-per-connection", type=float)
     parser.add_argument("--latency-seconds", type=float, default=0.0)
+    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="serve https; files in PEM")
     parser.add_argument("--steered", action="store_true", help="take requests from the standard input")
     options = vars(parser.parse_args())
     steered = options.pop("steered")
