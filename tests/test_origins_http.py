@@ -30,6 +30,7 @@ from streamload.errors import (
 )
 from streamload.origins import sockets
 from streamload.origins.origin import OriginOptions, open_origin
+from streamload.origins.protocol import ReadSize
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
 
@@ -410,14 +411,14 @@ def test_half_a_record_of_tls_does_not_keep_a_whole_one_waiting(certificate: tup
 
 
 def test_a_read_asks_for_about_what_comes() -> None:
-    size = sockets.ReadSize(100_000)
+    size = ReadSize(100_000)
     for got, then in [(32 << 10, 64 << 10), (64 << 10, 100_000), (100_000, 100_000), (30_000, 100_000)]:
         size.came(got)
         assert size.bytes == then
     for then in (50_000, 32 << 10, 32 << 10):
         size.came(1_000)
         assert size.bytes == then
-    assert sockets.ReadSize(1_000).bytes == 1_000
+    assert ReadSize(1_000).bytes == 1_000
 
 
 def test_https_fails_where_the_certificate_is_not_trusted(

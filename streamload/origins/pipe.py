@@ -28,7 +28,7 @@ from streamload.errors import (
     OriginNotFound,
     OriginTimeout,
 )
-from streamload.origins.protocol import Origin, Session, Version
+from streamload.origins.protocol import Origin, ReadSize, Session, Version
 from streamload.urls import redact, redact_text
 
 _WAKE_SECONDS = 0.1
@@ -173,16 +173,17 @@ class _Process:
         poll = select.poll()
         poll.register(out, select.POLLIN)
         poll.register(err, select.POLLIN)
-        size = min(session.options.chunk_bytes, _PIPE_BYTES)
+        size = ReadSize(min(session.options.chunk_bytes, _PIPE_BYTES))
         heard = time.monotonic()
         while True:
             ready = [descriptor for descriptor, _ in poll.poll(_WAKE_SECONDS * 1000)]
             if err in ready and not self._listen():
                 poll.unregister(err)
             if out in ready:
-                chunk = os.read(out, size)
+                chunk = os.read(out, size.bytes)
                 if not chunk:
                     return
+                size.came(len(chunk))
                 yield chunk
                 heard = time.monotonic()
                 continue

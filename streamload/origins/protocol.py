@@ -14,6 +14,8 @@ from typing import Protocol
 
 from streamload.errors import DatasetChanged, OriginCut, OriginStopped
 
+_LEAST_READ_BYTES = 32 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class Version:
@@ -161,6 +163,28 @@ class Session:
         """Raise OriginStopped once the loader wants to stop."""
         if self.stop.is_set():
             raise OriginStopped(f"{url}: reading was stopped from this side")
+
+
+class ReadSize:
+    """How much to ask a connection or pipe for at once.
+
+    A read makes room for all that it asks for, and gives back what hasn't come: half a megabyte for each
+    16 KB costs the kernel more than their transfer does.
+
+    Attributes:
+        bytes: to ask for now.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._least = self.bytes = min(_LEAST_READ_BYTES, most_bytes)
+
+    def came(self, got: int) -> None:
+        """Take note of what a read has brought."""
+        if got == self.bytes:
+            self.bytes = min(2 * got, self._most)
+        elif 4 * got < self.bytes:
+            self.bytes = max(self.bytes // 2, self._least)
 
 
 def same_version(url: str, expected: Version | None, found: Version) -> None:

@@ -33,7 +33,6 @@ from streamload.origins.protocol import OriginOptions, Session
 from streamload.urls import redact
 
 WAKE_SECONDS = 0.1
-_LEAST_READ_BYTES = 32 << 10
 _METADATA_ADDRESSES = frozenset(
     map(ipaddress.ip_address, ("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "100.100.100.200"))
 )
@@ -125,28 +124,6 @@ class _PatientContext(ssl.SSLContext):
             tls.close()
             raise
         return tls  # type: ignore[no-any-return]
-
-
-class ReadSize:
-    """How much to ask a connection for at once.
-
-    A read makes room for all that it asks for, and gives back what hasn't come: half a megabyte for each
-    16 KB costs the kernel more than their transfer does.
-
-    Attributes:
-        bytes: to ask for now.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
-        self._least = self.bytes = min(_LEAST_READ_BYTES, most_bytes)
-
-    def came(self, got: int) -> None:
-        """Take note of what a read has brought."""
-        if got == self.bytes:
-            self.bytes = min(2 * got, self._most)
-        elif 4 * got < self.bytes:
-            self.bytes = max(self.bytes // 2, self._least)
 
 
 class Pools:

@@ -32,8 +32,8 @@ from streamload.errors import (
     ShardFormatError,
 )
 from streamload.origins.failures import of_status
-from streamload.origins.protocol import Origin, Session, Version, same_version, strong
-from streamload.origins.sockets import Pools, ReadSize, basic, refuse_metadata_host
+from streamload.origins.protocol import Origin, ReadSize, Session, Version, same_version, strong
+from streamload.origins.sockets import Pools, basic, refuse_metadata_host
 from streamload.origins.web_stream import HttpStream
 from streamload.urls import redact, redact_text
 

@@ -16,9 +16,9 @@ import urllib3
 from urllib3.exceptions import HTTPError
 
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
-from streamload.origins.protocol import Session, Version
+from streamload.origins.protocol import ReadSize, Session, Version
 from streamload.origins.ranged import OrderedParts
-from streamload.origins.sockets import WAKE_SECONDS, Pools, ReadSize
+from streamload.origins.sockets import WAKE_SECONDS, Pools
 
 if TYPE_CHECKING:
     from streamload.origins.web import Answer, HttpOrigin
