@@ -152,7 +152,7 @@ def command(
 ) -> list[str]:
     pattern = f"{url}/{{{names[0][:-4]}..{names[-1][:-4]}}}.tar"
     if name == STREAMLOAD:
-        own = [str(python), "-m", "streamload.cli", "warm", pattern]
+        own = [str(python), "-m", "streamload", "warm", pattern]
         return [*own, "--cache-dir", str(cache), "--cache", "disk", "--concurrency", str(CONNECTIONS)]
     urls = [word for each in names for word in ("-o", "/dev/null", f"{url}/{each}")]
     trust = ["--cacert", tls[0]] if tls is not None else []

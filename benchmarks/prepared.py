@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def warm(python: Path, urls: str, cache: Path, *more: str) -> None:
-    command = [str(python), "-m", "streamload.cli", "warm", urls, "--cache-dir", str(cache)]
+    command = [str(python), "-m", "streamload", "warm", urls, "--cache-dir", str(cache)]
     subprocess.run(
         [*command, "--cache-size", "20GB", "--concurrency", "2", *more],
         cwd=turns.ROOT,

@@ -148,7 +148,7 @@ def command(name: str, python: Path, directory: Path, shards: int, round_: int) 
 
 def help_seconds(python: Path) -> float:
     began = time.monotonic()
-    subprocess.run([python, "-m", "streamload.cli", "--help"], **_AROUND)
+    subprocess.run([python, "-m", "streamload", "--help"], **_AROUND)
     return time.monotonic() - began
 
 
@@ -159,7 +159,7 @@ def warm_seconds(python: Path, directory: Path, shards: int) -> float:
     ):
         arguments = ["warm", turns.pattern(line.url, shards), "--cache-dir", str(cache), "--cache", "disk"]
         began = time.monotonic()
-        subprocess.run([python, "-m", "streamload.cli", *arguments], **_AROUND)
+        subprocess.run([python, "-m", "streamload", *arguments], **_AROUND)
         asked = line.first_request()
     assert asked is not None
     return asked - began

@@ -68,7 +68,7 @@ class SpotNodes:
 
     def _node(self, number: int) -> None:
         rng = random.Random(number)
-        command = [sys.executable, "-m", "streamload.cli", "daemon", "--shared-cache", str(self._shared)]
+        command = [sys.executable, "-m", "streamload", "daemon", "--shared-cache", str(self._shared)]
         options = ["--notices", "none", "--listen", "none", "--concurrency", "4"]
         while not self._ended.is_set():
             own = ["--cache-dir", str(self._place / f"node-{number}"), "--cache-size", "1GB"]

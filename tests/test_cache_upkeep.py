@@ -136,7 +136,7 @@ def test_a_warm_up_ends_whole_though_the_tier_is_cleaned_all_the_time(tmp_path: 
     write_shards(tmp_path / "data", COUNTS, seed=52)
     root = tmp_path / "tier"
     Tier(root, 10**9)
-    command = [sys.executable, "-m", "streamload.cli"]
+    command = [sys.executable, "-m", "streamload"]
     with ShardServer(tmp_path / "data", bytes_per_second=4e5) as server:
         urls = f"{server.url}/{{00000..{len(COUNTS) - 1:05d}}}.tar"
         filling = subprocess.Popen(

@@ -240,7 +240,7 @@ def test_pack_takes_quotes_for_characters_where_that_is_asked(streamload, folder
 def test_pack_leaves_nothing_when_it_is_terminated(folder):
     table, target = folder / "t.csv", folder / "shards"
     os.mkfifo(table)
-    command = [sys.executable, "-m", "streamload.cli", "pack", str(table), str(target)]
+    command = [sys.executable, "-m", "streamload", "pack", str(table), str(target)]
     with subprocess.Popen(command) as packing, table.open("w") as rows:  # opens as soon as it is read
         rows.write("image,caption\na.jpg,an a\n")
         rows.flush()

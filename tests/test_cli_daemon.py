@@ -27,7 +27,7 @@ from streamload.prefetch.status import Status
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 
-COMMAND = [sys.executable, "-m", "streamload.cli"]
+COMMAND = [sys.executable, "-m", "streamload"]
 
 
 @pytest.fixture

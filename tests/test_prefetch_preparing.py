@@ -41,7 +41,7 @@ SHARDS = len(COUNTS)
 RECIPE = "jpeg-32-q90"
 PREPARATION = Preparation.parse(RECIPE)
 OTHER = "jpeg-32-q90-v1-torch9.9.9-pillow99.0-simplejpeg9.9-00000000"
-COMMAND = [sys.executable, "-m", "streamload.cli", "daemon"]
+COMMAND = [sys.executable, "-m", "streamload", "daemon"]
 Batches = list[tuple[torch.Tensor, list[str]]]
 
 

@@ -35,7 +35,7 @@ from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.transforms.prepare import Preparation
 
-COMMAND = [sys.executable, "-m", "streamload.cli"]
+COMMAND = [sys.executable, "-m", "streamload"]
 SHARDS = 6
 RECIPE = "jpeg-32-q90"
 PREPARATION = Preparation.parse(RECIPE)

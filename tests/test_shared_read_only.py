@@ -80,7 +80,7 @@ def test_a_training_takes_what_is_there_and_fetches_the_rest(origin: Origin, tmp
 
 def daemon(origin: Origin, tmp_path: Path, place: Place, *more: str) -> list[Any]:
     """A daemon's exit code, and what it said."""
-    command = [sys.executable, "-m", "streamload.cli", "daemon", *origin.urls, "--notices", "none"]
+    command = [sys.executable, "-m", "streamload", "daemon", *origin.urls, "--notices", "none"]
     command += ["--listen", "none", "--shared-cache", place.url, "--cache-dir", str(tmp_path / "own")]
     done = subprocess.run([*command, *more], capture_output=True, text=True, check=False, timeout=90)
     return [done.returncode, done.stdout, done.stderr]

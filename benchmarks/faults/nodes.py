@@ -51,7 +51,7 @@ def lost(attempt: Attempt) -> None:
     with ExitStack() as stack:
         cluster = stack.enter_context(RayCluster(_QUICK))
         nodes = [_add(cluster, attempt, name) for name in ("first", "second")]
-        command = [sys.executable, "-m", "streamload.cli", "warm", *data.urls, "--ray", cluster.address]
+        command = [sys.executable, "-m", "streamload", "warm", *data.urls, "--ray", cluster.address]
         command += ["--shared-cache", str(attempt.place / "shared")]
         driver = stack.enter_context(_started(command))
         _until(lambda: len(asked().keys() - held()) > _CPUS)  # so both nodes are at work

@@ -1,4 +1,4 @@
-"""`python -m streamload.cli`: the `streamload` command."""
+"""`python -m streamload`: the `streamload` command."""
 
 from streamload.cli import main
 
