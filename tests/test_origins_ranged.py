@@ -91,6 +91,17 @@ def test_as_many_are_under_way_at_once_as_allowed(server: ShardServer) -> None:
     stream.close()
 
 
+def test_what_lay_waiting_for_its_turn_comes_as_one_piece(server: ShardServer) -> None:
+    stream = open_origin(f"{server.url}/a.tar", options=OriginOptions(**SIDE_BY_SIDE)).open()
+    chunks, got = stream.chunks(), 0
+    while got < 150_000:
+        got += len(next(chunks))
+    assert got == 150_000  # the first answer, and the first of four ranges
+    until(lambda: not any(thread.name == "streamload-range" for thread in threading.enumerate()))
+    assert [len(next(chunks)) for _ in range(3)] == [50_000] * 3  # read as 32 KiB and the rest
+    stream.close()
+
+
 def test_a_quick_server_is_asked_for_all_the_rest_over_the_same_connection(server: ShardServer) -> None:
     assert read(server, quick_bytes_per_second=0.0) == BODY
     assert [(seen.start, seen.stop) for seen in server.log] == [(0, 100_000), (100_000, None)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
@@ -157,7 +157,9 @@ class HttpOrigin(Origin):
         if pools is not None:
             pools.close()
 
-    def read_range(self, pools: Pools, start: int, stop: int, version: Version) -> Iterator[bytes]:
+    def read_range(
+        self, pools: Pools, start: int, stop: int, version: Version
+    ) -> Generator[bytes, None, None]:
         """Give exactly the bytes of a range, from where the first answer came from. For any thread.
 
         Raises:

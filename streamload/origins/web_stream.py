@@ -151,7 +151,7 @@ class _Parts:
 
 
 class _RangePart:
-    """One range, read by a thread of its own, given in order by whose turn it is."""
+    """One range, given in order by whose turn it is; until then a thread of its own reads it."""
 
     def __init__(
         self,
@@ -164,42 +164,68 @@ class _RangePart:
     ) -> None:
         self.size_bytes = place[1] - place[0]
         self.seconds: float | None = None
-        self._origin, self._session, self._pools = origin, session, pools
-        self._place, self._version, self._closed = place, version, closed
+        self._origin, self._session, self._closed = origin, session, closed
+        self._began = time.monotonic()
+        self._is_its_turn = False
+        self._rest = origin.read_range(pools, *place, version)
         self._came: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="streamload-range", daemon=True)
         self._thread.start()
 
     def chunks(self) -> Iterator[bytes]:
+        """Give what has come, as one up to `chunk_bytes`, since that may be many pieces; read the rest."""
+        self._is_its_turn = True
+        pieces: list[bytes] = []
         while True:
-            try:
-                came = self._came.get(timeout=WAKE_SECONDS)
-            except queue.Empty:
-                self._session.check(self._origin.url)
-                continue
-            if came is None:
-                self._thread.join()
-                return
-            if isinstance(came, BaseException):
-                self._origin.keep_to_one_connection()
+            came = self._next()
+            if isinstance(came, bytes):
+                pieces.append(came)
+                if not self._came.empty() and sum(map(len, pieces)) < self._session.options.chunk_bytes:
+                    continue
+            if pieces:
+                yield b"".join(pieces)
+                pieces.clear()
+            if not isinstance(came, bytes):
+                break
+        self._thread.join()
+        try:
+            if came is not None:
                 raise came
-            yield came
+            yield from self._rest
+        except Exception:
+            self._origin.keep_to_one_connection()
+            raise
+        self._note_seconds()
 
     def cancel(self) -> None:
         self._closed.set()  # one that fails ends all: who comes next begins anew at the byte
         self._thread.join()
+        self._rest.close()
+
+    def _next(self) -> bytes | BaseException | None:
+        """Wait for a piece, for why there is none, or for the thread to have no more to give."""
+        while True:
+            try:
+                return self._came.get(timeout=WAKE_SECONDS)
+            except queue.Empty:
+                self._session.check(self._origin.url)
 
     def _work(self) -> None:
-        began = time.monotonic()
         try:
-            for chunk in self._origin.read_range(self._pools, *self._place, self._version):
+            for chunk in self._rest:
+                self._came.put(chunk)
+                if self._is_its_turn:  # who wants them reads on: the way through a queue costs as much again
+                    break
                 if self._closed.is_set():
                     raise OriginStopped(f"{self._origin.url}: this range isn't needed any more")
-                self._came.put(chunk)
-            self.seconds = time.monotonic() - began
+            else:
+                self._note_seconds()
             self._came.put(None)
         except BaseException as exc:
             self._came.put(exc)
+
+    def _note_seconds(self) -> None:
+        self.seconds = self.seconds or time.monotonic() - self._began
 
 
 class _Either(threading.Event):
