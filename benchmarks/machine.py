@@ -15,10 +15,16 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def commit() -> str | None:
-    """The commit whose code runs, with "+" where files that it has were changed; None outside a clone."""
-    here = Path(__file__).parents[1]
+def commit(here: Path = Path(__file__).parents[1]) -> str | None:
+    """The commit whose code runs, with "+" where files that it has were changed; None outside a clone.
+
+    Results don't count: each benchmark of a series changes its own.
+    """
     if not (here / ".git").exists() or shutil.which("git") is None:
         return None
-    question = ["git", "-C", here, "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(question, capture_output=True, text=True, check=False).stdout.strip() or None
+    question = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
+    name = subprocess.run(question, capture_output=True, text=True, check=False).stdout.strip()
+    differs = ["git", "-C", here, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results"]
+    if not name:
+        return None
+    return f"{name}+" if subprocess.run(differs, check=False).returncode else name

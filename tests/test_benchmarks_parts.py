@@ -4,6 +4,7 @@ Nothing is downloaded: what these environments ask for is there.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import charts, peer_tables, turns
+from benchmarks import charts, machine, peer_tables, turns
 from benchmarks.contenders.workload import Job, Kept, train
 from benchmarks.environments import build
 from benchmarks.peers import LITDATA, OPEN_CLIP, PEERS, SPDL, STREAMLOAD
@@ -213,6 +214,31 @@ def test_waiting_is_the_time_without_a_batch_and_not_the_step():
     epoch = train(slow(), Job("", 6, 1, 0, batch_size=2, step_seconds=0.2), 0)
     assert epoch.images == 6
     assert 0.1 <= epoch.waited_seconds <= epoch.ended - epoch.first_batch - 0.6
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_marked_where_code_was_changed_and_not_for_the_results_before(tmp_path):
+    def git(*words):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+        return subprocess.run(
+            ["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    code, result = tmp_path / "code.py", tmp_path / "benchmarks/results/warm.json"
+    result.parent.mkdir(parents=True)
+    for file in (code, result):
+        file.write_text("1\n")
+    assert machine.commit(tmp_path) is None
+    git("init", "--quiet")
+    assert machine.commit(tmp_path) is None
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    name = git("rev-parse", "--short", "HEAD")
+    assert machine.commit(tmp_path) == name
+    result.write_text("2\n")
+    assert machine.commit(tmp_path) == name
+    code.write_text("2\n")
+    assert machine.commit(tmp_path) == f"{name}+"
 
 
 def test_a_bar_is_as_long_as_its_value_and_ours_has_its_colour():
