@@ -24,7 +24,7 @@ def commit(here: Path = Path(__file__).parents[1]) -> str | None:
         return None
     question = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
     name = subprocess.run(question, capture_output=True, text=True, check=False).stdout.strip()
-    differs = ["git", "-C", here, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results"]
     if not name:
         return None
+    differs = ["git", "-C", here, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results"]
     return f"{name}+" if subprocess.run(differs, check=False).returncode else name

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -173,6 +174,14 @@ def leaks_nothing(patience_seconds: float = 5.0) -> Iterator[None]:
         if time.monotonic() > began + times * patience_seconds:
             pytest.fail(f"left behind: {left}", pytrace=False)
         time.sleep(0.02)
+
+
+@pytest.fixture
+def port() -> int:
+    """Where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        found: int = probe.getsockname()[1]
+        return found
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import urllib3
+from pages import get
 
 from streamload.errors import OptionError
 from streamload.prefetch.page import Page, complaint, listen_at, metrics_text
@@ -37,14 +37,6 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
         yield server
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
-
-
 def arguments(server: ShardServer, tmp_path: Path, *more: str) -> list[str]:
     pattern = f"{server.url}/{{00000..00002}}.tar"
     tier = ["--cache-dir", str(tmp_path / "tier"), "--cache-size", "1GB", "--notices", "none"]
@@ -60,12 +52,6 @@ def until(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def get(url: str) -> tuple[int, str]:
-    with urllib3.PoolManager(retries=False, timeout=5.0) as pools:
-        answer = pools.request("GET", url)
-        return answer.status, answer.data.decode()
 
 
 def test_once_fills_the_cache_and_says_so(server: ShardServer, tmp_path: Path) -> None:

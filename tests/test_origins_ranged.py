@@ -125,9 +125,7 @@ def test_with_one_part_a_shard_is_one_plain_request(server: ShardServer) -> None
     assert [(seen.start, seen.stop) for seen in server.log] == [(None, None)]
 
 
-FIRST_TWO = Fault(first=2)
-
-
+@pytest.mark.parametrize("healthy", [1, 2], ids=["while it is read", "while it waits"])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -151,9 +149,12 @@ FIRST_TWO = Fault(first=2)
         f"{n}={v}" for n in fault.__slots__ if (v := getattr(fault, n)) and n != "first"
     ),
 )
-def test_a_range_that_fails_is_mended_over_one_connection(server: ShardServer, fault: Fault) -> None:
-    server.misbehave("a.tar", FIRST_TWO, fault)
-    assert read(server) == BODY
+def test_a_range_that_fails_is_mended_over_one_connection(
+    server: ShardServer, fault: Fault, healthy: int
+) -> None:
+    server.misbehave("a.tar", Fault(first=healthy), fault)
+    assert read(server, chunk_bytes=8192) == BODY
+    assert server.log[-1].stop is None
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import textwrap
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import get
 
 from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.shared.objects import Objects
@@ -133,31 +133,25 @@ def test_the_nodes_of_a_cluster_prepare(server: ShardServer, cluster: RayCluster
 
 @pytest.mark.timeout(400)
 def test_a_daemon_goes_on_until_it_is_told_to_end(
-    server: ShardServer, cluster: RayCluster, tmp_path: Path
+    server: ShardServer, cluster: RayCluster, tmp_path: Path, port: int
 ) -> None:
     shared = tmp_path / "shared"
     late = server.root / "00003.tar"
     late.rename(late.with_suffix(".late"))
     command = [*COMMAND, "daemon", pattern(server), "--ray", cluster.address, "--shared-cache", str(shared)]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        page = f"127.0.0.1:{taken.getsockname()[1]}"
+    page = f"127.0.0.1:{port}"
     command += ["--listen", page, "--notices", "none", "--concurrency", "2", "--bandwidth", "50MB"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         until(lambda: held_names(shared) == SHARDS - 1)
         late.with_suffix(".late").rename(late)
         until(lambda: held_names(shared) == SHARDS)
-        until(lambda: f"\nstreamload_daemon_shards_held {SHARDS}\n" in metrics(page))
+        until(lambda: f"\nstreamload_daemon_shards_held {SHARDS}\n" in get(f"http://{page}/metrics")[1])
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=90)
         assert process.returncode == 0
     assert f"{SHARDS} of {SHARDS} shards are held" in said
     assert "told to end by SIGTERM" in said
     assert held(server, shared) == [True] * SHARDS
-
-
-def metrics(page: str) -> str:
-    with urllib.request.urlopen(f"http://{page}/metrics") as answer:
-        return answer.read().decode()  # type: ignore[no-any-return]
 
 
 def held_names(shared: Path) -> int:

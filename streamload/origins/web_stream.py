@@ -173,18 +173,21 @@ class _RangePart:
         self._thread.start()
 
     def chunks(self) -> Iterator[bytes]:
-        """Give what has come, as one up to `chunk_bytes`, since that may be many pieces; read the rest."""
+        """Give what has come, many pieces as one of about `chunk_bytes`; then read the rest."""
         self._is_its_turn = True
         pieces: list[bytes] = []
+        lacking = self._session.options.chunk_bytes
         while True:
             came = self._next()
             if isinstance(came, bytes):
                 pieces.append(came)
-                if not self._came.empty() and sum(map(len, pieces)) < self._session.options.chunk_bytes:
+                lacking -= len(came)
+                if lacking > 0 and not self._came.empty():
                     continue
             if pieces:
                 yield b"".join(pieces)
                 pieces.clear()
+                lacking = self._session.options.chunk_bytes
             if not isinstance(came, bytes):
                 break
         self._thread.join()
