@@ -177,6 +177,16 @@ def leaks_nothing(patience_seconds: float = 5.0) -> Iterator[None]:
 
 
 @pytest.fixture
+def sync_http() -> str:
+    """The scheme of a file system that has no asyncio, and waits for a web server as long as that likes."""
+    import fsspec
+    from fsspec.implementations.http_sync import HTTPFileSystem
+
+    fsspec.register_implementation("sync-http", HTTPFileSystem, clobber=True)
+    return "sync-http"
+
+
+@pytest.fixture
 def port() -> int:
     """Where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

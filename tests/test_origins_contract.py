@@ -46,7 +46,7 @@ class Place:
         return open_origin(url or self.url, self.storage_options, facts.pop("options", QUICK), **facts)
 
 
-@pytest.fixture(params=["http", "s3", "memory", "pipe", "file"])
+@pytest.fixture(params=["http", "s3", "memory", "sync-http", "pipe", "file"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     file = tmp_path / "a.tar"
     file.write_bytes(BODY)
@@ -69,6 +69,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         files.pipe("/a.tar", BODY)
         yield Place(lambda body: files.pipe("/a.tar", body), "memory://a.tar", "memory://b.tar")
         files.rm("/a.tar")
+    elif request.param == "sync-http":
+        request.getfixturevalue("sync_http")
+        with ShardServer(tmp_path) as server:
+            yield Place(rewrite, f"sync-{server.url}/a.tar", f"sync-{server.url}/b.tar")
     elif request.param == "pipe":
         yield Place(
             rewrite, f"pipe:cat {file}", f"pipe:cat {file}.missing", knows_versions=False, has_ranges=False

@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from streamload.errors import (
 )
 from streamload.origins import stores
 from streamload.origins.origin import OriginOptions, open_origin
+from streamload.origins.protocol import Session
 from streamload.testing.faults import Fault
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
@@ -180,6 +182,45 @@ def test_a_stopped_loader_does_not_wait_for_a_store(front: ShardServer) -> None:
     threading.Timer(0.3, stop.set).start()
     with pytest.raises(OriginStopped):
         read("s3://bucket/a.tar", anonymous(front), options=OriginOptions(stall_seconds=60), stop=stop)
+
+
+@pytest.mark.usefixtures("sync_http")
+def test_a_file_system_without_asyncio_that_hangs_is_given_up_and_asked_anew(front: ShardServer) -> None:
+    healthy = [Fault(first=3), Fault(silent=True, first=1), Fault(first=2)]
+    front.misbehave("bucket/a.tar", *healthy, Fault(stall_after_bytes=1000, first=1), Fault())
+    tally = Tally()
+    impatient = replace(QUICK, stall_seconds=0.5)
+    assert read(f"sync-{front.url}/bucket/a.tar", options=impatient, counters=tally) == BODY
+    assert tally["origin_retries"] == 2
+
+
+@pytest.mark.usefixtures("sync_http")
+def test_a_call_that_hangs_keeps_its_file_system_and_nobody_else_is_given_that(front: ShardServer) -> None:
+    front.misbehave("bucket/a.tar", Fault(silent=True, first=1), Fault())
+    session = Session(replace(QUICK, stall_seconds=0.2))
+    origin, other = (stores.StoreOrigin(f"sync-{front.url}/bucket/a.tar", {}, session) for _ in range(2))
+    hanging = origin.files
+    with pytest.raises(OriginTimeout):
+        origin.version()
+    assert origin.version().size == len(BODY)
+    assert hanging is not origin.files is other.files
+
+
+@pytest.mark.usefixtures("sync_http")
+def test_a_file_system_without_asyncio_that_hangs_for_good_is_an_error(front: ShardServer) -> None:
+    front.misbehave("bucket/a.tar", Fault(first=2), Fault(silent=True))
+    impatient = replace(QUICK, attempts=2, stall_seconds=0.2)
+    with pytest.raises(OriginTimeout, match=r"/bucket/a\.tar: no answer for 0\.2 s"):
+        read(f"sync-{front.url}/bucket/a.tar", options=impatient)
+
+
+@pytest.mark.usefixtures("sync_http")
+def test_a_stopped_loader_does_not_wait_for_a_file_system_without_asyncio(front: ShardServer) -> None:
+    front.misbehave("bucket/a.tar", Fault(first=2), Fault(silent=True))
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(OriginStopped):
+        read(f"sync-{front.url}/bucket/a.tar", options=replace(QUICK, stall_seconds=600.0), stop=stop)
 
 
 def test_options_that_no_file_system_takes_are_an_option_error() -> None:

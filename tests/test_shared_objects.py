@@ -239,6 +239,18 @@ def test_a_store_that_never_answers_is_left_in_time_and_at_once_on_request() -> 
             Objects("s3://bucket/tier", options, timeout_seconds=600.0).until(stop).read("a")
 
 
+@pytest.mark.usefixtures("sync_http")
+def test_a_file_system_without_asyncio_that_never_answers_is_left_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"sync-http://127.0.0.1:{silent.getsockname()[1]}/tier"
+        with pytest.raises(SharedTierError, match=r"no answer for 0\.2 s"):
+            Objects(url, timeout_seconds=0.2).read("a")
+        stop = threading.Event()
+        stop.set()
+        with pytest.raises(SharedTierError, match="was left"):
+            Objects(url, timeout_seconds=600.0).until(stop).read("a")
+
+
 def test_what_may_not_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SharedTierError, match="can't write a"):

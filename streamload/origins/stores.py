@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -24,14 +23,15 @@ from streamload.errors import (
     OriginCut,
     OriginError,
     OriginNotFound,
+    OriginStopped,
     OriginTimeout,
 )
+from streamload.origins import calls
 from streamload.origins.failures import of_store
 from streamload.origins.protocol import Origin, Session, Stream, Version, same_version, strong
 from streamload.origins.ranged import OrderedParts
 from streamload.urls import redact, scheme
 
-_WAKE_SECONDS = 0.1
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
@@ -98,21 +98,30 @@ class StoreOrigin(Origin):
             same_version(self.url, version, self.version())
         return data
 
-    def fetch_here(self, start: int, stop: int) -> bytes:
-        """Return one range, of a file system without asyncio."""
-        data: bytes = self.files.cat_file(self._path, start=start, end=stop)
-        return data
-
     def is_checked_by_part(self, version: Version) -> bool:
         """Whether each range is asked for under the condition that the object is still that version."""
         return scheme(self._target) == "s3" and version.etag is not None
 
-    async def fetch(self, start: int, stop: int, version: Version) -> bytes:
-        """Return one range, inside the file system's event loop."""
-        if scheme(self._target) == "s3" and hasattr(self.files, "_call_s3"):
-            return await _s3_range(self.files, self._path, self.url, start, stop, version)
-        data: bytes = await self.files._cat_file(self._path, start=start, end=stop)
-        return data
+    def ask(self, start: int, stop: int, version: Version) -> calls.Future:
+        """Ask for one range."""
+        self.session.count("origin_requests")
+        files, path = self.files, self._path
+        if scheme(self._target) == "s3" and hasattr(files, "_call_s3"):
+            asked = _s3_range(files, path, self.url, start, stop, version)
+            return asyncio.run_coroutine_threadsafe(asked, files.loop)
+        return calls.begin(files, "cat_file", path, start=start, end=stop)
+
+    def answer(self, future: calls.Future) -> Any:
+        """Return what was asked for, unless it takes longer than a stall or the loader stops."""
+        seconds = self.session.options.stall_seconds
+        try:
+            return calls.result(future, self.files, seconds, lambda: self.session.check(self.url))
+        except OriginStopped:
+            self._files = None
+            raise
+        except OriginTimeout as exc:
+            self._files = None
+            raise OriginTimeout(f"{self.url}: {exc}") from None
 
     @property
     def files(self) -> Any:
@@ -136,11 +145,7 @@ class StoreOrigin(Origin):
         self.session.count("origin_requests")
         files, path = self.files, self._path
         files.invalidate_cache(path)
-        if not files.async_impl:
-            info: dict[str, Any] = files.info(path)
-        else:
-            future = asyncio.run_coroutine_threadsafe(files._info(path), files.loop)
-            info = wait(future, self.session, self.url)
+        info: dict[str, Any] = self.answer(calls.begin(files, "info", path))
         if info.get("type") == "directory":
             raise OriginNotFound(f"{self.url} is no object, but a folder")
         return info
@@ -205,26 +210,22 @@ _HUB_OPTIONS = {"endpoint", "token"}
 
 
 class _StorePart:
-    """One range, asked for in the file system's event loop, or read in its turn where there is none."""
+    """One range, asked for at once, or in its turn where one request may keep the file system busy."""
 
     def __init__(self, origin: StoreOrigin, start: int, stop: int, version: Version) -> None:
         self.size_bytes = stop - start
         self.seconds: float | None = None
         self._origin, self._start, self._stop, self._version = origin, start, stop, version
-        self._began = time.monotonic()
-        self._future: concurrent.futures.Future[bytes] | None = None
-        origin.session.count("origin_requests")
-        if origin.files.async_impl:
-            asked = origin.fetch(start, stop, version)
-            self._future = asyncio.run_coroutine_threadsafe(asked, origin.files.loop)
-            self._future.add_done_callback(self._note_seconds)
+        self._future = self._ask() if origin.files.async_impl else None
 
     def chunks(self) -> Iterator[bytes]:
         origin = self._origin
         try:
-            data = self._answer()
+            data: bytes = origin.answer(self._future or self._ask())
         except Exception as exc:
             raise of_store(origin.url, exc) from exc
+        if self.seconds is None:  # the answer is told before it is noted
+            self._note_seconds()
         if len(data) != self._stop - self._start:
             raise OriginCut(f"{origin.url}: {len(data)} bytes came for {self._start}–{self._stop}")
         origin.session.count("origin_bytes", len(data))
@@ -234,14 +235,11 @@ class _StorePart:
         if self._future is not None:
             self._future.cancel()
 
-    def _answer(self) -> bytes:
-        if self._future is not None:
-            data: bytes = wait(self._future, self._origin.session, self._origin.url)
-            return data
+    def _ask(self) -> calls.Future:
         self._began = time.monotonic()
-        data = self._origin.fetch_here(self._start, self._stop)
-        self._note_seconds()
-        return data
+        future = self._origin.ask(self._start, self._stop, self._version)
+        future.add_done_callback(self._note_seconds)
+        return future
 
     def _note_seconds(self, _: object = None) -> None:
         self.seconds = time.monotonic() - self._began
@@ -278,20 +276,6 @@ class _StoreStream:
         if self._origin.is_checked_by_part(self.version):
             return
         same_version(self._origin.url, self.version, self._origin.version())
-
-
-def wait(future: concurrent.futures.Future[Any], session: Session, url: str) -> Any:
-    """Return a future's result, unless it takes longer than a stall or the loader stops."""
-    deadline = time.monotonic() + session.options.stall_seconds
-    try:
-        while not future.done():
-            concurrent.futures.wait([future], timeout=_WAKE_SECONDS)
-            session.check(url)
-            if not future.done() and time.monotonic() >= deadline:
-                raise OriginTimeout(f"{url}: no answer for {session.options.stall_seconds:g} s")
-        return future.result()
-    finally:
-        future.cancel()
 
 
 async def _s3_range(files: Any, path: str, url: str, start: int, stop: int, version: Version) -> bytes:

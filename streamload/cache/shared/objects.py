@@ -72,7 +72,7 @@ class Objects:
 
     Nothing is asked before the first operation, and nothing is kept from one to the next: what another wrote
     is seen as soon as the store shows it. Each request ends within the timeout, but for a file system of the
-    machine, or one without asyncio, that hangs by itself.
+    machine that hangs by itself.
 
     Args:
         url: of the root: "s3://bucket/folder", "gs://bucket", a path, or whatever else fsspec writes to.

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import datetime
 import os
 import threading
-import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError, OriginTimeout, SharedTierError
+from streamload.origins import calls
 from streamload.origins.failures import status_of
 
-_WAKE_SECONDS = 0.1
 _SLOWEST_BYTES_PER_SECOND = 256_000
 _PIECE_BYTES = 8 << 20
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
@@ -65,6 +61,8 @@ class Store:
             if _lacks_bucket(exc):
                 raise
             return None
+        except OriginTimeout:
+            raise
         except OSError:
             if self._size(name) != 0:  # of nothing there is no range
                 raise
@@ -177,26 +175,20 @@ class Store:
     def _make_folder(self, files: Any, path: str) -> None:
         """Object stores have no folders, and would take it for a bucket."""
         if not files.async_impl:
-            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._do(files, "makedirs", path.rpartition("/")[0], exist_ok=True)
 
     def _do(self, files: Any, what: str, *given: Any, seconds: float | None = None, **more: Any) -> Any:
-        """Ask the file system; where it has asyncio, in its event loop and with a deadline."""
-        if not files.async_impl:
-            return getattr(files, what)(*given, **more)
-        ask: Callable[..., Coroutine[Any, Any, Any]] = getattr(files, f"_{what}")
+        """Ask the file system, with a deadline."""
         limit = self._timeout_seconds if seconds is None else seconds
-        deadline = time.monotonic() + limit
-        future = asyncio.run_coroutine_threadsafe(ask(*given, **more), files.loop)
         try:
-            while not future.done():
-                concurrent.futures.wait([future], timeout=_WAKE_SECONDS)
-                if self._stop.is_set():
-                    raise SharedTierError("the shared cache was left in the middle of a request")
-                if not future.done() and time.monotonic() >= deadline:
-                    raise OriginTimeout(f"no answer for {limit:g} s")
-            return future.result()
-        finally:
-            future.cancel()
+            return calls.result(calls.begin(files, what, *given, **more), files, limit, self._check)
+        except OriginTimeout:
+            self._made = None
+            raise
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise SharedTierError("the shared cache was left in the middle of a request")
 
 
 def _lacks_bucket(exc: FileNotFoundError) -> bool:
