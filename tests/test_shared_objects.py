@@ -18,7 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from benchmarks.stores.store import KINDS, Store
 from streamload.cache.shared.objects import Objects
 from streamload.errors import OptionError, SharedTierError
+from streamload.testing.faults import Fault
 from streamload.testing.s3 import S3Server
+from streamload.testing.server import ShardServer
 
 LARGE = random.Random(3).randbytes(20_000_001)
 
@@ -225,6 +227,16 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(s3: S3Server) -> None:
     for ask in (lambda: objects.read("a"), lambda: objects.write("a", b"")):
         with pytest.raises(SharedTierError, match="bucket does not exist"):
             ask()
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path: Path, status: int) -> None:
+    (tmp_path / "bucket" / "tier").mkdir(parents=True)
+    (tmp_path / "bucket" / "tier" / "a").write_bytes(b"data")
+    with ShardServer(tmp_path) as front:
+        front.misbehave("bucket/tier/a", Fault(status=status, first=1), Fault())
+        assert Objects("s3://bucket/tier", {"anon": True, "endpoint_url": front.url}).read("a") == b"data"
+        assert len(front.log) == 2
 
 
 def test_a_store_that_never_answers_is_left_in_time_and_at_once_on_request() -> None:

@@ -44,7 +44,7 @@ class Store:
             self._options["config_kwargs"] = {
                 "connect_timeout": timeout_seconds,
                 "read_timeout": timeout_seconds,
-                "retries": {"total_max_attempts": 1, "mode": "standard"},
+                "retries": {"total_max_attempts": 3, "mode": "standard"},
                 **storage_options.get("config_kwargs", {}),
             }
         self._made: tuple[int, Any] | None = None
