@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import psutil
 import pytest
 
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from streamload.testing.s3 import S3Server
 
 SHARED_MEMORY = Path("/dev/shm")
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile(
+    "whatever it takes", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("whatever it takes")
 
 # These run open_clip's own code, in an environment of their own (make pytest-openclip).
 collect_ignore_glob = [] if importlib.util.find_spec("open_clip") else ["*openclip*"]

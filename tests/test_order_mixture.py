@@ -18,7 +18,7 @@ def all_shares(sources):
     return numbers.filter(any).map(lambda weights: shares_of(weights, [0.0] * sources))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_each_source_has_its_share_at_every_step(data):
     """Off by less than two samples, however often shares and sizes change; never a sample too few or many."""
@@ -102,7 +102,7 @@ def test_a_floor_is_kept_and_the_others_share_the_rest():
     assert shares_of([1, 0], [0.5, 0.25]) == (3 * UNIT // 4, UNIT // 4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 0.2)), min_size=1, max_size=5))
 def test_no_source_is_below_its_floor(sources):
     weights, floors = [weight for weight, _ in sources], [floor for _, floor in sources]

@@ -131,7 +131,7 @@ KEYS = st.sampled_from(
 PAYLOADS = st.sampled_from([JPG, PNG, SMALL, b"", b"no image", JPG[:900], b"P6\n40 40\n255\n" + bytes(4800)])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(KEYS, NAMES, PAYLOADS), max_size=12),
     st.sampled_from([RAW, JPEG]),

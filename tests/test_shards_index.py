@@ -258,7 +258,7 @@ def test_an_index_of_another_version_fails_and_says_so(tmp_path):
         IndexReader(tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=400), st.booleans())
 def test_garbage_is_no_index(tmp_path_factory, garbage, with_magic):
     directory = tmp_path_factory.mktemp("garbage")
@@ -268,7 +268,7 @@ def test_garbage_is_no_index(tmp_path_factory, garbage, with_magic):
         IndexReader(directory)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damage_gives_a_true_prefix_or_a_typed_error(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("damaged")

@@ -68,7 +68,7 @@ def test_entries_know_size_caption_and_checksum(shard):
         assert (entry.start, entry.stop) == (entry.members[0][1], sum(entry.members[-1][1:]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200), st.booleans())
 def test_any_split_of_the_bytes_gives_the_same_entries(shard, lengths, checksums):
     data = shard.read_bytes()[: 60 * 512]

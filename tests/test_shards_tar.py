@@ -160,7 +160,7 @@ def test_a_zero_block_ends_the_tar_as_in_tarfile_and_data_behind_it_is_noticed()
     assert (parser.ended, parser.trailing) == (True, False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_split_of_the_bytes_gives_the_same_members(data):
     tar_format = data.draw(st.sampled_from(list(FORMATS)))

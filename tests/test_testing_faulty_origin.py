@@ -88,7 +88,7 @@ breaks = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(breaks, max_size=5))
 def test_retrying_gives_every_byte_once_whatever_breaks(path: Path, script: list[Break]) -> None:
     assert read(RetryingOrigin(faulty(path, *script), SESSION)) == (BODY, None)

@@ -57,7 +57,7 @@ COMMANDS = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(COMMANDS)
 @example("curl http://h/a.tar -H 'A: $(id)'")
 @example("curl http://h/a.tar -H 'A: b' ; id")
@@ -75,7 +75,7 @@ def test_understanding_never_raises_and_never_reads_over_what_means_something_to
         assert "$" not in "".join(re.findall(r"\"[^\"]*\"", re.sub(r"'[^']*'", "", command)))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(COMMANDS, st.lists(PIECES).map(lambda pieces: "curl 'a b'\"c 'd'\" " + " ".join(pieces))))
 @example("curl 'a'\"b\"c '' \"it's\" 'say \"so\"' a=b")
 @example("curl \t'\t' a ")

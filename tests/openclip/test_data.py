@@ -50,7 +50,7 @@ def ours(args: argparse.Namespace, **options: Any) -> Any:
     return open_clip_train.data.get_dataset_fn(args.train_data, args.dataset_type)(args, **options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     samples=st.integers(200, 100_000),
     batch_size=st.integers(1, 64),
