@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from streamload.cache.shared.leases import Leases, holder_of, leased
 from streamload.cache.shared.objects import Objects
@@ -58,6 +61,34 @@ def test_a_unit_has_one_holder_until_it_is_given_back(objects: Objects, make: Ma
     one.release("unit")
     assert other.take("unit")
     assert objects.names("leases") == ["leases/unit.json"]
+
+
+class Stuttering(MemoryFileSystem):
+    """A store that does what it is asked for, while its answer is lost: sent again, it finds what it did."""
+
+    protocol = "stuttering"
+    answer: OSError
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        super().pipe_file(path, value, mode=mode, **more)
+        if "leases/" in path:
+            raise self.answer
+
+
+def test_a_lease_is_taken_where_only_the_answer_was_lost(make: Make) -> None:
+    fsspec.register_implementation("stuttering", Stuttering, clobber=True)
+    objects = Objects("stuttering://tier")
+    one, other = make(objects), make(objects)
+    Stuttering.answer = FileExistsError("it is there")
+    assert one.take("a")
+    Stuttering.answer = TimeoutError("no answer")
+    with pytest.raises(SharedTierError):
+        one.take("b")
+    assert one.take("b")
+    assert one.held() == {"a", "b"}
+    assert one.taken_over == 0
+    assert not other.take("a")
+    assert not other.take("b")
 
 
 def test_closing_gives_all_back(objects: Objects) -> None:

@@ -105,20 +105,22 @@ class Leases:
                 return True
         name, content = _name(unit), self._content()
         found = self._objects.read(name, _LIMIT_BYTES)
+        is_anothers = found is not None and holder_of(found) != self.holder
         if found is None:
-            is_mine = self._objects.write_new(name, content)
-        elif self._has_expired(unit, found):
+            self._objects.write_new(name, content)
+        elif is_anothers and self._has_expired(unit, found):
             self._objects.write(name, content)
-            is_mine = not self._stop.wait(self._settle_seconds)
-        else:
+            self._stop.wait(self._settle_seconds)
+        elif is_anothers:
             return False
-        # Of several who wrote at once the last one has it, as a rule: nobody waits for a store to agree.
-        if not is_mine or not self._is_mine(unit):
+        # Of several who wrote at once the last one has it, as a rule: nobody waits for a store to agree. And
+        # it is this process's, too, where only the answer to its first request was lost.
+        if not self._is_mine(unit):
             return False
         with self._change:
             self._mine.add(unit)
             self._seen.pop(unit, None)
-            self.taken_over += found is not None
+            self.taken_over += is_anothers
             if self._thread is None and not self._stop.is_set():
                 self._thread = threading.Thread(target=self._show_life, name="streamload-leases", daemon=True)
                 self._thread.start()
