@@ -285,6 +285,38 @@ def test_a_shard_that_goes_while_it_waits_is_not_stored(origin: Origin, tmp_path
     assert counts.snapshot().shared_not_stored == 2
 
 
+def test_a_shared_cache_that_takes_nothing_is_tried_again_after_a_while(
+    origin: Origin, tmp_path: Path
+) -> None:
+    origin.warm(tmp_path / "node", None)
+    (shard, directory) = origin.shard(0), tmp_path / "node/shards" / origin.shard(0).digest
+    shared, _ = opened(Place(str(tmp_path / "shared"), {}))
+    (tmp_path / "shared").write_text("in the way")
+    now, ended = [0.0], []
+    back = WriteBack(shared, ended=lambda shard: ended.append(shard.digest), clock=lambda: now[0])
+
+    def offered(at: float) -> bool:
+        """Whether it was tried."""
+        now[0] = at
+        tried = back.takes
+        back.add(shard, directory)
+        assert back.wait(60)
+        return tried
+
+    assert [offered(0), offered(1), offered(2)] == [True, True, True]
+    assert [offered(3), offered(61), offered(62)] == [False, False, True]
+    assert [offered(100), offered(181), offered(182)] == [False, False, True]
+    (tmp_path / "shared").unlink()
+    assert [offered(400), offered(422)] == [False, True]
+    assert shared.has(shard)
+    (tmp_path / "shared").rename(tmp_path / "stored")
+    (tmp_path / "shared").write_text("in the way")
+    assert [offered(423), offered(424), offered(425), offered(426)] == [True, True, True, False]
+    assert ended == [shard.digest] * 15
+    back.close()
+    assert not back.takes
+
+
 def test_a_killed_writer_leaves_nothing_that_others_believe(origin: Origin, tmp_path: Path) -> None:
     place = Place(str(tmp_path / "shared"), {})
     (tmp_path / "shared").mkdir()

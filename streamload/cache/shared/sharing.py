@@ -158,4 +158,4 @@ class Sharing:
             self.tier.close()
 
     def _stores(self) -> bool:
-        return self.write_back is not None and not self.write_back.has_given_up
+        return self.write_back is not None and self.write_back.takes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,10 @@ logger = logging.getLogger("streamload")
 _WAITING = 1000
 _KEPT = 1000
 _FAILURES = 3
-"""After so many in a row nothing more is written: no permission, say, or no room."""
+"""After so many in a row nothing is written for a while: no permission, say, or no room …"""
+_REST_SECONDS = 60.0
+_DOUBLINGS = 6
+"""… at first for a minute, and twice as long each time that the next one fails as well, up to an hour."""
 
 
 class WriteBack:
@@ -29,19 +33,26 @@ class WriteBack:
         tier: where to.
         threads: how many are stored at once.
         ended: told, from any thread, of each shard that was taken and is stored, or won't be.
+        clock: monotonic.
     """
 
     def __init__(
-        self, tier: SharedTier, threads: int = 1, ended: Callable[[Shard], None] = lambda shard: None
+        self,
+        tier: SharedTier,
+        threads: int = 1,
+        ended: Callable[[Shard], None] = lambda shard: None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._tier = tier
         self._ended = ended
+        self._clock = clock
         self._change = threading.Condition()
         # Guarded by _change:
         self._waiting: deque[tuple[Shard, Path]] = deque()
         self._busy = 0
         self._is_closed = False
         self._in_a_row = 0
+        self._rests_until = clock()
         self._failures: dict[str, tuple[str, str]] = {}  # by digest: name, and why
         self._threads = [
             threading.Thread(target=self._work, name="streamload-write-back", daemon=True)
@@ -61,10 +72,10 @@ class WriteBack:
             return by_name(self._failures.values())
 
     @property
-    def has_given_up(self) -> bool:
-        """Whether nothing more is written."""
+    def takes(self) -> bool:
+        """Whether shards are stored now."""
         with self._change:
-            return self._is_closed or self._in_a_row >= _FAILURES
+            return self._takes()
 
     def offer(self, shard: Shard, directory: Path) -> None:
         """A shard was published that the shared cache didn't give: store it, if it still isn't there."""
@@ -76,7 +87,7 @@ class WriteBack:
     def add(self, shard: Shard, directory: Path) -> None:
         """Store a shard of a tier, if it isn't there."""
         with self._change:
-            is_taken = not self._is_closed and self._in_a_row < _FAILURES and len(self._waiting) < _WAITING
+            is_taken = self._takes() and len(self._waiting) < _WAITING
             if is_taken:
                 self._waiting.append((shard, directory))
                 self._change.notify_all()
@@ -122,7 +133,7 @@ class WriteBack:
                 if trouble is not None:
                     self._note(shard, str(trouble))
                 if self._in_a_row >= _FAILURES:
-                    ended += self._give_up()
+                    ended += self._rest()
             for each in ended:
                 self._ended(each)
             with self._change:
@@ -142,10 +153,16 @@ class WriteBack:
             return exc
         return None
 
-    def _give_up(self) -> list[Shard]:
-        """Leave what waits; which shards that is."""
+    def _takes(self) -> bool:
+        return not self._is_closed and self._clock() >= self._rests_until
+
+    def _rest(self) -> list[Shard]:
+        """Store nothing for a while, and leave what waits; which shards that is."""
+        seconds = _REST_SECONDS * 2 ** min(self._in_a_row - _FAILURES, _DOUBLINGS)
+        self._rests_until = self._clock() + seconds
         logger.warning(
-            "nothing more is stored in the shared cache of this run: it refused %d shards", _FAILURES
+            "nothing is stored in the shared cache for %d s: %d shards in a row couldn't be",
+            *(seconds, self._in_a_row),
         )
         for shard, _ in self._waiting:
             self._note(shard, "the shared cache had refused others")
