@@ -31,6 +31,7 @@ VARIABLES = {
     "shared_cache": "STREAMLOAD_SHARED_CACHE",
     "write_back": "STREAMLOAD_SHARED_WRITE_BACK",
     "shared_wait": "STREAMLOAD_SHARED_WAIT",
+    "origin_wait": "STREAMLOAD_ORIGIN_WAIT",
 }
 
 Revalidate = Literal["never", "start", "always"]
@@ -46,6 +47,8 @@ DEFAULT_AHEAD = "1GiB"
 DEFAULT_SHARED_WAIT_SECONDS = 120.0
 """In that time another node fetches and stores a shard of 300 MB at 3 MB/s, or one of 1 GB at 10 MB/s. A wait
 ends long before where that node is quick, or dead; for one that is slower nobody waits twice."""
+DEFAULT_ORIGIN_WAIT_SECONDS = 300.0
+"""Half of what the other ranks of a training wait for one in a collective operation, by NCCL's default."""
 _LEAST_FREE_BYTES = 1_000_000_000
 _LEAST_FREE_SHARE = 0.02
 _MOST_KEPT_FREE_SHARE = 0.2
@@ -177,6 +180,7 @@ class Settings:
         shared_cache: the URL of what is asked before the origins; None: nothing is. It may hold secrets.
         write_back: whether what was fetched from origins is stored there.
         shared_wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
+        origin_wait_seconds: how long a server or bucket that is away is waited for; 0: as a shard that fails.
         sources: of each name in VARIABLES: "argument", its variable's name, or "default".
     """
 
@@ -191,6 +195,7 @@ class Settings:
     shared_cache: str | None = field(repr=False)
     write_back: bool
     shared_wait_seconds: float
+    origin_wait_seconds: float
     sources: Mapping[str, str]
 
 
@@ -206,6 +211,7 @@ def read_settings(
     shared_cache: str | os.PathLike[str] | None = None,
     write_back: bool | None = None,
     shared_wait: float | None = None,
+    origin_wait: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """Resolve the settings from arguments, then the environment, then defaults.
@@ -222,6 +228,8 @@ def read_settings(
         shared_cache: a folder that fsspec can open, or a path; "" is none, whatever the variable says.
         write_back: whether to store there what was fetched; of the variable "1" or "0".
         shared_wait: how many seconds to wait there for what another node is fetching; 0: not at all.
+        origin_wait: how many seconds to wait for a server or bucket that gave shards and is away; 0: no more
+            than for a shard.
         environ: where to look for STREAMLOAD_* variables; the process's own by default.
 
     Raises:
@@ -256,7 +264,7 @@ def read_settings(
     memory = given("memory_size", memory_size)
     shared = given("shared_cache", shared_cache)
     back = given("write_back", write_back)
-    wait = given("shared_wait", shared_wait)
+    wait, outage = given("shared_wait", shared_wait), given("origin_wait", origin_wait)
     return Settings(
         cache_dir=default_cache_dir(environ)
         if directory is None
@@ -275,6 +283,9 @@ def read_settings(
         shared_wait_seconds=DEFAULT_SHARED_WAIT_SECONDS
         if wait is None
         else _seconds(wait, label("shared_wait")),
+        origin_wait_seconds=DEFAULT_ORIGIN_WAIT_SECONDS
+        if outage is None
+        else _seconds(outage, label("origin_wait")),
         sources=sources,
     )
 

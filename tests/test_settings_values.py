@@ -53,6 +53,7 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "shared_cache": "default",
         "write_back": "default",
         "shared_wait": "default",
+        "origin_wait": "default",
     }
 
 
@@ -62,6 +63,15 @@ def test_with_nothing_set_everything_has_a_default():
     assert found.cache_size == CacheSize(share=0.8)
     assert (found.revalidate, found.eviction, found.free_disk) == ("never", "plan", FreeDisk())
     assert set(found.sources.values()) == {"default"}
+
+
+def test_an_origin_that_is_away_is_waited_for_for_as_long_as_is_said():
+    assert read_settings(environ={}).origin_wait_seconds == 300.0
+    assert read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": "0"}).origin_wait_seconds == 0.0
+    assert read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": "3600"}).origin_wait_seconds == 3600.0
+    for odd in ("soon", "-1", "nan", "inf"):
+        with pytest.raises(OptionError, match=f"STREAMLOAD_ORIGIN_WAIT='{odd}'"):
+            read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": odd})
 
 
 def test_the_shared_cache_is_none_unless_an_argument_or_the_variable_names_one():

@@ -298,7 +298,9 @@ def _version_at(path: Path) -> Version | None:
 
 def asker(storage_options: dict[str, Any] | None, options: OriginOptions, counts: Counts) -> Ask:
     """What asks origins, with less patience than a fill: the shard is there, and a training waits."""
-    brief = replace(options, attempts=min(options.attempts, 3), retry_after_limit_seconds=5.0)
+    brief = replace(
+        options, attempts=min(options.attempts, 3), outage_seconds=0.0, retry_after_limit_seconds=5.0
+    )
 
     def ask(shard: Shard, stop: threading.Event) -> Version:
         return open_origin(shard.url, storage_options, brief, counts, stop).version()

@@ -100,6 +100,7 @@ def _settings() -> list[Finding]:
         Finding("cache size", limit, sources["cache_size"]),
         Finding("ahead", format_bytes(found.ahead_bytes), sources["ahead"]),
         Finding("revalidate", found.revalidate, sources["revalidate"]),
+        Finding("waits for origins", f"{found.origin_wait_seconds:g} s", sources["origin_wait"]),
         Finding("eviction", found.eviction, sources["eviction"]),
         Finding("free disk", _kept_free(found), sources["free_disk"]),
         Finding("cache", _where(found), sources["cache"]),

@@ -71,7 +71,7 @@ def recipe_for(
     recipe = Recipe(
         shards=shards,
         storage_options=storage,
-        origin=OriginOptions(),
+        origin=OriginOptions(outage_seconds=settings.origin_wait_seconds),
         tier_root=tier.root,
         tier_limit_bytes=tier.limit_bytes,
         free_disk=placed.free_disk,

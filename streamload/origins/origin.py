@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from streamload.origins.outages import Place
 from streamload.origins.protocol import (
     Counts,
     Origin,
@@ -51,7 +52,9 @@ def open_origin(
         stop: once set, every wait ends in about a tenth of a second with OriginStopped.
     """
     session = Session(options or OriginOptions(), counters, stop or threading.Event())
-    return RetryingOrigin(_plain_origin(url, dict(storage_options or {}), session), session)
+    reopen = functools.partial(_plain_origin, url, dict(storage_options or {}))
+    origin = reopen(session)
+    return RetryingOrigin(origin, session, place=Place(origin.url, reopen))
 
 
 def has_ranges(url: str) -> bool:

@@ -119,6 +119,7 @@ class OriginOptions:
         slow_seconds: waiting time over which at least `slow_bytes` have to arrive.
         slow_bytes: fewer than these in `slow_seconds` count as a stall.
         attempts: that may fail one after the other, with fewer than `slow_bytes` of progress between them.
+        outage_seconds: for so long more are made while all of the place is away where the shard lives.
         backoff_seconds: the first wait is between 0 and this, and doubles with each failure …
         backoff_limit_seconds: … up to this.
         retry_after_limit_seconds: the longest that a Retry-After is obeyed.
@@ -135,6 +136,7 @@ class OriginOptions:
     slow_seconds: float = 30.0
     slow_bytes: int = 30_000
     attempts: int = 10
+    outage_seconds: float = 0.0
     backoff_seconds: float = 0.1
     backoff_limit_seconds: float = 15.0
     retry_after_limit_seconds: float = 60.0

@@ -1,7 +1,8 @@
 """Another attempt at the byte where the last one failed: wraps any origin (step F).
 
-Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress. Errors
-that another attempt can't mend pass at once; what nobody has foreseen is one of them, of this shard alone.
+Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress, unless
+all of the place is away (outages.py). Errors that another attempt can't mend pass at once; what nobody has
+foreseen is one of them, of this shard alone.
 """
 
 from __future__ import annotations
@@ -12,46 +13,68 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from streamload.errors import OriginCut, OriginError, OriginTimeout, OriginUnavailable, StreamloadError
+from streamload.errors import OriginError, OriginTimeout, StreamloadError
+from streamload.origins.outages import MENDABLE, Place
 from streamload.origins.protocol import Origin, Session, Stream, Version
 from streamload.urls import redact_text
 
 _Result = TypeVar("_Result")
-_MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
+_MOST_DOUBLINGS = 30
+_AWAY_SECONDS = 5.0
+"""The longest wait while a place is away: so long after it is back at most everything goes on."""
 _UNFORESEEN = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 
 
 class RetryingOrigin(Origin):
-    """An origin whose streams go on where they broke off."""
+    """An origin whose streams go on where they broke off.
 
-    def __init__(self, origin: Origin, session: Session, rng: random.Random | None = None) -> None:
+    Args:
+        origin: what is asked.
+        session: says how often.
+        rng: for the waits.
+        place: where it lives; None: that is never taken to be away.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        session: Session,
+        rng: random.Random | None = None,
+        place: Place | None = None,
+    ) -> None:
         self.url = origin.url
         self._origin = origin
         self._session = session
         self._rng = rng or random.Random()
+        self._place = place
 
     def __repr__(self) -> str:
         return f"RetryingOrigin({self._origin!r})"
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
         """Open the origin, as often as it takes."""
-        patience = _Patience(self._session, self._rng, self.url)
+        patience = self._patience()
         stream = patience.open(self._origin, start, expected)
         version = stream.version if expected is None else expected.completed(stream.version)
         return _RetryingStream(self._origin, patience, stream, start, version)
 
     def version(self) -> Version:
         """Ask the origin, as often as it takes."""
-        return _Patience(self._session, self._rng, self.url).attempt(self._origin.version)
+        return self._patience().attempt(self._origin.version)
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Ask the origin, as often as it takes."""
-        patience = _Patience(self._session, self._rng, self.url)
-        return patience.attempt(lambda: self._origin.read(start, stop, version))
+        patience = self._patience()
+        data = patience.attempt(lambda: self._origin.read(start, stop, version))
+        patience.got()
+        return data
 
     def close(self) -> None:
         """Close the origin."""
         self._origin.close()
+
+    def _patience(self) -> _Patience:
+        return _Patience(self._session, self._rng, self.url, self._place)
 
 
 class _RetryingStream:
@@ -85,10 +108,12 @@ class _RetryingStream:
 class _Patience:
     """How much of it is left for one stream: failures in a row, reset by progress."""
 
-    def __init__(self, session: Session, rng: random.Random, url: str) -> None:
+    def __init__(self, session: Session, rng: random.Random, url: str, place: Place | None) -> None:
         self._session, self._options = session, session.options
-        self._rng, self._url = rng, url
+        self._rng, self._url, self._place = rng, url, place
         self._failures = 0
+        self._failing_since = 0.0
+        self._was_away = False
         self._progress_bytes = 0
 
     def open(self, origin: Origin, start: int, expected: Version | None) -> Stream:
@@ -115,6 +140,8 @@ class _Patience:
                 return
             waited += time.monotonic() - began
             got += len(chunk)
+            if got == len(chunk):
+                self.got()
             self._note(len(chunk))
             yield chunk
             if waited >= self._options.slow_seconds:
@@ -124,22 +151,40 @@ class _Patience:
 
     def wait(self, error: OriginError) -> None:
         """Sleep before the next attempt, or raise: the error can't be mended, or patience is at its end."""
-        if not isinstance(error, _MENDABLE):
+        if not isinstance(error, MENDABLE):
             raise error
+        if not self._failures:
+            self._failing_since = time.monotonic()
         self._failures += 1
-        if self._failures >= self._options.attempts:
+        if self._failures >= self._options.attempts and not self._has_time():
             raise type(error)(f"{error} (given up after {self._failures} attempts)") from error
         self._progress_bytes = 0
         self._session.count("origin_retries")
-        limit = min(
-            self._options.backoff_limit_seconds, self._options.backoff_seconds * 2 ** (self._failures - 1)
-        )
+        doublings = min(self._failures - 1, _MOST_DOUBLINGS)
+        limit = min(self._options.backoff_limit_seconds, self._options.backoff_seconds * 2**doublings)
+        if self._was_away:
+            limit = min(limit, _AWAY_SECONDS)
         seconds = self._rng.uniform(0, limit)
         asked = getattr(error, "retry_after_seconds", None)
         if asked is not None:
             seconds = max(seconds, min(asked, self._options.retry_after_limit_seconds))
         self._session.stop.wait(seconds)
         self._session.check(self._url)
+
+    def got(self) -> None:
+        """Take note that the place gives bytes."""
+        if self._place is not None:
+            self._place.gave()
+
+    def _has_time(self) -> bool:
+        """Whether it isn't the shard that fails; of a place that is back again all attempts are left."""
+        left = self._failing_since + self._options.outage_seconds - time.monotonic()
+        if self._place is None or left <= 0:
+            return False
+        was_away, self._was_away = self._was_away, self._place.is_away(self._session)
+        if was_away and not self._was_away:
+            self._failures = 1
+        return was_away or self._was_away
 
     def _note(self, n: int) -> None:
         if self._failures:

@@ -278,12 +278,13 @@ def warm(
     tally, counts = _Tally(), Counters()
     ask = asker(storage, OriginOptions(), counts)
     is_asked = settings.revalidate != "never"
+    patience = OriginOptions(outage_seconds=settings.origin_wait_seconds)
     sharing = Sharing(shared, counts, ask if is_asked else None, uploads=min(4, concurrency))
     freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
 
     def origin(shard: Shard, stop: threading.Event) -> Origin:
         source = sources[shard]
-        far = open_origin(source.url, storage, counters=counts, stop=stop)
+        far = open_origin(source.url, storage, patience, counts, stop)
         if prepare is None:
             return sharing.through(source, far, stop)
         near = sharing.through(source, far, stop, in_turn=False)  # of what isn't stored itself

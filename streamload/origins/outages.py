@@ -1,0 +1,77 @@
+"""Whether a shard fails, or all of the place where it lives: a server, a bucket (step F).
+
+What fails alone is given up, and the others go on. When a place is away, that would cost a shard for each
+transfer that runs out of patience. So it is asked then for a byte of a shard that it gave before, which tells
+the two apart. It is known by this process, and by those that it forks, which shard that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from streamload.errors import OriginCut, OriginTimeout, OriginUnavailable
+from streamload.origins.protocol import Origin, Session
+
+Reopen = Callable[[Session], Origin]
+"""Makes the origin of a shard anew, for another session."""
+
+MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
+"""Errors after which another attempt may help."""
+_logger = logging.getLogger("streamload")
+_gave: dict[str, Reopen] = {}  # by place: a shard that it gave
+_away: set[str] = set()  # places of which that was said
+
+
+class Place:
+    """Where a shard lives.
+
+    Args:
+        url: of the shard, without secrets.
+        reopen: makes its origin.
+    """
+
+    def __init__(self, url: str, reopen: Reopen) -> None:
+        parts = urlsplit(url)
+        self._name = f"{parts.scheme}://{parts.netloc}" if parts.netloc else ""
+        self._reopen = reopen
+
+    def __repr__(self) -> str:
+        return f"Place({self._name!r})"
+
+    def gave(self) -> None:
+        """Take note that bytes of this shard have come."""
+        if self._name:
+            _gave[self._name] = self._reopen
+            if self._name in _away:
+                _away.discard(self._name)
+                _logger.warning("%s is back", self._name)
+
+    def is_away(self, session: Session) -> bool:
+        """Ask for a shard that it gave before: whether that fails as well. False if it never gave one.
+
+        Raises:
+            OriginStopped: the loader wants to stop.
+        """
+        reopen = _gave.get(self._name)
+        if reopen is None:
+            return False
+        try:
+            with contextlib.closing(reopen(session)) as origin:
+                origin.read(0, 1, origin.version())
+        except MENDABLE as exc:
+            self._say(exc, session.options.outage_seconds)
+            return True
+        except Exception:  # it is there, and that shard no more
+            session.check(self._name)
+        return False
+
+    def _say(self, exc: Exception, seconds: float) -> None:
+        if self._name not in _away:
+            _away.add(self._name)
+            _logger.warning(
+                "%s is away (%s): its shards are waited for, for %g s (STREAMLOAD_ORIGIN_WAIT)",
+                *(self._name, exc, seconds),
+            )

@@ -1,0 +1,203 @@
+"""A place that is away is waited for; a shard that fails alone is given up.
+
+How it shows that it works: real servers fail for one shard, for all, or are gone, and come back in the
+middle of the retries.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tally import Tally
+
+import streamload
+from streamload.errors import OriginStopped, OriginUnavailable
+from streamload.loader import recipe
+from streamload.origins import outages
+from streamload.origins.origin import Origin, OriginOptions, open_origin
+from streamload.testing.faults import Fault
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import write_shards
+
+BODY = random.Random(1).randbytes(1_000_003)
+QUICK = OriginOptions(
+    attempts=3, outage_seconds=60.0, backoff_seconds=0.01, backoff_limit_seconds=0.05, stall_seconds=0.3
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known() -> Iterator[None]:
+    outages._gave.clear()
+    outages._away.clear()
+    yield
+    outages._gave.clear()
+    outages._away.clear()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    for name in "abc":
+        (tmp_path / f"{name}.tar").write_bytes(BODY)
+    with ShardServer(tmp_path) as server:
+        yield server
+
+
+def read(origin: Origin) -> bytes:
+    return b"".join(origin.open().chunks())
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(status=503), Fault(silent=True), Fault(cut_after_bytes=0, reset=True)]
+)
+def test_a_server_that_is_away_is_waited_for(
+    server: ShardServer, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.misbehave("*", fault)
+    tally = Tally()
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, open_origin(f"{server.url}/b.tar", None, QUICK, tally))
+        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+        server.misbehave("*")
+        assert reading.result(60) == BODY
+    messages = [record.message for record in caplog.records]
+    assert [message.split(" (")[0] for message in messages] == [
+        f"{server.url} is away",
+        f"{server.url} is back",
+    ]
+    assert "STREAMLOAD_ORIGIN_WAIT" in messages[0]
+
+
+def test_a_server_that_is_gone_in_the_middle_of_a_shard_is_waited_for(server: ShardServer) -> None:
+    server.stop_after(0.5)
+    tally = Tally()
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, open_origin(f"{server.url}/a.tar", None, QUICK, tally))
+        until(lambda: tally["origin_bytes"] > 0)
+        server.close()
+        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+        with ShardServer(server.root, port=server.port):
+            assert reading.result(60) == BODY
+
+
+def test_an_object_store_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    for name in "ab":
+        (tmp_path / "bucket" / f"{name}.tar").write_bytes(BODY)
+    with ShardServer(tmp_path) as front:
+        storage = {"anon": True, "endpoint_url": front.url}
+        assert read(open_origin("s3://bucket/a.tar", storage, QUICK)) == BODY
+        front.misbehave("*", Fault(status=500))
+        tally = Tally()
+        with ThreadPoolExecutor() as pool:
+            reading = pool.submit(read, open_origin("s3://bucket/b.tar", storage, QUICK, tally))
+            until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+            front.misbehave("*")
+            assert reading.result(60) == BODY
+
+
+def test_a_shard_that_fails_alone_is_given_up(server: ShardServer) -> None:
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.misbehave("b.tar", Fault(status=500))
+    tally = Tally()
+    with pytest.raises(OriginUnavailable, match="given up after 3 attempts"):
+        read(open_origin(f"{server.url}/b.tar", None, QUICK, tally))
+    assert tally["origin_retries"] == QUICK.attempts - 1
+
+
+def test_a_shard_that_fails_alone_is_given_up_though_the_one_asked_about_has_gone(
+    server: ShardServer,
+) -> None:
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    (server.root / "a.tar").unlink()
+    server.misbehave("b.tar", Fault(status=500))
+    with pytest.raises(OriginUnavailable, match="given up after 3 attempts"):
+        read(open_origin(f"{server.url}/b.tar", options=QUICK))
+
+
+def test_after_an_outage_a_shard_has_all_attempts_again_and_no_more(server: ShardServer) -> None:
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.misbehave("*", Fault(status=503))
+    tally = Tally()
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, open_origin(f"{server.url}/b.tar", None, QUICK, tally))
+        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+        server.misbehave("*")
+        server.misbehave("b.tar", Fault(status=500))
+        with pytest.raises(OriginUnavailable, match="given up after 3 attempts"):
+            reading.result(60)
+
+
+def test_a_server_that_never_gave_anything_is_not_waited_for(server: ShardServer) -> None:
+    server.misbehave("*", Fault(status=503))
+    with pytest.raises(OriginUnavailable, match="given up after 3 attempts"):
+        read(open_origin(f"{server.url}/a.tar", options=QUICK))
+
+
+def test_an_outage_is_not_waited_for_for_ever(server: ShardServer) -> None:
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.misbehave("*", Fault(status=503))
+    brief = replace(QUICK, outage_seconds=0.5)
+    began = time.monotonic()
+    with pytest.raises(OriginUnavailable, match="given up after"):
+        read(open_origin(f"{server.url}/b.tar", options=brief))
+    assert time.monotonic() - began >= 0.5
+
+
+def test_a_loader_that_stops_does_not_wait_for_a_place(server: ShardServer) -> None:
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.misbehave("*", Fault(silent=True))
+    stop, tally = threading.Event(), Tally()
+    with ThreadPoolExecutor() as pool:
+        endless = replace(QUICK, outage_seconds=3600.0)
+        reading = pool.submit(read, open_origin(f"{server.url}/b.tar", None, endless, tally, stop))
+        until(lambda: tally["origin_retries"] > QUICK.attempts)
+        stop.set()
+        with pytest.raises(OriginStopped):
+            reading.result(60)
+
+
+@pytest.mark.parametrize("wait", [60, 0])
+def test_what_an_outage_costs_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: int) -> None:
+    """Without the wait it is the shards that were on their way."""
+    quick = functools.partial(OriginOptions, attempts=3, backoff_seconds=0.01, backoff_limit_seconds=0.05)
+    monkeypatch.setattr(recipe, "OriginOptions", quick)
+    monkeypatch.setenv("STREAMLOAD_ORIGIN_WAIT", str(wait))
+    write_shards(tmp_path / "data", [20] * 12, seed=1)
+    with (
+        ShardServer(tmp_path / "data") as server,
+        streamload.make_loader(
+            f"{server.url}/{{00000..00011}}.tar",
+            batch_size=10,
+            num_workers=1,
+            cache_dir=tmp_path / "cache",
+            cache_size="1GB",
+            lanes=1,
+            shuffle=20,
+            ahead="1KB",
+        ) as loader,
+    ):
+        batches = iter(loader)
+        count = len(next(batches)[0])
+        server.misbehave("*", Fault(status=503))
+        before = len(server.log)
+        until(lambda: len(server.log) >= before + 20)
+        server.misbehave("*")
+        count += sum(len(images) for images, _ in batches)
+        given_up = loader.stats().shards_given_up
+    assert (count == 240) is (given_up == 0) is (wait > 0)
