@@ -19,7 +19,7 @@ import pytest
 from tally import Tally
 
 import streamload
-from streamload.errors import OriginStopped, OriginUnavailable
+from streamload.errors import OriginDenied, OriginError, OriginNotFound, OriginStopped, OriginUnavailable
 from streamload.loader import recipe
 from streamload.origins import outages
 from streamload.origins.origin import Origin, OriginOptions, open_origin
@@ -62,7 +62,15 @@ def until(holds: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault(status=503), Fault(silent=True), Fault(cut_after_bytes=0, reset=True)]
+    "fault",
+    [
+        Fault(status=503),
+        Fault(silent=True),
+        Fault(cut_after_bytes=0, reset=True),
+        Fault(status=403),
+        Fault(status=404),
+    ],
+    ids=["503", "silent", "reset", "403", "404"],
 )
 def test_a_server_that_is_away_is_waited_for(
     server: ShardServer, fault: Fault, caplog: pytest.LogCaptureFixture
@@ -111,13 +119,19 @@ def test_an_object_store_that_is_away_is_waited_for(tmp_path: Path) -> None:
             assert reading.result(60) == BODY
 
 
-def test_a_shard_that_fails_alone_is_given_up(server: ShardServer) -> None:
+@pytest.mark.parametrize(
+    ("status", "error", "retries"),
+    [(500, OriginUnavailable, QUICK.attempts - 1), (403, OriginDenied, 0), (404, OriginNotFound, 0)],
+)
+def test_a_shard_that_fails_alone_is_given_up(
+    server: ShardServer, status: int, error: type[OriginError], retries: int
+) -> None:
     assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
-    server.misbehave("b.tar", Fault(status=500))
+    server.misbehave("b.tar", Fault(status=status))
     tally = Tally()
-    with pytest.raises(OriginUnavailable, match="given up after 3 attempts"):
+    with pytest.raises(error, match=f"{status}.*given up after 3 attempts" if retries else f"{status}"):
         read(open_origin(f"{server.url}/b.tar", None, QUICK, tally))
-    assert tally["origin_retries"] == QUICK.attempts - 1
+    assert tally["origin_retries"] == retries
 
 
 def test_a_shard_that_fails_alone_is_given_up_though_the_one_asked_about_has_gone(

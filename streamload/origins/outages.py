@@ -12,7 +12,14 @@ import logging
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from streamload.errors import OriginCut, OriginTimeout, OriginUnavailable
+from streamload.errors import (
+    OriginCut,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+    OriginUnavailable,
+)
 from streamload.origins.protocol import Origin, Session
 
 Reopen = Callable[[Session], Origin]
@@ -49,22 +56,27 @@ class Place:
                 _away.discard(self._name)
                 _logger.warning("%s is back", self._name)
 
-    def is_away(self, session: Session) -> bool:
+    def is_away(self, error: OriginError, session: Session) -> bool:
         """Ask for a shard that it gave before: whether that fails as well. False if it never gave one.
+
+        Args:
+            error: for which it is asked. A place that denies all, or has nothing of what it had, is away.
+            session: in which it is asked.
 
         Raises:
             OriginStopped: the loader wants to stop.
         """
         reopen = _gave.get(self._name)
-        if reopen is None:
+        alike = MENDABLE if isinstance(error, MENDABLE) else type(error)
+        if reopen is None or not isinstance(error, (*MENDABLE, OriginDenied, OriginNotFound)):
             return False
         try:
             with contextlib.closing(reopen(session)) as origin:
                 origin.read(0, 1, origin.version())
-        except MENDABLE as exc:
+        except alike as exc:
             self._say(exc, session.options.outage_seconds)
             return True
-        except Exception:  # it is there, and that shard no more
+        except Exception:  # it answers, if only that this shard has gone
             session.check(self._name)
         return False
 

@@ -151,12 +151,13 @@ class _Patience:
 
     def wait(self, error: OriginError) -> None:
         """Sleep before the next attempt, or raise: the error can't be mended, or patience is at its end."""
-        if not isinstance(error, MENDABLE):
-            raise error
         if not self._failures:
             self._failing_since = time.monotonic()
         self._failures += 1
-        if self._failures >= self._options.attempts and not self._has_time():
+        has_attempts = isinstance(error, MENDABLE) and self._failures < self._options.attempts
+        if not has_attempts and not self._has_time(error):
+            if self._failures == 1:
+                raise error
             raise type(error)(f"{error} (given up after {self._failures} attempts)") from error
         self._progress_bytes = 0
         self._session.count("origin_retries")
@@ -176,12 +177,12 @@ class _Patience:
         if self._place is not None:
             self._place.gave()
 
-    def _has_time(self) -> bool:
+    def _has_time(self, error: OriginError) -> bool:
         """Whether it isn't the shard that fails; of a place that is back again all attempts are left."""
         left = self._failing_since + self._options.outage_seconds - time.monotonic()
         if self._place is None or left <= 0:
             return False
-        was_away, self._was_away = self._was_away, self._place.is_away(self._session)
+        was_away, self._was_away = self._was_away, self._place.is_away(error, self._session)
         if was_away and not self._was_away:
             self._failures = 1
         return was_away or self._was_away
