@@ -119,6 +119,41 @@ def test_an_object_store_that_is_away_is_waited_for(tmp_path: Path) -> None:
             assert reading.result(60) == BODY
 
 
+@pytest.mark.parametrize("command", ["cat {}", "curl -sf file://{} | cat"])
+def test_a_command_whose_place_is_away_is_waited_for(tmp_path: Path, command: str) -> None:
+    there, away = tmp_path / "there", tmp_path / "away"
+    there.mkdir()
+    for name in "ab":
+        (there / f"{name}.tar").write_bytes(BODY)
+    first, second = (f"pipe:{command.format(there / name)}" for name in ("a.tar", "b.tar"))
+    assert read(open_origin(first, options=QUICK)) == BODY
+    there.rename(away)
+    tally = Tally()
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(read, open_origin(second, None, QUICK, tally))
+        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+        away.rename(there)
+        assert reading.result(60) == BODY
+    (there / "b.tar").unlink()
+    with pytest.raises(OriginError, match=r"b\.tar"):
+        read(open_origin(second, options=QUICK))
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://host:8080/a/b.tar", "https://host:8080"),
+        ("s3://bucket/a.tar", "s3://bucket"),
+        ("pipe:s5cmd cat 's3://bucket/a.tar'", "pipe:s5cmd s3://bucket"),
+        ("pipe:cat /mnt/a.tar", "pipe:cat"),
+        ("pipe:", "pipe:"),
+        ("/mnt/a.tar", ""),
+    ],
+)
+def test_a_place_is_a_host_or_a_program_at_a_host(url: str, name: str) -> None:
+    assert repr(outages.Place(url, lambda session: pytest.fail("not asked"))) == f"Place({name!r})"
+
+
 @pytest.mark.parametrize(
     ("status", "error", "retries"),
     [(500, OriginUnavailable, QUICK.attempts - 1), (403, OriginDenied, 0), (404, OriginNotFound, 0)],

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from streamload.errors import (
     OriginCut,
@@ -27,6 +27,7 @@ Reopen = Callable[[Session], Origin]
 
 MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 """Errors after which another attempt may help."""
+_PLACE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s'\"?#]+")
 _logger = logging.getLogger("streamload")
 _gave: dict[str, Reopen] = {}  # by place: a shard that it gave
 _away: set[str] = set()  # places of which that was said
@@ -41,8 +42,7 @@ class Place:
     """
 
     def __init__(self, url: str, reopen: Reopen) -> None:
-        parts = urlsplit(url)
-        self._name = f"{parts.scheme}://{parts.netloc}" if parts.netloc else ""
+        self._name = _name(url)
         self._reopen = reopen
 
     def __repr__(self) -> str:
@@ -87,3 +87,11 @@ class Place:
                 "%s is away (%s): its shards are waited for, for %g s (STREAMLOAD_ORIGIN_WAIT)",
                 *(self._name, exc, seconds),
             )
+
+
+def _name(url: str) -> str:
+    """Scheme and host; of a command its program as well; "" of a file of this machine."""
+    place = _PLACE.search(url)
+    if url.startswith("pipe:"):
+        return " ".join([*url.split(maxsplit=1)[:1], *([place[0]] if place else [])])
+    return place[0] if place else ""
