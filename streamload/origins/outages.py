@@ -29,7 +29,7 @@ MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 """Errors after which another attempt may help."""
 _PLACE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s'\"?#]+")
 _logger = logging.getLogger("streamload")
-_gave: dict[str, Reopen] = {}  # by place: a shard that it gave
+_gave: dict[str, tuple[Place, ...]] = {}  # by place: the last two shards that it gave
 _away: set[str] = set()  # places of which that was said
 
 
@@ -42,7 +42,7 @@ class Place:
     """
 
     def __init__(self, url: str, reopen: Reopen) -> None:
-        self._name = _name(url)
+        self._url, self._name = url, _name(url)
         self._reopen = reopen
 
     def __repr__(self) -> str:
@@ -51,13 +51,15 @@ class Place:
     def gave(self) -> None:
         """Take note that bytes of this shard have come."""
         if self._name:
-            _gave[self._name] = self._reopen
-            if self._name in _away:
-                _away.discard(self._name)
-                _logger.warning("%s is back", self._name)
+            _gave[self._name] = (*self._others()[-1:], self)
+        if self._name in _away:
+            _away.discard(self._name)
+            _logger.warning("%s is back", self._name)
 
     def is_away(self, error: OriginError, session: Session) -> bool:
         """Ask for a shard that it gave before: whether that fails as well. False if it never gave one.
+
+        Another one is asked for than this, if there is one.
 
         Args:
             error: for which it is asked. A place that denies all, or has nothing of what it had, is away.
@@ -66,12 +68,12 @@ class Place:
         Raises:
             OriginStopped: the loader wants to stop.
         """
-        reopen = _gave.get(self._name)
+        known = self._others() or _gave.get(self._name)
         alike = MENDABLE if isinstance(error, MENDABLE) else type(error)
-        if reopen is None or not isinstance(error, (*MENDABLE, OriginDenied, OriginNotFound)):
+        if not known or not isinstance(error, (*MENDABLE, OriginDenied, OriginNotFound)):
             return False
         try:
-            with contextlib.closing(reopen(session)) as origin:
+            with contextlib.closing(known[-1]._reopen(session)) as origin:
                 origin.read(0, 1, origin.version())
         except alike as exc:
             self._say(exc, session.options.outage_seconds)
@@ -79,6 +81,9 @@ class Place:
         except Exception:  # it answers, if only that this shard has gone
             session.check(self._name)
         return False
+
+    def _others(self) -> tuple[Place, ...]:
+        return tuple(other for other in _gave.get(self._name, ()) if other._url != self._url)
 
     def _say(self, exc: Exception, seconds: float) -> None:
         if self._name not in _away:
