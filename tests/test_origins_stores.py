@@ -102,8 +102,9 @@ def test_without_any_credentials_a_public_bucket_is_read_with_one_line_in_the_lo
     s3: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="streamload"):
-        for _ in range(2):
-            assert read("s3://bucket/public.tar", {"endpoint_url": s3.endpoint}) == BODY
+        for name in ("public.tar", "public2.tar"):
+            s3.put("bucket", name, BODY, public=True)
+            assert read(f"s3://bucket/{name}", {"endpoint_url": s3.endpoint}) == BODY
     assert [record.message.split(":")[0] for record in caplog.records] == ["No AWS credentials found"]
 
 

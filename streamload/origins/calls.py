@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from streamload.errors import OriginTimeout
@@ -14,6 +16,8 @@ from streamload.errors import OriginTimeout
 _WAKE_SECONDS = 0.1
 
 Future = concurrent.futures.Future[Any]
+Pieces = queue.SimpleQueue["bytes | None"]
+"""Bytes on their way from an event loop to a thread; None: the end, of whatever kind."""
 
 
 def begin(files: Any, what: str, *given: Any, **more: Any) -> Future:
@@ -56,3 +60,31 @@ def result(future: Future, files: Any, seconds: float, check: Callable[[], None]
     finally:
         if not future.cancel() and not future.done():
             type(files).clear_instance_cache()
+
+
+def pieces(future: Future, came: Pieces, seconds: float, check: Callable[[], None]) -> Iterator[bytes]:
+    """Give what a coroutine puts into a queue until it ends; raise what it raises.
+
+    Args:
+        check: as for `result`.
+
+    Raises:
+        OriginTimeout: no piece comes for so many seconds.
+    """
+    future.add_done_callback(lambda _: came.put(None))
+    try:
+        while (piece := _next(came, seconds, check)) is not None:
+            yield piece
+        future.result()
+    finally:
+        future.cancel()
+
+
+def _next(came: Pieces, seconds: float, check: Callable[[], None]) -> bytes | None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return came.get(timeout=_WAKE_SECONDS)
+        check()
+        if time.monotonic() >= deadline:
+            raise OriginTimeout(f"no answer for {seconds:g} s")

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import queue
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -84,7 +85,7 @@ class StoreOrigin(Origin):
             return _version(self._info())
         except Exception as exc:
             if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
-                _say_anonymous(self.url)
+                _say_anonymous(self._target.partition("://")[2].partition("/")[0])
                 self._options, self._files = {**self._options, "anon": True}, None
                 return self.version()
             raise of_store(self.url, exc) from exc
@@ -102,26 +103,39 @@ class StoreOrigin(Origin):
         """Whether each range is asked for under the condition that the object is still that version."""
         return scheme(self._target) == "s3" and version.etag is not None
 
-    def ask(self, start: int, stop: int, version: Version) -> calls.Future:
-        """Ask for one range."""
+    def ask(self, start: int, stop: int, version: Version) -> tuple[calls.Future, calls.Pieces | None]:
+        """Ask for one range; where its bytes arrive while it is under way, if they do."""
         self.session.count("origin_requests")
         files, path = self.files, self._path
         if scheme(self._target) == "s3" and hasattr(files, "_call_s3"):
-            asked = _s3_range(files, path, self.url, start, stop, version)
-            return asyncio.run_coroutine_threadsafe(asked, files.loop)
-        return calls.begin(files, "cat_file", path, start=start, end=stop)
+            came: calls.Pieces = queue.SimpleQueue()
+            asked = self._s3_range(files, path, start, stop, version, came)
+            return asyncio.run_coroutine_threadsafe(asked, files.loop), came
+        return calls.begin(files, "cat_file", path, start=start, end=stop), None
 
-    def answer(self, future: calls.Future) -> Any:
-        """Return what was asked for, unless it takes longer than a stall or the loader stops."""
-        seconds = self.session.options.stall_seconds
+    def bytes_of(self, future: calls.Future, came: calls.Pieces | None) -> Iterator[bytes]:
+        """Give what was asked for, unless that takes longer than a stall or the loader stops."""
+        if came is None:
+            yield self._answer(future)
+            return
+        options = self.session.options
         try:
-            return calls.result(future, self.files, seconds, lambda: self.session.check(self.url))
+            yield from calls.pieces(future, came, options.stall_seconds, self._check)
+        except OriginTimeout as exc:
+            raise OriginTimeout(f"{self.url}: {exc}") from None
+
+    def _answer(self, future: calls.Future) -> Any:
+        try:
+            return calls.result(future, self.files, self.session.options.stall_seconds, self._check)
         except OriginStopped:
             self._files = None
             raise
         except OriginTimeout as exc:
             self._files = None
             raise OriginTimeout(f"{self.url}: {exc}") from None
+
+    def _check(self) -> None:
+        self.session.check(self.url)
 
     @property
     def files(self) -> Any:
@@ -145,10 +159,44 @@ class StoreOrigin(Origin):
         self.session.count("origin_requests")
         files, path = self.files, self._path
         files.invalidate_cache(path)
-        info: dict[str, Any] = self.answer(calls.begin(files, "info", path))
+        info: dict[str, Any] = self._answer(calls.begin(files, "info", path))
         if info.get("type") == "directory":
             raise OriginNotFound(f"{self.url} is no object, but a folder")
         return info
+
+    async def _s3_range(
+        self, files: Any, path: str, start: int, stop: int, version: Version, came: calls.Pieces
+    ) -> None:
+        """Put the bytes of one range where they are waited for, some at once."""
+        bucket, key, number = files.split_path(path)
+        conditions = {"IfMatch": version.etag} if version.etag else {}
+        if number:
+            conditions["VersionId"] = number
+        answer = await files._call_s3(
+            "get_object",
+            Bucket=bucket,
+            Key=key,
+            Range=f"bytes={start}-{stop - 1}",
+            **conditions,
+            **files.req_kw,
+        )
+        body, enough = answer["Body"], self.session.options.chunk_bytes
+        async with body:
+            given = answer.get("ContentRange", "")
+            if given != f"bytes {start}-{stop - 1}/{version.size}":
+                raise OriginError(f"{self.url} was asked for bytes {start}–{stop} and answers {given!r}")
+            same_version(self.url, version, Version(version.size, strong(answer.get("ETag"))))
+            pieces: list[bytes] = []
+            lacking = enough
+            while piece := await body.read(enough):
+                pieces.append(piece)
+                lacking -= len(piece)
+                if lacking <= 0:
+                    came.put(b"".join(pieces))
+                    pieces.clear()
+                    lacking = enough
+            if pieces:
+                came.put(b"".join(pieces))
 
 
 class HubOrigin(Origin):
@@ -216,30 +264,35 @@ class _StorePart:
         self.size_bytes = stop - start
         self.seconds: float | None = None
         self._origin, self._start, self._stop, self._version = origin, start, stop, version
-        self._future = self._ask() if origin.files.async_impl else None
+        self._asked = self._ask() if origin.files.async_impl else None
 
     def chunks(self) -> Iterator[bytes]:
-        origin = self._origin
-        try:
-            data: bytes = origin.answer(self._future or self._ask())
-        except Exception as exc:
-            raise of_store(origin.url, exc) from exc
-        if self.seconds is None:  # the answer is told before it is noted
+        origin, size = self._origin, 0
+        pieces = origin.bytes_of(*(self._asked or self._ask()))
+        while True:
+            try:
+                piece = next(pieces, None)
+            except Exception as exc:
+                raise of_store(origin.url, exc) from exc
+            if piece is None:
+                break
+            size += len(piece)
+            origin.session.count("origin_bytes", len(piece))
+            yield piece
+        if self.seconds is None:  # the end is told before it is noted
             self._note_seconds()
-        if len(data) != self._stop - self._start:
-            raise OriginCut(f"{origin.url}: {len(data)} bytes came for {self._start}–{self._stop}")
-        origin.session.count("origin_bytes", len(data))
-        yield data
+        if size != self.size_bytes:
+            raise OriginCut(f"{origin.url}: {size} bytes came for {self._start}–{self._stop}")
 
     def cancel(self) -> None:
-        if self._future is not None:
-            self._future.cancel()
+        if self._asked is not None:
+            self._asked[0].cancel()
 
-    def _ask(self) -> calls.Future:
+    def _ask(self) -> tuple[calls.Future, calls.Pieces | None]:
         self._began = time.monotonic()
-        future = self._origin.ask(self._start, self._stop, self._version)
+        future, came = self._origin.ask(self._start, self._stop, self._version)
         future.add_done_callback(self._note_seconds)
-        return future
+        return future, came
 
     def _note_seconds(self, _: object = None) -> None:
         self.seconds = time.monotonic() - self._began
@@ -278,23 +331,6 @@ class _StoreStream:
         same_version(self._origin.url, self.version, self._origin.version())
 
 
-async def _s3_range(files: Any, path: str, url: str, start: int, stop: int, version: Version) -> bytes:
-    bucket, key, number = files.split_path(path)
-    conditions = {"IfMatch": version.etag} if version.etag else {}
-    if number:
-        conditions["VersionId"] = number
-    answer = await files._call_s3(
-        "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **conditions, **files.req_kw
-    )
-    async with answer["Body"] as body:
-        given = answer.get("ContentRange", "")
-        if given != f"bytes {start}-{stop - 1}/{version.size}":
-            raise OriginError(f"{url} was asked for bytes {start}–{stop} and answers {given!r}")
-        same_version(url, version, Version(version.size, strong(answer.get("ETag"))))
-        data: bytes = await body.read()
-        return data
-
-
 def _version(info: dict[str, Any]) -> Version:
     etag = next((str(info[name]) for name in _ETAGS if info.get(name)), None)
     date = next((str(info[name]) for name in _DATES if info.get(name)), None)
@@ -322,7 +358,7 @@ def _may_be_anonymous(url: str, options: dict[str, Any]) -> bool:
     return scheme(url) == "s3" and not {"anon", "key", "profile", "session"} & options.keys()
 
 
-@functools.lru_cache(maxsize=1)
-def _say_anonymous(url: str) -> None:
+@functools.lru_cache(maxsize=256)
+def _say_anonymous(bucket: str) -> None:
     """Once in a process, whatever the number of shards."""
-    _logger.warning("No AWS credentials found: reading %s and other s3:// shards anonymously.", url)
+    _logger.warning("No AWS credentials found: reading s3://%s anonymously.", bucket)
