@@ -1,7 +1,7 @@
 """How busy `streamload warm` keeps a link.
 
 Question: of what a link of 50, 100, 200 or 400 MB/s can carry between the first request and the last byte,
-how much does `streamload warm` take? And of 200 MB/s by https?
+how much does `streamload warm` take? And of 200 MB/s by https, of 200 and 400 as S3?
 
 Command: python -m benchmarks.link_busy
 
@@ -15,6 +15,7 @@ one machine: the server takes a part of its cores, too.
 - curl: what `curl` gets that fetches the same by as many connections and throws it away. Where it gets less
   than the rate, it is the server that can't give more.
 - https: with a certificate made for it, at half of the highest rate: the server encrypts on the same cores.
+- s3: the same server as an S3 store that is asked anonymously, through s3fs; `curl` fetches the same by HTTP.
 - CPU: of all of the client's processes.
 
 Result: results/link_busy.json; docs/performance.md has it as a table.
@@ -22,7 +23,9 @@ Result: results/link_busy.json; docs/performance.md has it as a table.
 Explanation: eight shards are filled at a time, and the next begins when one has ended, so that several
 connections want what the link can carry at any moment. What CPU time a byte costs beyond curl's is to parse,
 index, checksum and write it; at 400 MB/s that is most of a core. TLS brings bytes in records of 16 KB at
-most, each of which would cost what a whole piece does: those that are there are read as one.
+most, each of which would cost what a whole piece does: those that are there are read as one. An S3 store is
+asked by s3fs, aiobotocore and aiohttp, one thread of Python for all fills of a process, which takes twice the
+CPU time; at 400 MB/s that and the server's are more than two cores.
 """
 
 import math
@@ -37,8 +40,13 @@ from benchmarks import link, machine, turns
 from benchmarks.turns import ROOT, Row
 from streamload.testing.certificate import write_certificate
 
-LINES = ((50e6, "http"), (100e6, "http"), (200e6, "http"), (400e6, "http"), (200e6, "https"))
-QUICK_LINES = ((100e6, "http"), (100e6, "https"))
+LINES = (
+    *((rate, "http") for rate in (50e6, 100e6, 200e6, 400e6)),
+    (200e6, "https"),
+    *((rate, "s3") for rate in (200e6, 400e6)),
+)
+QUICK_LINES = ((100e6, "http"), (100e6, "https"), (100e6, "s3"))
+BUCKET = "bucket"
 SECONDS, QUICK_SECONDS = 8.0, 0.5
 SHARDS, SAMPLES_PER_SHARD = 8, 384
 QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 64
@@ -56,7 +64,7 @@ def main() -> None:
     wanted = [(name, *line) for line in lines for name in COMMANDS if name in given.contenders]
     rows: list[Row] = []
     with turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes):
-        served = directory / "served"
+        served = directory / "served" / BUCKET
         names = named_again(
             directory / "shards",
             served,
@@ -67,7 +75,7 @@ def main() -> None:
             for name, rate, scheme in turns.rotated(wanted, round_):
                 count = math.ceil(rate * seconds * shards / total_bytes)
                 used = tls if scheme == "https" else None
-                row = measure(name, given.python, directory, served, names[:count], rate, used)
+                row = measure(name, given.python, directory, served, names[:count], rate, scheme, used)
                 rows.append({"round": round_, **row})
     settings = {
         "shard_bytes": total_bytes // shards,
@@ -97,7 +105,7 @@ def main() -> None:
 
 def named_again(shards: Path, served: Path, count: int) -> list[str]:
     """Serve a few shards under many names."""
-    served.mkdir()
+    served.mkdir(parents=True)
     real = sorted(shards.glob("*.tar"))
     names = [f"{number:05d}.tar" for number in range(count)]
     for number, name in enumerate(names):
@@ -112,12 +120,15 @@ def measure(
     served: Path,
     names: list[str],
     rate: float,
+    scheme: str,
     tls: tuple[str, str] | None,
 ) -> Row:
     load = machine.load()
     environ = turns.environment() | ({"SSL_CERT_FILE": tls[0]} if tls is not None else {})
-    with link.serving(served, rate, tls) as line, turns.empty_directory(directory) as cache:
-        words = command(name, python, line.url, names, cache, tls)
+    with link.serving(served.parent, rate, tls) as line, turns.empty_directory(directory) as cache:
+        environ |= {"AWS_ENDPOINT_URL": line.url, "AWS_EC2_METADATA_DISABLED": "true"}
+        place = f"s3://{BUCKET}" if scheme == "s3" and name == STREAMLOAD else f"{line.url}/{BUCKET}"
+        words = command(name, python, place, names, cache, tls)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.monotonic()
         subprocess.run(words, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
@@ -128,7 +139,7 @@ def measure(
     expected = sum((served / name).stat().st_size for name in names)
     assert sent >= expected, (sent, expected)
     return {
-        "label": f"{name} at {line_name(rate, 'https' if tls is not None else 'http')}",
+        "label": f"{name} at {line_name(rate, scheme)}",
         "contender": name,
         "load_before": load,
         "bytes_per_second": rate,
@@ -144,7 +155,7 @@ def measure(
 
 
 def line_name(rate: float, scheme: str) -> str:
-    return f"{rate / 1e6:.0f} MB/s" + (f", {scheme}" if scheme == "https" else "")
+    return f"{rate / 1e6:.0f} MB/s" + ("" if scheme == "http" else f", {scheme}")
 
 
 def command(

@@ -185,10 +185,12 @@ def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
         assert (warm["contender"], curl["contender"]) == ("streamload warm", "curl")
         assert warm["bytes"] >= curl["bytes"] > result["settings"]["shard_bytes"]
     assert result["medians"].keys() == {
-        f"{name} at 100 MB/s{scheme}" for name in ("streamload warm", "curl") for scheme in ("", ", https")
+        f"{name} at 100 MB/s{scheme}"
+        for name in ("streamload warm", "curl")
+        for scheme in ("", ", https", ", s3")
     }
     assert all(0 < row["share"] <= 1.05 for row in result["rounds"])
-    assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 5
+    assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 7
 
 
 @pytest.mark.timeout(400)
