@@ -24,8 +24,8 @@ Explanation: eight shards are filled at a time, and the next begins when one has
 connections want what the link can carry at any moment. What CPU time a byte costs beyond curl's is to parse,
 index, checksum and write it; at 400 MB/s that is most of a core. TLS brings bytes in records of 16 KB at
 most, each of which would cost what a whole piece does: those that are there are read as one. An S3 store is
-asked by s3fs, aiobotocore and aiohttp, one thread of Python for all fills of a process, which takes twice the
-CPU time; at 400 MB/s that and the server's are more than two cores.
+asked by s3fs, aiobotocore and aiohttp, one thread of Python for all fills of a process, which takes up to
+twice the CPU time.
 """
 
 import math
