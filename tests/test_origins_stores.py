@@ -161,6 +161,24 @@ def test_a_store_that_fails_for_good_is_an_error_of_its_type(
         read("s3://bucket/a.tar", anonymous(front), options=short)
 
 
+def test_the_bytes_of_a_range_come_before_all_of_it_is_there(front: ShardServer) -> None:
+    front.stop_after(0.5)
+    one_part = replace(QUICK, first_part_bytes=2 * len(BODY), chunk_bytes=50_000)
+    chunks = open_origin("s3://bucket/a.tar", anonymous(front), one_part).open().chunks()
+    head = next(chunks)
+    front.go_on()
+    assert head + b"".join(chunks) == BODY
+    assert len(front.ranges("bucket/a.tar")) == 1
+
+
+def test_a_slow_range_is_no_stall(front: ShardServer) -> None:
+    front.misbehave("bucket/a.tar", Fault(first=1), Fault(bytes_per_second=len(BODY) / 3))
+    one_part = replace(QUICK, first_part_bytes=2 * len(BODY), chunk_bytes=2 * len(BODY), stall_seconds=2.0)
+    tally = Tally()
+    assert read("s3://bucket/a.tar", anonymous(front), options=one_part, counters=tally) == BODY
+    assert not tally["origin_retries"]
+
+
 def test_an_object_overwritten_between_two_parts_is_an_error(front: ShardServer) -> None:
     front.misbehave("bucket/a.tar", Fault(first=3), Fault(body=OTHER))
     got: list[bytes] = []

@@ -33,6 +33,8 @@ from streamload.origins.protocol import Origin, Session, Stream, Version, same_v
 from streamload.origins.ranged import OrderedParts
 from streamload.urls import redact, scheme
 
+_LATEST_SECONDS = 0.5
+"""So long after bytes of a slow range have come they are handed on, few as they may be."""
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
@@ -85,7 +87,7 @@ class StoreOrigin(Origin):
             return _version(self._info())
         except Exception as exc:
             if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
-                _say_anonymous(self._target.partition("://")[2].partition("/")[0])
+                _say_anonymous(self.url.partition("://")[2].partition("/")[0])
                 self._options, self._files = {**self._options, "anon": True}, None
                 return self.version()
             raise of_store(self.url, exc) from exc
@@ -187,14 +189,15 @@ class StoreOrigin(Origin):
                 raise OriginError(f"{self.url} was asked for bytes {start}–{stop} and answers {given!r}")
             same_version(self.url, version, Version(version.size, strong(answer.get("ETag"))))
             pieces: list[bytes] = []
-            lacking = enough
+            lacking, last = enough, time.monotonic()
             while piece := await body.read(enough):
                 pieces.append(piece)
                 lacking -= len(piece)
-                if lacking <= 0:
+                now = time.monotonic()
+                if lacking <= 0 or now - last >= _LATEST_SECONDS:
                     came.put(b"".join(pieces))
                     pieces.clear()
-                    lacking = enough
+                    lacking, last = enough, now
             if pieces:
                 came.put(b"".join(pieces))
 
