@@ -191,7 +191,7 @@ class _Patience:
         if self._failures:
             self._progress_bytes += n
             if self._progress_bytes >= self._options.slow_bytes:
-                self._failures = 0
+                self._failures, self._was_away = 0, False
 
 
 @contextlib.contextmanager
