@@ -1,4 +1,4 @@
-"""A place that is away is waited for; a shard that fails alone is given up.
+"""An endpoint that is away is waited for; a shard that fails alone is given up.
 
 How it shows that it works: real servers fail for one shard, for all, or are gone, and come back in the
 middle of the retries.
@@ -6,17 +6,20 @@ middle of the retries.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tally import Tally
+from tiers import until
 
 import streamload
 from streamload.errors import OriginDenied, OriginError, OriginNotFound, OriginStopped, OriginUnavailable
@@ -26,6 +29,7 @@ from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from streamload.urls import endpoint
 
 BODY = random.Random(1).randbytes(1_000_003)
 QUICK = OriginOptions(
@@ -54,11 +58,14 @@ def read(origin: Origin) -> bytes:
     return b"".join(origin.open().chunks())
 
 
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+@contextlib.contextmanager
+def reading(url: str, storage_options: dict[str, Any] | None = None) -> Iterator[Future[bytes]]:
+    """A shard that is being read, and the block begins when each attempt has failed three times over."""
+    tally = Tally()
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(read, open_origin(url, storage_options, QUICK, tally))
+        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+        yield future
 
 
 @pytest.mark.parametrize(
@@ -77,12 +84,9 @@ def test_a_server_that_is_away_is_waited_for(
 ) -> None:
     assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
     server.misbehave("*", fault)
-    tally = Tally()
-    with ThreadPoolExecutor() as pool:
-        reading = pool.submit(read, open_origin(f"{server.url}/b.tar", None, QUICK, tally))
-        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+    with reading(f"{server.url}/b.tar") as future:
         server.misbehave("*")
-        assert reading.result(60) == BODY
+        assert future.result(60) == BODY
     messages = [record.message for record in caplog.records]
     assert [message.split(" (")[0] for message in messages] == [
         f"{server.url} is away",
@@ -111,16 +115,13 @@ def test_an_object_store_that_is_away_is_waited_for(tmp_path: Path) -> None:
         storage = {"anon": True, "endpoint_url": front.url}
         assert read(open_origin("s3://bucket/a.tar", storage, QUICK)) == BODY
         front.misbehave("*", Fault(status=500))
-        tally = Tally()
-        with ThreadPoolExecutor() as pool:
-            reading = pool.submit(read, open_origin("s3://bucket/b.tar", storage, QUICK, tally))
-            until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+        with reading("s3://bucket/b.tar", storage) as future:
             front.misbehave("*")
-            assert reading.result(60) == BODY
+            assert future.result(60) == BODY
 
 
 @pytest.mark.parametrize("command", ["cat {}", "curl -sf file://{} | cat"])
-def test_a_command_whose_place_is_away_is_waited_for(tmp_path: Path, command: str) -> None:
+def test_a_command_whose_endpoint_is_away_is_waited_for(tmp_path: Path, command: str) -> None:
     there, away = tmp_path / "there", tmp_path / "away"
     there.mkdir()
     for name in "ab":
@@ -128,12 +129,9 @@ def test_a_command_whose_place_is_away_is_waited_for(tmp_path: Path, command: st
     first, second = (f"pipe:{command.format(there / name)}" for name in ("a.tar", "b.tar"))
     assert read(open_origin(first, options=QUICK)) == BODY
     there.rename(away)
-    tally = Tally()
-    with ThreadPoolExecutor() as pool:
-        reading = pool.submit(read, open_origin(second, None, QUICK, tally))
-        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
+    with reading(second) as future:
         away.rename(there)
-        assert reading.result(60) == BODY
+        assert future.result(60) == BODY
     (there / "b.tar").unlink()
     with pytest.raises(OriginError, match=r"b\.tar"):
         read(open_origin(second, options=QUICK))
@@ -150,8 +148,8 @@ def test_a_command_whose_place_is_away_is_waited_for(tmp_path: Path, command: st
         ("/mnt/a.tar", ""),
     ],
 )
-def test_a_place_is_a_host_or_a_program_at_a_host(url: str, name: str) -> None:
-    assert repr(outages.Place(url, lambda session: pytest.fail("not asked"))) == f"Place({name!r})"
+def test_an_endpoint_is_a_host_or_a_program_at_a_host(url: str, name: str) -> None:
+    assert endpoint(url) == name
 
 
 @pytest.mark.parametrize(
@@ -182,14 +180,11 @@ def test_a_shard_that_fails_alone_is_given_up_though_the_one_asked_about_has_gon
 def test_after_an_outage_a_shard_has_all_attempts_again_and_no_more(server: ShardServer) -> None:
     assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
     server.misbehave("*", Fault(status=503))
-    tally = Tally()
-    with ThreadPoolExecutor() as pool:
-        reading = pool.submit(read, open_origin(f"{server.url}/b.tar", None, QUICK, tally))
-        until(lambda: tally["origin_retries"] >= 3 * QUICK.attempts)
-        server.misbehave("*")
+    with reading(f"{server.url}/b.tar") as future:
         server.misbehave("b.tar", Fault(status=500))
+        server.misbehave("*")
         with pytest.raises(OriginUnavailable, match="given up after 3 attempts"):
-            reading.result(60)
+            future.result(60)
 
 
 def test_a_server_that_never_gave_anything_is_not_waited_for(server: ShardServer) -> None:
@@ -208,7 +203,7 @@ def test_an_outage_is_not_waited_for_for_ever(server: ShardServer) -> None:
     assert time.monotonic() - began >= 0.5
 
 
-def test_a_loader_that_stops_does_not_wait_for_a_place(server: ShardServer) -> None:
+def test_a_loader_that_stops_does_not_wait_for_an_endpoint(server: ShardServer) -> None:
     assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
     server.misbehave("*", Fault(silent=True))
     stop, tally = threading.Event(), Tally()

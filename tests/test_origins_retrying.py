@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from streamload.errors import OriginCut, OriginError, OriginNotFound, OriginUnavailable, ShardFormatError
+from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import OriginOptions, Session, Version
 from streamload.origins.retrying import RetryingOrigin
 
@@ -74,6 +75,21 @@ def test_patience_ends_after_so_many_attempts() -> None:
     with pytest.raises(OriginUnavailable, match=r"away \(given up after 5 attempts\)"):
         origin.open()
     assert len(stop.waits) == 4
+
+
+class Away(Endpoint):
+    def is_away(self, error: OriginError, session: Session) -> bool:
+        return True
+
+
+def test_while_its_endpoint_is_away_no_wait_is_longer_than_5_s() -> None:
+    flaky = Flaky(10, [(-1, OriginUnavailable("away"))] * 1500)
+    session = Session(OriginOptions(attempts=3, outage_seconds=600.0), None, stop := Sleepless())
+    endpoint = Away("http://host/a.tar", lambda session: pytest.fail("not asked"))
+    origin = RetryingOrigin(flaky, session, random.Random(7), endpoint)
+    assert b"".join(origin.open().chunks()) == bytes(10)
+    assert len(stop.waits) == 1500
+    assert 4.9 < max(stop.waits) <= 5.0
 
 
 def test_progress_renews_patience() -> None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from streamload import urls
 from streamload.cache.locks import FileLock
@@ -211,7 +210,7 @@ class Freshness:
 
     def _answer(self, shard: Shard, stop: threading.Event) -> Version | None:
         """What the origin says; None if it says nothing, and the copy is used as it is."""
-        endpoint = _endpoint(shard)
+        endpoint = urls.endpoint(shard.name)
         with self._lock:
             is_silent = time.monotonic() < self._silent.get(endpoint, 0.0)
         if not is_silent and self._ask is not None:
@@ -306,11 +305,3 @@ def asker(storage_options: dict[str, Any] | None, options: OriginOptions, counts
         return open_origin(shard.url, storage_options, brief, counts, stop).version()
 
     return ask
-
-
-def _endpoint(shard: Shard) -> str:
-    """Whom one asks about a shard: scheme and host; of a command the kind alone."""
-    if urls.scheme(shard.url) == "pipe":
-        return "a pipe: command"
-    parts = urlsplit(shard.name)
-    return f"{parts.scheme}://{parts.netloc}"

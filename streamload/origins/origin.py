@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from streamload.origins.outages import Place
+from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
     Counts,
     Origin,
@@ -54,7 +54,7 @@ def open_origin(
     session = Session(options or OriginOptions(), counters, stop or threading.Event())
     reopen = functools.partial(_plain_origin, url, dict(storage_options or {}))
     origin = reopen(session)
-    return RetryingOrigin(origin, session, place=Place(origin.url, reopen))
+    return RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen))
 
 
 def has_ranges(url: str) -> bool:

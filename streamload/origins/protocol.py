@@ -119,7 +119,7 @@ class OriginOptions:
         slow_seconds: waiting time over which at least `slow_bytes` have to arrive.
         slow_bytes: fewer than these in `slow_seconds` count as a stall.
         attempts: that may fail one after the other, with fewer than `slow_bytes` of progress between them.
-        outage_seconds: for so long more are made while all of the place is away where the shard lives.
+        outage_seconds: for so long more are made while all of the shard's server or bucket is away.
         backoff_seconds: the first wait is between 0 and this, and doubles with each failure …
         backoff_limit_seconds: … up to this.
         retry_after_limit_seconds: the longest that a Retry-After is obeyed.

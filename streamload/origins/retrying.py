@@ -1,7 +1,7 @@
 """Another attempt at the byte where the last one failed: wraps any origin (step F).
 
 Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress, unless
-all of the place is away (outages.py). Errors that another attempt can't mend pass at once; what nobody has
+all of its endpoint is away (outages.py). Errors that another attempt can't mend pass at once; what nobody has
 foreseen is one of them, of this shard alone.
 """
 
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from streamload.errors import OriginError, OriginTimeout, StreamloadError
-from streamload.origins.outages import MENDABLE, Place
+from streamload.origins.outages import MENDABLE, Endpoint
 from streamload.origins.protocol import Origin, Session, Stream, Version
 from streamload.urls import redact_text
 
 _Result = TypeVar("_Result")
 _MOST_DOUBLINGS = 30
 _AWAY_SECONDS = 5.0
-"""The longest wait while a place is away: so long after it is back at most everything goes on."""
+"""The longest wait while an endpoint is away: so long after it is back at most everything goes on."""
 _UNFORESEEN = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 
 
@@ -32,7 +32,7 @@ class RetryingOrigin(Origin):
         origin: what is asked.
         session: says how often.
         rng: for the waits.
-        place: where it lives; None: that is never taken to be away.
+        endpoint: whom it asks; None: that is never taken to be away.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class RetryingOrigin(Origin):
         origin: Origin,
         session: Session,
         rng: random.Random | None = None,
-        place: Place | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self.url = origin.url
         self._origin = origin
         self._session = session
         self._rng = rng or random.Random()
-        self._place = place
+        self._endpoint = endpoint
 
     def __repr__(self) -> str:
         return f"RetryingOrigin({self._origin!r})"
@@ -74,7 +74,7 @@ class RetryingOrigin(Origin):
         self._origin.close()
 
     def _patience(self) -> _Patience:
-        return _Patience(self._session, self._rng, self.url, self._place)
+        return _Patience(self._session, self._rng, self.url, self._endpoint)
 
 
 class _RetryingStream:
@@ -108,9 +108,9 @@ class _RetryingStream:
 class _Patience:
     """How much of it is left for one stream: failures in a row, reset by progress."""
 
-    def __init__(self, session: Session, rng: random.Random, url: str, place: Place | None) -> None:
+    def __init__(self, session: Session, rng: random.Random, url: str, endpoint: Endpoint | None) -> None:
         self._session, self._options = session, session.options
-        self._rng, self._url, self._place = rng, url, place
+        self._rng, self._url, self._endpoint = rng, url, endpoint
         self._failures = 0
         self._failing_since = 0.0
         self._was_away = False
@@ -173,16 +173,16 @@ class _Patience:
         self._session.check(self._url)
 
     def got(self) -> None:
-        """Take note that the place gives bytes."""
-        if self._place is not None:
-            self._place.gave()
+        """Take note that the endpoint gives bytes."""
+        if self._endpoint is not None:
+            self._endpoint.gave()
 
     def _has_time(self, error: OriginError) -> bool:
-        """Whether it isn't the shard that fails; of a place that is back again all attempts are left."""
+        """Whether it isn't the shard that fails; of an endpoint that is back again all attempts are left."""
         left = self._failing_since + self._options.outage_seconds - time.monotonic()
-        if self._place is None or left <= 0:
+        if self._endpoint is None or left <= 0:
             return False
-        was_away, self._was_away = self._was_away, self._place.is_away(error, self._session)
+        was_away, self._was_away = self._was_away, self._endpoint.is_away(error, self._session)
         if was_away and not self._was_away:
             self._failures = 1
         return was_away or self._was_away

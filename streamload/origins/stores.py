@@ -24,7 +24,6 @@ from streamload.errors import (
     OriginCut,
     OriginError,
     OriginNotFound,
-    OriginStopped,
     OriginTimeout,
 )
 from streamload.origins import calls
@@ -120,18 +119,18 @@ class StoreOrigin(Origin):
         if came is None:
             yield self._answer(future)
             return
-        options = self.session.options
-        try:
-            yield from calls.pieces(future, came, options.stall_seconds, self._check)
-        except OriginTimeout as exc:
-            raise OriginTimeout(f"{self.url}: {exc}") from None
+        with self._timed() as seconds:
+            yield from calls.pieces(future, came, seconds, self._check)
 
     def _answer(self, future: calls.Future) -> Any:
+        with self._timed() as seconds:
+            return calls.result(future, self.files, seconds, self._check)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[float]:
+        """For so many seconds; who has waited in vain is given another file system, as that one may hang."""
         try:
-            return calls.result(future, self.files, self.session.options.stall_seconds, self._check)
-        except OriginStopped:
-            self._files = None
-            raise
+            yield self.session.options.stall_seconds
         except OriginTimeout as exc:
             self._files = None
             raise OriginTimeout(f"{self.url}: {exc}") from None

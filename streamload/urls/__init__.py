@@ -6,7 +6,7 @@ system is imported.
 """
 
 from streamload.urls.commands import Opaque, Request, understand
-from streamload.urls.identity import basename, digest, identity, is_local, local_path, scheme
+from streamload.urls.identity import basename, digest, endpoint, identity, is_local, local_path, scheme
 from streamload.urls.listing import UrlList
 from streamload.urls.patterns import expand_urls, split_sources
 from streamload.urls.redaction import redact, redact_text
@@ -17,6 +17,7 @@ __all__ = [
     "UrlList",
     "basename",
     "digest",
+    "endpoint",
     "expand_urls",
     "identity",
     "is_local",

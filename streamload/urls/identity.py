@@ -17,6 +17,7 @@ from streamload.urls.redaction import redact, redact_text
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ENDPOINT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s'\"?#]+")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file"}
 # Begins where a word begins: from each of its characters, a long token would take the square of its length.
 _TAR_NAME = re.compile(r"(?<![^/\s'\"=])([^/\s'\"=]+\.tar(?:\.\w+)?)(?=[\s'\"?#;|&<>)]|$)")
@@ -50,6 +51,14 @@ def scheme(url: str) -> str:
     match = SCHEME.match(url)
     name = match.group(1).lower() if match else "file"
     return _ALIASES.get(name, name)
+
+
+def endpoint(url: str) -> str:
+    """Whom one asks for a shard: scheme and host, with a command its program; "" for a local file."""
+    place = _ENDPOINT.search(url)
+    if url.startswith("pipe:"):
+        return " ".join([*url.split(maxsplit=1)[:1], *([place[0]] if place else [])])
+    return place[0] if place else ""
 
 
 def is_local(url: str) -> bool:
