@@ -201,8 +201,8 @@ class TarParser:
         if kind == _SPARSE:
             raise self._error("a sparse member; write the tar without --sparse")
         name = block[:100].partition(b"\0")[0]
-        if kind == 0 and name.endswith(b"/"):  # how V7 tar writes a directory
-            kind = ord("5")
+        if kind == 0 and name.endswith(b"/") and not self._extended_headers:  # how V7 tar writes a directory
+            kind = ord("5")  # behind an extended header this may be a long name's first 100 bytes
         if block[345]:
             name = block[345:500].partition(b"\0")[0] + b"/" + name
         text = self._long_name if self._long_name is not None else name.decode("utf-8", "surrogateescape")

@@ -12,11 +12,13 @@ What must hold of any bytes:
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import random
+import struct
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from streamload.errors import ShardError
@@ -25,6 +27,13 @@ from streamload.shards.tar import EXTENDED_LIMIT_HEADERS, TarParser
 
 from .blocks import BLOCK, FIELDS, TIME, header, seal
 
+_EXTENDED = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
 _MEMBERS_LIMIT = 64  # a negative size can send tarfile back for ever
 
 Failure = tuple[type[ShardError], str]
@@ -251,31 +260,55 @@ def members(data: bytes, cuts: Iterable[int]) -> tuple[list[tuple[str, int, int,
     return found, None
 
 
-class _Info(tarfile.TarInfo):
+class LoudInfo(tarfile.TarInfo):
     """tarfile takes a header that it can't read for the end; the oracle has to say so.
 
     Fields that say nothing of names and sizes (mode, owner, time, device) are put right where tarfile can't
-    read them: the parser doesn't look at them.
+    read them: the parser doesn't look at them. Behind an extended header a slash at the end of a V7 member's
+    own name means nothing, as in tarfile of 3.14: it may be in the middle of a long name.
     """
 
+    _is_behind_extended = False
+
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> _Info:
+    def for_one_tar(cls) -> type[LoudInfo]:
+        """What one tar is to be read with: it remembers the kind of the last header."""
+        return type("LoudInfo", (cls,), {})
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> LoudInfo:
+        """What tarfile calls for each header, in Python's older releases."""
+        return cls._read(super().frombuf, buf, encoding, errors)
+
+    @classmethod
+    def _frombuf(cls, buf: bytes, encoding: str, errors: str, *, dircheck: bool = True) -> LoudInfo:
+        """What it calls in newer ones."""
+        read = functools.partial(super()._frombuf, dircheck=dircheck)  # type: ignore[misc]
+        return cls._read(read, buf, encoding, errors)
+
+    @classmethod
+    def _read(cls, read: Callable[..., Any], buf: bytes, encoding: str, errors: str) -> LoudInfo:
+        if cls._is_behind_extended and buf[156:157] == tarfile.AREGTYPE and _is_sealed(buf):
+            buf = seal(buf[:156] + tarfile.REGTYPE + buf[157:])
+        cls._is_behind_extended = False
         try:
-            return super().frombuf(buf, encoding, errors)  # type: ignore[return-value]
+            found: LoudInfo = read(buf, encoding, errors)
         except tarfile.InvalidHeaderError as exc:
             plain = buf[:100] + FIELDS + buf[124:136] + TIME + buf[148:329] + bytes(16) + buf[345:]
             if plain != buf and _is_sealed(buf):
-                return cls.frombuf(seal(plain), encoding, errors)
-            raise _Unreadable(str(exc)) from exc
+                return cls._read(read, seal(plain), encoding, errors)
+            raise UnreadableHeader(str(exc)) from exc
+        cls._is_behind_extended = found.type in _EXTENDED
+        return found
 
 
 def _is_sealed(block: bytes) -> bool:
-    with contextlib.suppress(tarfile.InvalidHeaderError):
+    with contextlib.suppress(tarfile.InvalidHeaderError, struct.error):  # struct's: less than a block
         return tarfile.nti(block[148:156]) in tarfile.calc_chksums(block)
     return False
 
 
-class _Unreadable(tarfile.TarError):
+class UnreadableHeader(tarfile.TarError):
     """A header that tarfile can't read; not one of the errors that it takes for the end."""
 
 
@@ -284,7 +317,10 @@ def oracle(data: bytes) -> tuple[list[tuple[str, int, int]], str]:
     found: list[tuple[str, int, int]] = []
     try:
         with tarfile.TarFile(
-            fileobj=io.BytesIO(data), tarinfo=_Info, encoding="utf-8", errors="surrogateescape"
+            fileobj=io.BytesIO(data),
+            tarinfo=LoudInfo.for_one_tar(),
+            encoding="utf-8",
+            errors="surrogateescape",
         ) as tar:
             while (info := tar.next()) is not None:
                 if info.isreg() and not info.issparse():
