@@ -17,7 +17,7 @@ STORES_READY := .venv-stores/.ready
 OPENCLIP_TESTS = $(wildcard tests/test_*openclip*.py tests/openclip)
 
 help:  ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s:
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "%-10s%s\n", $$1, $$2}'
 
 demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
 	$(BIN)/streamload demo
