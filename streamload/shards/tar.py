@@ -254,10 +254,11 @@ class TarParser:
             return
         if path is not None and self._long_name is None:
             self._long_name = path.decode("utf-8", "surrogateescape").rstrip("/")
-        if size is not None and self._long_size is None:
+        if size is not None:
             if not size.isdigit() or len(size) > 20:
                 raise self._error(f"a pax size of {size[:40]!r}")
-            self._long_size = self._believed(int(size))
+            believed = self._believed(int(size))
+            self._long_size = believed if self._long_size is None else self._long_size
         if not self._note:
             self._note = records.get(_NOTE, b"").decode("utf-8", "surrogateescape")
 
