@@ -117,7 +117,7 @@ def read_both_ways(directory: Path, shards: Mapping[str, bytes | Path], **option
         assert longer[: len(shorter)] == shorter
         assert (local.skipped, local.given_up, local.error) == (remote.skipped, remote.given_up, remote.error)
     else:
-        assert local[:-1] == remote[:-1]
+        assert local[:-1] == remote[:-1], f"of local files: {local}\nfrom a server: {remote}"
     return remote
 
 

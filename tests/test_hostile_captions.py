@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 from fuzzing.blocks import END, header, octal
 from hostile import Outcome, among_good_ones, outcomes, sample
+
+import streamload
+from streamload.errors import SampleError
 
 GOOD = json.dumps({"caption": "a good one"}).encode()
 BEFORE, AFTER = sample("before", json=GOOD), sample("after", json=GOOD) + END
@@ -56,6 +60,21 @@ def test_a_field_that_cannot_be_read_is_skipped_and_counted(case: str, tmp_path:
     assert (found.keys, found.skipped, found.error) == (["before", "after"], {"caption": 1}, "")
     assert found.values == ["a good one"] * 2
     assert len(found.log) < 100_000
+
+
+def test_nothing_of_a_skipped_sample_is_kept(tmp_path: Path) -> None:
+    """An error that refers to itself, by the frames it came through, keeps the sample until a collection."""
+    (tmp_path / "a.tar").write_bytes(BEFORE + sample("bad", text=b"caf\xe9") + AFTER)
+    options: dict[str, Any] = {"num_workers": 0, "train": False, "batch_size": 4, "with_keys": True}
+    urls, cache = str(tmp_path / "a.tar"), tmp_path / "cache"
+    gc.collect()
+    gc.disable()
+    try:
+        with streamload.make_loader(urls, cache_dir=cache, **options) as loader:
+            assert [extra["__key__"] for _, _, extra in loader] == [["before", "after"]]
+        assert not [kept for kept in gc.get_objects() if issubclass(type(kept), SampleError)]
+    finally:
+        gc.enable()
 
 
 def test_odd_captions_that_are_sound_come_as_they_stand(tmp_path: Path) -> None:

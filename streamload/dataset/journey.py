@@ -42,13 +42,13 @@ class _Visited(NamedTuple):
 
     Attributes:
         seed: uint64, of its random choices.
-        seen: what the batch needs to know of it, or why it can't be used.
+        seen: what the batch needs to know of it, or why it can't be used: to be told, or to be raised.
     """
 
     visit: Visit
     sample: Sample
     seed: int
-    seen: Any | SampleError
+    seen: Any | Trouble | SampleError
 
 
 class StreamDataset(IterableDataset[Batch]):
@@ -59,12 +59,18 @@ class StreamDataset(IterableDataset[Batch]):
         self._board = board
         self._slots = slots
         self._reading: Reading | None = None
+        self._environ: dict[str, str] | None = None  # the rank's, where the worker isn't forked from it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_environ": dict(os.environ)}
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         if self._reading is None or self._reading.pid != os.getpid():
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
             if workers:
+                if self._environ is not None:
+                    _put_environment(self._environ)
                 gc.freeze()  # else a collection would copy every page of objects that is shared with the rank
                 allow_many_files()
             slots = self._slots[worker] if self._slots else None
@@ -207,20 +213,23 @@ class Reading:
         try:
             return _Visited(visit, sample, seed, batch.look_at(sample, seed))
         except SampleError as exc:  # in its turn: what stands for it may wait for bytes
-            return _Visited(visit, sample, seed, exc)
+            return _Visited(visit, sample, seed, _trouble(sample, exc) if self._recipe.skip else exc)
 
     def _place(self, batch: BatchInProgress, one: _Visited) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""
         visit, sample, seed, seen = one
-        try:
-            if isinstance(seen, SampleError):
-                raise seen
-            batch.add(seen)
-            return None
-        except SampleError as exc:
-            if not self._recipe.skip:
-                raise
-            trouble = Trouble(_cause(exc), sample.url, sample.key, str(exc))
+        if isinstance(seen, SampleError):
+            raise seen
+        if isinstance(seen, Trouble):
+            trouble = seen
+        else:
+            try:
+                batch.add(seen)
+                return None
+            except SampleError as exc:
+                if not self._recipe.skip:
+                    raise
+                trouble = _trouble(sample, exc)
         if not self._recipe.train:
             return trouble
         for shard, number in itertools.islice(self._stand_ins(visit, seed), _STAND_INS):
@@ -246,6 +255,13 @@ class Reading:
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found
+
+
+def _put_environment(environ: dict[str, str]) -> None:
+    """Give this worker its rank's environment: a forkserver's is that of the moment when it was started."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
 
 
 def _end_with_rank(reading: Reading) -> None:
@@ -282,5 +298,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _cause(error: SampleError) -> str:
-    return "caption" if isinstance(error, CaptionError) else "decode"
+def _trouble(sample: Sample, error: SampleError) -> Trouble:
+    """What is told of an error, which itself has hold of all that was there when it was raised."""
+    cause = "caption" if isinstance(error, CaptionError) else "decode"
+    return Trouble(cause, sample.url, sample.key, str(error))
