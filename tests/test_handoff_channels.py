@@ -18,7 +18,7 @@ import pytest
 from tiers import until
 
 import streamload
-from streamload.errors import NotSendable
+from streamload.errors import NotSendable, OptionError
 from streamload.handoff import channels
 from streamload.handoff.channels import Channel, context_with_channels
 from streamload.testing.shards import write_shards
@@ -210,12 +210,16 @@ def test_what_cannot_be_pickled_is_an_error_in_its_place() -> None:
     channel.put((7, [lambda: None]))
     number, refused = channel.get(PATIENCE_SECONDS)
     assert number == 7
-    with pytest.raises(NotSendable, match="pickle"):
+    with pytest.raises(NotSendable, match="can't be sent"):
         refused.reraise()
 
 
 def not_sendable(sample: dict[str, Any]) -> dict[str, Any]:
     return {"key": sample["__key__"], "made": (lambda: 1) if sample["__key__"].endswith("7") else None}
+
+
+def environment(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"has": str({name: os.environ[name] for name in ("A_NAME", "ANOTHER") if name in os.environ})}
 
 
 def threads(sample: dict[str, Any]) -> dict[str, Any]:
@@ -235,8 +239,37 @@ def test_a_batch_that_cannot_be_sent_is_an_error(urls: str, tmp_path: Path, meth
     options: Any = {"num_workers": 2, "cache_dir": tmp_path, "multiprocessing_context": method}
     with streamload.make_loader(urls, batch_size=4, map_sample=not_sendable, **options) as loader:
         for _ in range(2):
-            with pytest.raises(NotSendable, match="pickle"):
+            with pytest.raises(NotSendable, match="can't be sent"):
                 list(loader)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # torch's, in front of the error
+def test_what_cannot_be_sent_to_workers_is_named(urls: str, tmp_path: Path, method: str) -> None:
+    options: Any = {"num_workers": 1, "cache_dir": tmp_path, "multiprocessing_context": method}
+    options["map_sample"] = lambda sample: {"key": sample["__key__"]}
+    with streamload.make_loader(urls, **options) as loader:
+        if method == "fork":
+            assert len(list(loader)) == 1  # 64 of the 80 samples
+            return
+        for _ in range(2):
+            with pytest.raises(OptionError, match=f"map_sample=.*<lambda>.*{method!r}.*top level"):
+                iter(loader)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_have_the_environment_of_their_rank(
+    urls: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forkserver has that of the moment when it was started, which may be long ago."""
+    options: Any = {"num_workers": 1, "cache_dir": tmp_path, "multiprocessing_context": method}
+    for given in ({"A_NAME": "first", "ANOTHER": ""}, {"A_NAME": "second"}):
+        with monkeypatch.context() as patch:
+            for name, value in given.items():
+                patch.setenv(name, value)
+            with streamload.make_loader(urls, batch_size=80, map_sample=environment, **options) as loader:
+                (batch,) = loader
+            assert set(batch["has"]) == {str(given)}
 
 
 def test_batches_need_no_thread(urls: str, tmp_path: Path) -> None:

@@ -507,7 +507,7 @@ def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an
     assert not spares(tmp_path / "cache")
     monkeypatch.setattr("streamload.cache.spare._MEMORY", tmp_path / "nowhere")
     with (
-        make(commands, tmp_path, cache_size=limit) as loader,
+        make(commands, tmp_path, cache_size=limit, multiprocessing_context="fork") as loader,
         pytest.raises(streamload.CacheFull, match=says),
     ):
         keys_of(loader)
@@ -564,8 +564,9 @@ def test_a_full_disk_is_an_error_only_where_there_is_no_other_place(
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
     assert not spares(small_disk / "cache")
     monkeypatch.setattr("streamload.cache.spare._MEMORY", tmp_path / "nowhere")
+    forked: Any = {"free_disk": 0, "multiprocessing_context": "fork"}
     with (
-        make(commands, tmp_path, cache_dir=small_disk / "cache", free_disk=0) as loader,
+        make(commands, tmp_path, cache_dir=small_disk / "cache", **forked) as loader,
         pytest.raises(streamload.CacheFull, match=r"no space left|what the disk leaves to it"),
     ):
         keys_of(loader)
@@ -672,14 +673,16 @@ def test_a_killed_worker_is_an_error_and_loses_nothing(
         del loader
 
 
-def test_a_worker_that_is_killed_between_epochs_is_replaced(server: ShardServer, tmp_path: Path) -> None:
-    before = {process.pid for process in psutil.Process().children()}
-    with make(urls(server), tmp_path, num_workers=2) as loader:
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_that_is_killed_between_epochs_is_replaced(
+    method: str, server: ShardServer, tmp_path: Path
+) -> None:
+    with make(urls(server), tmp_path, num_workers=2, multiprocessing_context=method) as loader:
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
-        begun = [process for process in psutil.Process().children() if process.pid not in before]
-        workers = [process for process in begun if is_a_worker(process)]
+        assert loader._batches is not None
+        workers: Any = loader._batches._iterator
         with contextlib.suppress(RuntimeError):  # torch's word, wherever the process is when a worker dies
-            workers[0].kill()
+            os.kill(workers._workers[0].pid, signal.SIGKILL)
             time.sleep(1)
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
 
@@ -786,6 +789,26 @@ def test_a_process_forked_from_the_rank_ends_nothing_but_itself(
     done = subprocess.run(command, check=False, timeout=100, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout == f"{sum(COUNTS)}\n"
+
+
+def test_torch_forgets_in_a_forked_process_whose_workers_it_was_to_watch(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    """It knows iterators by their addresses, where others can come to lie, and refuses to know one twice."""
+
+    def is_forgotten(address: int) -> None:
+        torch._C._set_worker_pids(address, (os.getpid(),))
+
+    with make(urls(server), tmp_path, num_workers=1) as loader:
+        keys_of(loader)
+        assert loader._batches is not None
+        address = id(loader._batches._iterator)
+        with pytest.raises(ValueError, match="only once"):
+            is_forgotten(address)
+        child = multiprocessing.get_context("fork").Process(target=is_forgotten, args=(address,))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
 
 
 def test_a_loader_serves_each_process_that_is_forked_with_it(server: ShardServer, tmp_path: Path) -> None:
@@ -895,17 +918,18 @@ def test_a_batch_that_waits_says_for_what(
     assert "filled by this process" in caplog.text
 
 
-def test_what_a_batch_looks_like(server: ShardServer, tmp_path: Path) -> None:
-    def tokenize(texts: list[str]) -> torch.Tensor:
-        return torch.tensor([[len(text), 1, 0] for text in texts])
+def three_ids(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(text), 1, 0] for text in texts])
 
-    with make(urls(server), tmp_path, tokenizer=tokenize, with_keys=False, num_workers=0) as loader:
+
+def test_what_a_batch_looks_like(server: ShardServer, tmp_path: Path) -> None:
+    with make(urls(server), tmp_path, tokenizer=three_ids, with_keys=False, num_workers=0) as loader:
         images, texts = next(iter(loader))
         assert (images.shape, images.dtype) == ((5, 3, 224, 224), torch.float32)
         assert (texts.shape, texts.dtype) == ((5, 3), torch.int64)
-    with make(urls(server), tmp_path, tokenizer=tokenize, output="dict", num_workers=1) as loader:
+    with make(urls(server), tmp_path, tokenizer=three_ids, output="dict", num_workers=1) as loader:
         assert sorted(next(iter(loader))) == ["__key__", "__url__", "image", "text"]
-    with make(urls(server), tmp_path, tokenizer=tokenize, output="hf", with_keys=False) as loader:
+    with make(urls(server), tmp_path, tokenizer=three_ids, output="hf", with_keys=False) as loader:
         batch = next(iter(loader))
         assert sorted(batch) == ["attention_mask", "input_ids", "pixel_values"]
         assert batch["attention_mask"].tolist() == [[1, 1, 0]] * 5

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 """Torch's, over the workers of all loaders."""
 
@@ -32,6 +34,11 @@ def _leave_workers_to_the_rank() -> None:
     """Keep torch and Python from ending the workers at the end of a process that didn't start them."""
     for batches in list(_iterators):
         batches._shutdown = True
+        if getattr(
+            batches, "_worker_pids_set", False
+        ):  # else the next iterator at its address is taken for it
+            torch._C._remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
         for worker in getattr(batches, "_workers", ()):
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from streamload.transforms.plan import Statistics
 
 _BATCHES_HELD = 3
 """How many batches of one worker a training loop has at a time, at most, as a rule."""
+_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickling raises, by what it meets and by Python's release."""
 
 
 class Loader:
@@ -268,8 +271,12 @@ class Loader:
         )
         self._board.order.write(start.to_json())
         self._checks.begin(self._board.order.generation)
-        with _on_cpu():
-            batches = iter(source)
+        try:
+            with _on_cpu():
+                batches = iter(source)
+        except _UNPICKLABLE:
+            self.options.refuse_what_cannot_be_sent()
+            raise
         watch_over(batches)
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)

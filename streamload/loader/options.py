@@ -6,6 +6,7 @@ import multiprocessing
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,9 @@ from streamload.urls import UrlList
 Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
 ImageDtype = Literal["float32", "uint8"]
+
+_SENT = ("tokenizer", "preprocess", "keep", "map_sample", "storage_options", "shared_cache_options")
+"""What is the user's own and goes to the workers as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,19 @@ class LoaderOptions:
                 )
         if self.image_dtype == "uint8":
             self._refuse_floats()
+
+    def refuse_what_cannot_be_sent(self) -> None:
+        """Raise OptionError for the first argument that no worker can get, where it is not forked."""
+        method = self.multiprocessing_context or multiprocessing.get_start_method()
+        for name in _SENT:
+            try:
+                ForkingPickler.dumps(getattr(self, name))
+            except Exception as exc:
+                raise OptionError(
+                    f"{name}= can't be sent to the workers: {exc}. They are started by {method!r}, for which "
+                    f"it has to be picklable: define its functions and classes at the top level of a module, "
+                    f'or pass multiprocessing_context="fork"'
+                ) from exc
 
     @property
     def urls(self) -> UrlList:
