@@ -50,6 +50,7 @@ def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:
         lambda texts: torch.zeros(len(texts), 7, dtype=torch.int64),
         batch_size=5,
         num_workers=1,
+        multiprocessing_context="fork",
         device="meta",
         cache_dir=tmp_path / "cache",
         cache_size="1GB",

@@ -376,7 +376,9 @@ def test_half_a_record_of_tls_does_not_keep_a_whole_one_waiting(certificate: tup
     context.load_cert_chain(*certificate)
     coming, sending = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(coming, sending, server_side=True)
-    near, far = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
     near.settimeout(3600)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import mmap
+import multiprocessing
 import os
 import select
 import signal
@@ -197,6 +198,8 @@ class Child:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, limit_seconds)
+            # A forkserver can be used by the process alone that started it (Python looks whether it lives).
+            multiprocessing.set_start_method("fork", force=True)
             if kill_at is not None:
                 self.stage.end_at(kill_at)
             said = json.dumps([work(self.stage), ""])
