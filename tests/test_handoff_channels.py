@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import resource
@@ -255,6 +256,22 @@ def test_what_cannot_be_sent_to_workers_is_named(urls: str, tmp_path: Path, meth
         for _ in range(2):
             with pytest.raises(OptionError, match=f"map_sample=.*<lambda>.*{method!r}.*top level"):
                 iter(loader)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
+def test_a_lambda_is_not_blamed_for_what_else_hinders_forked_workers(
+    urls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hindered(process: Any) -> None:
+        raise TypeError("no processes today")
+
+    options: Any = {"num_workers": 1, "cache_dir": tmp_path, "multiprocessing_context": "fork"}
+    monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", hindered)
+    with (
+        streamload.make_loader(urls, map_sample=lambda sample: sample, **options) as loader,
+        pytest.raises(TypeError, match="no processes today"),
+    ):
+        iter(loader)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

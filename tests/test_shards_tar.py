@@ -244,6 +244,7 @@ HOSTILE = {
     "negative octal size": header(size=b"-0000000010\0"),
     "no number": header(size=b"12345678zzz\0"),
     "pax size that is negative": pax((b"size", b"-1")) + header(),
+    "second pax size that is negative": pax((b"size", b"0")) + pax((b"size", b"-1")) + header(),
     "pax size of 10^5 digits": pax((b"size", b"9" * 100_000)) + header(),
     "pax size of 2^62": pax((b"size", b"%d" % (1 << 62))) + header(),
     "pax header of 64 MiB": header(size=octal(64 << 20), kind=b"x") + bytes(1 << 20),

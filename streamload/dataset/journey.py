@@ -9,10 +9,8 @@ import contextlib
 import encodings.idna  # noqa: F401  (each worker comes to import it, and numpy.random: here they share one)
 import gc
 import itertools
-import multiprocessing.connection
 import multiprocessing.util
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streamload.cache.locks import allow_many_files
 from streamload.cache.reading import ReadMemory
+from streamload.dataset import worker_process
 from streamload.dataset.messages import Batch, Recipe, SealedStates, Start, Trouble, changes_from
 from streamload.dataset.steps import Steps, Visit
 from streamload.dataset.supply import Superseded, Supply
@@ -70,14 +69,14 @@ class StreamDataset(IterableDataset[Batch]):
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
             if workers:
                 if self._environ is not None:
-                    _put_environment(self._environ)
+                    worker_process.put_environment(self._environ)
                 gc.freeze()  # else a collection would copy every page of objects that is shared with the rank
                 allow_many_files()
             slots = self._slots[worker] if self._slots else None
             self._reading = Reading(self._recipe, self._board, worker, workers, slots)
             if workers:
                 multiprocessing.util.Finalize(self, self._reading.close, exitpriority=10)
-                _end_with_rank(self._reading)
+                worker_process.end_with_rank(self._reading.close)
         return self._reading.batches(Start.from_json(self._board.order.read()))
 
     def close(self) -> None:
@@ -167,7 +166,7 @@ class Reading:
         batch = self._begin(size, self._empty)
         troubles: list[Trouble] = []
         found = 0
-        with contextlib.closing(batch), _one_thread():
+        with contextlib.closing(batch), worker_process.one_thread():
             for part in visits:
                 if part is None:
                     return None
@@ -255,47 +254,6 @@ class Reading:
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found
-
-
-def _put_environment(environ: dict[str, str]) -> None:
-    """Give this worker its rank's environment: a forkserver's is that of the moment when it was started."""
-    for name in os.environ.keys() - environ.keys():
-        del os.environ[name]
-    os.environ.update(environ)
-
-
-def _end_with_rank(reading: Reading) -> None:
-    """End this worker when its rank is killed, where torch doesn't see to it.
-
-    torch looks whether the parent process is another one. A forkserver is the parent of its workers, and
-    lives as long as any of them does.
-    """
-    rank = multiprocessing.parent_process()
-    if rank is None or rank.pid == os.getppid():
-        return
-
-    def watch() -> None:
-        multiprocessing.connection.wait([rank.sentinel])
-        try:
-            reading.close()
-        finally:
-            os._exit(1)
-
-    threading.Thread(target=watch, name="streamload-rank", daemon=True).start()
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch from spreading an image over threads, which costs more than it gains."""
-    threads = torch.get_num_threads()
-    if threads == 1:  # as in every DataLoader worker
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _trouble(sample: Sample, error: SampleError) -> Trouble:

@@ -34,9 +34,8 @@ def _leave_workers_to_the_rank() -> None:
     """Keep torch and Python from ending the workers at the end of a process that didn't start them."""
     for batches in list(_iterators):
         batches._shutdown = True
-        if getattr(
-            batches, "_worker_pids_set", False
-        ):  # else the next iterator at its address is taken for it
+        # else the next iterator at its address is taken for it
+        if getattr(batches, "_worker_pids_set", False):
             torch._C._remove_worker_pids(id(batches))
             batches._worker_pids_set = False
         for worker in getattr(batches, "_workers", ()):

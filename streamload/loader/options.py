@@ -139,6 +139,8 @@ class LoaderOptions:
     def refuse_what_cannot_be_sent(self) -> None:
         """Raise OptionError for the first argument that no worker can get, where it is not forked."""
         method = self.multiprocessing_context or multiprocessing.get_start_method()
+        if method == "fork":
+            return
         for name in _SENT:
             try:
                 ForkingPickler.dumps(getattr(self, name))

@@ -201,8 +201,9 @@ class TarParser:
         if kind == _SPARSE:
             raise self._error("a sparse member; write the tar without --sparse")
         name = block[:100].partition(b"\0")[0]
-        if kind == 0 and name.endswith(b"/") and not self._extended_headers:  # how V7 tar writes a directory
-            kind = ord("5")  # behind an extended header this may be a long name's first 100 bytes
+        # V7 tar writes a directory so. Behind an extended header these may be a long name's first 100 bytes.
+        if kind == 0 and name.endswith(b"/") and not self._extended_headers:
+            kind = ord("5")
         if block[345]:
             name = block[345:500].partition(b"\0")[0] + b"/" + name
         text = self._long_name if self._long_name is not None else name.decode("utf-8", "surrogateescape")
@@ -257,8 +258,9 @@ class TarParser:
         if size is not None:
             if not size.isdigit() or len(size) > 20:
                 raise self._error(f"a pax size of {size[:40]!r}")
-            believed = self._believed(int(size))
-            self._long_size = believed if self._long_size is None else self._long_size
+            stated = self._believed(int(size))  # of each header, though the first one's counts
+            if self._long_size is None:
+                self._long_size = stated
         if not self._note:
             self._note = records.get(_NOTE, b"").decode("utf-8", "surrogateescape")
 

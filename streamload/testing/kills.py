@@ -91,7 +91,7 @@ class Child:
     """A function in a forked process, to be killed, stopped or waited for; a context manager.
 
     What the function needs is there by the fork: imports are done, nothing is pickled. Threads aren't copied
-    by a fork, so it must not need one that ran before.
+    by a fork, so it must not need one that ran before. What it starts by multiprocessing is forked, too.
 
     Args:
         work: called in the process with its stage; what it returns has to be fit for JSON.

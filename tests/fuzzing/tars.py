@@ -27,13 +27,7 @@ from streamload.shards.tar import EXTENDED_LIMIT_HEADERS, TarParser
 
 from .blocks import BLOCK, FIELDS, TIME, header, seal
 
-_EXTENDED = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-)
+_EXTENDED = frozenset((b"L", b"K", b"x", b"X", b"g"))
 _MEMBERS_LIMIT = 64  # a negative size can send tarfile back for ever
 
 Failure = tuple[type[ShardError], str]
@@ -326,11 +320,9 @@ def oracle(data: bytes) -> tuple[list[tuple[str, int, int]], str]:
                 if info.isreg() and not info.issparse():
                     found.append((info.name, info.offset_data, info.size))
                 has_payload = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
-                if tar.offset < info.offset_data + (
-                    info.size + -info.size % BLOCK if has_payload else 0
-                ):  # 3.13 goes back where another header follows one with a pax size
-                    return found, "crash"
-                if len(tar.members) > _MEMBERS_LIMIT:
+                end = info.offset_data + (info.size + -info.size % BLOCK if has_payload else 0)
+                # 3.13 goes back where another header follows one with a pax size
+                if tar.offset < end or len(tar.members) > _MEMBERS_LIMIT:
                     return found, "crash"
     except tarfile.TarError:
         return found, "error"
