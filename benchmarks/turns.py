@@ -268,15 +268,16 @@ class _Running:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        self._late = threading.Timer(limit_seconds, self._kill)
-        self._late.start()
+        self._is_late = False
+        self._limit = threading.Timer(limit_seconds, self._end_late)
+        self._limit.start()
         self._result: Result | None = None
 
     def __enter__(self) -> "_Running":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._late.cancel()
+        self._limit.cancel()
         self._kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
@@ -310,12 +311,15 @@ class _Running:
         return self._result
 
     def _raise(self) -> NoReturn:
-        is_late = not self._late.is_alive()
         code = self._process.wait()
-        if is_late:
+        if self._is_late:
             raise TookTooLong(f"{self._contender.name} was killed after {self._limit_seconds:.0f} s")
         self._errors.seek(0)
         raise Failed(f"{self._contender.name} ended with {code}:\n{self._errors.read()[-4000:]}")
+
+    def _end_late(self) -> None:
+        self._is_late = True  # first: what waits for the process's end asks for this then
+        self._kill()
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
