@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest pytest-openclip fuzz faults peers bench pins clean
+.PHONY: help demo test lint pytest pytest-openclip ranges fuzz faults peers bench pins clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -41,6 +41,17 @@ pytest: $(READY)
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
 	$(call TESTED,.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS))
+
+# constraints.txt pins one set of versions; both ends of what pyproject.toml allows are resolved by uv.
+define TESTED_WITH
+	$(BIN)/uv venv --quiet --clear --seed --python $(PYTHON) .venv-$(1)
+	$(BIN)/uv pip install --quiet --python .venv-$(1)/bin/python --resolution $(1) --editable '.[dev]'
+	.venv-$(1)/bin/python -m pytest --numprocesses 3 --dist worksteal
+endef
+
+ranges: $(READY)  ## Run the tests with the oldest and with the newest dependencies that are allowed (25 minutes)
+	$(call TESTED_WITH,lowest-direct)
+	$(call TESTED_WITH,highest)
 
 # Another seed each time; a failure shows the seed and the number of its case.
 CASES ?= 1000000

@@ -9,7 +9,8 @@ Command: python -m benchmarks.start
 Contenders: streamload with its default transform, its shards in a cache on disk that was filled before; and
 a bare DataLoader (contenders/bare.py) that reads the same shards with the floor's reader
 (streamload/bench/floor.py), makes the same batches of them and has imported the same modules, but has no
-cache, no order and no state. Both with 2 workers that are forked, and with 2 that are spawned.
+cache, no order and no state. Both with 2 workers that are forked, with 2 that are spawned, and with 2 of a
+forkserver, as Python 3.14 starts them unless told otherwise.
 
 - from making: from before the loader is made, all imports done, to the first batch. Target: ≤ 1.3 × the bare
   DataLoader's.
@@ -20,7 +21,8 @@ cache, no order and no state. Both with 2 workers that are forked, and with 2 th
 Result: results/start.json; docs/performance.md has it as a table.
 
 Explanation: a forked worker begins in milliseconds, so most of the time is the batch itself, decoded by one
-worker while the other makes the second one. A spawned worker imports torch and all else first. What
+worker while the other makes the second one. A worker that isn't forked from the training imports torch and
+all else first (from Python 3.14 on, a forkserver has imported once what the script's own module does). What
 streamload does beyond that is to open the cache and agree on an order; the command line imports no torch.
 """
 
@@ -34,7 +36,7 @@ from benchmarks.contenders.workload import Job
 from benchmarks.turns import ROOT, Contender, Row
 from streamload.prefetch.warm import warm
 
-METHODS = ("fork", "spawn")
+METHODS = ("fork", "spawn", "forkserver")
 OWN = {"preprocess": "default"}
 PAIRS = [
     (
@@ -98,7 +100,7 @@ def main() -> None:
             "targets": [
                 *(
                     turns.target(
-                        f"workers that {method}: first batch, × the time of a bare DataLoader",
+                        f"workers by {method}: first batch, × the time of a bare DataLoader",
                         found["making_to_first_batch_seconds"],
                         at_most=AT_MOST_TIMES,
                     )

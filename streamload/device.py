@@ -203,8 +203,6 @@ def _end(thread: ThreadPoolExecutor, slots: Sequence[_Slot], pid: int) -> None:
 
 def _stream_of(device: torch.device) -> torch.Stream | None:
     """A new stream of a device; None where it has none, or isn't there."""
-    if not hasattr(torch, "accelerator"):  # torch 2.5
-        return None
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return None

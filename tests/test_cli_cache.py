@@ -148,7 +148,7 @@ def test_cache_stat_tells_how_full_the_cache_is(held, streamload):
 def test_cache_verify_says_that_all_is_good(held, streamload):
     _, tier = held
     code, out, err = streamload("cache", "verify", "--cache-dir", tier)
-    assert (code, err) == (0, "")
+    assert (code, err.strip()) == (0, "")  # older richs end their bar with a line, shown or not
     assert f"{SHARDS} shards and 0 parts with {SHARDS * SAMPLES} samples" in out
     assert "all good" in out
     code, out, _ = streamload("cache", "verify", "--json", "--jobs", "3", "--cache-dir", tier)

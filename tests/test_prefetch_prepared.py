@@ -93,6 +93,7 @@ def test_keys_order_and_other_members_are_kept(tmp_path, recipe):
     assert replaced > 10
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset 0.2 closes nothing
 def test_webdataset_reads_it(tmp_path):
     (path,) = write_shards(tmp_path, [5], options=ShardOptions(image_side=(40, 80)))
     made = tmp_path / "prepared.tar"

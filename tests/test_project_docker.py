@@ -24,6 +24,7 @@ from tiers import until
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+PINNED = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 SYSTEM_COMMANDS = {"apt-get", "rm", "useradd", "install"}
 
 
@@ -168,7 +169,7 @@ def test_compose_names_what_exists():
             assert name in COMPOSE["volumes"]
             assert target == dict(steps())["VOLUME"]
         assert set(service.get("depends_on", ())) <= set(services)
-    assert services["store"]["image"] == f"motoserver/moto:{version('moto')}"
+    assert services["store"]["image"] == f"motoserver/moto:{PINNED['moto']}"
     assert services["train"]["environment"]["AWS_ENDPOINT_URL"].startswith("http://store:")
 
 

@@ -57,7 +57,7 @@ class Job:
             verification.py "timed" or "off".
         prepare: of streamload, its recipe for prepared images; None for images as they are.
         drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
-        start_method: how workers are started, "fork" or "spawn"; None for the loader's default.
+        start_method: how workers are started, "fork", "spawn" or "forkserver"; None for the loader's default.
         state: a file for the loader's state.
         save_after: behind so many batches of the last epoch the state goes there, or went; None for never.
         takes_up: begin with the state that is there, and go through the rest of its epoch.

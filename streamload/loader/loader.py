@@ -344,7 +344,8 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 
     Nowhere else: each call of torch's costs a microsecond more in workers that are forked under this.
     """
-    is_default = torch.get_default_device().type == "cpu"
+    # Older releases of torch can't say the default device once one was unset: a tensor shows it.
+    is_default = torch.empty(0).device.type == "cpu"
     return contextlib.nullcontext() if is_default else torch.device("cpu")
 
 
