@@ -42,14 +42,15 @@ pytest: $(READY)
 pytest-openclip: $(OPENCLIP_READY)
 	$(call TESTED,.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS))
 
-# constraints.txt pins one set of versions; both ends of what pyproject.toml allows are resolved by uv.
+# pip resolves the newest alone, uv the oldest, too; what these need in turn is the newest in both. uv reads none of pip's
+# settings: say UV_INDEX or UV_FIND_LINKS where packages come from elsewhere. The oldest have wheels up to Python 3.12.
 define TESTED_WITH
-	$(BIN)/uv venv --quiet --clear --seed --python $(PYTHON) .venv-$(1)
+	$(BIN)/uv venv --quiet --clear --seed --python $(BIN)/python .venv-$(1)
 	$(BIN)/uv pip install --quiet --python .venv-$(1)/bin/python --resolution $(1) --editable '.[dev]'
-	.venv-$(1)/bin/python -m pytest --numprocesses 3 --dist worksteal
+	$(call TESTED,.venv-$(1)/bin/python -m pytest)
 endef
 
-ranges: $(READY)  ## Run the tests with the oldest and with the newest dependencies that are allowed (25 minutes)
+ranges: $(READY)  ## Run the tests with the oldest and with the newest dependencies (25 minutes, and gigabytes)
 	$(call TESTED_WITH,lowest-direct)
 	$(call TESTED_WITH,highest)
 

@@ -296,8 +296,11 @@ class _Running:
     def go_on(self) -> None:
         """It is its turn."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._raise()
 
     def result(self) -> Result:
         """Wait until it has ended."""
@@ -318,7 +321,7 @@ class _Running:
         raise Failed(f"{self._contender.name} ended with {code}:\n{self._errors.read()[-4000:]}")
 
     def _end_late(self) -> None:
-        self._is_late = True  # first: what waits for the process's end asks for this then
+        self._is_late = True  # before the kill: who sees the process's end looks at this
         self._kill()
 
     def _kill(self) -> None:

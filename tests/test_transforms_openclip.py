@@ -1,6 +1,6 @@
 """The default transforms and the tokenizer adapter held to open_clip's own, on Pillow images.
 
-These run in the environment that has open_clip (`make test-openclip`).
+These run in the environment that has open_clip (`make pytest-openclip`).
 """
 
 import pickle
@@ -26,7 +26,7 @@ define_torchvision_schemas()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     open_clip = pytest.importorskip(
-        "open_clip", reason="open_clip is not in this environment; `make test-openclip` runs these tests"
+        "open_clip", reason="open_clip is not in this environment; `make pytest-openclip` runs these tests"
     )
     from open_clip.tokenizer import SimpleTokenizer
     from open_clip.transform import image_transform

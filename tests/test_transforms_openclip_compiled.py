@@ -27,7 +27,7 @@ define_torchvision_schemas()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     open_clip = pytest.importorskip(
-        "open_clip", reason="open_clip is not in this environment; `make test-openclip` runs these tests"
+        "open_clip", reason="open_clip is not in this environment; `make pytest-openclip` runs these tests"
     )
     from open_clip.transform import AugmentationCfg, CenterCropOrPad, image_transform
     from torchvision import transforms

@@ -166,7 +166,7 @@ class Reading:
         batch = self._begin(size, self._empty)
         troubles: list[Trouble] = []
         found = 0
-        with contextlib.closing(batch), worker_process.one_thread():
+        with contextlib.closing(batch), _one_thread():
             for part in visits:
                 if part is None:
                     return None
@@ -254,6 +254,20 @@ class Reading:
             found = visit.number if shard == visit.shard else -1
             while (found := self._supply.next_usable(shard, found)) >= 0:
                 yield shard, found
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch from spreading an image over threads, which costs more than it gains."""
+    threads = torch.get_num_threads()
+    if threads == 1:  # as in every DataLoader worker
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _trouble(sample: Sample, error: SampleError) -> Trouble:

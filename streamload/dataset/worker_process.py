@@ -1,14 +1,11 @@
-"""What a process that works for a rank sees to beside its work: its environment, its threads, its end."""
+"""What a process that works for a rank sees to beside its work: its environment and its end."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-
-import torch
+from collections.abc import Callable, Mapping
 
 
 def put_environment(environ: Mapping[str, str]) -> None:
@@ -39,17 +36,3 @@ def end_with_rank(close: Callable[[], None]) -> None:
             os._exit(1)
 
     threading.Thread(target=watch, name="streamload-rank", daemon=True).start()
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch from spreading an image over threads, which costs more than it gains."""
-    threads = torch.get_num_threads()
-    if threads == 1:  # as in every DataLoader worker
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -344,8 +344,10 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 
     Nowhere else: each call of torch's costs a microsecond more in workers that are forked under this.
     """
-    # Older releases of torch can't say the default device once one was unset: a tensor shows it.
-    is_default = torch.empty(0).device.type == "cpu"
+    try:
+        is_default = torch.get_default_device().type == "cpu"
+    except AttributeError:  # torch 2.7, where another one was set and unset again
+        is_default = True
     return contextlib.nullcontext() if is_default else torch.device("cpu")
 
 

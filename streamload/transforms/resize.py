@@ -1,7 +1,7 @@
 """Resizing with antialias of uint8 images (part of I): Pillow's pixels by torch's kernel, 4× faster.
 
 Both round to uint8 between their two passes, so the passes must come in Pillow's order; then a value differs
-by at most one level (in one of about 10 million by two: torch's weights have 15 bits, Pillow's 22).
+by at most one level (in one of a million or more by two: torch's weights have 15 bits, Pillow's 22).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from streamload.shards.tar import EXTENDED_LIMIT_HEADERS, TarParser
 
 from .blocks import BLOCK, FIELDS, TIME, header, seal
 
-_EXTENDED = frozenset((b"L", b"K", b"x", b"X", b"g"))
+_EXTENDED = frozenset((b"L", b"K", b"x", b"X", b"g"))  # long names and links, pax, Solaris's, global pax
 _MEMBERS_LIMIT = 64  # a negative size can send tarfile back for ever
 
 Failure = tuple[type[ShardError], str]
@@ -321,7 +321,7 @@ def oracle(data: bytes) -> tuple[list[tuple[str, int, int]], str]:
                     found.append((info.name, info.offset_data, info.size))
                 has_payload = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
                 end = info.offset_data + (info.size + -info.size % BLOCK if has_payload else 0)
-                # 3.13 goes back where another header follows one with a pax size
+                # 3.13 goes back where another header follows one with a pax size, at worst for ever
                 if tar.offset < end or len(tar.members) > _MEMBERS_LIMIT:
                     return found, "crash"
     except tarfile.TarError:
