@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gzip
 import io
+import itertools
 import json
 import logging
 import multiprocessing
@@ -630,7 +631,8 @@ def test_a_cache_that_is_removed_or_broken_in_a_run_does_not_stop_it(
     with make(urls(server), tmp_path, num_workers=workers, batch_size=1) as loader:
         server.stop_after(0.5)
         batches = iter(loader)
-        keys = list(next(batches)[2]["__key__"])
+        first = itertools.islice(batches, max(1, workers))  # one of each worker: all have the cache open
+        keys = [key for batch in first for key in batch[2]["__key__"]]
         damage(tmp_path / "cache")
         server.go_on()
         keys += [key for batch in batches for key in batch[2]["__key__"]]
