@@ -185,6 +185,16 @@ def test_one_that_fails_in_its_turn_is_told_of_and_one_that_never_ends_is_killed
         turns.run_in_turn(jobs, limit_seconds=1)
 
 
+def test_one_that_ends_while_it_waits_for_its_turn_is_told_of(tmp_path):
+    jobs, _ = in_turn(tmp_path)
+    early = tmp_path / "early"
+    early.write_text(f"#!/bin/sh\necho {turns.READY}\necho enough >&2\nexit 3\n")
+    early.chmod(0o755)
+    (a, job, _), b = jobs  # b's start takes long enough for a to be gone when its turn comes
+    with pytest.raises(turns.Failed, match=r"a ended with 3:\nenough"):
+        turns.run_in_turn([(a, job, early), b])
+
+
 def is_running(pid):
     """Whether a process is there, and more than a name that nobody has asked for yet."""
     try:

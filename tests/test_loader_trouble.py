@@ -586,6 +586,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
+def keys_with_the_cache_open(batches: Iterator[Any], workers: int) -> list[str]:
+    """Take a batch of each worker, so that none is still to open the cache; their samples' keys."""
+    taken = itertools.islice(batches, max(1, workers))
+    return [key for batch in taken for key in batch[2]["__key__"]]
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("scheme", ["http", "pipe"])
@@ -597,7 +603,7 @@ def test_a_disk_that_becomes_full_in_a_run_does_not_stop_it(
     with make(given, tmp_path, **options) as loader:
         server.stop_after(0.5)
         batches = iter(loader)
-        keys = list(next(batches)[2]["__key__"])
+        keys = keys_with_the_cache_open(batches, workers)
         for _ in range(100):  # it may grow just now
             full = shutil.disk_usage(disk).used + (16 << 10)
             command = ["mount", "-o", f"remount,size={full}", disk]
@@ -631,8 +637,7 @@ def test_a_cache_that_is_removed_or_broken_in_a_run_does_not_stop_it(
     with make(urls(server), tmp_path, num_workers=workers, batch_size=1) as loader:
         server.stop_after(0.5)
         batches = iter(loader)
-        first = itertools.islice(batches, max(1, workers))  # one of each worker: all have the cache open
-        keys = [key for batch in first for key in batch[2]["__key__"]]
+        keys = keys_with_the_cache_open(batches, workers)
         damage(tmp_path / "cache")
         server.go_on()
         keys += [key for batch in batches for key in batch[2]["__key__"]]
