@@ -20,7 +20,6 @@ from streamload.transforms.decode import (
     place_in_scratch,
     stored_pixels,
 )
-from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.planned import PlannedTransform, Put
 from streamload.transforms.prepare import Preparation
@@ -130,7 +129,7 @@ class Examples:
         if map_sample is not None:
             return lambda size, allocate: _MappedBatch(map_sample, allocate)
         if isinstance(preprocess, ImagePlan):
-            transform, places = PlannedTransform(preprocess), _Places()
+            transform, places = PlannedTransform(preprocess, self.as_bytes), _Places()
             return lambda size, allocate: _CaptionedBatch(
                 _PlannedImages(transform, self, places, size, allocate), self
             )
@@ -258,7 +257,7 @@ def _channels_first(levels: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class _PlannedImages:
-    """Images by a plan, each normalised while it is in the processor's cache."""
+    """Images by a plan, each put straight into its place in the batch."""
 
     def __init__(
         self,
@@ -271,19 +270,14 @@ class _PlannedImages:
         self._transform, plan = transform, transform.plan
         self._pixels = examples.pixels
         self._preparation = examples.preparation
-        self._statistics = None if examples.as_bytes else plan.statistics
         self._count = 0
-        # The transform writes channels last: into the batch itself, or beside it for the normalising.
-        if self._statistics is None:
+        if examples.as_bytes or plan.statistics is None:
             memory = allocate((size, *plan.size, 3), torch.uint8)
             self._batch = memory.permute(0, 3, 1, 2)
             self._places = places.of(memory, _channels_first)
         else:
             self._batch = allocate((size, 3, *plan.size), torch.float32)
             self._places = places.of(self._batch, torch.unbind)
-            levels = torch.empty((1, *plan.size, 3), dtype=torch.uint8, device="cpu")
-            self._levels = levels.permute(0, 3, 1, 2)
-            (self._image,) = self._levels
 
     def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
         """See BatchInProgress."""
@@ -304,12 +298,7 @@ class _PlannedImages:
             if there is not pixels:
                 put = self._put(there, seed)
         assert put is not None  # as there are pixels
-        place = self._places[self._count]
-        if self._statistics is None:
-            put(out=place)
-        else:
-            put(out=self._levels)
-            normalise_into(self._image, place, *self._statistics)
+        put(out=self._places[self._count])
         self._count += 1
 
     def _put(self, pixels: Pixels, seed: int) -> Put:

@@ -30,6 +30,13 @@ def normalise_into(
     destination.copy_(image).sub_(offset).mul_(factor)
 
 
+@functools.cache
+def packed(mean: Channels, std: Channels) -> bytes:
+    """What `normalise_into` subtracts and multiplies by, as fused.py takes it: float32[2, C]."""
+    offset, factor, _ = _constants(mean, std, torch.device("cpu"))
+    return torch.cat([offset, factor]).numpy().tobytes()
+
+
 def normalise_batch(
     images: torch.Tensor,
     mean: Channels = OPENAI_MEAN,

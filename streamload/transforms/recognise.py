@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from streamload.transforms.fused import Filter
 from streamload.transforms.plan import (
     UNIT,
     Flip,
@@ -23,7 +24,6 @@ from streamload.transforms.plan import (
     Squash,
     Statistics,
 )
-from streamload.transforms.resize import Filter
 
 _TORCHVISION = "torchvision.transforms.transforms"
 _OPEN_CLIP = "open_clip.transform"

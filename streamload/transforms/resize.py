@@ -1,23 +1,23 @@
-"""Resizing with antialias of uint8 images (part of I): Pillow's pixels by torch's kernel, 4× faster.
+"""Resizing with antialias of uint8 images (part of I): Pillow's pixels, 4 to 8× faster.
 
-Both round to uint8 between their two passes, so the passes must come in Pillow's order; then a value differs
-by at most one level (in one of a million or more by two: torch's weights have 15 bits, Pillow's 22).
+By torch's kernel, or by ours (fused.py), which gives the same bits. All round to uint8 between their two
+passes, so the passes must come in Pillow's order; then a value differs by at most one level (in one of a
+million or more by two: torch's weights have 15 bits, Pillow's 22).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
 
+from streamload.transforms import fused
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, memory_of
-
-Filter = Literal["bicubic", "bilinear"]
+from streamload.transforms.fused import Filter
 
 _LONGEST = 8
 """How many times the part that is used a resized image is long before only that part gets computed."""
@@ -45,7 +45,9 @@ def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "
     image = crop(pixels, box)
     if box[2:] == (height, width):
         return image
-    return resizing(image, height, width, by)(out=_empty(height, width))
+    resized = _empty(height, width)
+    resizing(image, height, width, by)(out=resized)
+    return resized
 
 
 def crop(pixels: Pixels, box: Box) -> torch.Tensor:
@@ -58,9 +60,7 @@ def crop(pixels: Pixels, box: Box) -> torch.Tensor:
     )
 
 
-def resizing(
-    image: torch.Tensor, height: int, width: int, by: Filter = "bicubic"
-) -> Callable[..., torch.Tensor]:
+def resizing(image: torch.Tensor, height: int, width: int, by: Filter = "bicubic") -> Callable[..., object]:
     """What resizes a crop whose pixels needn't be there yet: all that can be known of it by then is done.
 
     Args:
@@ -71,11 +71,32 @@ def resizing(
         It puts the result into `out`, uint8[1, 3, height, width]; channels last saves a copy.
     """
     _, _, image_height, image_width = image.shape
-    if _goes_down_first(image_height, image_width, height, width):
-        return functools.partial(_resize_down_first, image, height, width, by)
     if (image_height, image_width) == (height, width):
         return functools.partial(_copied, image)
+    goes_down_first = _goes_down_first(image_height, image_width, height, width)
+    if fused.fits(image):
+        return fused.resizing(image, (height, width), by, goes_down_first, None)
+    if goes_down_first:
+        return functools.partial(_resize_down_first, image, height, width, by)
     return functools.partial(_KERNELS[by], image, (height, width), False, None, None)
+
+
+def resizing_to_floats(
+    image: torch.Tensor, height: int, width: int, by: Filter, statistics: bytes
+) -> Callable[..., object] | None:
+    """The same with the normalising, in one go; None where that can't be.
+
+    Args:
+        image, height, width, by: as for `resizing`.
+        statistics: see normalise.packed.
+
+    Returns:
+        It puts the result into `out`, float32[3, height, width].
+    """
+    if not fused.fits(image):
+        return None
+    goes_down_first = _goes_down_first(image.shape[2], image.shape[3], height, width)
+    return fused.resizing(image, (height, width), by, goes_down_first, statistics)
 
 
 def resize_and_cut(

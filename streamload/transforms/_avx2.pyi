@@ -1,0 +1,14 @@
+def is_supported() -> bool: ...
+def resize_into(
+    source: int,
+    row_bytes: int,
+    height: int,
+    width: int,
+    is_bilinear: bool,
+    is_columns_first: bool,
+    out: int,
+    new_height: int,
+    new_width: int,
+    statistics: bytes | None,
+    /,
+) -> None: ...
