@@ -6,12 +6,13 @@ second come of it, and where does that time go?
 Command: python -m benchmarks.overhead
 
 Warm epochs as warm.py has them, as float32 and as uint8 batches, and as uint8 batches of 256 in place of 64,
-since much is spent once for each batch; each beside the floor of its kind (streamload/bench/floor.py). An
+since much is spent once for each batch; each beside the floor of its kind (streamload/bench/floor.py), and
+the batches of 64 beside the floor by the libraries alone, too, whose resize and normalising are torch's. An
 epoch has three times as many images as warm.py's: its beginning and end, where not all cores are busy, are no
 part of the question, and a gigabyte is more than most processors' caches hold, as a training's data is. The
-two of a kind live at the same time and take turns of two epochs, while the other waits: what a machine that
-others use, too, does from one minute to the next is more than what is looked for. The second epoch of each
-turn is measured. A ratio is the median of those of all turns, each with the one beside it.
+contenders of a kind live at the same time and take turns of two epochs, while the others wait: what a machine
+that others use, too, does from one minute to the next is more than what is looked for. The second epoch of
+each turn is measured. A ratio is the median of those of all turns, each with the one beside it.
 
 Then the same with the functions of the journey wrapped by clocks (contenders/staged.py): each counts its own
 time in the thread where it runs, without that of the stages inside it, over both workers. The clocks cost
@@ -35,7 +36,14 @@ from collections.abc import Sequence
 
 from benchmarks import near, turns
 from benchmarks.contenders.staged import STAGES
-from benchmarks.peers import FLOOR, FLOOR_UINT8, STREAMLOAD, STREAMLOAD_UINT8
+from benchmarks.peers import (
+    FLOOR,
+    FLOOR_OF_LIBRARIES,
+    FLOOR_OF_LIBRARIES_UINT8,
+    FLOOR_UINT8,
+    STREAMLOAD,
+    STREAMLOAD_UINT8,
+)
 from benchmarks.turns import Contender, Row
 
 TIMED = [
@@ -45,11 +53,23 @@ TIMED = [
 LARGE_BATCHES = {"images": "uint8", "preprocess": "default", "batch_size": 256}
 STREAMLOAD_LARGE = Contender("streamload, uint8, batches of 256", "streamload_", LARGE_BATCHES)
 FLOOR_LARGE = Contender("floor, uint8, batches of 256", "floor", LARGE_BATCHES, reads="path")
-CONTENDERS = [FLOOR_UINT8, STREAMLOAD_UINT8, FLOOR_LARGE, STREAMLOAD_LARGE, FLOOR, STREAMLOAD, *TIMED]
+CONTENDERS = [
+    FLOOR_UINT8,
+    FLOOR_OF_LIBRARIES_UINT8,
+    STREAMLOAD_UINT8,
+    FLOOR_LARGE,
+    STREAMLOAD_LARGE,
+    FLOOR,
+    FLOOR_OF_LIBRARIES,
+    STREAMLOAD,
+    *TIMED,
+]
 OF_THE_FLOOR = (
     (STREAMLOAD_UINT8, FLOOR_UINT8, 1.05, 0.97),
+    (STREAMLOAD_UINT8, FLOOR_OF_LIBRARIES_UINT8, 1.05, 0.97),
     (STREAMLOAD_LARGE, FLOOR_LARGE, 1.05, 0.97),
     (STREAMLOAD, FLOOR, 1.12, 0.92),
+    (STREAMLOAD, FLOOR_OF_LIBRARIES, 1.12, 0.92),
 )
 """Which floor each is compared with; the most of its CPU time; the least of its images a second."""
 SHARDS = 24
@@ -80,7 +100,7 @@ def main() -> None:
         {
             **content,
             "ratios": {
-                f"{own.name}, {metric}": by_turn(rows, own, floor, metric)
+                f"{own.name} beside {floor.name}, {metric}": by_turn(rows, own, floor, metric)
                 for own, floor, *_ in OF_THE_FLOOR
                 for metric in METRICS
             },
@@ -96,9 +116,13 @@ def main() -> None:
 
 
 def kinds(contenders: Sequence[Contender]) -> list[list[Contender]]:
-    """Those that are measured together: the floor's kinds, each with what is compared with it."""
-    pairs = [[own, floor] for own, floor, *_ in OF_THE_FLOOR]
-    found = [[one for one in pair if one in contenders] for pair in [*pairs, *([one] for one in TIMED)]]
+    """Those that are measured together: each with its floors."""
+    together: dict[str, list[Contender]] = {}
+    for own, floor, *_ in OF_THE_FLOOR:
+        together.setdefault(own.name, [own]).append(floor)
+    found = [
+        [one for one in kind if one in contenders] for kind in [*together.values(), *([one] for one in TIMED)]
+    ]
     return [kind for kind in found if kind]
 
 

@@ -12,6 +12,15 @@ STREAMLOAD_KEPT = Contender("streamload, last 10 batches kept", "streamload_", {
 
 FLOOR = Contender("floor", "floor", _OWN_TRANSFORM, reads="path")
 FLOOR_UINT8 = Contender("floor, uint8", "floor", {**_OWN_TRANSFORM, "images": "uint8"}, reads="path")
+FLOOR_OF_LIBRARIES = Contender(
+    "floor by the libraries", "floor", {**_OWN_TRANSFORM, "by_libraries": True}, reads="path"
+)
+FLOOR_OF_LIBRARIES_UINT8 = Contender(
+    "floor by the libraries, uint8",
+    "floor",
+    {**_OWN_TRANSFORM, "by_libraries": True, "images": "uint8"},
+    reads="path",
+)
 
 OPEN_CLIP = Contender("open_clip", "openclip", environment="open_clip", reads="path")
 WEBDATASET = Contender("webdataset, cache_dir", "webdataset_")

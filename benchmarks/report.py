@@ -179,19 +179,21 @@ def verification(result: Result) -> str:
 def overhead(result: Result) -> str:
     """Beside the floor; a ratio is the median of those of all turns."""
     rows = []
-    for own, ratios in _ratios(result).items():
+    for pair, ratios in _ratios(result).items():
         cpu, speed = (ratios[metric] for metric in ("loading_us_per_image", "images_per_second"))
+        own, _, floor = pair.partition(" beside ")
         row = result["medians"][own]
         rows.append(
             [
                 own,
+                floor,
                 f"{row['loading_us_per_image']:,.0f}",
                 _of_turns(cpu),
                 f"{row['consumer_us_per_image']:,.0f}",
                 _of_turns(speed),
             ]
         )
-    columns = ["CPU µs an image", "× the floor's (middle half)", "beside it the consumer, µs"]
+    columns = ["beside", "CPU µs an image", "× the floor's (middle half)", "beside it the consumer, µs"]
     return table(["", *columns, "images/s, × the floor's (middle half)"], rows)
 
 

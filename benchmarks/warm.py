@@ -24,10 +24,10 @@ the table, and so is the index that Megatron-Energon and DALI make.
 
 Result: results/warm.json; docs/performance.md has it as a table.
 
-Explanation: decoding, resizing and normalising are nearly all of the work. The default transform does them
-by simplejpeg and torch's uint8 resize, with one image in the cache of the CPU at a time, into shared memory
-that is used again; most of the others by Pillow and torchvision, with a copy of each batch through fresh
-shared memory.
+Explanation: decoding, resizing and normalising are nearly all of the work. The default transform does
+them by simplejpeg and a resize that normalises, with one image in the cache of the CPU at a time, into
+shared memory that is used again; most of the others by Pillow and torchvision, with a copy of each batch
+through fresh shared memory.
 """
 
 from benchmarks import near, turns

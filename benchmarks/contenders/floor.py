@@ -22,6 +22,7 @@ def main() -> None:
             batch_size=job.batch_size,
             tokenizer=tokenize,
             passes=passes,
+            by_libraries=job.by_libraries,
         )
 
     passes = []

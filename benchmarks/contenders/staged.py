@@ -34,7 +34,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
     "decode": [(examples, "decode_there")],
-    "resize": [(resize._KERNELS, "bicubic"), *([(fused._avx2, "resize_into")] if fused._avx2 else [])],
+    "resize": [(resize._KERNELS, "bicubic"), *([(fused, "kernel")] if fused.kernel else [])],
     "normalise": [(planned, "normalise_into")],
     "tokenize": [(BatchTokenizer, "__call__")],
     "hand-over": [(Slots, "empty"), (Slots, "hand_over")],

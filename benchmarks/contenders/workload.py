@@ -60,6 +60,7 @@ class Job:
         start_method: how workers are started, "fork", "spawn" or "forkserver"; None for the loader's default.
         state: a file for the loader's state.
         save_after: behind so many batches of the last epoch the state goes there, or went; None for never.
+        by_libraries: of the floor, by nothing of streamload's own.
         takes_up: begin with the state that is there, and go through the rest of its epoch.
         in_turn: wait before each turn of epochs but the first until it is this contender's.
     """
@@ -87,6 +88,7 @@ class Job:
     start_method: str | None = None
     state: str | None = None
     save_after: int | None = None
+    by_libraries: bool = False
     takes_up: bool = False
     in_turn: bool = False
 

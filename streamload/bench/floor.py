@@ -3,7 +3,8 @@
 Bare processes, one per worker, read shards out of the page cache with a header parser of their own, decode,
 crop, resize and tokenize with the libraries that streamload uses, and write into one private batch each, over
 and over. They hand nothing over, keep no order, verify nothing, survive nothing: a bad image ends them.
-Written once, as fast as it could be made, and then left alone.
+Written once, as fast as it could be made, and then left alone; but where streamload has a resize of its own
+(transforms/fused.py), the floor can have it, too: by the libraries alone it is no floor any more.
 
 What was tried for each part, on 520×390 photographs and one core, in microseconds of CPU an image (of several
 rounds in turn; the machine was busy, so read the ratios), the one that is used first:
@@ -26,6 +27,7 @@ rounds in turn; the machine was busy, so read the ratios), the one that is used 
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import multiprocessing
@@ -44,6 +46,9 @@ from typing import Any, Literal
 import numpy as np
 import simplejpeg
 import torch
+
+from streamload.transforms import fused
+from streamload.transforms.normalise import packed
 
 Form = Literal["uint8", "float32", "decode"]
 """uint8[N, 3, 224, 224] channels last; float32[N, 3, 224, 224] normalised; or decoded and no more."""
@@ -83,6 +88,7 @@ def run(
     tokenizer: Tokenize | None = None,
     samples: int | None = None,
     passes: int = 1,
+    by_libraries: bool = False,
 ) -> list[Pass]:
     """Go through shards; all workers begin each pass at one barrier.
 
@@ -95,16 +101,18 @@ def run(
             once for each word.
         samples: the first so many; None for all.
         passes: how often.
+        by_libraries: resize and normalise by torch's kernels, even where streamload doesn't.
 
     Raises:
         RuntimeError: a worker ended, with its own words.
     """
     shares = _deal(paths, workers, samples)
+    batch = functools.partial(Batch, batch_size, form, tokenizer, by_libraries)
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(workers)
     pipes = [context.Pipe(duplex=False) for _ in shares]
     processes = [
-        context.Process(target=_worker, args=(share, form, batch_size, tokenizer, passes, barrier, writer))
+        context.Process(target=_worker, args=(share, batch, batch_size, passes, barrier, writer))
         for share, (_, writer) in zip(shares, pipes, strict=True)
     ]
     for process in processes:
@@ -231,7 +239,7 @@ class Batch:
         ids: int64[N, 77].
     """
 
-    def __init__(self, size: int, form: Form, tokenizer: Tokenize | None) -> None:
+    def __init__(self, size: int, form: Form, tokenizer: Tokenize | None, by_libraries: bool = False) -> None:
         levels = torch.empty((size if form == "uint8" else 1, SIZE, SIZE, 3), dtype=torch.uint8)
         self._places = [place[None] for place in levels.permute(0, 3, 1, 2)]
         self.images = levels.permute(0, 3, 1, 2)
@@ -242,6 +250,9 @@ class Batch:
             self._places *= size
         elif form == "decode":
             self._places *= size
+        self._kernel = None if by_libraries else fused.kernel
+        self._addresses = [place.data_ptr() for place in self._normalised or self._places]
+        self._statistics = packed(_MEAN, _STD) if form == "float32" else None
         self.ids = np.zeros((size, LENGTH), np.int64)
         self._resizes, self._tokenizer = form != "decode", tokenizer
         self._pixels = np.empty(3 * _PIXELS, np.uint8)
@@ -265,6 +276,12 @@ class Batch:
 
     def resize(self, place: int, crop: Any) -> None:
         """Resize uint8[1, H, W, 3] into its place; normalise it there while it is in the cache."""
+        if self._kernel is not None:
+            (_, height, width, _), row_bytes = crop.shape, crop.strides[1]
+            pixels: int = crop.__array_interface__["data"][0]
+            given = pixels, row_bytes, height, width, False, False
+            self._kernel(*given, self._addresses[place], SIZE, SIZE, self._statistics)
+            return
         image = torch.from_numpy(crop).permute(0, 3, 1, 2)
         _resize(image, (SIZE, SIZE), False, None, None, out=self._places[place])
         if self._normalised:
@@ -320,15 +337,14 @@ def _deal(paths: Sequence[str], workers: int, samples: int | None) -> list[list[
 
 def _worker(
     share: list[Piece],
-    form: Form,
+    begin: Callable[[], Batch],
     batch_size: int,
-    tokenizer: Tokenize | None,
     passes: int,
     barrier: Barrier,
     results: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    batch, draw, done = Batch(batch_size, form, tokenizer), random.Random(os.getpid()).random, []
+    batch, draw, done = begin(), random.Random(os.getpid()).random, []
     try:
         for _ in range(passes):
             barrier.wait(_PATIENCE_SECONDS)

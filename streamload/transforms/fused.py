@@ -6,7 +6,6 @@ AVX2; everywhere else torch's kernel does the same (resize.py).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
@@ -25,11 +24,16 @@ except ImportError:
     _avx2 = None
 
 
-@functools.cache
+kernel: Callable[..., None] | None = None
+"""`resize_into` of _avx2.c; None where it can't be used."""
+if _avx2 is not None and _avx2.is_supported():
+    kernel = _avx2.resize_into
+
+
 def why_not() -> str:
-    """Why images aren't resized by it; empty: they are."""
+    """Why it can't be used here; empty: it can."""
     if _avx2 is None:
-        return "streamload was installed without a C compiler"
+        return "streamload was installed without a C compiler for this processor"
     return "" if _avx2.is_supported() else "the processor has no AVX2"
 
 
@@ -37,7 +41,7 @@ def fits(image: torch.Tensor) -> bool:
     """Whether an image can be resized by it: uint8[1, 3, H, W], each pixel's channels side by side."""
     _, _, height, width = image.shape
     _, channel, _, pixel = image.stride()
-    return (channel, pixel) == (1, 3) and max(height, width) <= _LONGEST and not why_not()
+    return (channel, pixel) == (1, 3) and max(height, width) <= _LONGEST and kernel is not None
 
 
 def resizing(
@@ -60,8 +64,8 @@ def resizing(
         It puts the result into `out`: uint8[1, 3, height, width], where channels last saves a copy;
         normalised, float32[3, height, width].
     """
-    assert _avx2 is not None
-    resize_into, (height, width) = _avx2.resize_into, size
+    assert kernel is not None
+    resize_into, (height, width) = kernel, size
     _, _, image_height, image_width = image.shape
     source, row_bytes, is_bilinear = image.data_ptr(), image.stride(2), by == "bilinear"
 
