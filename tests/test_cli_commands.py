@@ -20,6 +20,7 @@ from streamload.cli import main
 from streamload.cli.doctor import examine
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from streamload.transforms.kernel import why_not
 
 COMMANDS = ("bench", "demo", "doctor", "pack", "version", "warm", "cache")
 
@@ -268,6 +269,10 @@ def test_doctor_shows_each_setting_and_where_it_comes_from(streamload, tmp_path)
     assert "revalidate never default (STREAMLOAD_REVALIDATE is not set)" in text
     assert "eviction plan default (STREAMLOAD_EVICTION is not set)" in text
     assert "(1 GB or 2% of the disk) default (STREAMLOAD_FREE_DISK is not set)" in text
+    reason = why_not()
+    assert (
+        f"resizing by torch's kernel, as {reason}" if reason else "resizing by its own kernel, with AVX2"
+    ) in text
     assert not (tmp_path / "tier").exists()
     assert list(tmp_path.iterdir()) == []
 

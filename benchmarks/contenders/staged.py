@@ -19,7 +19,7 @@ from streamload.dataset import journey, supply
 from streamload.dataset.steps import Step, Steps
 from streamload.handoff import Slots
 from streamload.shards.index import IndexReader
-from streamload.transforms import decode, examples, fused, planned, resize
+from streamload.transforms import decode, examples, kernel, planned, resize
 from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.tokenize import BatchTokenizer
 
@@ -34,7 +34,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
     "decode": [(examples, "decode_there")],
-    "resize": [(resize._KERNELS, "bicubic"), *([(fused, "kernel")] if fused.kernel else [])],
+    "resize": [(resize._KERNELS, "bicubic"), *([(kernel, "resize_into")] if kernel.resize_into else [])],
     "normalise": [(planned, "normalise_into")],
     "tokenize": [(BatchTokenizer, "__call__")],
     "hand-over": [(Slots, "empty"), (Slots, "hand_over")],

@@ -4,7 +4,7 @@ Bare processes, one per worker, read shards out of the page cache with a header 
 crop, resize and tokenize with the libraries that streamload uses, and write into one private batch each, over
 and over. They hand nothing over, keep no order, verify nothing, survive nothing: a bad image ends them.
 Written once, as fast as it could be made, and then left alone; but where streamload has a resize of its own
-(transforms/fused.py), the floor can have it, too: by the libraries alone it is no floor any more.
+(transforms/_avx2.c), the floor can have it, too: by the libraries alone it is no floor any more.
 
 What was tried for each part, on 520×390 photographs and one core, in microseconds of CPU an image (of several
 rounds in turn; the machine was busy, so read the ratios), the one that is used first:
@@ -47,7 +47,7 @@ import numpy as np
 import simplejpeg
 import torch
 
-from streamload.transforms import fused
+from streamload.transforms import kernel
 from streamload.transforms.normalise import packed
 
 Form = Literal["uint8", "float32", "decode"]
@@ -250,7 +250,7 @@ class Batch:
             self._places *= size
         elif form == "decode":
             self._places *= size
-        self._kernel = None if by_libraries else fused.kernel
+        self._kernel = None if by_libraries else kernel.resize_into
         self._addresses = [place.data_ptr() for place in self._normalised or self._places]
         self._statistics = packed(_MEAN, _STD) if form == "float32" else None
         self.ids = np.zeros((size, LENGTH), np.int64)

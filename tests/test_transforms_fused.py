@@ -1,0 +1,235 @@
+"""Crop, resize and normalise in one go: torch's kernels' bits, and nothing beside it touched."""
+
+import io
+import itertools
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from photographs import clip_examples
+from PIL import Image
+
+from streamload.handoff import own_empty
+from streamload.transforms import fused, kernel, resize
+from streamload.transforms.augment import Box
+from streamload.transforms.examples import Sample
+from streamload.transforms.normalise import normalise_into, packed
+from streamload.transforms.plan import OPENAI
+from streamload.transforms.resize import crop, resize_and_cut, resize_box
+
+FILTERS = ("bicubic", "bilinear")
+needs_it = pytest.mark.skipif(bool(kernel.why_not()), reason=kernel.why_not())
+
+
+def by_torch(image, size, by, is_columns_first):
+    """uint8[1, 3, H, W] resized by torch's kernel, in the same order of passes."""
+    if is_columns_first:
+        between = resize._empty(size[0], image.shape[3])
+        image = resize._KERNELS[by](image, (size[0], image.shape[3]), False, None, None, out=between)
+    return resize._KERNELS[by](image, size, False, None, None, out=resize._empty(*size))
+
+
+def by_us(image, size, by, is_columns_first):
+    out = resize._empty(*size)
+    fused.resizing(image, size, by, is_columns_first, None)(out=out)
+    return out
+
+
+def noise(height, width, seed=0):
+    """Black and white as often as what is between: the sums reach beyond both ends."""
+    rng = np.random.default_rng(seed)
+    levels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.where(rng.random(levels.shape) < 0.5, levels // 128 * 255, levels).astype(np.uint8)
+
+
+side = st.one_of(st.integers(1, 40), st.integers(1, 700), st.sampled_from([8, 16, 224, 448]))
+
+
+@needs_it
+@settings(max_examples=150, deadline=None)
+@given(
+    height=side,
+    width=side,
+    size=st.tuples(side, side),
+    by=st.sampled_from(FILTERS),
+    is_columns_first=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_every_bit_is_that_of_torchs_kernels(height, width, size, by, is_columns_first, seed):
+    image = crop(noise(height + 3, width + 5, seed), Box(1, 2, height, width))
+    expected = by_torch(image, size, by, is_columns_first)
+    assert torch.equal(by_us(image, size, by, is_columns_first), expected)
+
+    floats, normalised = torch.empty(3, *size), torch.empty(3, *size)
+    fused.resizing(image, size, by, is_columns_first, packed(*OPENAI))(out=floats)
+    normalise_into(expected[0], normalised, *OPENAI)
+    assert torch.equal(floats, normalised)
+
+
+@needs_it
+@pytest.mark.parametrize("by", FILTERS)
+@pytest.mark.parametrize("is_columns_first", [False, True])
+def test_weights_are_torchs_for_every_length_of_the_usual_ones(by, is_columns_first):
+    """A weight that is rounded otherwise shows in a line of white behind black."""
+    line = torch.from_numpy(np.repeat(np.arange(700) % 7 < 3, 3).astype(np.uint8).reshape(1, 700, 3) * 255)
+    for length in range(1, 700):
+        image = line[:, :length].permute(2, 0, 1)[None]
+        assert torch.equal(
+            by_us(image, (1, 224), by, is_columns_first), by_torch(image, (1, 224), by, is_columns_first)
+        )
+
+
+@needs_it
+@pytest.mark.parametrize("size", [(1, 1), (3, 1000), (1000, 3), (4000, 2), (2, 16384), (16384, 1)])
+def test_images_that_are_very_long_are_resized_alike(size):
+    image = torch.from_numpy(noise(*size)).permute(2, 0, 1)[None]
+    for by, is_columns_first in itertools.product(FILTERS, (False, True)):
+        assert fused.fits(image)
+        assert torch.equal(
+            by_us(image, (224, 224), by, is_columns_first), by_torch(image, (224, 224), by, is_columns_first)
+        )
+
+
+@needs_it
+def test_a_place_in_any_layout_gets_the_image():
+    image = torch.from_numpy(noise(300, 400)).permute(2, 0, 1)[None]
+    expected = by_us(image, (224, 224), "bicubic", False)
+    planes = torch.empty(1, 3, 224, 224, dtype=torch.uint8)
+    part = torch.zeros(1, 3, 230, 230, dtype=torch.uint8)
+    for place in (planes, part[:, :, 3:-3, 3:-3]):
+        fused.resizing(image, (224, 224), "bicubic", False, None)(out=place)
+        assert torch.equal(place, expected)
+    assert part.count_nonzero() == expected.count_nonzero()
+
+
+@needs_it
+def test_an_image_goes_on_living_until_it_is_resized():
+    def whole():
+        return torch.from_numpy(noise(2000, 2000)).permute(2, 0, 1)[None]
+
+    put = fused.resizing(whole(), (64, 64), "bicubic", False, None)  # nobody else has it
+    out = resize._empty(64, 64)
+    put(out=out)
+    assert torch.equal(out, by_us(whole(), (64, 64), "bicubic", False))
+
+
+@needs_it
+def test_threads_dont_disturb_each_other():
+    images = [torch.from_numpy(noise(200 + 40 * n, 420 - 30 * n, n)).permute(2, 0, 1)[None] for n in range(6)]
+    expected = [by_us(image, (224, 224), "bicubic", bool(n % 2)) for n, image in enumerate(images)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            found = pool.map(lambda n: by_us(images[n], (224, 224), "bicubic", bool(n % 2)), range(6))
+            assert all(map(torch.equal, found, expected))
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import numpy as np
+from streamload.transforms import kernel
+from streamload.transforms.normalise import packed
+from streamload.transforms.plan import OPENAI
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def at_the_end(size):
+    "Memory that ends where the next page can't be touched, and begins behind one."
+    page = mmap.PAGESIZE
+    pages = -(-size // page)
+    memory = mmap.mmap(-1, (pages + 2) * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for guard in (start, start + (pages + 1) * page):
+        assert not libc.mprotect(ctypes.c_void_p(guard), page, 0), ctypes.get_errno()
+    return memory, start + (pages + 1) * page - size, start + page
+
+kept, tried = [], 0
+for width in [*range(1, 45), 223, 300]:
+    for height in (1, 2, 7, 8, 9, 16, 17, 40):
+        for new in ((1, 1), (5, 3), (8, 10), (9, 11), (24, 7), (17, 43), (3, 224)):
+            for columns_first in (False, True):
+                for statistics in (None, packed(*OPENAI)):
+                    bytes_ = new[0] * new[1] * 3 * (4 if statistics else 1)
+                    for which in (1, 2):
+                        memory, *source = at_the_end(height * width * 3)
+                        other, *out = at_the_end(bytes_)
+                        kernel.resize_into(source[which - 1], width * 3, height, width, False, columns_first,
+                                     out[which - 1], *new, statistics)
+                        tried += 1
+                        if tried % 500 == 0:
+                            kept.clear()
+                        kept.append((memory, other))
+print(tried)
+"""
+
+
+@needs_it
+def test_nothing_beside_an_image_and_its_place_is_touched():
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{46 * 8 * 7 * 2 * 2 * 2}\n"), done.stderr[-2000:]
+
+
+@needs_it
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((0, 3, 0, 1, False, False, 0, 1, 1, None), ValueError, "a side of 0 pixels"),
+        ((0, 3, 1, 65537, False, False, 0, 1, 1, None), ValueError, "a side of 65537 pixels"),
+        ((0, 3, 1, 1, False, False, 0, 1, 0, None), ValueError, "a side of 0 pixels"),
+        ((0, 3, 1, 1, False, False, 0, 1, 1, b"short"), ValueError, "six float32"),
+        ((0, 3, 1, 1, False, False, 0, 1, 1, 7), TypeError, "bytes"),
+        ((0, 3, -1, 1, False, False, 0, 1, 1, None), OverflowError, "negative"),
+        ((0, 3), TypeError, "expected 10 arguments, got 2"),
+    ],
+)
+def test_what_makes_no_sense_is_an_error(arguments, error, words):
+    with pytest.raises(error, match=words):
+        kernel.resize_into(*arguments)
+
+
+def test_images_whose_channels_arent_neighbours_or_that_are_too_long_are_torchs():
+    planes = torch.zeros(1, 3, 40, 50, dtype=torch.uint8)
+    assert not fused.fits(planes)
+    assert not fused.fits(torch.zeros(1, 16385, 1, 3, dtype=torch.uint8).permute(0, 3, 1, 2))
+    assert not fused.fits(planes[:, :, ::2, ::2])
+
+
+@pytest.mark.parametrize("by", FILTERS)
+def test_without_it_torchs_kernel_gives_the_same(by, monkeypatch):
+    pixels = noise(480, 640)
+    boxes = [Box(0, 0, 480, 640), Box(10, 20, 400, 150), Box(3, 5, 100, 600), Box(0, 0, 224, 500)]
+    ours = [resize_box(pixels, box, 224, 224, by) for box in boxes]
+    cut = resize_and_cut(pixels, 300, 400, Box(20, 30, 224, 224), by)
+    monkeypatch.setattr(kernel, "resize_into", None)
+    theirs = [resize_box(pixels, box, 224, 224, by) for box in boxes]
+    assert all(map(torch.equal, ours, theirs))
+    assert torch.equal(cut, resize_and_cut(pixels, 300, 400, Box(20, 30, 224, 224), by))
+
+
+def test_batches_are_the_same_without_it(monkeypatch):
+    files = []
+    for number, shape in enumerate([(375, 500), (500, 300), (224, 224), (40, 60), (3, 900)]):
+        file = io.BytesIO()
+        Image.fromarray(noise(*shape, number)).save(file, "JPEG")
+        files.append(memoryview(bytearray(file.getvalue())))
+
+    def batches():
+        for as_bytes in (True, False):
+            batch = clip_examples(as_bytes).ready()(len(files), own_empty)
+            for seed, file in enumerate(files):
+                batch.add(batch.look_at(Sample(str(seed), "", {"jpg": file, "txt": memoryview(b"a")}), seed))
+            yield batch.finish()["image"]
+
+    ours = list(batches())
+    assert [batch.dtype for batch in ours] == [torch.uint8, torch.float32]
+    monkeypatch.setattr(kernel, "resize_into", None)
+    assert all(map(torch.equal, ours, batches()))
+
+
+def test_it_is_built_where_there_is_a_compiler_and_says_why_not_elsewhere(monkeypatch):
+    monkeypatch.setattr(kernel, "_avx2", None)
+    assert kernel.why_not() == "streamload was installed without a C compiler for this processor"
