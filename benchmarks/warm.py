@@ -10,7 +10,7 @@ ids by open_clip's own tokenizer, one channel of every image read by the consume
 measured one (near.py). What streamload does more than the others: it verifies the checksum of each sample
 that it reads.
 
-Contenders: streamload with its default transform (the pixels of open_clip's within one level of 255), and
+Contenders: streamload with its default transform (open_clip's pixels), and
 as uint8 batches; for both the floor (streamload/bench/floor.py): bare processes that do this work as fast
 as it could be made here, and keep no order, verify nothing and hand nothing over, so that nobody reads
 their batches (overhead.py compares them in more rounds); the default with a consumer that keeps the last 10

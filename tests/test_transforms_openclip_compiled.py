@@ -4,6 +4,7 @@ These run in the environment that has open_clip.
 """
 
 import logging
+import random
 import subprocess
 import sys
 import warnings
@@ -17,6 +18,7 @@ import streamload
 from streamload.errors import OptionError
 from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.torchvision_stub import define_torchvision_schemas
+from streamload.transforms import kernel
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import OPENAI, clip_plan
 from streamload.transforms.planned import PlannedTransform
@@ -72,6 +74,39 @@ KNOWN = {
     "levels": transforms.Compose([transforms.Resize((50, 70), BICUBIC), transforms.PILToTensor()]),
 }  # fmt: skip
 
+JITTER = {"color_jitter": (0.4, 0.4, 0.4, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.2}
+GIVEN = {
+    "jittered": colour_of(transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)),
+    "open_clip's jitter": open_clips(64, is_train=True, aug_cfg=JITTER),
+    "flipped, now and then jittered, and grey": colour_of(
+        transforms.RandomHorizontalFlip(),
+        transforms.RandomApply([transforms.ColorJitter(0.8, 0.8, 0.8, 0.2)], 0.8),
+        transforms.RandomGrayscale(0.2),
+    ),
+    "blurred": colour_of(transforms.RandomApply([transforms.GaussianBlur(5)]), transforms.RandomGrayscale()),
+    "augmented": colour_of(transforms.RandAugment()),
+    "trivially": colour_of(transforms.TrivialAugmentWide()),
+    "by a policy": colour_of(transforms.AutoAugment()),
+    "mixed": colour_of(transforms.AugMix()),
+    "one or the other": colour_of(
+        transforms.RandomChoice([transforms.RandomSolarize(128), transforms.RandomPosterize(3)]),
+        transforms.RandomOrder([transforms.RandomInvert(), transforms.RandomEqualize()]),
+    ),
+    "turned": colour_of(transforms.RandomRotation(30), transforms.RandomVerticalFlip()),
+    "bent": colour_of(transforms.RandomAffine(10, (0.1, 0.1)), transforms.RandomPerspective()),
+    "evaluated jittered": chain(
+        transforms.Resize(80), transforms.CenterCrop(72), transforms.ColorJitter(0.5)
+    ),
+    "with a frame": transforms.Compose(
+        [*open_clips(96, is_train=False, resize_mode="longest").transforms[:2], transforms.RandomInvert(0.5),
+         transforms.ToTensor()]
+    ),
+    "levels, sharp": transforms.Compose(
+        [transforms.Resize((50, 70), BICUBIC), transforms.RandomAdjustSharpness(2), transforms.PILToTensor()]
+    ),
+}  # fmt: skip
+EXACT = pytest.mark.skipif(bool(kernel.why_not()), reason=kernel.why_not())
+
 
 def as_given(transform, pixels, seed):
     with SeededGenerators() as generators:
@@ -94,15 +129,53 @@ def test_a_known_chain_gives_the_same_image_by_its_plan(name):
     transform, plan = KNOWN[name], recognise(KNOWN[name])
     std = 1 / 255 if plan.statistics is None else min(plan.statistics.std)
     apart = []
+    assert not plan.given
     for number in range(30):
         pixels = photograph(*SIZES[number % len(SIZES)], which=number % 5)
         expected = as_given(transform, pixels, seed=31 * number)
         ours = as_planned(plan, pixels, seed=31 * number)
         assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+        if not kernel.why_not():
+            assert torch.equal(ours, expected)
         apart.append(((ours.double() - expected.double()).abs() * 255 * std).flatten())
     every = torch.cat(apart)
     assert every.max() < 2.01
     assert (every > 1.01).sum() <= 5e-6 * every.numel() + 3
+
+
+@EXACT
+@pytest.mark.parametrize("name", GIVEN)
+def test_functions_that_keep_an_images_size_run_as_given_within_a_plan(name):
+    transform, plan = GIVEN[name], recognise(GIVEN[name])
+    assert plan.given
+    differ = 0
+    for number in range(30):
+        pixels = photograph(*SIZES[number % len(SIZES)], which=number % 5)
+        expected = as_given(transform, pixels, seed=77 * number)
+        with SeededGenerators():
+            ours = as_planned(plan, pixels, seed=77 * number)
+            other = as_planned(plan, pixels, seed=77 * number + 1)
+        assert torch.equal(ours, expected)
+        differ += not torch.equal(ours, other)
+    assert differ > 10
+
+
+@EXACT
+def test_a_function_that_gives_another_size_after_all_is_an_error_that_names_it(monkeypatch):
+    plan = recognise(colour_of(transforms.GaussianBlur(3)))
+    monkeypatch.setattr(transforms.GaussianBlur, "forward", lambda self, image: image.crop((0, 0, 9, 9)))
+    with (
+        SeededGenerators(),
+        pytest.raises(TypeError, match=r"GaussianBlur.* gave an image of 9×9 in RGB, where one of 128×96"),
+    ):
+        as_planned(plan, photograph(300, 200), seed=1)
+
+
+def test_without_our_kernel_what_would_make_more_of_a_difference_runs_as_given(monkeypatch):
+    monkeypatch.setattr(kernel, "_avx2", None)
+    with pytest.raises(NotRecognised, match="ColorJitter needs Pillow's pixels to the bit, and streamload"):
+        recognise(GIVEN["jittered"])
+    assert recognise(KNOWN["flipped and grey"]).colour
 
 
 def test_what_runs_without_arguments_is_what_open_clip_has_by_default():
@@ -119,10 +192,10 @@ def test_what_runs_without_arguments_is_what_open_clip_has_by_default():
         (transforms.Compose([]), "it doesn't resize"),
         (chain(transforms.Resize(64)), "of several sizes"),
         (transforms.Compose([transforms.Resize((64, 64))]), "doesn't end in a tensor"),
-        (colour_of(transforms.ColorJitter(0.4)), "ColorJitter isn't known"),
-        (colour_of(transforms.RandomVerticalFlip()), "RandomVerticalFlip isn't known"),
-        (open_clips(64, is_train=True, aug_cfg={"color_jitter": (0.4,) * 4, "color_jitter_prob": 0.8}),
-         "color_jitter isn't known"),
+        (colour_of(transforms.RandomRotation(5, expand=True)), "RandomRotation isn't known"),
+        (colour_of(transforms.RandomApply([lambda image: image])), "RandomApply isn't known"),
+        (colour_of(transforms.Pad(2)), "Pad isn't known"),
+        (colour_of(transforms.Grayscale(1)), "Grayscale isn't known"),
         (chain(transforms.RandomHorizontalFlip(), transforms.Resize((8, 8))), "RandomHorizontalFlip"),
         (transforms.Compose([*colour_of().transforms, transforms.RandomErasing()]), "RandomErasing"),
         (chain(transforms.Resize(64, max_size=90), transforms.CenterCrop(64)),
@@ -171,6 +244,32 @@ def images(shards, tmp_path, **options):
         return torch.cat([image for image, _ in loader])
 
 
+def seen_with_generators(shards, tmp_path, **options):
+    """The images, and what the global generators give after them."""
+    torch.manual_seed(5)
+    random.seed(5)
+    seen = images(shards, tmp_path, **options)
+    return seen, torch.rand(3), torch.tensor([random.random() for _ in range(3)])
+
+
+@EXACT
+@pytest.mark.parametrize("name", ["jittered", "open_clip's jitter", "augmented", "levels, sharp"])
+def test_a_loader_gives_the_same_batches_with_a_plan_that_holds_functions_as_given(name, shards, tmp_path):
+    transform = GIVEN[name]
+    (ours, *generators), (given, *as_before) = (
+        seen_with_generators(shards, tmp_path, preprocess=transform, compile=compile_, num_workers=0)
+        for compile_ in (True, False)
+    )
+    assert torch.equal(ours, given)
+    assert all(map(torch.equal, generators, as_before))
+    assert torch.equal(ours, images(shards, tmp_path, preprocess=transform, num_workers=2))
+    if transform is not GIVEN["levels, sharp"]:
+        levels = images(shards, tmp_path, preprocess=transform, image_dtype="uint8")
+        mean, std = recognise(transform).statistics
+        mean, std = (torch.tensor(of).view(3, 1, 1) for of in (mean, std))
+        assert torch.equal(levels.to(torch.float32).div(255).sub(mean).div(std), given)
+
+
 @pytest.mark.parametrize("name", ["open_clip's training", "some grey", "flipped and grey", "longest"])
 def test_a_loader_gives_the_same_batches_compiled_and_as_given(name, shards, tmp_path, caplog):
     transform = KNOWN[name]
@@ -180,6 +279,8 @@ def test_a_loader_gives_the_same_batches_compiled_and_as_given(name, shards, tmp
     assert "preprocess= is compiled" in caplog.text
     given = images(shards, tmp_path, preprocess=transform, compile=False)
     assert (ours.shape, ours.dtype) == (given.shape, given.dtype)
+    if not kernel.why_not():
+        assert torch.equal(ours, given)
     levels = (ours - given).abs() * 255 * min(statistics.std)
     assert levels.max() < 2.01
     assert (levels > 1.01).float().mean() < 1e-5
@@ -196,8 +297,8 @@ def test_levels_are_what_a_worker_would_have_normalised(shards, tmp_path):
 
 
 def test_levels_are_asked_for_only_where_they_can_be_had(shards, tmp_path):
-    with pytest.raises(OptionError, match="ColorJitter isn't known"):
-        images(shards, tmp_path, preprocess=colour_of(transforms.ColorJitter(0.4)), image_dtype="uint8")
+    with pytest.raises(OptionError, match="Pad isn't known"):
+        images(shards, tmp_path, preprocess=colour_of(transforms.Pad(2)), image_dtype="uint8")
     with pytest.raises(OptionError, match="functions as given"):
         images(shards, tmp_path, preprocess=KNOWN["grey"], image_dtype="uint8", compile=False)
     with pytest.raises(OptionError, match="image_dtype='int8'"):
@@ -205,10 +306,10 @@ def test_levels_are_asked_for_only_where_they_can_be_had(shards, tmp_path):
 
 
 def test_a_transform_that_is_not_recognised_runs_as_given_and_the_log_says_why(shards, tmp_path, caplog):
-    transform = colour_of(transforms.ColorJitter(0.4))
+    transform = colour_of(transforms.Pad(2))
     with caplog.at_level(logging.INFO, "streamload"):
         ours = images(shards, tmp_path, preprocess=transform)
-    assert "preprocess= runs as given: ColorJitter isn't known" in caplog.text
+    assert "preprocess= runs as given: Pad isn't known" in caplog.text
     assert torch.equal(ours, images(shards, tmp_path, preprocess=transform, compile=False))
 
 

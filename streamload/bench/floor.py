@@ -279,8 +279,8 @@ class Batch:
         if self._kernel is not None:
             (_, height, width, _), row_bytes = crop.shape, crop.strides[1]
             pixels: int = crop.__array_interface__["data"][0]
-            given = pixels, row_bytes, height, width, False, False
-            self._kernel(*given, self._addresses[place], SIZE, SIZE, self._statistics)
+            given = pixels, row_bytes, height, width, False, False, SIZE, SIZE
+            self._kernel(*given, self._addresses[place], 0, 0, SIZE, SIZE, self._statistics)
             return
         image = torch.from_numpy(crop).permute(0, 3, 1, 2)
         _resize(image, (SIZE, SIZE), False, None, None, out=self._places[place])

@@ -264,7 +264,7 @@ def _libraries() -> list[Finding]:
 
 
 def _resizing() -> Finding:
-    """Whose kernel resizes images: ours takes half of the time."""
+    """Whose kernel resizes images: ours is Pillow's to the bit, in half of the time that torch's takes."""
     from streamload.transforms.kernel import why_not
 
     reason = why_not()

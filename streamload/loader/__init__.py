@@ -85,10 +85,10 @@ def make_loader(
             any `list[str] → int64[N, L]`. None leaves captions as strings.
         preprocess: PIL image to tensor. A chain of torchvision's and open_clip's functions as open_clip's
             `preprocess_train` and `preprocess_val` is compiled if all of it is known (docs/transforms.md has
-            the list): a faster path to the same boxes, flips, and pixels within one level of 255. Anything
-            else runs as given, its random generators seeded by the sample; the log says which. None:
-            open_clip's default for 224 pixels (in training a random resized crop, else resize and centre
-            crop), compiled.
+            the list): a faster path to the same batch, to the bit where the package was built with a C
+            compiler, else within one level of 255. Anything else runs as given, its random generators seeded
+            by the sample; the log says which. None: open_clip's default for 224 pixels (in training a random
+            resized crop, else resize and centre crop), compiled.
         compile: False runs `preprocess` as given in any case.
         image_dtype: "uint8" leaves a compiled transform's images as levels, a quarter of the bytes, to be
             normalised by whoever uses them. (On a device they are moved as uint8 anyway.)

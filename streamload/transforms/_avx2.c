@@ -1,15 +1,19 @@
 /* Crop, resize with antialias and normalise one RGB image in one go, with AVX2.
  *
- * The levels are those of torch's uint8 kernel (aten/src/ATen/native/cpu/UpSampleKernel.cpp), bit for bit: weights in
- * double, rounded to 15 bits and a sign, with as many of them behind the point as the largest allows; sums in 32 bits;
- * a rounding to uint8 after each of the two passes. Integers add up to the same in any order, so what differs is only
- * where they lie: eight rows go through the first pass side by side, and what it makes of them stays in the
- * processor's first cache until the second pass has used it.
+ * The levels are those of Pillow's 8-bit resize (src/libImaging/Resample.c), bit for bit: weights in double, rounded
+ * to 22 bits behind the point; sums in 32 bits; a rounding to uint8 after each of the two passes. Integers add up to
+ * the same in any order, so what differs is only where they lie: eight rows go through the first pass side by side,
+ * and what it makes of them stays in the processor's first cache until the second pass has used it.
  *
  *   rows first     8 rows of the image -> widen -> across -> a ring of results, four rows to a word -> down -> a row
  *   columns first  the image -> down_rows -> 8 rows -> widen -> across -> spread -> 8 rows
  *
- * Each row of the result is written as it is (uint8, channels last) or normalised (float32, channels first).
+ * Vectors multiply 16 bits by 16, so a weight is taken in two parts: 2^16 high + low, both with a sign. Sums are those
+ * of Pillow modulo 2^32, where it doesn't matter that the sums of either part may be more than fits.
+ *
+ * Of a resized image only a part may be asked for, and no more of the image is read than that is made of. Each row of
+ * the result is written as it is (uint8, channels last) or normalised (float32, channels first) as by torch: level /
+ * 255, minus the mean, divided by the standard deviation, each rounded to float32.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -17,115 +21,179 @@
 #include <Python.h>
 
 #include <immintrin.h>
+#include <limits.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+/* With `fma` a compiler may join a product and a sum into one rounding: only `put` has it, and says where. */
 #define WITH_AVX2 __attribute__((target("avx2")))
+#define WITH_FMA __attribute__((target("avx2,fma")))
+/* Sums are made in this order, in these registers: other orders are as right, but take more registers than there are. */
+#define KEEP(a, b, c) __asm__("" : "+x"(a), "+x"(b), "+x"(c))
 #define INLINE static inline __attribute__((always_inline)) WITH_AVX2
 
 enum filter { BICUBIC, BILINEAR };
 
 enum { BAND = 8, VECTOR = 32, SLACK = 32 }; /* rows at a time; bytes; what a load may read behind a row of our own */
+enum { POINT = 22 };                        /* bits of a weight behind the point */
+enum { HALF = 1 << (POINT - 1) };
+enum { LONGEST = 1 << 16 };                 /* pixels of a side */
 
 /* ---- Weights ---- */
 
-/* How the outputs along one axis are made of its inputs: of `count` from `first` on. */
+/* How the outputs along one axis, from `begin` on of the `whole` ones, are made of its inputs: of `count` from `first`. */
 struct axis {
-    int input, output;
-    int most;         /* taps of an output at most */
-    int units;        /* what `weights` has for an output, in units of 32 bits */
-    int precision;    /* bits behind the point */
+    int input, whole, begin, output;
+    int most;         /* taps of an output at most, and some more that are 0 */
+    int units;        /* groups of weights of an output */
     int *first, *count;
-    double *exact;    /* [output][most] */
-    int32_t *weights; /* [output][units], two weights in each */
+    double *exact;    /* [most], of one output */
+    int32_t *fixed;   /* [output][most] */
+    int32_t *weights; /* [output][units], some words in each, as a pass wants them */
 };
 
 static double reach(enum filter by, const struct axis *axis) {
-    const double radius = by == BICUBIC ? 2.0 : 1.0, scale = (double)axis->input / axis->output;
+    const double radius = by == BICUBIC ? 2.0 : 1.0, scale = (double)axis->input / axis->whole;
     return scale >= 1.0 ? radius * scale : radius;
 }
 
-static int taps(enum filter by, const struct axis *axis) { return 2 * (int)ceilf(reach(by, axis)) + 1; }
+static int taps(enum filter by, const struct axis *axis) { return (2 * (int)ceil(reach(by, axis)) + 4) / 4 * 4; }
 
-/* Keys' cubic with a = -0.5, or a triangle. */
-static double weight(enum filter by, double x) {
-    x = fabs(x);
+/* Keys' cubic with a = -0.5, or a triangle; products and sums as Pillow orders them. */
+INLINE __m256d weight(enum filter by, __m256d x) {
+    const __m256d one = _mm256_set1_pd(1.0), half = _mm256_set1_pd(-0.5);
+    x = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
+    const __m256d is_near = _mm256_cmp_pd(x, one, _CMP_LT_OQ);
     if (by == BILINEAR)
-        return x < 1.0 ? 1.0 - x : 0.0;
-    if (x < 1.0)
-        return (1.5 * x - 2.5) * x * x + 1.0;
-    return x < 2.0 ? ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0 : 0.0;
+        return _mm256_and_pd(is_near, _mm256_sub_pd(one, x));
+    __m256d near = _mm256_sub_pd(_mm256_mul_pd(_mm256_set1_pd(1.5), x), _mm256_set1_pd(2.5));
+    near = _mm256_add_pd(_mm256_mul_pd(_mm256_mul_pd(near, x), x), one);
+    __m256d far = _mm256_add_pd(_mm256_mul_pd(_mm256_sub_pd(x, _mm256_set1_pd(5.0)), x), _mm256_set1_pd(8.0));
+    far = _mm256_mul_pd(_mm256_sub_pd(_mm256_mul_pd(far, x), _mm256_set1_pd(4.0)), half);
+    far = _mm256_and_pd(far, _mm256_cmp_pd(x, _mm256_set1_pd(2.0), _CMP_LT_OQ));
+    return _mm256_blendv_pd(far, near, is_near);
 }
 
-static void weigh(struct axis *axis, enum filter by) {
-    const double scale = (double)axis->input / axis->output, support = reach(by, axis);
-    const double inverse = scale >= 1.0 ? 1.0 / scale : 1.0;
-    double largest = 0.0;
+INLINE void weigh_by(enum filter by, struct axis *axis) {
+    const double scale = (double)axis->input / axis->whole, support = reach(by, axis);
+    const double inverse = 1.0 / (scale >= 1.0 ? scale : 1.0);
+    const __m256d half = _mm256_set1_pd(0.5), sign = _mm256_set1_pd(-0.0), unit = _mm256_set1_pd(1 << POINT);
+    double *exact = axis->exact;
     for (int i = 0; i < axis->output; i++) {
-        const double centre = scale * (i + 0.5);
+        const double centre = (axis->begin + i + 0.5) * scale;
         const int before = (int)(centre - support + 0.5), behind = (int)(centre + support + 0.5);
         const int first = before > 0 ? before : 0;
-        int count = (behind < axis->input ? behind : axis->input) - first;
-        if (count > axis->most)
-            count = axis->most; /* by one, by rounding */
-        double *exact = axis->exact + (size_t)i * axis->most, sum = 0.0;
-        for (int j = 0; j < count; j++) {
-            exact[j] = weight(by, (j + first - centre + 0.5) * inverse);
-            sum += exact[j];
+        const int count = (behind < axis->input ? behind : axis->input) - first;
+        const __m256d centres = _mm256_set1_pd(centre), inverses = _mm256_set1_pd(inverse);
+        __m128i place = _mm_add_epi32(_mm_set1_epi32(first), _mm_setr_epi32(0, 1, 2, 3));
+        for (int j = 0; j < count; j += 4, place = _mm_add_epi32(place, _mm_set1_epi32(4))) {
+            const __m256d distance = _mm256_add_pd(_mm256_sub_pd(_mm256_cvtepi32_pd(place), centres), half);
+            _mm256_storeu_pd(exact + j, weight(by, _mm256_mul_pd(distance, inverses)));
         }
-        for (int j = 0; j < count && sum != 0.0; j++) {
-            exact[j] /= sum;
-            if (exact[j] > largest)
-                largest = exact[j];
+        double sum = 0.0;
+        for (int j = 0; j < count; j++)
+            sum += exact[j];
+        for (int j = count; j % 4; j++)
+            exact[j] = 0.0;
+        int32_t *fixed = axis->fixed + (size_t)i * axis->most;
+        for (int j = 0; j < count; j += 4) {
+            __m256d share = _mm256_loadu_pd(exact + j);
+            if (sum != 0.0)
+                share = _mm256_div_pd(share, _mm256_set1_pd(sum));
+            const __m256d rounding = _mm256_or_pd(half, _mm256_and_pd(share, sign));
+            share = _mm256_add_pd(rounding, _mm256_mul_pd(share, unit));
+            _mm_storeu_si128((__m128i *)(fixed + j), _mm256_cvttpd_epi32(share));
         }
         axis->first[i] = first;
         axis->count[i] = count;
     }
-    axis->precision = 0;
-    while (axis->precision < 22 && (int)(0.5 + largest * (1 << (axis->precision + 1))) < 1 << 15)
-        axis->precision++;
 }
 
-static int16_t rounded(const struct axis *axis, int output, int tap) {
-    const double scaled = axis->exact[(size_t)output * axis->most + tap] * (1 << axis->precision);
-    return (int16_t)(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
+static WITH_AVX2 void weigh(enum filter by, struct axis *axis) {
+    if (by == BICUBIC)
+        weigh_by(BICUBIC, axis);
+    else
+        weigh_by(BILINEAR, axis);
 }
 
-/* Put each output's weights where its inputs lie if these come in pairs, the first pair at an even number, or not. */
-static void weigh_pairs(struct axis *axis, int aligned) {
-    memset(axis->weights, 0, (size_t)axis->output * axis->units * sizeof(int32_t));
+/* The inputs that the outputs are made of: how many, and the first of them, which is counted as 0 from now on. */
+static int cut(struct axis *axis, int *count) {
+    const int last = axis->output - 1, start = axis->first[0];
+    *count = axis->first[last] + axis->count[last] - start;
+    for (int i = 0; i <= last; i++)
+        axis->first[i] -= start;
+    return start;
+}
+
+static int16_t low_of(int32_t weight) { return (int16_t)weight; }
+
+static int32_t high_of(int32_t weight) { return (weight - low_of(weight)) >> 16; } /* 8 bits are enough for it */
+
+enum { WORDS_OF_TWO = 2, WORDS_OF_FOUR = 3 }; /* of each group of weights */
+
+/* For `across`: [two low] of each pair of neighbours, the first at an even place, then [four high] of each four. */
+static void weigh_across(struct axis *axis) {
+    const int fours = axis->units / 2 + 1;
+    memset(axis->weights, 0, (size_t)axis->output * (axis->units + fours) * sizeof(int32_t));
     for (int i = 0; i < axis->output; i++) {
-        int16_t *at = (int16_t *)(axis->weights + (size_t)i * axis->units);
-        if (aligned)
-            at += axis->first[i] % 2;
-        for (int j = 0; j < axis->count[i]; j++)
-            at[j] = rounded(axis, i, j);
+        int32_t *at = axis->weights + (size_t)i * (axis->units + fours);
+        int16_t *lows = (int16_t *)at + axis->first[i] % 2;
+        int8_t *highs = (int8_t *)(at + axis->units);
+        const int32_t *fixed = axis->fixed + (size_t)i * axis->most;
+        for (int j = 0; j < axis->count[i]; j++) {
+            const int place = axis->first[i] % 4 + j;
+            lows[j] = low_of(fixed[j]);
+            highs[place / 4 * 4 + place % 2 * 2 + place % 4 / 2] = (int8_t)high_of(fixed[j]);
+        }
     }
 }
 
-/* The same for inputs four to a word, of which the first and third come before the second and fourth. */
-static void weigh_fours(struct axis *axis) {
-    memset(axis->weights, 0, (size_t)axis->output * axis->units * sizeof(int32_t));
+/* For `down_rows`: [two low][the bytes high, high, twice], of an output's first two inputs, the next two … */
+static void weigh_pairs(struct axis *axis) {
+    memset(axis->weights, 0, (size_t)axis->output * axis->units * WORDS_OF_TWO * sizeof(int32_t));
     for (int i = 0; i < axis->output; i++) {
-        int16_t *at = (int16_t *)(axis->weights + (size_t)i * axis->units);
+        int32_t *at = axis->weights + (size_t)i * axis->units * WORDS_OF_TWO;
+        const int32_t *fixed = axis->fixed + (size_t)i * axis->most;
         for (int j = 0; j < axis->count[i]; j++) {
-            const int place = axis->first[i] % 4 + j;
-            at[place / 4 * 4 + place % 2 * 2 + place % 4 / 2] = rounded(axis, i, j);
+            int32_t *pair = at + j / 2 * WORDS_OF_TWO;
+            ((int16_t *)pair)[j % 2] = low_of(fixed[j]);
+            ((int8_t *)(pair + 1))[j % 2] = ((int8_t *)(pair + 1))[j % 2 + 2] = (int8_t)high_of(fixed[j]);
+        }
+    }
+}
+
+/* For `down`: [low of the first, third][low of the second, fourth][the bytes high of all], four to a word. */
+static void weigh_fours(struct axis *axis) {
+    memset(axis->weights, 0, (size_t)axis->output * axis->units * WORDS_OF_FOUR * sizeof(int32_t));
+    for (int i = 0; i < axis->output; i++) {
+        int32_t *at = axis->weights + (size_t)i * axis->units * WORDS_OF_FOUR;
+        const int32_t *fixed = axis->fixed + (size_t)i * axis->most;
+        for (int j = 0; j < axis->count[i]; j++) {
+            const int place = axis->first[i] % 4 + j, of_four = place % 4;
+            int32_t *four = at + place / 4 * WORDS_OF_FOUR;
+            ((int16_t *)four)[of_four % 2 * 2 + of_four / 2] = low_of(fixed[j]);
+            ((int8_t *)(four + 2))[of_four] = (int8_t)high_of(fixed[j]);
         }
     }
 }
 
 /* ---- Passes ---- */
 
-/* 8 rows of RGB -> words[pair of neighbours][channel], in which each row has 32 bits: the two neighbours' levels.
- * Four pixels at a time; up to 13 bytes behind a row are read. */
-INLINE void widen(const uint8_t *const rows[BAND], int fours, __m256i *words) {
+/* Eight rows side by side: each has 32 bits of every vector. */
+struct band {
+    __m256i *pairs; /* [pair of neighbours][channel], of 16 bits each */
+    __m256i *fours; /* [four neighbours][channel], a byte each: the first, the third, the second, the fourth */
+};
+
+/* 8 rows of RGB, side by side. Four pixels at a time; up to 13 bytes behind a row are read. */
+INLINE void widen(const uint8_t *const rows[BAND], int fours, const struct band *to) {
+    __m256i *pairs = to->pairs, *bytes = to->fours;
     const __m256i order = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 6, 3, 9, 1, 7, 4, 10, 2, 8, 5, 11, -1, -1, -1, -1));
     const __m256i low = _mm256_set1_epi16(0xff);
-    for (int i = 0; i < fours; i++, words += 6) {
+    for (int i = 0; i < fours; i++, pairs += 6, bytes += 3) {
         __m256i of[4]; /* two rows: red, green, blue of four pixels each */
         for (int r = 0; r < 4; r++) {
             const __m128i one = _mm_loadu_si128((const __m128i *)(rows[r] + 12 * i));
@@ -137,28 +205,45 @@ INLINE void widen(const uint8_t *const rows[BAND], int fours, __m256i *words) {
         const __m256i channels[3] = {_mm256_unpacklo_epi64(rg01, rg23), _mm256_unpackhi_epi64(rg01, rg23),
                                      _mm256_unpacklo_epi64(b01, b23)};
         for (int c = 0; c < 3; c++) {
-            words[c] = _mm256_and_si256(channels[c], low);
-            words[c + 3] = _mm256_srli_epi16(channels[c], 8);
+            bytes[c] = channels[c];
+            pairs[c] = _mm256_and_si256(channels[c], low);
+            pairs[c + 3] = _mm256_srli_epi16(channels[c], 8);
         }
     }
 }
 
+/* High parts in sums of 16 bits, two to a word -> their place in a sum of 32. */
+INLINE __m256i raised(__m256i highs) {
+    const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
+    return _mm256_add_epi32(_mm256_slli_epi32(highs, 16), _mm256_and_si256(highs, upper));
+}
+
 /* What `widen` gave -> 8 rows with the new width, four of them to a word: upper and lower[pixel][channel][row].
  * A word more than that is written. */
-INLINE void across_by(const __m256i *words, const struct axis *axis, int units, uint8_t *upper, uint8_t *lower) {
-    const __m256i half = _mm256_set1_epi32(1 << (axis->precision - 1));
-    const __m128i shift = _mm_cvtsi32_si128(axis->precision);
+INLINE void across_by(const struct band *band, const struct axis *axis, int units, uint8_t *upper, uint8_t *lower) {
+    const __m256i half = _mm256_set1_epi32(HALF), zero = _mm256_setzero_si256();
+    const int fours = units / 2 + 1;
     const int32_t *weights = axis->weights;
-    for (int x = 0; x < axis->output; x++, weights += axis->units) {
-        const __m256i *at = words + 3 * (axis->first[x] / 2);
-        __m256i r = half, g = half, b = half;
-        for (int i = 0; i < units; i++, at += 3) {
-            const __m256i two = _mm256_set1_epi32(weights[i]);
-            r = _mm256_add_epi32(r, _mm256_madd_epi16(at[0], two));
-            g = _mm256_add_epi32(g, _mm256_madd_epi16(at[1], two));
-            b = _mm256_add_epi32(b, _mm256_madd_epi16(at[2], two));
+    for (int x = 0; x < axis->output; x++, weights += units + fours) {
+        const __m256i *pairs = band->pairs + 3 * (axis->first[x] / 2), *bytes = band->fours + 3 * (axis->first[x] / 4);
+        __m256i r = half, g = half, b = half, high_r = zero, high_g = zero, high_b = zero;
+        for (int i = 0; i < units; i++) {
+            const __m256i low = _mm256_set1_epi32(weights[i]);
+            r = _mm256_add_epi32(r, _mm256_madd_epi16(pairs[3 * i], low));
+            g = _mm256_add_epi32(g, _mm256_madd_epi16(pairs[3 * i + 1], low));
+            b = _mm256_add_epi32(b, _mm256_madd_epi16(pairs[3 * i + 2], low));
+            KEEP(r, g, b);
         }
-        r = _mm256_sra_epi32(r, shift), g = _mm256_sra_epi32(g, shift), b = _mm256_sra_epi32(b, shift);
+        for (int i = 0; i < fours; i++) {
+            const __m256i high = _mm256_set1_epi32(weights[units + i]);
+            high_r = _mm256_add_epi16(high_r, _mm256_maddubs_epi16(bytes[3 * i], high));
+            high_g = _mm256_add_epi16(high_g, _mm256_maddubs_epi16(bytes[3 * i + 1], high));
+            high_b = _mm256_add_epi16(high_b, _mm256_maddubs_epi16(bytes[3 * i + 2], high));
+            KEEP(high_r, high_g, high_b);
+        }
+        r = _mm256_srai_epi32(_mm256_add_epi32(r, raised(high_r)), POINT);
+        g = _mm256_srai_epi32(_mm256_add_epi32(g, raised(high_g)), POINT);
+        b = _mm256_srai_epi32(_mm256_add_epi32(b, raised(high_b)), POINT);
         const __m256i levels = _mm256_packus_epi16(_mm256_packs_epi32(r, g), _mm256_packs_epi32(b, b));
         _mm_storeu_si128((__m128i *)(upper + 12 * x), _mm256_castsi256_si128(levels));
         _mm_storeu_si128((__m128i *)(lower + 12 * x), _mm256_extracti128_si256(levels, 1));
@@ -166,90 +251,98 @@ INLINE void across_by(const __m256i *words, const struct axis *axis, int units, 
 }
 
 /* Loops of a known length are worth their code: enlarging takes 3 pairs, making half as large 5. */
-static WITH_AVX2 void across(const __m256i *words, const struct axis *axis, uint8_t *upper, uint8_t *lower) {
+static WITH_AVX2 void across(const struct band *band, const struct axis *axis, uint8_t *upper, uint8_t *lower) {
     switch (axis->units) {
-    case 3: across_by(words, axis, 3, upper, lower); break;
-    case 4: across_by(words, axis, 4, upper, lower); break;
-    case 5: across_by(words, axis, 5, upper, lower); break;
-    case 6: across_by(words, axis, 6, upper, lower); break;
-    default: across_by(words, axis, axis->units, upper, lower);
+    case 3: across_by(band, axis, 3, upper, lower); break;
+    case 4: across_by(band, axis, 4, upper, lower); break;
+    case 5: across_by(band, axis, 5, upper, lower); break;
+    case 6: across_by(band, axis, 6, upper, lower); break;
+    default: across_by(band, axis, axis->units, upper, lower);
     }
 }
 
 /* Words of four rows -> one row, of so many vectors. */
-INLINE void down_by(const uint8_t *const *fours, int count, const int32_t *weights, int precision, int vectors,
-                    uint8_t *row) {
-    const __m256i half = _mm256_set1_epi32(1 << (precision - 1)), low = _mm256_set1_epi16(0xff);
+INLINE void down_by(const uint8_t *const *fours, int count, const int32_t *weights, int vectors, uint8_t *row) {
+    const __m256i half = _mm256_set1_epi32(HALF), zero = _mm256_setzero_si256();
+    const __m256i lower = _mm256_set1_epi16(0xff);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m128i shift = _mm_cvtsi32_si128(precision);
     for (int v = 0; v < vectors; v++) {
-        __m256i sums[4] = {half, half, half, half};
+        __m256i lows[4] = {half, half, half, half}, highs[4] = {zero, zero, zero, zero}; /* highs: two of 16 bits */
         for (int i = 0; i < count; i++) {
             const __m256i *at = (const __m256i *)fours[i] + 4 * v;
-            const __m256i even = _mm256_set1_epi32(weights[2 * i]), odd = _mm256_set1_epi32(weights[2 * i + 1]);
+            const int32_t *own = weights + WORDS_OF_FOUR * i;
+            const __m256i even = _mm256_set1_epi32(own[0]), odd = _mm256_set1_epi32(own[1]);
+            const __m256i high = _mm256_set1_epi32(own[2]);
             for (int k = 0; k < 4; k++) {
                 const __m256i word = _mm256_load_si256(at + k);
-                sums[k] = _mm256_add_epi32(sums[k], _mm256_madd_epi16(_mm256_and_si256(word, low), even));
-                sums[k] = _mm256_add_epi32(sums[k], _mm256_madd_epi16(_mm256_srli_epi16(word, 8), odd));
+                lows[k] = _mm256_add_epi32(lows[k], _mm256_madd_epi16(_mm256_and_si256(word, lower), even));
+                lows[k] = _mm256_add_epi32(lows[k], _mm256_madd_epi16(_mm256_srli_epi16(word, 8), odd));
+                highs[k] = _mm256_add_epi16(highs[k], _mm256_maddubs_epi16(word, high));
             }
         }
-        for (int k = 0; k < 4; k++)
-            sums[k] = _mm256_sra_epi32(sums[k], shift);
+        for (int k = 0; k < 4; k++) {
+            lows[k] = _mm256_srai_epi32(_mm256_add_epi32(lows[k], raised(highs[k])), POINT);
+        }
         const __m256i levels =
-            _mm256_packus_epi16(_mm256_packs_epi32(sums[0], sums[1]), _mm256_packs_epi32(sums[2], sums[3]));
+            _mm256_packus_epi16(_mm256_packs_epi32(lows[0], lows[1]), _mm256_packs_epi32(lows[2], lows[3]));
         _mm256_storeu_si256((__m256i *)row + v, _mm256_permutevar8x32_epi32(levels, order));
     }
 }
 
-static WITH_AVX2 void down(const uint8_t *const *fours, int count, const int32_t *weights, int precision,
-                           int vectors, uint8_t *row) {
+static WITH_AVX2 void down(const uint8_t *const *fours, int count, const int32_t *weights, int vectors,
+                           uint8_t *row) {
     switch (count) {
-    case 1: down_by(fours, 1, weights, precision, vectors, row); break;
-    case 2: down_by(fours, 2, weights, precision, vectors, row); break;
-    case 3: down_by(fours, 3, weights, precision, vectors, row); break;
-    default: down_by(fours, count, weights, precision, vectors, row);
+    case 1: down_by(fours, 1, weights, vectors, row); break;
+    case 2: down_by(fours, 2, weights, vectors, row); break;
+    case 3: down_by(fours, 3, weights, vectors, row); break;
+    default: down_by(fours, count, weights, vectors, row);
     }
 }
 
 /* 32 bytes of each of the rows that an output is made of -> those of the output. */
-INLINE __m256i down_bytes(const uint8_t *top, size_t row_bytes, int count, const int32_t *weights, int precision) {
-    const __m256i half = _mm256_set1_epi32(1 << (precision - 1)), zero = _mm256_setzero_si256();
-    const __m128i shift = _mm_cvtsi32_si128(precision);
-    __m256i sums[4] = {half, half, half, half};
-    for (int j = 0; j < count; j += 2) {
+INLINE __m256i down_bytes(const uint8_t *top, size_t row_bytes, int count, const int32_t *weights) {
+    const __m256i half = _mm256_set1_epi32(HALF), zero = _mm256_setzero_si256();
+    __m256i lows[4] = {half, half, half, half}, highs[2] = {zero, zero}; /* highs: of 16 bits */
+    for (int j = 0; j < count; j += 2, weights += WORDS_OF_TWO) {
         const uint8_t *next = top + row_bytes * (j + 1 < count ? j + 1 : j); /* whose weight is 0 then */
         const __m256i one = _mm256_loadu_si256((const __m256i *)(top + row_bytes * j));
         const __m256i other = _mm256_loadu_si256((const __m256i *)next);
-        const __m256i left = _mm256_unpacklo_epi8(one, other), right = _mm256_unpackhi_epi8(one, other);
-        const __m256i two = _mm256_set1_epi32(weights[j / 2]);
-        sums[0] = _mm256_add_epi32(sums[0], _mm256_madd_epi16(_mm256_unpacklo_epi8(left, zero), two));
-        sums[1] = _mm256_add_epi32(sums[1], _mm256_madd_epi16(_mm256_unpackhi_epi8(left, zero), two));
-        sums[2] = _mm256_add_epi32(sums[2], _mm256_madd_epi16(_mm256_unpacklo_epi8(right, zero), two));
-        sums[3] = _mm256_add_epi32(sums[3], _mm256_madd_epi16(_mm256_unpackhi_epi8(right, zero), two));
+        const __m256i low = _mm256_set1_epi32(weights[0]), high = _mm256_set1_epi32(weights[1]);
+        const __m256i both[2] = {_mm256_unpacklo_epi8(one, other), _mm256_unpackhi_epi8(one, other)};
+        for (int k = 0; k < 2; k++) {
+            const __m256i left = _mm256_unpacklo_epi8(both[k], zero), right = _mm256_unpackhi_epi8(both[k], zero);
+            lows[2 * k] = _mm256_add_epi32(lows[2 * k], _mm256_madd_epi16(left, low));
+            lows[2 * k + 1] = _mm256_add_epi32(lows[2 * k + 1], _mm256_madd_epi16(right, low));
+            highs[k] = _mm256_add_epi16(highs[k], _mm256_maddubs_epi16(both[k], high));
+        }
+    }
+    for (int k = 0; k < 2; k++) {
+        lows[2 * k] = _mm256_add_epi32(lows[2 * k], _mm256_unpacklo_epi16(zero, highs[k]));
+        lows[2 * k + 1] = _mm256_add_epi32(lows[2 * k + 1], _mm256_unpackhi_epi16(zero, highs[k]));
     }
     for (int k = 0; k < 4; k++)
-        sums[k] = _mm256_sra_epi32(sums[k], shift);
-    return _mm256_packus_epi16(_mm256_packs_epi32(sums[0], sums[1]), _mm256_packs_epi32(sums[2], sums[3]));
+        lows[k] = _mm256_srai_epi32(lows[k], POINT);
+    return _mm256_packus_epi16(_mm256_packs_epi32(lows[0], lows[1]), _mm256_packs_epi32(lows[2], lows[3]));
 }
 
 /* Rows of an image -> one row, `bytes` long. */
 static WITH_AVX2 void down_rows(const uint8_t *top, size_t row_bytes, int bytes, int count, const int32_t *weights,
-                                int precision, uint8_t *row) {
+                                const int32_t *fixed, uint8_t *row) {
     int at = 0;
     for (; at + VECTOR <= bytes; at += VECTOR)
-        _mm256_storeu_si256((__m256i *)(row + at), down_bytes(top + at, row_bytes, count, weights, precision));
+        _mm256_storeu_si256((__m256i *)(row + at), down_bytes(top + at, row_bytes, count, weights));
     if (at == bytes)
         return;
     if (bytes >= VECTOR) { /* the last ones once more */
         at = bytes - VECTOR;
-        _mm256_storeu_si256((__m256i *)(row + at), down_bytes(top + at, row_bytes, count, weights, precision));
+        _mm256_storeu_si256((__m256i *)(row + at), down_bytes(top + at, row_bytes, count, weights));
         return;
     }
     for (; at < bytes; at++) {
-        int32_t sum = 1 << (precision - 1);
+        int32_t sum = HALF;
         for (int j = 0; j < count; j++)
-            sum += top[row_bytes * j + at] * ((const int16_t *)weights)[j];
-        sum >>= precision;
+            sum += top[row_bytes * j + at] * fixed[j];
+        sum >>= POINT;
         row[at] = (uint8_t)(sum < 0 ? 0 : sum > 255 ? 255 : sum);
     }
 }
@@ -277,13 +370,47 @@ static WITH_AVX2 void spread(const uint8_t *fours, int vectors, uint8_t *const r
 /* Where an image goes. */
 struct result {
     int height, width;
-    uint8_t *levels;            /* [height][width][3], or */
-    float *floats;              /* [3][height][width]: (level - offset) * factor */
-    float offset[3], factor[3]; /* of each channel */
+    uint8_t *levels;       /* [height][width][3], or */
+    float *floats;         /* [3][height][width], normalised by these of each channel: */
+    float mean[3], std[3];
+    int is_quick[3];       /* whether `quotient` divides as division does */
 };
 
+/* a / b by a product with 1 / b, and what is left of it by another: mostly what division gives, in less time. */
+static inline __attribute__((always_inline)) WITH_FMA __m256 quotient(__m256 a, __m256 b, __m256 inverse) {
+    const __m256 near = _mm256_mul_ps(a, inverse);
+    return _mm256_fmadd_ps(_mm256_fnmadd_ps(near, b, a), inverse, near);
+}
+
+/* Levels without and with the quick division. */
+static inline __attribute__((always_inline)) WITH_FMA __m256 slowly(__m256 levels, __m256 mean, __m256 std) {
+    return _mm256_div_ps(_mm256_sub_ps(_mm256_div_ps(levels, _mm256_set1_ps(255.0f)), mean), std);
+}
+
+static inline __attribute__((always_inline)) WITH_FMA __m256 quickly(__m256 levels, __m256 mean, __m256 std,
+                                                                     __m256 inverse) {
+    const __m256 white = _mm256_set1_ps(255.0f), part = _mm256_set1_ps(1.0f / 255.0f);
+    return quotient(_mm256_sub_ps(quotient(levels, white, part), mean), std, inverse);
+}
+
+/* Try all 256 levels of each channel. */
+static WITH_FMA void find_quick(struct result *to) {
+    for (int c = 0; c < 3; c++) {
+        const __m256 mean = _mm256_set1_ps(to->mean[c]), std = _mm256_set1_ps(to->std[c]);
+        const __m256 inverse = _mm256_set1_ps(1.0f / to->std[c]);
+        __m256 levels = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+        __m256i differ = _mm256_setzero_si256();
+        for (int i = 0; i < 32; i++, levels = _mm256_add_ps(levels, _mm256_set1_ps(8.0f))) {
+            const __m256 quick = quickly(levels, mean, std, inverse), slow = slowly(levels, mean, std);
+            differ = _mm256_or_si256(
+                differ, _mm256_xor_si256(_mm256_castps_si256(quick), _mm256_castps_si256(slow)));
+        }
+        to->is_quick[c] = _mm256_testz_si256(differ, differ);
+    }
+}
+
 /* Take over a row of levels; up to 16 bytes behind it are read. */
-static WITH_AVX2 void put(const struct result *to, int y, const uint8_t *row) {
+static WITH_FMA void put(const struct result *to, int y, const uint8_t *row) {
     if (!to->floats) {
         memcpy(to->levels + (size_t)y * to->width * 3, row, (size_t)to->width * 3);
         return;
@@ -292,7 +419,8 @@ static WITH_AVX2 void put(const struct result *to, int y, const uint8_t *row) {
         const __m256i pick = _mm256_add_epi8(
             _mm256_set1_epi32(c), _mm256_broadcastsi128_si256(_mm_setr_epi32(
                                       (int)0x80808000, (int)0x80808003, (int)0x80808006, (int)0x80808009)));
-        const __m256 offset = _mm256_set1_ps(to->offset[c]), factor = _mm256_set1_ps(to->factor[c]);
+        const __m256 mean = _mm256_set1_ps(to->mean[c]), std = _mm256_set1_ps(to->std[c]);
+        const __m256 inverse = _mm256_set1_ps(1.0f / to->std[c]);
         float *plane = to->floats + ((size_t)c * to->height + y) * to->width;
         int x = 0;
         for (; x + 8 <= to->width; x += 8) {
@@ -300,10 +428,11 @@ static WITH_AVX2 void put(const struct result *to, int y, const uint8_t *row) {
             const __m128i other = _mm_loadu_si128((const __m128i *)(row + 3 * x + 12));
             const __m256i eight = _mm256_inserti128_si256(_mm256_castsi128_si256(one), other, 1);
             const __m256 levels = _mm256_cvtepi32_ps(_mm256_shuffle_epi8(eight, pick));
-            _mm256_storeu_ps(plane + x, _mm256_mul_ps(_mm256_sub_ps(levels, offset), factor));
+            _mm256_storeu_ps(plane + x, to->is_quick[c] ? quickly(levels, mean, std, inverse)
+                                                        : slowly(levels, mean, std));
         }
         for (; x < to->width; x++)
-            plane[x] = ((float)row[3 * x + c] - to->offset[c]) * to->factor[c];
+            plane[x] = ((float)row[3 * x + c] / 255.0f - to->mean[c]) / to->std[c];
     }
 }
 
@@ -333,27 +462,27 @@ struct work {
     size_t four_bytes;         /* of four rows of results, a word for each level */
     int ring;                  /* of so many of these */
     size_t line_bytes;         /* of a row that is copied or made first */
-    __m256i *words;            /* what `widen` gives */
+    struct band band;
     uint8_t *fours;            /* [ring][four_bytes] */
     uint8_t *lines;            /* [BAND][line_bytes] */
     uint8_t *results;          /* [BAND] rows */
     const uint8_t **used;      /* [ring] */
 };
 
-static void take_axis(struct axis *axis, struct arena *arena, double *exact) {
+static void take_axis(struct axis *axis, struct arena *arena, int words) {
     axis->first = take(arena, axis->output, sizeof(int));
     axis->count = take(arena, axis->output, sizeof(int));
-    axis->weights = take(arena, (size_t)axis->output * axis->units, sizeof(int32_t));
-    axis->exact = exact;
+    axis->exact = take(arena, axis->most, sizeof(double));
+    axis->fixed = take(arena, (size_t)axis->output * axis->most, sizeof(int32_t));
+    axis->weights = take(arena, (size_t)axis->output * axis->units * words, sizeof(int32_t));
 }
 
 static void lay_out(struct work *work, const struct image *image, struct arena *arena) {
-    const size_t columns = (size_t)work->columns.output * work->columns.most;
-    const size_t rows = (size_t)work->rows.output * work->rows.most;
-    double *exact = take(arena, columns > rows ? columns : rows, sizeof(double)); /* of one after the other */
-    take_axis(&work->columns, arena, exact);
-    take_axis(&work->rows, arena, exact);
-    work->words = take(arena, ((size_t)image->width + 3) / 4 * 2 + work->columns.units, 3 * sizeof(__m256i));
+    take_axis(&work->columns, arena, WORDS_OF_TWO);
+    take_axis(&work->rows, arena, WORDS_OF_FOUR);
+    const size_t fours = ((size_t)image->width + 3) / 4 + work->columns.units; /* and what has no weight behind them */
+    work->band.pairs = take(arena, 2 * fours, 3 * sizeof(__m256i));
+    work->band.fours = take(arena, fours, 3 * sizeof(__m256i));
     work->fours = take(arena, work->ring, work->four_bytes);
     work->lines = take(arena, BAND, work->line_bytes);
     work->results = take(arena, BAND, (size_t)work->vectors * VECTOR + SLACK);
@@ -378,14 +507,14 @@ static WITH_AVX2 void rows_first(struct work *work, const struct image *image, c
             if (!has_next)
                 band[r] = memcpy(work->lines + work->line_bytes * r, band[r], 3 * (size_t)image->width);
         }
-        widen(band, fours, work->words);
-        across(work->words, &work->columns, four_of(work, top / 4), four_of(work, top / 4 + 1));
+        widen(band, fours, &work->band);
+        across(&work->band, &work->columns, four_of(work, top / 4), four_of(work, top / 4 + 1));
         const int ready = top + BAND < image->height ? top + BAND : image->height;
         for (; y < to->height && rows->first[y] + rows->count[y] <= ready; y++) {
             const int first = rows->first[y] / 4, count = (rows->first[y] + rows->count[y] + 3) / 4 - first;
             for (int i = 0; i < count; i++)
                 work->used[i] = four_of(work, first + i);
-            down(work->used, count, rows->weights + (size_t)y * rows->units, rows->precision, work->vectors,
+            down(work->used, count, rows->weights + (size_t)y * rows->units * WORDS_OF_FOUR, work->vectors,
                  work->results);
             put(to, y, work->results);
         }
@@ -401,12 +530,13 @@ static WITH_AVX2 void columns_first(struct work *work, const struct image *image
             const int y = top + r < to->height ? top + r : to->height - 1;
             uint8_t *line = work->lines + work->line_bytes * r;
             down_rows(image->levels + image->row_bytes * rows->first[y], image->row_bytes, 3 * image->width,
-                      rows->count[y], rows->weights + (size_t)y * rows->units, rows->precision, line);
+                      rows->count[y], rows->weights + (size_t)y * rows->units * WORDS_OF_TWO,
+                      rows->fixed + (size_t)y * rows->most, line);
             band[r] = line;
             results[r] = work->results + ((size_t)work->vectors * VECTOR + SLACK) * r;
         }
-        widen(band, (image->width + 3) / 4, work->words);
-        across(work->words, &work->columns, four_of(work, 0), four_of(work, 1));
+        widen(band, (image->width + 3) / 4, &work->band);
+        across(&work->band, &work->columns, four_of(work, 0), four_of(work, 1));
         spread(four_of(work, 0), work->vectors, results);
         spread(four_of(work, 1), work->vectors, results + 4);
         for (int r = 0; r < BAND && top + r < to->height; r++)
@@ -414,29 +544,38 @@ static WITH_AVX2 void columns_first(struct work *work, const struct image *image
     }
 }
 
+/* An image resized to height × width, of which the result is the part that begins at top and left. */
+struct whole {
+    int height, width, top, left;
+};
+
 /* -1 if there isn't enough memory. */
-static int resize(const struct image *image, enum filter by, int is_columns_first, const struct result *to) {
+static int resize(struct image image, enum filter by, int is_columns_first, const struct whole *whole,
+                  const struct result *to) {
     struct work work = {
-        .columns = {.input = image->width, .output = to->width},
-        .rows = {.input = image->height, .output = to->height},
+        .columns = {.input = image.width, .whole = whole->width, .begin = whole->left, .output = to->width},
+        .rows = {.input = image.height, .whole = whole->height, .begin = whole->top, .output = to->height},
         .vectors = (3 * to->width + VECTOR - 1) / VECTOR,
-        .line_bytes = 3 * (size_t)image->width + SLACK,
+        .line_bytes = 3 * (size_t)image.width + SLACK,
     };
     work.columns.most = taps(by, &work.columns);
     work.rows.most = taps(by, &work.rows);
     work.columns.units = work.columns.most / 2 + 1; /* from an odd number on it touches one pair more */
-    work.rows.units = is_columns_first ? (work.rows.most + 1) / 2 : (work.rows.most + 6) / 4 * 2;
-    work.ring = work.rows.units / 2 + 2;
+    work.rows.units = is_columns_first ? work.rows.most / 2 : work.rows.most / 4 + 1;
+    work.ring = work.rows.most / 4 + 3;
     work.four_bytes = ((size_t)work.vectors * VECTOR * 4 + 16 + 63) / 64 * 64;
     struct arena arena = {NULL, 0};
-    lay_out(&work, image, &arena);
+    lay_out(&work, &image, &arena);
     arena.base = aligned_alloc(64, arena.used);
     if (!arena.base)
         return -1;
     arena.used = 0;
-    lay_out(&work, image, &arena);
+    lay_out(&work, &image, &arena);
 
-    weigh(&work.columns, by);
+    weigh(by, &work.columns);
+    weigh(by, &work.rows);
+    image.levels += 3 * (size_t)cut(&work.columns, &image.width);
+    image.levels += image.row_bytes * cut(&work.rows, &image.height);
     int units = 1;
     for (int x = 0; x < to->width; x++) {
         const int first = work.columns.first[x] / 2;
@@ -444,14 +583,13 @@ static int resize(const struct image *image, enum filter by, int is_columns_firs
         units = touched > units ? touched : units;
     }
     work.columns.units = units;
-    weigh_pairs(&work.columns, 1);
-    weigh(&work.rows, by);
+    weigh_across(&work.columns);
     if (is_columns_first) {
-        weigh_pairs(&work.rows, 0);
-        columns_first(&work, image, to);
+        weigh_pairs(&work.rows);
+        columns_first(&work, &image, to);
     } else {
         weigh_fours(&work.rows);
-        rows_first(&work, image, to);
+        rows_first(&work, &image, to);
     }
     free(arena.base);
     return 0;
@@ -460,11 +598,12 @@ static int resize(const struct image *image, enum filter by, int is_columns_firs
 /* ---- Python ---- */
 
 static PyObject *is_supported(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
-    return PyBool_FromLong(__builtin_cpu_supports("avx2"));
+    return PyBool_FromLong(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
 }
 
 static PyObject *resize_into(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {
-    enum { SOURCE, ROW_BYTES, HEIGHT, WIDTH, BY, COLUMNS_FIRST, OUT, NEW_HEIGHT, NEW_WIDTH, NUMBERS };
+    enum { SOURCE, ROW_BYTES, HEIGHT, WIDTH, BY, COLUMNS_FIRST, NEW_HEIGHT, NEW_WIDTH,
+           OUT, TOP, LEFT, PART_HEIGHT, PART_WIDTH, NUMBERS };
     if (count != NUMBERS + 1) {
         PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", NUMBERS + 1, count);
         return NULL;
@@ -476,9 +615,16 @@ static PyObject *resize_into(PyObject *Py_UNUSED(module), PyObject *const *argum
             return NULL;
     }
     for (int i = 0; i < 4; i++) {
-        const size_t side = numbers[(const int[]){HEIGHT, WIDTH, NEW_HEIGHT, NEW_WIDTH}[i]];
-        if (side < 1 || side > 1 << 16) {
-            PyErr_Format(PyExc_ValueError, "a side of %zu pixels; 1 to %d are possible", side, 1 << 16);
+        const size_t side = numbers[(const int[]){HEIGHT, WIDTH, PART_HEIGHT, PART_WIDTH}[i]];
+        if (side < 1 || side > LONGEST) {
+            PyErr_Format(PyExc_ValueError, "a side of %zu pixels; 1 to %d are possible", side, LONGEST);
+            return NULL;
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        const size_t begin = numbers[TOP + i], side = numbers[PART_HEIGHT + i], all = numbers[NEW_HEIGHT + i];
+        if (all > INT_MAX || side > all || begin > all - side) {
+            PyErr_Format(PyExc_ValueError, "%zu pixels from %zu on aren't a part of %zu", side, begin, all);
             return NULL;
         }
     }
@@ -486,7 +632,9 @@ static PyObject *resize_into(PyObject *Py_UNUSED(module), PyObject *const *argum
                                 .width = (int)numbers[WIDTH],
                                 .levels = (const uint8_t *)numbers[SOURCE],
                                 .row_bytes = numbers[ROW_BYTES]};
-    struct result to = {.height = (int)numbers[NEW_HEIGHT], .width = (int)numbers[NEW_WIDTH]};
+    const struct whole whole = {(int)numbers[NEW_HEIGHT], (int)numbers[NEW_WIDTH], (int)numbers[TOP],
+                                (int)numbers[LEFT]};
+    struct result to = {.height = (int)numbers[PART_HEIGHT], .width = (int)numbers[PART_WIDTH]};
     PyObject *const statistics = arguments[NUMBERS];
     if (statistics == Py_None) {
         to.levels = (uint8_t *)numbers[OUT];
@@ -495,23 +643,24 @@ static PyObject *resize_into(PyObject *Py_UNUSED(module), PyObject *const *argum
         Py_ssize_t size;
         if (PyBytes_AsStringAndSize(statistics, &floats, &size) < 0)
             return NULL;
-        if (size != sizeof to.offset + sizeof to.factor) {
-            PyErr_SetString(PyExc_ValueError, "statistics are six float32: offsets, then factors");
+        if (size != sizeof to.mean + sizeof to.std) {
+            PyErr_SetString(PyExc_ValueError, "statistics are six float32: means, then standard deviations");
             return NULL;
         }
-        memcpy(to.offset, floats, sizeof to.offset);
-        memcpy(to.factor, floats + sizeof to.offset, sizeof to.factor);
+        memcpy(to.mean, floats, sizeof to.mean);
+        memcpy(to.std, floats + sizeof to.mean, sizeof to.std);
         to.floats = (float *)numbers[OUT];
+        find_quick(&to);
     }
     int failed;
     Py_BEGIN_ALLOW_THREADS
-    failed = resize(&image, numbers[BY] ? BILINEAR : BICUBIC, numbers[COLUMNS_FIRST] != 0, &to);
+    failed = resize(image, numbers[BY] ? BILINEAR : BICUBIC, numbers[COLUMNS_FIRST] != 0, &whole, &to);
     Py_END_ALLOW_THREADS
     return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
 static PyMethodDef functions[] = {
-    {"is_supported", is_supported, METH_NOARGS, "Whether this processor has AVX2."},
+    {"is_supported", is_supported, METH_NOARGS, "Whether this processor has AVX2 and FMA."},
     {"resize_into", (PyCFunction)(void (*)(void))resize_into, METH_FASTCALL, "See fused.py."},
     {NULL, NULL, 0, NULL},
 };

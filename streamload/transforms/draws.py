@@ -62,6 +62,11 @@ class Draws:
         """Go over numbers that were seen by `torch_ahead`."""
         self._taken += count
 
+    @property
+    def torch_taken(self) -> int:
+        """How many numbers of 32 bits of torch's generator have been used since it was seeded."""
+        return self._taken
+
     def python_random(self) -> float:
         """`random.random()`."""
         if self._python is None:

@@ -271,6 +271,9 @@ class _PlannedImages:
         self._pixels = examples.pixels
         self._preparation = examples.preparation
         self._count = 0
+        self._borrowed = ExitStack()
+        if plan.given:
+            self._borrowed.enter_context(SeededGenerators())
         if examples.as_bytes or plan.statistics is None:
             memory = allocate((size, *plan.size, 3), torch.uint8)
             self._batch = memory.permute(0, 3, 1, 2)
@@ -309,7 +312,7 @@ class _PlannedImages:
         return self._batch[: self._count]
 
     def close(self) -> None:
-        """Nothing is borrowed."""
+        self._borrowed.close()
 
 
 class _GivenImages:

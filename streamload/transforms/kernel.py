@@ -1,6 +1,6 @@
 """The function of _avx2.c, if it is there (part of I); without torch.
 
-It is built with the package where there is a C compiler, and runs on processors with AVX2.
+It is built with the package where there is a C compiler, and runs on processors with AVX2 and FMA.
 """
 
 from __future__ import annotations
@@ -24,4 +24,4 @@ def why_not() -> str:
     """Why it can't be used here; empty: it can."""
     if _avx2 is None:
         return "streamload was installed without a C compiler for this processor"
-    return "" if _avx2.is_supported() else "the processor has no AVX2"
+    return "" if _avx2.is_supported() else "the processor has no AVX2 or no FMA"

@@ -18,7 +18,7 @@ def normalise_into(
     mean: Channels = OPENAI_MEAN,
     std: Channels = OPENAI_STD,
 ) -> None:
-    """Normalise one image into its place in a batch, while it is in the cache.
+    """Normalise one image into its place in a batch, while it is in the cache: with torchvision's bits.
 
     Args:
         image: uint8[C, H, W].
@@ -26,15 +26,14 @@ def normalise_into(
         mean: of each channel, with 1.0 as white.
         std: the same.
     """
-    offset, factor, _ = _constants(mean, std, destination.device)
-    destination.copy_(image).sub_(offset).mul_(factor)
+    means, stds = _as_given(mean, std)
+    destination.copy_(image).div_(255).sub_(means).div_(stds)
 
 
 @functools.cache
 def packed(mean: Channels, std: Channels) -> bytes:
-    """What `normalise_into` subtracts and multiplies by, as fused.py takes it: float32[2, C]."""
-    offset, factor, _ = _constants(mean, std, torch.device("cpu"))
-    return torch.cat([offset, factor]).numpy().tobytes()
+    """What `normalise_into` subtracts and divides by, as fused.py takes it: float32[2, C]."""
+    return torch.cat(_as_given(mean, std)).numpy().tobytes()
 
 
 def normalise_batch(
@@ -54,7 +53,7 @@ def normalise_batch(
     Returns:
         dtype[N, C, H, W], in the memory format of `images`.
     """
-    _, factor, black = _constants(mean, std, images.device)
+    factor, black = _constants(mean, std, images.device)
     if images.device.type == "mps":
         images = images.float()  # its kernels don't mix types
     result = torch.empty_like(images, dtype=dtype)
@@ -62,13 +61,18 @@ def normalise_batch(
 
 
 @functools.cache
-def _constants(
-    mean: Channels, std: Channels, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What to subtract from a level, what to multiply it by, and what becomes of black: float32[C, 1, 1]."""
+def _as_given(mean: Channels, std: Channels) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32[C, 1, 1] of each, on the CPU."""
+    means, stds = (torch.tensor(of, dtype=torch.float32, device="cpu").view(-1, 1, 1) for of in (mean, std))
+    return means, stds
+
+
+@functools.cache
+def _constants(mean: Channels, std: Channels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to multiply a level by, and what becomes of black: float32[C, 1, 1]."""
     means, stds = (torch.tensor(of, dtype=torch.float64, device="cpu") for of in (mean, std))
-    offset, factor, black = (
+    factor, black = (
         values.to(device, torch.float32).view(-1, 1, 1)
-        for values in (means * 255, (stds * 255).reciprocal(), -means / stds)
+        for values in ((stds * 255).reciprocal(), -means / stds)
     )
-    return offset, factor, black
+    return factor, black

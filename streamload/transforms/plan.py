@@ -6,11 +6,13 @@ a chain, `planned.py` carries it out on pixels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 
 from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE
 from streamload.transforms.draws import Draws
@@ -19,6 +21,8 @@ from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, Channels
 
 Size = tuple[int, int]
 """Height and width, in pixels."""
+Given = Callable[[Image.Image], Image.Image]
+"""A function from an RGB Pillow image to another one of its size."""
 
 
 class Statistics(NamedTuple):
@@ -136,6 +140,8 @@ class ImagePlan:
         by: the filter of the resizing.
         fill: red, green and blue where the resized image is smaller than the result.
         colour: what follows, in order.
+        given: functions that run as they are behind all that; where there are any, pixels have to be Pillow's
+            to the bit.
         statistics: of the floats that come of it; None leaves levels of uint8.
     """
 
@@ -144,6 +150,7 @@ class ImagePlan:
     by: Filter = "bicubic"
     fill: tuple[int, int, int] = (0, 0, 0)
     colour: tuple[Flip | Grey, ...] = ()
+    given: tuple[Given, ...] = ()
     statistics: Statistics | None = OPENAI
 
 

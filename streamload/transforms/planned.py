@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 
 from streamload.errors import DecodeError
 from streamload.transforms.augment import Box, RandomBox
 from streamload.transforms.decode import Pixels
 from streamload.transforms.draws import Draws
 from streamload.transforms.normalise import normalise_into, packed
-from streamload.transforms.plan import ImagePlan, RandomCrop
-from streamload.transforms.resize import crop, resize_and_cut, resizing, resizing_to_floats
-
-Put = Callable[..., object]
-"""Puts an image into its place, `out`, once its pixels are there."""
+from streamload.transforms.plan import ImagePlan, RandomCrop, Size
+from streamload.transforms.resize import Put as Put
+from streamload.transforms.resize import crop, empty, resizing, resizing_to_floats
+from streamload.transforms.user import SeededGenerators
 
 
 class Choices(NamedTuple):
@@ -26,17 +26,22 @@ class Choices(NamedTuple):
     Attributes:
         box: the part of it that is used; None: the plan says which.
         colour: of each of the plan's colour steps, whether it is done.
+        seed: of all that.
+        torch_taken: how many numbers of torch's generator it took.
     """
 
     box: Box | None
     colour: tuple[bool, ...]
+    seed: int
+    torch_taken: int
 
 
 class PlannedTransform:
-    """What a plan says, on pixels: Pillow's within one level of 255, a value in a million within two.
+    """What a plan says, on pixels: Pillow's, and torch's floats of them.
 
-    About 150 µs for 500×375 → 224 px; 300 where fused.py can't be used, and 140 to normalise. Deterministic
-    in (pixels, choices); one thread at a time.
+    To the bit where fused.py can be used, else near (resize.py). About 190 µs for 500×375 → 224 px; 360 where
+    fused.py can't be used, and 190 to normalise. Deterministic in (pixels, choices); functions as given leave
+    the global generators changed. One thread at a time.
 
     Args:
         plan: what it says.
@@ -47,9 +52,11 @@ class PlannedTransform:
         self.plan = plan
         self._statistics = None if as_bytes else plan.statistics
         self._levels: torch.Tensor | None = None
+        self._whole = Box(0, 0, *plan.size)
         self._boxes = RandomBox(plan.fit.scale, plan.fit.ratio) if isinstance(plan.fit, RandomCrop) else None
         self._is_random = self._boxes is not None or bool(plan.colour)
         self._draws = Draws()
+        self._generators = SeededGenerators()
 
     def draw(self, height: int, width: int, seed: int) -> Choices:
         """Draw what is random as the functions that the plan stands for draw it.
@@ -63,7 +70,8 @@ class PlannedTransform:
         if self._is_random:
             self._draws.seed(seed)
         box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
-        return Choices(box, tuple([step.is_drawn(self._draws) for step in self.plan.colour]))
+        colour = tuple([step.is_drawn(self._draws) for step in self.plan.colour])
+        return Choices(box, colour, seed, self._draws.torch_taken)
 
     def put(self, pixels: Pixels, choices: Choices) -> Put:
         """What makes an image of pixels that needn't be there yet.
@@ -74,61 +82,72 @@ class PlannedTransform:
 
         Returns:
             It writes the image to `out`, uint8[1, 3, *plan.size], where channels last saves 90 µs;
-            normalised, to float32[3, *plan.size]. It raises DecodeError if the image is so long that nothing
-            of its short side would be left.
+            normalised, to float32[3, *plan.size].
+
+        Raises:
+            DecodeError: the image is so long that nothing of its short side would be left.
         """
-        if self._statistics is None:
-            return self._put_levels(pixels, choices)
-        if choices.box is not None and not any(choices.colour):
-            image = crop(pixels, choices.box)
-            put = resizing_to_floats(image, *self.plan.size, self.plan.by, packed(*self._statistics))
+        plan, statistics = self.plan, self._statistics
+        image, size, part = self._fitted(pixels, choices.box)
+        is_all = not (plan.given or any(choices.colour)) and part[2:] == plan.size
+        if is_all and statistics is not None:
+            put = resizing_to_floats(image, size, plan.by, part, packed(*statistics))
             if put is not None:
                 return put
-        return functools.partial(self._normalised, self._put_levels(pixels, choices))
+        levels = resizing(image, size, plan.by, part)
+        if is_all and statistics is None:
+            return levels
+        return functools.partial(self._finished, levels, part, choices)
 
-    def _put_levels(self, pixels: Pixels, choices: Choices) -> Put:
-        """The same without the normalising."""
-        if any(choices.colour):
-            return functools.partial(self._coloured, pixels, choices)
-        if choices.box is None:
-            return functools.partial(self._fitted, pixels)
-        return resizing(crop(pixels, choices.box), *self.plan.size, self.plan.by)
+    def _fitted(self, pixels: Pixels, box: Box | None) -> tuple[torch.Tensor, Size, Box]:
+        """What is resized, to which size, and which part of that is used."""
+        plan, (height, width, _) = self.plan, pixels.shape
+        if box is not None:
+            return crop(pixels, box), plan.size, self._whole
+        assert not isinstance(plan.fit, RandomCrop)
+        size = plan.fit.resized(height, width)
+        if not all(size):
+            raise DecodeError(f"image of {width}×{height} can't be resized to {size[1]}×{size[0]}")
+        (top, down), (left, across) = map(_middle, size, plan.size)
+        return crop(pixels, Box(0, 0, height, width)), size, Box(max(top, 0), max(left, 0), down, across)
 
-    def _normalised(self, put: Put, *, out: torch.Tensor) -> None:
-        """By way of the levels, while they are in the processor's cache."""
-        assert self._statistics is not None
+    def _finished(self, put: Put, part: Box, choices: Choices, *, out: torch.Tensor) -> None:
+        """With a frame, with the colour steps that were drawn, and normalised, where that is asked for."""
+        plan = self.plan
         if self._levels is None:
-            memory = torch.empty((1, *self.plan.size, 3), dtype=torch.uint8, device="cpu")
-            self._levels = memory.permute(0, 3, 1, 2)
-        put(out=self._levels)
-        normalise_into(self._levels[0], out, *self._statistics)
-
-    def _coloured(self, pixels: Pixels, choices: Choices, *, out: torch.Tensor) -> None:
-        """With the colour steps that were drawn."""
-        fitted = torch.empty_like(out, memory_format=torch.channels_last)
-        self._put_levels(pixels, choices._replace(colour=()))(out=fitted)
-        image = fitted[0]
-        for step, is_done in zip(self.plan.colour, choices.colour, strict=True):
+            self._levels = empty(*plan.size)
+        levels = self._levels
+        if part[2:] == plan.size:
+            put(out=levels)
+        else:
+            put(out=(fitted := empty(*part[2:])))
+            levels.copy_(torch.tensor(plan.fill, dtype=torch.uint8, device="cpu").view(3, 1, 1))
+            above, before = ((wanted - there) // 2 for wanted, there in zip(plan.size, part[2:], strict=True))
+            levels[:, :, above : above + part.height, before : before + part.width] = fitted
+        image = levels[0]
+        for step, is_done in zip(plan.colour, choices.colour, strict=True):
             if is_done:
                 image = step(image)
-        out.copy_(image)
-
-    def _fitted(self, pixels: Pixels, *, out: torch.Tensor) -> None:
-        """The whole image resized, of which the middle is cut out, or around which there is a frame."""
-        plan = self.plan
-        assert not isinstance(plan.fit, RandomCrop)
-        height, width = pixels.shape[:2]
-        resized = plan.fit.resized(height, width)
-        if not all(resized):
-            raise DecodeError(f"image of {width}×{height} can't be resized to {resized[1]}×{resized[0]}")
-        (top, down), (left, across) = map(_middle, resized, plan.size)
-        image = resize_and_cut(pixels, *resized, Box(max(top, 0), max(left, 0), down, across), plan.by)
-        if (down, across) == plan.size:
+        if plan.given:
+            image = self._as_given(image, choices)
+        if self._statistics is None:
             out.copy_(image)
-            return
-        out.copy_(torch.tensor(plan.fill, dtype=torch.uint8, device="cpu").view(3, 1, 1).expand_as(out))
-        above, before = max(-top, 0), max(-left, 0)
-        out[:, :, above : above + down, before : before + across] = image
+        else:
+            normalise_into(image, out, *self._statistics)
+
+    def _as_given(self, levels: torch.Tensor, choices: Choices) -> torch.Tensor:
+        """What functions as given make of uint8[3, H, W], with the numbers that they would have drawn."""
+        image = Image.fromarray(levels.permute(1, 2, 0).numpy())
+        self._generators.seed(choices.seed, choices.torch_taken)
+        for function in self.plan.given:
+            image = function(image)
+        height, width = self.plan.size
+        if (image.mode, image.size) != ("RGB", (width, height)):
+            raise TypeError(
+                f"{function} gave an image of {image.width}×{image.height} in {image.mode}, where one of "
+                f"{width}×{height} in RGB is expected: give compile=False for a preprocess= with it"
+            )
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:

@@ -1,16 +1,18 @@
 """Chains of torchvision's and open_clip's functions → plans (part of I), without importing either.
 
 A function is known by its class and module, which must be loaded if somebody has an instance of it. What has
-a part that isn't known, or that no plan could do exactly, isn't recognised at all, and runs as given: colour
-jitter, for one, would make a difference of one level larger.
+a part that isn't known isn't recognised at all, and runs as given. Of some functions, colour jitter for one,
+it is enough to know that they keep an image's size: they run as given within a plan.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from streamload.transforms import kernel
 from streamload.transforms.fused import Filter
 from streamload.transforms.plan import (
     UNIT,
@@ -26,12 +28,36 @@ from streamload.transforms.plan import (
 )
 
 _TORCHVISION = "torchvision.transforms.transforms"
+_AUTOAUGMENT = "torchvision.transforms.autoaugment"
 _OPEN_CLIP = "open_clip.transform"
 _TO_RGB = {
     (_OPEN_CLIP, "MaybeConvertMode"),
     (_OPEN_CLIP, "_convert_to_rgb"),
     ("clip.clip", "_convert_image_to_rgb"),
 }
+_KEEP_SIZE = {
+    *itertools.product(
+        [_TORCHVISION],
+        (
+            "ColorJitter",
+            "ElasticTransform",
+            "GaussianBlur",
+            "RandomAdjustSharpness",
+            "RandomAffine",
+            "RandomAutocontrast",
+            "RandomEqualize",
+            "RandomInvert",
+            "RandomPerspective",
+            "RandomPosterize",
+            "RandomSolarize",
+            "RandomVerticalFlip",
+        ),
+    ),
+    *itertools.product([_AUTOAUGMENT], ("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide")),
+    (_OPEN_CLIP, "color_jitter"),
+}
+"""What makes of an RGB Pillow image another one of its size."""
+_OF_SEVERAL = {(_TORCHVISION, name) for name in ("Compose", "RandomApply", "RandomChoice", "RandomOrder")}
 
 
 class NotRecognised(Exception):
@@ -43,20 +69,25 @@ def recognise(transform: Any) -> ImagePlan:
 
     Known are chains of: RandomResizedCrop; or Resize, or open_clip's ResizeKeepRatio, and CenterCrop or
     open_clip's CenterCropOrPad; bicubic or bilinear; conversion to RGB anywhere; then RandomHorizontalFlip,
-    Grayscale, RandomGrayscale or open_clip's gray_scale; then ToTensor, open_clip's MaybeToTensor or
-    PILToTensor; and Normalize.
+    Grayscale, RandomGrayscale or open_clip's gray_scale; where pixels are Pillow's to the bit (fused.py), any
+    of torchvision's and open_clip's functions that keep an image's size, run as given; then ToTensor,
+    open_clip's MaybeToTensor or PILToTensor; and Normalize.
 
     Raises:
         NotRecognised: it holds something else.
     """
     steps = _Steps(transform)
     size, fit, by, fill = _geometry(steps)
-    colour = []
-    while (step := steps.next(_colour)) is not None:
-        colour.append(step)
+    behind = steps.all(lambda step, name: (step, _colour(step, name)) if _keeps_size(step, name) else None)
     statistics = _statistics(steps)
     steps.end()
-    return ImagePlan(size, fit, by, fill, tuple(colour), statistics)
+    known = [colour for _, colour in behind if colour is not None]
+    if len(known) == len(behind):
+        return ImagePlan(size, fit, by, fill, colour=tuple(known), statistics=statistics)
+    if kernel.why_not():
+        unknown = next(step for step, colour in behind if colour is None)
+        raise NotRecognised(f"{_shown(unknown)} needs Pillow's pixels to the bit, and {kernel.why_not()}")
+    return ImagePlan(size, fit, by, fill, given=tuple(step for step, _ in behind), statistics=statistics)
 
 
 class _Steps:
@@ -71,6 +102,10 @@ class _Steps:
         if found is not None:
             del self._rest[0]
         return found
+
+    def all(self, read: Callable[[Any, tuple[str, str]], Any]) -> list[Any]:
+        """What `read` makes of the next functions, up to one of which it makes None."""
+        return list(iter(lambda: self.next(read), None))
 
     def end(self) -> None:
         """See that nothing is left.
@@ -156,6 +191,15 @@ def _colour(step: Any, name: tuple[str, str]) -> Flip | Grey | None:
     if name == (_OPEN_CLIP, "gray_scale") and _name(step.transf) == (_TORCHVISION, "Grayscale"):
         return Grey(float(step.p), "python")
     return None
+
+
+def _keeps_size(step: Any, name: tuple[str, str]) -> bool:
+    """Whether a function makes of an RGB Pillow image another one of its size."""
+    if name in _OF_SEVERAL:
+        return all(_keeps_size(each, _name(each)) for each in step.transforms)
+    if name == (_TORCHVISION, "RandomRotation"):
+        return not step.expand
+    return name in _KEEP_SIZE or _colour(step, name) is not None
 
 
 def _statistics(steps: _Steps) -> Statistics | None:

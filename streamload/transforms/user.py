@@ -28,14 +28,20 @@ class SeededGenerators:
         self._states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         return self
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int, torch_taken: int = 0) -> None:
         """Seed all of them from one uint64; about 20 µs.
 
         numpy's and torch's generators are the same Mersenne Twister, so each gets a half of the seed.
+
+        Args:
+            seed: of the sample.
+            torch_taken: how many numbers of torch's generator count as drawn already (draws.py).
         """
         random.seed(seed)
         np.random.seed(seed >> 32)
         torch.default_generator.manual_seed(seed & _LOW_32)
+        if torch_taken:
+            torch.rand(torch_taken, device="cpu", dtype=torch.float32)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -23,6 +23,7 @@ from streamload.errors import OptionError
 from streamload.integrations.openclip.arguments import refuse_unknown, selected, take_own
 from streamload.integrations.openclip.data import Batches, Data, training, validation
 from streamload.loader.options import at_least
+from streamload.transforms import kernel
 
 __all__ = ["Batches", "Data", "install", "main"]
 
@@ -41,8 +42,9 @@ def install(
         module: its data module; None finds `open_clip_train.data` (`training.data` up to 2.24).
         save_steps: after how many steps, again and again, the loader's state is written beside OpenCLIP's
             checkpoints, so that --resume goes on behind the last of them. 0: only that of each epoch's end.
-        compile: False runs OpenCLIP's training transform as given, too, instead of compiled (make_loader's
-            `compile`). That of validation always runs as given: its batches are OpenCLIP's own to the bit.
+        compile: False runs OpenCLIP's transforms as given instead of compiled (make_loader's `compile`). That
+            of validation is compiled only where its batches are OpenCLIP's own to the bit
+            (docs/transforms.md).
         shared_cache: make_loader's; None: STREAMLOAD_SHARED_CACHE, if that is set.
         prepare: train on prepared images (make_loader's `prepare`); validation never does.
 
@@ -78,7 +80,8 @@ def install(
         common["shared_cache"] = shared_cache
         common |= selected(args)
         if not is_train:
-            return validation(args, common | {"compile": False})  # what is reported is compared to the digit
+            is_exact = not kernel.why_not()  # what is reported is compared to the digit
+            return validation(args, common | {"compile": compile and is_exact})
         return training(args, common | {"prepare": prepare}, epoch, floor, save_steps)
 
     def uninstall() -> None:
