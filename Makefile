@@ -75,7 +75,7 @@ faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour)
 	$(BIN)/python -m benchmarks.reliability
 
 # The stamp is written last: an interrupted set-up is taken up where it was, a finished one isn't done again.
-$(READY): pyproject.toml constraints.txt streamload/transforms/_avx2.c
+$(READY): pyproject.toml constraints.txt $(wildcard streamload/transforms/*.c)
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.10 or newer is needed: install it, or say PYTHON=/path/to/python" >&2; exit 1; }
 	@bash .ci/need curl
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || bash .ci/need python3-venv

@@ -20,23 +20,28 @@ from streamload.transforms.augment import Box
 from streamload.transforms.examples import Sample
 from streamload.transforms.normalise import packed
 from streamload.transforms.plan import OPENAI, UNIT
-from streamload.transforms.resize import crop, resize_box, resizing
+from streamload.transforms.resize import resize_box, resizing
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 needs_it = pytest.mark.skipif(bool(kernel.why_not()), reason=kernel.why_not())
 
 
-def by_pillow(image, size, by, is_columns_first):
-    """uint8[1, 3, H, W] resized by Pillow, one pass after the other."""
-    pixels = Image.fromarray(image[0].permute(1, 2, 0).numpy())
-    between = (image.shape[3], size[0]) if is_columns_first else (size[1], image.shape[2])
-    resized = pixels.resize(between, FILTERS[by]).resize((size[1], size[0]), FILTERS[by])
-    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None]
+def by_pillow(pixels, size, by, is_columns_first):
+    """uint8[H, W, 3] resized by Pillow, one pass after the other, as uint8[1, 3, *size]."""
+    height, width, _ = pixels.shape
+    between = (width, size[0]) if is_columns_first else (size[1], height)
+    image = Image.fromarray(pixels).resize(between, FILTERS[by])
+    resized = np.array(image.resize((size[1], size[0]), FILTERS[by]))
+    return torch.from_numpy(resized).permute(2, 0, 1)[None]
 
 
-def by_us(image, size, by, is_columns_first, part=None):
+def whole(pixels):
+    return Box(0, 0, *pixels.shape[:2])
+
+
+def by_us(pixels, size, by, is_columns_first, part=None):
     out = resize.empty(*(size if part is None else part[2:]))
-    fused.resizing(image, size, by, is_columns_first, None, part)(out=out)
+    fused.resizing(pixels, whole(pixels), size, by, is_columns_first, None, part)(out=out)
     return out
 
 
@@ -70,12 +75,13 @@ side = st.one_of(st.integers(1, 40), st.integers(1, 700), st.sampled_from([8, 16
 def test_every_bit_is_that_of_pillow_and_torchvision(
     height, width, size, by, is_columns_first, corners, seed
 ):
-    image = crop(noise(height + 3, width + 5, seed), Box(1, 2, height, width))
+    pixels, box = noise(height + 3, width + 5, seed), Box(1, 2, height, width)
+    image = pixels[1 : 1 + height, 2 : 2 + width]
     expected = by_pillow(image, size, by, is_columns_first)
     assert torch.equal(by_us(image, size, by, is_columns_first), expected)
 
     floats = torch.empty(3, *size)
-    fused.resizing(image, size, by, is_columns_first, packed(*OPENAI))(out=floats)
+    fused.resizing(pixels, box, size, by, is_columns_first, packed(*OPENAI))(out=floats)
     assert torch.equal(floats, as_torchvision(expected[0], *OPENAI))
 
     (top, down), (left, across) = (
@@ -98,7 +104,7 @@ def test_weights_are_pillows_for_every_length_of_the_usual_ones(by, is_columns_f
             (line, Box(0, 0, 1, length), (1, 224)),
             (column, Box(0, 0, length, 9), (224, 9)),
         ):
-            image = crop(pixels, box)
+            image = pixels[: box.height, : box.width]
             expected = by_pillow(image, size, by, is_columns_first)
             assert torch.equal(by_us(image, size, by, is_columns_first), expected)
 
@@ -106,9 +112,9 @@ def test_weights_are_pillows_for_every_length_of_the_usual_ones(by, is_columns_f
 @needs_it
 @pytest.mark.parametrize("size", [(1, 1), (3, 1000), (1000, 3), (4000, 2), (2, 65536), (65536, 1)])
 def test_images_that_are_very_long_are_resized_alike(size):
-    image = torch.from_numpy(noise(*size)).permute(2, 0, 1)[None]
+    image = noise(*size)
     for by, is_columns_first in itertools.product(FILTERS, (False, True)):
-        assert fused.fits(image)
+        assert fused.fits(image, whole(image))
         assert torch.equal(
             by_us(image, (224, 224), by, is_columns_first),
             by_pillow(image, (224, 224), by, is_columns_first),
@@ -117,13 +123,21 @@ def test_images_that_are_very_long_are_resized_alike(size):
 
 @needs_it
 def test_the_middle_of_what_would_be_far_too_long_is_had_without_the_rest():
-    image = torch.from_numpy(noise(3, 60_000)).permute(2, 0, 1)[None]
+    image = noise(3, 60_000)
     size = (224, 64 * 60_000)
     middle = by_us(image, size, "bicubic", False, Box(0, size[1] // 2 - 112, 224, 224))
-    source = image[:, :, :, 29_960:30_040]  # 80 pixels, of the middle ones of which it is made
-    whole = by_pillow(source, (224, 64 * 80), "bicubic", False)
-    begin = whole.shape[3] // 2 - 112
-    assert torch.equal(middle, whole[:, :, :, begin : begin + 224])
+    source = image[:, 29_960:30_040]  # 80 pixels, of the middle ones of which it is made
+    around = by_pillow(source, (224, 64 * 80), "bicubic", False)
+    begin = around.shape[3] // 2 - 112
+    assert torch.equal(middle, around[:, :, :, begin : begin + 224])
+
+
+def every_level(statistics):
+    """An image of all 256 levels, by the kernel: as they are, or normalised."""
+    levels = np.arange(256, dtype=np.uint8).repeat(3).reshape(8, 32, 3)
+    out = resize.empty(8, 32) if statistics is None else torch.empty(3, 8, 32)
+    fused.resizing(levels, whole(levels), (8, 32), "bicubic", False, statistics)(out=out)
+    return out
 
 
 STATISTICS = [
@@ -140,49 +154,42 @@ STATISTICS = [
 @pytest.mark.parametrize("statistics", STATISTICS)
 def test_floats_are_those_of_true_divisions_whatever_they_are_normalised_by(statistics):
     """A product with 1 / std is quicker, and not always the same: then it isn't used."""
-    levels = torch.arange(256, dtype=torch.uint8).repeat_interleave(3).view(8, 32, 3).permute(2, 0, 1)[None]
-    floats = torch.empty(3, 8, 32)
-    fused.resizing(levels, (8, 32), "bicubic", False, packed(*statistics))(out=floats)
-    assert torch.equal(floats, as_torchvision(levels[0], *statistics))
+    assert torch.equal(every_level(packed(*statistics)), as_torchvision(every_level(None)[0], *statistics))
 
 
 @needs_it
 def test_floats_are_those_of_true_divisions_for_thousands_of_statistics():
-    rng = np.random.default_rng(3)
-    levels = torch.arange(256, dtype=torch.uint8).repeat_interleave(3).view(8, 32, 3).permute(2, 0, 1)[None]
-    floats = torch.empty(3, 8, 32)
+    rng, (levels,) = np.random.default_rng(3), every_level(None)
     for _ in range(2000):
-        statistics = tuple(map(tuple, rng.uniform((0.0,), (1.0,), (2, 3)) ** rng.integers(1, 4)))
-        fused.resizing(levels, (8, 32), "bicubic", False, packed.__wrapped__(*statistics))(out=floats)
-        assert torch.equal(floats, as_torchvision(levels[0], *statistics)), statistics
+        statistics = tuple(map(tuple, rng.uniform(0.0, 1.0, (2, 3)) ** rng.integers(1, 4)))
+        floats = every_level(packed.__wrapped__(*statistics))
+        assert torch.equal(floats, as_torchvision(levels, *statistics)), statistics
 
 
 @needs_it
 def test_a_place_in_any_layout_gets_the_image():
-    image = torch.from_numpy(noise(300, 400)).permute(2, 0, 1)[None]
+    image = noise(300, 400)
     expected = by_us(image, (224, 224), "bicubic", False)
     planes = torch.empty(1, 3, 224, 224, dtype=torch.uint8)
     part = torch.zeros(1, 3, 230, 230, dtype=torch.uint8)
     for place in (planes, part[:, :, 3:-3, 3:-3]):
-        fused.resizing(image, (224, 224), "bicubic", False, None)(out=place)
+        fused.resizing(image, whole(image), (224, 224), "bicubic", False, None)(out=place)
         assert torch.equal(place, expected)
     assert part.count_nonzero() == expected.count_nonzero()
 
 
 @needs_it
 def test_an_image_goes_on_living_until_it_is_resized():
-    def whole():
-        return torch.from_numpy(noise(2000, 2000)).permute(2, 0, 1)[None]
-
-    put = fused.resizing(whole(), (64, 64), "bicubic", False, None)  # nobody else has it
+    box = Box(0, 0, 2000, 2000)
+    put = fused.resizing(noise(2000, 2000), box, (64, 64), "bicubic", False, None)  # nobody else has it
     out = resize.empty(64, 64)
     put(out=out)
-    assert torch.equal(out, by_us(whole(), (64, 64), "bicubic", False))
+    assert torch.equal(out, by_us(noise(2000, 2000), (64, 64), "bicubic", False))
 
 
 @needs_it
 def test_threads_dont_disturb_each_other():
-    images = [torch.from_numpy(noise(200 + 40 * n, 420 - 30 * n, n)).permute(2, 0, 1)[None] for n in range(6)]
+    images = [noise(200 + 40 * n, 420 - 30 * n, n) for n in range(6)]
     expected = [by_us(image, (224, 224), "bicubic", bool(n % 2)) for n, image in enumerate(images)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
@@ -256,11 +263,15 @@ def test_what_makes_no_sense_is_an_error(arguments, error, words):
         kernel.resize_into(*arguments)
 
 
+@needs_it
 def test_images_whose_channels_arent_neighbours_or_that_are_too_long_are_left_to_others():
-    planes = torch.zeros(1, 3, 40, 50, dtype=torch.uint8)
-    assert not fused.fits(planes)
-    assert not fused.fits(torch.zeros(1, 65537, 1, 3, dtype=torch.uint8).permute(0, 3, 1, 2))
-    assert not fused.fits(planes[:, :, ::2, ::2])
+    planes, long = np.zeros((3, 40, 50), np.uint8), np.zeros((65537, 1, 3), np.uint8)
+    box = Box(0, 0, 20, 20)
+    assert fused.fits(np.zeros((40, 50, 3), np.uint8), box)
+    assert not fused.fits(planes.transpose(1, 2, 0), box)
+    assert not fused.fits(np.zeros((40, 50, 3), np.uint8)[::2, ::2], box)
+    assert not fused.fits(long, whole(long))
+    assert fused.fits(long, Box(1, 0, 65536, 1))
 
 
 @pytest.mark.parametrize("by", FILTERS)
@@ -271,7 +282,7 @@ def test_without_it_torchs_kernel_gives_nearly_the_same(by, monkeypatch):
 
     def resized():
         cut = resize.empty(224, 224)
-        resizing(crop(pixels, Box(0, 0, 480, 640)), (300, 400), by, part)(out=cut)
+        resizing(pixels, whole(pixels), (300, 400), by, part)(out=cut)
         return torch.cat([*(resize_box(pixels, box, 224, 224, by) for box in boxes), cut])
 
     ours = resized()

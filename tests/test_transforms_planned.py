@@ -26,7 +26,7 @@ from streamload.transforms.plan import (
     clip_plan,
 )
 from streamload.transforms.planned import PlannedTransform
-from streamload.transforms.resize import _goes_down_first, crop, resize_box, resizing
+from streamload.transforms.resize import _goes_down_first, resize_box, resizing
 
 PILLOWS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
@@ -102,7 +102,7 @@ def test_boxes_of_any_shape_are_resized_in_pillows_order_of_axes(which, by, is_e
 
 
 def goes_down_first(shape, size):
-    return _goes_down_first(torch.empty((1, 3, *shape)), size)
+    return _goes_down_first(Box(0, 0, *shape), size)
 
 
 def test_a_tall_box_resized_in_the_other_order_fails_to_be_pillows(is_exact):
@@ -198,7 +198,7 @@ def test_only_the_pixels_that_a_part_needs_are_looked_at(is_exact):
         pixels = photograph(700, 700, number % 5)[:height, :width].copy()
         whole = by_pillow(pixels, Box(0, 0, height, width), *size)
         cut = torch.empty(1, 3, part.height, part.width, dtype=torch.uint8)
-        resizing(crop(pixels, Box(0, 0, height, width)), size, part=part)(out=cut)
+        resizing(pixels, Box(0, 0, height, width), size, part=part)(out=cut)
         if max(size) > resize._LONGEST * max(part[2:]) and not is_exact:
             continue  # Pillow resizes from a box of fractions then, which is another rounding
         expected = whole[:, top : top + part.height, left : left + part.width]
@@ -211,7 +211,7 @@ def test_what_is_too_long_for_our_kernel_is_evaluated_without_making_it_longer_s
     size = ShortSide(16).resized(*shape)
     part = Box(*((length - 16) // 2 for length in size), 16, 16)
     cut = torch.empty(1, 3, 16, 16, dtype=torch.uint8)
-    resizing(crop(pixels, Box(0, 0, *shape)), size, part=part)(out=cut)
+    resizing(pixels, Box(0, 0, *shape), size, part=part)(out=cut)
     whole = by_pillow(pixels, Box(0, 0, *shape), *size)
     apart = levels_apart(cut[0], whole[:, part.top : part.top + 16, part.left : part.left + 16])
     assert apart.max() <= 2

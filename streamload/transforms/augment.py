@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from streamload.transforms import kernel
 from streamload.transforms.draws import UNIT, UNIT_MASK, Draws
 
 CLIP_SCALE = (0.9, 1.0)
@@ -39,12 +40,27 @@ class RandomBox:
         scales, ratios = (torch.tensor(of, device="cpu") for of in (scale, ratio))
         low, high = torch.stack([scales, torch.log(ratios)]).double().T
         self._low, self._span = low.tolist(), (high - low).tolist()
+        self._bounds = self._low[0], self._span[0], self._low[1], self._span[1]
         self._least_share = min(self._low[0], self._low[0] + self._span[0])
         self._drawn = np.empty(2, np.float32)
         self._drawn_ratio = torch.from_numpy(self._drawn)[1:]
 
     def __reduce__(self) -> tuple[type[RandomBox], tuple[Any, ...]]:
         return RandomBox, (self._scale, self._ratio)
+
+    def draw_seeded(self, height: int, width: int, seed: int) -> tuple[Box, int] | None:
+        """The box that `draw` gives from newly seeded numbers, and how many of them it takes.
+
+        Returns:
+            None where `draw` has to be asked: the function of _before.c isn't there, or leaves it to that.
+        """
+        if kernel.random_box is None:
+            return None
+        found = kernel.random_box(seed, height, width, *self._bounds)
+        if found is None:
+            return None
+        box, taken = found
+        return (Box._make(box) if box else self._central(height, width)), taken
 
     def draw(self, height: int, width: int, draws: Draws) -> Box:
         """Draw the box for an image of this size."""

@@ -27,6 +27,7 @@ from PIL import (
 )
 
 from streamload.errors import DecodeError
+from streamload.transforms import kernel
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -46,6 +47,8 @@ FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
 _SCRATCH_BYTES = 16 << 20
 _JPEG_START = b"\xff\xd8\xff"
+_HEADER_BYTES = 4096
+"""Of a JPEG: what is seldom exceeded; longer headers are libjpeg-turbo's to read."""
 _PPM_START = b"P6"
 _PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
 """Of binary PPM the plain form, 8 bits and no comments: what Pillow, OpenCV and netpbm write."""
@@ -60,6 +63,7 @@ class _Scratch(threading.local):
         # All of it at once, so that places in it stay where they are; only what images need is ever touched.
         self._memory = np.empty(_SCRATCH_BYTES, np.uint8)
         self.tensor = torch.from_numpy(self._memory)
+        self.address: int = self._memory.__array_interface__["data"][0]
         self.place: Pixels | None = None
         """The one that was given last; each begins where the memory does."""
 
@@ -80,6 +84,11 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
     Raises:
         DecodeError: more than MAX_PIXELS.
     """
+    if kernel.jpeg_size is not None:
+        size = kernel.jpeg_size(bytes(data[:_HEADER_BYTES]))
+        if size is not None:
+            _check_size(size[1], size[0])
+            return size
     if data[:3] != _JPEG_START:
         return None
     try:
@@ -133,6 +142,14 @@ def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
 def memory_of(pixels: Pixels) -> torch.Tensor:
     """A tensor whose storage begins with these pixels; made already for the latest place in scratch."""
     return _scratch.tensor if pixels is _scratch.place else torch.from_numpy(pixels)
+
+
+def address_of(pixels: Pixels) -> int:
+    """Where these pixels begin; known already for the latest place in scratch."""
+    if pixels is _scratch.place:
+        return _scratch.address
+    address: int = pixels.__array_interface__["data"][0]
+    return address
 
 
 def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:

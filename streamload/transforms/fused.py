@@ -12,6 +12,7 @@ import torch
 
 from streamload.transforms import kernel
 from streamload.transforms.augment import Box
+from streamload.transforms.decode import Pixels, address_of
 
 Filter = Literal["bicubic", "bilinear"]
 
@@ -19,26 +20,30 @@ _LONGEST = 1 << 16
 """Pixels of a side that _avx2.c takes."""
 
 
-def fits(image: torch.Tensor) -> bool:
-    """Whether an image can be resized by it: uint8[1, 3, H, W], each pixel's channels side by side."""
-    _, _, height, width = image.shape
-    _, channel, _, pixel = image.stride()
-    return (channel, pixel) == (1, 3) and max(height, width) <= _LONGEST and kernel.resize_into is not None
+def fits(pixels: Pixels, box: Box) -> bool:
+    """Whether a box of uint8[H, W, 3] can be resized by it: a pixel's channels have to lie side by side."""
+    return (
+        kernel.resize_into is not None
+        and pixels.strides[1:] == (3, 1)
+        and max(box.height, box.width) <= _LONGEST
+    )
 
 
 def resizing(
-    image: torch.Tensor,
+    pixels: Pixels,
+    box: Box,
     size: tuple[int, int],
     by: Filter,
     is_columns_first: bool,
     statistics: bytes | None,
     part: Box | None = None,
 ) -> Callable[..., object]:
-    """What resizes an image whose pixels needn't be there yet.
+    """What crops and resizes an image whose pixels needn't be there yet.
 
     Args:
-        image: one that `fits`.
-        size: height and width of the image, resized.
+        pixels: uint8[H, W, 3].
+        box: of these, one that `fits`.
+        size: height and width of the box, resized.
         by: the filter.
         is_columns_first: whether the columns are made shorter (or longer) before the rows.
         statistics: normalise by these (normalise.packed); None: leave the levels as they are.
@@ -50,15 +55,16 @@ def resizing(
     """
     resize_into = kernel.resize_into
     assert resize_into is not None
-    _, _, image_height, image_width = image.shape
-    source = image.stride(2), image_height, image_width, by == "bilinear", is_columns_first, *size
+    row_bytes = pixels.strides[0]
+    start = address_of(pixels) + box.top * row_bytes + box.left * 3
+    source = start, row_bytes, box.height, box.width, by == "bilinear", is_columns_first, *size
     cut = (0, 0, *size) if part is None else part
     layout = torch.channels_last if statistics is None else torch.contiguous_format
 
-    def put(*, out: torch.Tensor) -> None:
+    def put(*, out: torch.Tensor, _: Pixels = pixels) -> None:  # which have to live until then
         is_ready = out.is_contiguous(memory_format=layout)
         place = out if is_ready else torch.empty_like(out, memory_format=layout)
-        resize_into(image.data_ptr(), *source, place.data_ptr(), *cut, statistics)
+        resize_into(*source, place.data_ptr(), *cut, statistics)
         if not is_ready:
             out.copy_(place)
 

@@ -1,27 +1,38 @@
-"""The function of _avx2.c, if it is there (part of I); without torch.
+"""The functions of _avx2.c and _before.c, if they are there (part of I); without torch.
 
-It is built with the package where there is a C compiler, and runs on processors with AVX2 and FMA.
+They are built with the package where there is a C compiler. Where they aren't, Python and torch do the same
+in more time, torch not to the bit (resize.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 _avx2: ModuleType | None
 try:
     from streamload.transforms import _avx2
 except ImportError:
     _avx2 = None
+_before: ModuleType | None
+try:
+    from streamload.transforms import _before
+except ImportError:
+    _before = None
 
 resize_into: Callable[..., None] | None = None
-"""See fused.py and _avx2.pyi; None where it can't be used."""
+"""See fused.py and _avx2.pyi; None where it can't be used: it needs AVX2 and FMA."""
 if _avx2 is not None and _avx2.is_supported():
     resize_into = _avx2.resize_into
+jpeg_size: Callable[[bytes], tuple[int, int] | None] | None = getattr(_before, "jpeg_size", None)
+"""See decode.py."""
+random_box: Callable[..., Any] | None = getattr(_before, "random_box", None)
+"""See augment.py and _before.pyi."""
 
 
 def why_not() -> str:
-    """Why it can't be used here; empty: it can."""
+    """Why `resize_into` can't be used here; empty: it can."""
     if _avx2 is None:
         return "streamload was installed without a C compiler for this processor"
     return "" if _avx2.is_supported() else "the processor has no AVX2 or no FMA"

@@ -16,7 +16,7 @@ from streamload.transforms.draws import Draws
 from streamload.transforms.normalise import normalise_into, packed
 from streamload.transforms.plan import ImagePlan, RandomCrop, Size
 from streamload.transforms.resize import Put as Put
-from streamload.transforms.resize import crop, empty, resizing, resizing_to_floats
+from streamload.transforms.resize import empty, resizing, resizing_to_floats
 from streamload.transforms.user import SeededGenerators
 
 
@@ -67,6 +67,10 @@ class PlannedTransform:
             seed: uint64 of the sample and pass, by which torch's and Python's generators would have been
                 seeded (user.py).
         """
+        if self._boxes is not None and not self.plan.colour:
+            found = self._boxes.draw_seeded(height, width, seed)
+            if found is not None:
+                return Choices(found[0], (), seed, found[1])
         if self._is_random:
             self._draws.seed(seed)
         box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
@@ -88,28 +92,29 @@ class PlannedTransform:
             DecodeError: the image is so long that nothing of its short side would be left.
         """
         plan, statistics = self.plan, self._statistics
-        image, size, part = self._fitted(pixels, choices.box)
+        box, size, part = self._fitted(pixels, choices.box)
         is_all = not (plan.given or any(choices.colour)) and part[2:] == plan.size
         if is_all and statistics is not None:
-            put = resizing_to_floats(image, size, plan.by, part, packed(*statistics))
+            put = resizing_to_floats(pixels, box, size, plan.by, part, packed(*statistics))
             if put is not None:
                 return put
-        levels = resizing(image, size, plan.by, part)
+        levels = resizing(pixels, box, size, plan.by, part)
         if is_all and statistics is None:
             return levels
         return functools.partial(self._finished, levels, part, choices)
 
-    def _fitted(self, pixels: Pixels, box: Box | None) -> tuple[torch.Tensor, Size, Box]:
+    def _fitted(self, pixels: Pixels, box: Box | None) -> tuple[Box, Size, Box]:
         """What is resized, to which size, and which part of that is used."""
-        plan, (height, width, _) = self.plan, pixels.shape
+        plan = self.plan
         if box is not None:
-            return crop(pixels, box), plan.size, self._whole
+            return box, plan.size, self._whole
+        height, width, _ = pixels.shape
         assert not isinstance(plan.fit, RandomCrop)
         size = plan.fit.resized(height, width)
         if not all(size):
             raise DecodeError(f"image of {width}×{height} can't be resized to {size[1]}×{size[0]}")
         (top, down), (left, across) = map(_middle, size, plan.size)
-        return crop(pixels, Box(0, 0, height, width)), size, Box(max(top, 0), max(left, 0), down, across)
+        return Box(0, 0, height, width), size, Box(max(top, 0), max(left, 0), down, across)
 
     def _finished(self, put: Put, part: Box, choices: Choices, *, out: torch.Tensor) -> None:
         """With a frame, with the colour steps that were drawn, and normalised, where that is asked for."""

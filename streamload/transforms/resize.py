@@ -46,11 +46,10 @@ def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "
     Returns:
         uint8[1, 3, height, width], channels last; a view of the pixels where the crop has that size.
     """
-    image = crop(pixels, box)
     if box[2:] == (height, width):
-        return image
+        return crop(pixels, box)
     resized = empty(height, width)
-    resizing(image, (height, width), by)(out=resized)
+    resizing(pixels, box, (height, width), by)(out=resized)
     return resized
 
 
@@ -65,47 +64,54 @@ def crop(pixels: Pixels, box: Box) -> torch.Tensor:
 
 
 def resizing(
-    image: torch.Tensor, size: tuple[int, int], by: Filter = "bicubic", part: Box | None = None
+    pixels: Pixels, box: Box, size: tuple[int, int], by: Filter = "bicubic", part: Box | None = None
 ) -> Put:
-    """What resizes an image whose pixels needn't be there yet: all that can be known of it by then is done.
+    """What crops and resizes an image whose pixels needn't be there yet.
 
     Args:
-        image: uint8[1, 3, H, W].
-        size: height and width of the image, resized.
+        pixels: uint8[H, W, 3], writable.
+        box: within the image.
+        size: height and width of the box, resized.
         by: the filter.
-        part: of the resized image, as `resize(…).crop(…)` of Pillow gives it; None: all of it.
+        part: of the resized box, as `resize(…).crop(…)` of Pillow gives it; None: all of it.
 
     Returns:
         It puts the result into `out`, uint8[1, 3, height, width]; channels last saves a copy.
     """
     if part is not None and part == (0, 0, *size):
         part = None
-    if part is None and image.shape[2:] == size:
-        return functools.partial(_copied, image)
-    if fused.fits(image):
-        return fused.resizing(image, size, by, _goes_down_first(image, size), None, part)
-    if part is not None:
-        return functools.partial(_resize_and_cut, image, size, part, by)
-    if _goes_down_first(image, size):
-        return functools.partial(_resize_down_first, image, size, by)
-    return functools.partial(_KERNELS[by], image, size, False, None, None)
+    if part is None and box[2:] == size:
+        return functools.partial(_copied, crop(pixels, box))
+    if fused.fits(pixels, box):
+        return fused.resizing(pixels, box, size, by, _goes_down_first(box, size), None, part)
+    image = crop(pixels, box)
+    if part is None:
+        return _by_torch(image, size, by)
+    return functools.partial(_resize_and_cut, image, size, part, by)
 
 
 def resizing_to_floats(
-    image: torch.Tensor, size: tuple[int, int], by: Filter, part: Box | None, statistics: bytes
+    pixels: Pixels, box: Box, size: tuple[int, int], by: Filter, part: Box | None, statistics: bytes
 ) -> Put | None:
     """The same with the normalising, in one go; None where that can't be.
 
     Args:
-        image, size, by, part: as for `resizing`.
+        pixels, box, size, by, part: as for `resizing`.
         statistics: see normalise.packed.
 
     Returns:
         It puts the result into `out`, float32[3, height, width].
     """
-    if not fused.fits(image):
+    if not fused.fits(pixels, box):
         return None
-    return fused.resizing(image, size, by, _goes_down_first(image, size), statistics, part)
+    return fused.resizing(pixels, box, size, by, _goes_down_first(box, size), statistics, part)
+
+
+def _by_torch(image: torch.Tensor, size: tuple[int, int], by: Filter) -> Put:
+    """What resizes uint8[1, 3, H, W] by torch's kernel, in Pillow's order of passes."""
+    if _goes_down_first(Box(0, 0, *image.shape[2:]), size):
+        return functools.partial(_resize_down_first, image, size, by)
+    return functools.partial(_KERNELS[by], image, size, False, None, None)
 
 
 def _resize_and_cut(
@@ -116,7 +122,7 @@ def _resize_and_cut(
         out.copy_(_resize_part(image, size, part, by))
         return
     resized = empty(*size)
-    resizing(image, size, by)(out=resized)
+    _by_torch(image, size, by)(out=resized)
     out.copy_(resized[:, :, top : top + height, left : left + width])
 
 
@@ -151,9 +157,9 @@ def _resize_part(image: torch.Tensor, size: tuple[int, int], part: Box, by: Filt
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None]
 
 
-def _goes_down_first(image: torch.Tensor, size: tuple[int, int]) -> bool:
+def _goes_down_first(box: Box, size: tuple[int, int]) -> bool:
     """Whether Pillow resizes columns before rows: from 13.0 on where that saves it work."""
-    (_, _, height, width), (new_height, new_width) = image.shape, size
+    (_, _, height, width), (new_height, new_width) = box, size
     return (
         height > new_height
         and height - new_height > 2 * (width - new_width)

@@ -1,0 +1,151 @@
+/* What goes before an image's pixels, for dozens of images in a row: the size that a JPEG's header gives, and the box
+ * that torchvision's RandomResizedCrop draws. Each gives None where it leaves the answer to Python (decode.py,
+ * augment.py), which gives the same in several times the time.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* ---- A JPEG's header ---- */
+
+struct header {
+    int height, width, components;
+    int is_123, has_jfif, adobe; /* what its colours are told by; adobe: -1 without such a marker */
+};
+
+static int two_bytes(const uint8_t *at) { return at[0] << 8 | at[1]; }
+
+/* Read the segments up to the first scan; 0 if there is anything out of the ordinary. */
+static int read_header(const uint8_t *at, const uint8_t *end, struct header *header) {
+    if (end - at < 2 || at[0] != 0xff || at[1] != 0xd8)
+        return 0;
+    at += 2;
+    while (end - at >= 4) {
+        const int marker = at[1], length = two_bytes(at + 2);
+        const uint8_t *payload = at + 4;
+        if (at[0] != 0xff || length < 2)
+            return 0;
+        if (marker == 0xda)
+            return header->components != 0;
+        at += 2 + length;
+        if (at > end)
+            return 0;
+        if (marker >= 0xc0 && marker <= 0xc2) { /* baseline, extended, progressive */
+            if (header->components || length < 8)
+                return 0;
+            header->height = two_bytes(payload + 1);
+            header->width = two_bytes(payload + 3);
+            header->components = payload[5];
+            if (payload[0] != 8 || length != 8 + 3 * header->components)
+                return 0;
+            header->is_123 = header->components == 3 && payload[6] == 1 && payload[9] == 2 && payload[12] == 3;
+        } else if (marker == 0xe0) {
+            header->has_jfif |= length >= 16 && memcmp(payload, "JFIF", 5) == 0;
+        } else if (marker == 0xee) {
+            if (length >= 14 && memcmp(payload, "Adobe", 5) == 0)
+                header->adobe = payload[11];
+        } else if (marker != 0xc4 && marker != 0xdb && marker != 0xdd && marker != 0xfe &&
+                   (marker < 0xe1 || marker > 0xef)) {
+            return 0; /* neither tables, restarts, a comment nor an application's */
+        }
+    }
+    return 0;
+}
+
+/* By jdapimin.c of libjpeg: JFIF's colours are YCbCr, else Adobe's marker tells, else the components' numbers. */
+static int is_ycbcr_or_grey(const struct header *header) {
+    if (header->components == 1)
+        return 1;
+    if (header->components != 3)
+        return 0;
+    return header->has_jfif || (header->adobe < 0 ? header->is_123 : header->adobe == 1);
+}
+
+static PyObject *jpeg_size(PyObject *Py_UNUSED(module), PyObject *start) {
+    char *data;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(start, &data, &size) < 0)
+        return NULL;
+    struct header header = {.adobe = -1};
+    const uint8_t *at = (const uint8_t *)data;
+    if (!read_header(at, at + size, &header) || !is_ycbcr_or_grey(&header) || !header.height || !header.width)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(ii)", header.height, header.width);
+}
+
+/* ---- A random box ---- */
+
+enum { TRIES = 10, NUMBERS = 2 * TRIES + 2, SHIFT = 397 };
+
+/* The first numbers of a Mersenne Twister seeded by one of 32 bits, as torch's CPU generator. */
+static void draw(uint32_t seed, uint32_t numbers[NUMBERS]) {
+    uint32_t state[SHIFT + NUMBERS];
+    state[0] = seed;
+    for (uint32_t i = 1; i < SHIFT + NUMBERS; i++)
+        state[i] = 1812433253u * (state[i - 1] ^ state[i - 1] >> 30) + i;
+    for (int i = 0; i < NUMBERS; i++) {
+        const uint32_t both = (state[i] & 0x80000000u) | (state[i + 1] & 0x7fffffffu);
+        uint32_t number = state[i + SHIFT] ^ both >> 1 ^ (both & 1 ? 0x9908b0dfu : 0);
+        number ^= number >> 11;
+        number ^= number << 7 & 0x9d2c5680u;
+        number ^= number << 15 & 0xefc60000u;
+        numbers[i] = number ^ number >> 18;
+    }
+}
+
+/* Between 0 and 1, as torch makes a float32 of a number. */
+static double unit(uint32_t number) { return (number & 0xffffff) * (1.0 / 0x1000000); }
+
+/* Whether what float32 rounds off, far less than a millionth, could make it another number of pixels. */
+static int is_near_half(double length) { return fabs(fmod(length, 1.0) - 0.5) <= 1e-6 * length; }
+
+static PyObject *random_box(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {
+    enum { SEED, HEIGHT, WIDTH, SHARE, SHARE_SPAN, LOG_RATIO, LOG_RATIO_SPAN, ALL };
+    if (count != ALL)
+        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", ALL, count);
+    const uint32_t seed = (uint32_t)PyLong_AsUnsignedLongMask(arguments[SEED]);
+    const long height = PyLong_AsLong(arguments[HEIGHT]), width = PyLong_AsLong(arguments[WIDTH]);
+    double of[ALL];
+    for (int i = SHARE; i < ALL; i++)
+        of[i] = PyFloat_AsDouble(arguments[i]);
+    if (PyErr_Occurred())
+        return NULL;
+    uint32_t numbers[NUMBERS];
+    draw(seed, numbers);
+    const double area = (double)height * width;
+    for (int i = 0; i < 2 * TRIES; i += 2) {
+        const double share = of[SHARE] + of[SHARE_SPAN] * unit(numbers[i]);
+        const double ratio = exp(of[LOG_RATIO] + of[LOG_RATIO_SPAN] * unit(numbers[i + 1]));
+        const double across = sqrt(area * share * ratio), down = sqrt(area * share / ratio);
+        if (across >= width + 1.0 || down >= height + 1.0)
+            continue;
+        if (is_near_half(across) || is_near_half(down))
+            Py_RETURN_NONE;
+        const long box_height = lrint(down), box_width = lrint(across);
+        if (box_width < 1 || box_width > width || box_height < 1 || box_height > height)
+            continue;
+        const long top = (long)(numbers[i + 2] % (uint32_t)(height - box_height + 1));
+        const long left = (long)(numbers[i + 3] % (uint32_t)(width - box_width + 1));
+        return Py_BuildValue("(llll)i", top, left, box_height, box_width, i + 4);
+    }
+    return Py_BuildValue("()i", 2 * TRIES);
+}
+
+/* ---- Python ---- */
+
+static PyMethodDef functions[] = {
+    {"jpeg_size", jpeg_size, METH_O, "See decode.py."},
+    {"random_box", (PyCFunction)(void (*)(void))random_box, METH_FASTCALL, "See augment.py."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, .m_name = "_before", .m_doc = "What goes before an image's pixels.", .m_size = 0,
+    .m_methods = functions};
+
+PyMODINIT_FUNC PyInit__before(void) { return PyModuleDef_Init(&module); }
