@@ -146,23 +146,22 @@ def test_colours_are_told_by_adobes_marker_where_there_is_no_jfif(transform, is_
     length=st.floats(0, 1),
     is_cut=st.booleans(),
 )
-def test_a_damaged_header_gives_the_size_that_libjpeg_turbo_finds_or_no_pixels(name, flips, length, is_cut):
-    """What the one makes of damage the other needn't, so long as nothing is decoded by a wrong size."""
-    data = bytearray(FILES[name][:4096])
+def test_a_damaged_header_gives_the_pixels_that_it_gives_without_it(name, flips, length, is_cut):
+    data = bytearray(FILES[name])
     for at, value in flips:
         data[int(at * (min(len(data), 700) - 1))] = value
     data = bytes(data[: int(length * len(data))] if is_cut else data)
-    try:
-        size = kernel.jpeg_size(data) and jpeg_size(data)
-    except DecodeError:  # too many pixels
-        return
-    if size is None:
-        return
-    try:
-        height, width, colour, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        with pytest.raises(DecodeError):
-            decode_jpeg_or_image(data)
-        return
-    assert (height, width) == size
-    assert colour in ("YCbCr", "Gray")
+
+    def decoded():
+        try:
+            return decode_jpeg_or_image(data)
+        except DecodeError:
+            return None
+
+    ours = decoded()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernel, "jpeg_size", None)
+        theirs = decoded()
+    assert (ours is None) is (theirs is None)
+    if ours is not None:
+        np.testing.assert_array_equal(ours, theirs)
