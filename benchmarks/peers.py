@@ -1,13 +1,16 @@
 """The contenders of the suite: what each is called, which adapter runs it where, and what it reads."""
 
+from benchmarks.contenders.workload import JITTERED
 from benchmarks.turns import Contender
 
 _OWN_TRANSFORM = {"preprocess": "default"}
+_JITTERED = {"preprocess": JITTERED}
 
 STREAMLOAD = Contender("streamload", "streamload_", _OWN_TRANSFORM)
 STREAMLOAD_UINT8 = Contender("streamload, uint8", "streamload_", {**_OWN_TRANSFORM, "images": "uint8"})
 STREAMLOAD_COMPILED = Contender("streamload, open_clip's preprocess", "streamload_")
 STREAMLOAD_AS_GIVEN = Contender("streamload, preprocess as given", "streamload_", {"compile": False})
+STREAMLOAD_JITTERED = Contender("streamload, with colour jitter", "streamload_", _JITTERED)
 STREAMLOAD_KEPT = Contender("streamload, last 10 batches kept", "streamload_", {**_OWN_TRANSFORM, "keep": 10})
 
 FLOOR = Contender("floor", "floor", _OWN_TRANSFORM, reads="path")
@@ -23,6 +26,9 @@ FLOOR_OF_LIBRARIES_UINT8 = Contender(
 )
 
 OPEN_CLIP = Contender("open_clip", "openclip", environment="open_clip", reads="path")
+OPEN_CLIP_JITTERED = Contender(
+    "open_clip, with colour jitter", "openclip", _JITTERED, environment="open_clip", reads="path"
+)
 WEBDATASET = Contender("webdataset, cache_dir", "webdataset_")
 SPDL = Contender("SPDL", "spdl_", _OWN_TRANSFORM, environment="spdl", reads="path")
 HUGGINGFACE = Contender("Hugging Face datasets", "huggingface_", environment="huggingface", reads="path")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks import machine, watch
-from benchmarks.contenders.workload import READY, TURN, Epoch, Job, Result
+from benchmarks.contenders.workload import JITTERED, READY, TURN, Epoch, Job, Result
 from benchmarks.environments import build as environments
 from benchmarks.watch import Watch
 from streamload.bench.rounds import Row
@@ -55,7 +55,10 @@ class Contender:
 
     @property
     def needs_open_clip(self) -> bool:
-        return self.environment == "open_clip" or self.job.get("preprocess", "open_clip") == "open_clip"
+        return self.environment == "open_clip" or self.job.get("preprocess", "open_clip") in (
+            "open_clip",
+            JITTERED,
+        )
 
     def data(self, base: str, shards: int) -> str:
         """What it is told to read of what lies below a directory or URL."""

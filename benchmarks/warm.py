@@ -10,17 +10,17 @@ ids by open_clip's own tokenizer, one channel of every image read by the consume
 measured one (near.py). What streamload does more than the others: it verifies the checksum of each sample
 that it reads.
 
-Contenders: streamload with its default transform (open_clip's pixels), and
-as uint8 batches; for both the floor (streamload/bench/floor.py): bare processes that do this work as fast
-as it could be made here, and keep no order, verify nothing and hand nothing over, so that nobody reads
-their batches (overhead.py compares them in more rounds); the default with a consumer that keeps the last 10
-batches and looks at the end whether their bytes are still those that came (memory that is used again must
-not change under a user); streamload with preprocess=open_clip's function, compiled, and as given; and the
-peers, each as its own documentation recommends for this work, in an environment of its own (environments/).
-open_clip's loader, webdataset with cache_dir, Hugging Face datasets, LitData, MosaicML Streaming and
-Megatron-Energon run open_clip's function; SPDL and DALI, which bring their own decoders and resizers,
-those. LitData and MosaicML Streaming read a format of their own: what making it took, and its bytes, are in
-the table, and so is the index that Megatron-Energon and DALI make.
+Contenders: streamload with its default transform (open_clip's pixels), and as uint8 batches; for both the
+floor (streamload/bench/floor.py): bare processes that do this work as fast as it could be made here, and keep
+no order, verify nothing and hand nothing over, so that nobody reads their batches (overhead.py compares them
+in more rounds); the default with a consumer that keeps the last 10 batches and looks at the end whether their
+bytes are still those that came (memory that is used again must not change under a user); streamload with
+preprocess=open_clip's function, compiled, and as given; the same with colour jitter in it, compiled, beside
+open_clip's own loader with that; and the peers, each as its own documentation recommends for this work, in an
+environment of its own (environments/). open_clip's loader, webdataset with cache_dir, Hugging Face datasets,
+LitData, MosaicML Streaming and Megatron-Energon run open_clip's function; SPDL and DALI, which bring their
+own decoders and resizers, those. LitData and MosaicML Streaming read a format of their own: what making it
+took, and its bytes, are in the table, and so is the index that Megatron-Energon and DALI make.
 
 Result: results/warm.json; docs/performance.md has it as a table.
 
@@ -34,10 +34,12 @@ from benchmarks import near, turns
 from benchmarks.peers import (
     FLOOR,
     FLOOR_UINT8,
+    OPEN_CLIP_JITTERED,
     PEERS,
     STREAMLOAD,
     STREAMLOAD_AS_GIVEN,
     STREAMLOAD_COMPILED,
+    STREAMLOAD_JITTERED,
     STREAMLOAD_KEPT,
     STREAMLOAD_UINT8,
 )
@@ -51,6 +53,8 @@ CONTENDERS = [
     STREAMLOAD_KEPT,
     STREAMLOAD_COMPILED,
     STREAMLOAD_AS_GIVEN,
+    STREAMLOAD_JITTERED,
+    OPEN_CLIP_JITTERED,
     *PEERS,
 ]
 
@@ -92,6 +96,13 @@ def main() -> None:
                     "preprocess as given, × open_clip's images/s",
                     speed.get(STREAMLOAD_AS_GIVEN.name),
                     at_least=1.0,
+                ),
+                turns.target(
+                    "with colour jitter, × the images/s of open_clip with it",
+                    turns.ratio(
+                        medians, "images_per_second", STREAMLOAD_JITTERED.name, OPEN_CLIP_JITTERED.name
+                    ),
+                    at_least=1.5,
                 ),
                 turns.target("kept batches that changed, of all rounds", changed(rows), at_most=0),
             ],

@@ -4,7 +4,15 @@ import logging
 import time
 from types import SimpleNamespace
 
-from benchmarks.contenders.workload import Job, Result, open_clip_preprocess, tokenizer, train, versions
+from benchmarks.contenders.workload import (
+    JITTERED,
+    Job,
+    Result,
+    open_clip_preprocess,
+    tokenizer,
+    train,
+    versions,
+)
 
 LIMITS = (
     "no cache: each epoch fetches all again",
@@ -15,7 +23,7 @@ LIMITS = (
 
 def main() -> None:
     job = Job.from_argument()
-    preprocess = open_clip_preprocess()
+    preprocess = open_clip_preprocess(job.preprocess == JITTERED)
     from open_clip_train import data
 
     logging.basicConfig(level=logging.WARNING)

@@ -6,6 +6,7 @@ from typing import Any
 
 import streamload
 from benchmarks.contenders.workload import (
+    JITTERED,
     Job,
     Result,
     bytes_of,
@@ -23,7 +24,8 @@ def main() -> None:
 
 def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any) -> Result:
     """Do the job; `more` is for make_loader."""
-    preprocess = open_clip_preprocess() if job.preprocess == "open_clip" else None
+    is_open_clips = job.preprocess in ("open_clip", JITTERED)
+    preprocess = open_clip_preprocess(job.preprocess == JITTERED) if is_open_clips else None
     reads_only = job.preprocess == "none"
     tokenize = None if reads_only else tokenizer(job)
     make_loader, epochs = streamload.make_loader, []  # which imports it

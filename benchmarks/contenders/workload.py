@@ -25,6 +25,7 @@ from benchmarks.process_tree import cpu_seconds, disk_bytes
 
 Batch = TypeVar("Batch")
 LENGTH = 77
+JITTERED = "open_clip, jittered"
 SIDE = 224
 READY = "ready"
 """The line by which a contender waits for its turn."""
@@ -41,8 +42,8 @@ class Job:
         urls: one pattern, with braces.
         samples: in all shards.
         epochs: how often to go through them.
-        preprocess: "default" is the loader's own, "open_clip" open_clip's function as given; "none" makes
-            nothing of a sample but the number of its bytes.
+        preprocess: "default" is the loader's own, "open_clip" open_clip's function, JITTERED that with colour
+            jitter; "none" makes nothing of a sample but the number of its bytes.
         images: "float32", or "uint8" where a contender is to hand over bytes.
         compile: of streamload, whether it compiles preprocess.
         tokenizer: "words", "open_clip", or "numbers": the number at a caption's end in place of ids.
@@ -209,9 +210,14 @@ def tokenizer(job: Job) -> Callable[..., torch.Tensor]:
     return _open_clip().get_tokenizer("ViT-B-32")
 
 
-def open_clip_preprocess() -> Callable[..., torch.Tensor]:
-    """What open_clip's create_model_and_transforms gives as preprocess_train."""
-    return _open_clip().image_transform(SIDE, is_train=True)
+def open_clip_preprocess(jitter: bool = False) -> Callable[..., torch.Tensor]:
+    """What open_clip's create_model_and_transforms gives as preprocess_train.
+
+    Args:
+        jitter: with colour jitter and grey images, as often and as strong as in CLIPA's trainings.
+    """
+    colour = {"color_jitter": (0.32, 0.32, 0.32, 0.08), "color_jitter_prob": 0.8, "gray_scale_prob": 0.2}
+    return _open_clip().image_transform(SIDE, is_train=True, aug_cfg=colour if jitter else None)
 
 
 class Transform:

@@ -40,7 +40,7 @@ class PlannedTransform:
     """What a plan says, on pixels: Pillow's, and torch's floats of them.
 
     To the bit where fused.py can be used, else near (resize.py). About 190 µs for 500×375 → 224 px; 360 where
-    fused.py can't be used, and 190 to normalise. Deterministic in (pixels, choices); functions as given leave
+    fused.py can't be used, and 290 to normalise. Deterministic in (pixels, choices); functions as given leave
     the global generators changed. One thread at a time.
 
     Args:

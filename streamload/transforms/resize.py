@@ -1,4 +1,4 @@
-"""Resizing with antialias of uint8 images (part of I): Pillow's pixels, 8 to 12× faster.
+"""Resizing with antialias of uint8 images (part of I): Pillow's pixels, 8 to 9× faster.
 
 By our kernel (fused.py) they are Pillow's to the bit. Where it can't be used, torch's stands in, 4 to 8×
 faster than Pillow's: its weights have 15 bits and Pillow's 22, so one value in 300 differs by a level, and by
