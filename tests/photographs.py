@@ -7,6 +7,7 @@ from PIL import Image
 
 from streamload.shards.keys import KeySpec
 from streamload.transforms.examples import Examples
+from streamload.transforms.fused import Place
 from streamload.transforms.plan import clip_plan
 
 SIZES = [
@@ -34,7 +35,7 @@ def photograph(width, height, which=0):
 
 def transformed(transform, pixels, destination, seed=0):
     """An image by a plan, with what is drawn for it from `seed`, into its place."""
-    transform.put(pixels, transform.draw(*pixels.shape[:2], seed))(out=destination[None])
+    transform.put(pixels, transform.draw(*pixels.shape[:2], seed))(out=Place.of(destination[None]))
 
 
 def clip_examples(as_bytes=True, preparation=None):

@@ -18,6 +18,7 @@ from streamload.handoff import own_empty
 from streamload.transforms import fused, kernel, resize
 from streamload.transforms.augment import Box
 from streamload.transforms.examples import Sample
+from streamload.transforms.fused import Place
 from streamload.transforms.normalise import packed
 from streamload.transforms.plan import OPENAI, UNIT
 from streamload.transforms.resize import resize_box, resizing
@@ -41,7 +42,7 @@ def whole(pixels):
 
 def by_us(pixels, size, by, is_columns_first, part=None):
     out = resize.empty(*(size if part is None else part[2:]))
-    fused.resizing(pixels, whole(pixels), size, by, is_columns_first, None, part)(out=out)
+    fused.resizing(pixels, whole(pixels), size, by, is_columns_first, None, part)(out=Place.of(out))
     return out
 
 
@@ -81,7 +82,7 @@ def test_every_bit_is_that_of_pillow_and_torchvision(
     assert torch.equal(by_us(image, size, by, is_columns_first), expected)
 
     floats = torch.empty(3, *size)
-    fused.resizing(pixels, box, size, by, is_columns_first, packed(*OPENAI))(out=floats)
+    fused.resizing(pixels, box, size, by, is_columns_first, packed(*OPENAI))(out=Place.of(floats))
     assert torch.equal(floats, as_torchvision(expected[0], *OPENAI))
 
     (top, down), (left, across) = (
@@ -136,7 +137,7 @@ def every_level(statistics):
     """An image of all 256 levels, by the kernel: as they are, or normalised."""
     levels = np.arange(256, dtype=np.uint8).repeat(3).reshape(8, 32, 3)
     out = resize.empty(8, 32) if statistics is None else torch.empty(3, 8, 32)
-    fused.resizing(levels, whole(levels), (8, 32), "bicubic", False, statistics)(out=out)
+    fused.resizing(levels, whole(levels), (8, 32), "bicubic", False, statistics)(out=Place.of(out))
     return out
 
 
@@ -173,7 +174,7 @@ def test_a_place_in_any_layout_gets_the_image():
     planes = torch.empty(1, 3, 224, 224, dtype=torch.uint8)
     part = torch.zeros(1, 3, 230, 230, dtype=torch.uint8)
     for place in (planes, part[:, :, 3:-3, 3:-3]):
-        fused.resizing(image, whole(image), (224, 224), "bicubic", False, None)(out=place)
+        fused.resizing(image, whole(image), (224, 224), "bicubic", False, None)(out=Place.of(place))
         assert torch.equal(place, expected)
     assert part.count_nonzero() == expected.count_nonzero()
 
@@ -183,7 +184,7 @@ def test_an_image_goes_on_living_until_it_is_resized():
     box = Box(0, 0, 2000, 2000)
     put = fused.resizing(noise(2000, 2000), box, (64, 64), "bicubic", False, None)  # nobody else has it
     out = resize.empty(64, 64)
-    put(out=out)
+    put(out=Place.of(out))
     assert torch.equal(out, by_us(noise(2000, 2000), (64, 64), "bicubic", False))
 
 
@@ -282,7 +283,7 @@ def test_without_it_torchs_kernel_gives_nearly_the_same(by, monkeypatch):
 
     def resized():
         cut = resize.empty(224, 224)
-        resizing(pixels, whole(pixels), (300, 400), by, part)(out=cut)
+        resizing(pixels, whole(pixels), (300, 400), by, part)(out=Place.of(cut))
         return torch.cat([*(resize_box(pixels, box, 224, 224, by) for box in boxes), cut])
 
     ours = resized()

@@ -15,6 +15,7 @@ from streamload.transforms import kernel, resize
 from streamload.transforms.augment import Box, RandomBox
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.draws import Draws
+from streamload.transforms.fused import Place
 from streamload.transforms.plan import (
     Flip,
     Grey,
@@ -198,7 +199,7 @@ def test_only_the_pixels_that_a_part_needs_are_looked_at(is_exact):
         pixels = photograph(700, 700, number % 5)[:height, :width].copy()
         whole = by_pillow(pixels, Box(0, 0, height, width), *size)
         cut = torch.empty(1, 3, part.height, part.width, dtype=torch.uint8)
-        resizing(pixels, Box(0, 0, height, width), size, part=part)(out=cut)
+        resizing(pixels, Box(0, 0, height, width), size, part=part)(out=Place.of(cut))
         if max(size) > resize._LONGEST * max(part[2:]) and not is_exact:
             continue  # Pillow resizes from a box of fractions then, which is another rounding
         expected = whole[:, top : top + part.height, left : left + part.width]
@@ -211,7 +212,7 @@ def test_what_is_too_long_for_our_kernel_is_evaluated_without_making_it_longer_s
     size = ShortSide(16).resized(*shape)
     part = Box(*((length - 16) // 2 for length in size), 16, 16)
     cut = torch.empty(1, 3, 16, 16, dtype=torch.uint8)
-    resizing(pixels, Box(0, 0, *shape), size, part=part)(out=cut)
+    resizing(pixels, Box(0, 0, *shape), size, part=part)(out=Place.of(cut))
     whole = by_pillow(pixels, Box(0, 0, *shape), *size)
     apart = levels_apart(cut[0], whole[:, part.top : part.top + 16, part.left : part.left + 16])
     assert apart.max() <= 2

@@ -20,6 +20,7 @@ from streamload.transforms.decode import (
     place_in_scratch,
     stored_pixels,
 )
+from streamload.transforms.fused import Place
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.planned import PlannedTransform, Put
 from streamload.transforms.prepare import Preparation
@@ -231,23 +232,20 @@ class _Planned(NamedTuple):
 
 
 class _Places:
-    """The places of a batch's images in its memory, made once for memory that is used again.
-
-    A view is an object of its own that costs a microsecond, and in between images several.
-    """
+    """The places of a batch's images in its memory, made once for memory that is used again."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[Place]]] = {}
 
     def of(
         self, memory: torch.Tensor, split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    ) -> Sequence[torch.Tensor]:
-        """The parts of a tensor, always by the same `split`."""
+    ) -> Sequence[Place]:
+        """Those of the parts of a tensor, always by the same `split`."""
         number = id(memory)  # known only as long as it lives
         if number not in self._known:
             forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
             # Views keep what they are views of, and that is to go when nobody else has it.
-            self._known[number] = forget, split(memory.detach())
+            self._known[number] = forget, [Place.of(part) for part in split(memory.detach())]
         return self._known[number][1]
 
 

@@ -6,7 +6,7 @@ What does it is _avx2.c. Where that can't be used (kernel.py), resize.py has tor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,6 +18,29 @@ Filter = Literal["bicubic", "bilinear"]
 
 _LONGEST = 1 << 16
 """Pixels of a side that _avx2.c takes."""
+
+
+class Place(NamedTuple):
+    """Where an image goes; made once for memory that is used again: asking a tensor costs microseconds.
+
+    Attributes:
+        tensor: uint8[1, 3, height, width], or float32[3, height, width] for a normalised one.
+        address: of its first byte, if it is laid out as the kernel writes it: the former channels last, the
+            latter contiguous. Else None, and what is written is copied.
+    """
+
+    tensor: torch.Tensor
+    address: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """The place of a tensor; the tensor has to live as long."""
+        is_ready = tensor.is_contiguous(memory_format=_layout(tensor))
+        return cls(tensor, tensor.data_ptr() if is_ready else None)
+
+
+def _layout(tensor: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dtype == torch.uint8 else torch.contiguous_format
 
 
 def fits(pixels: Pixels, box: Box) -> bool:
@@ -50,8 +73,7 @@ def resizing(
         part: of the resized image, with sides of at most 65,536 pixels; None: all of it.
 
     Returns:
-        It puts the result into `out`: uint8[1, 3, height, width], where channels last saves a copy;
-        normalised, float32[3, height, width].
+        It puts the result into `out`, a Place.
     """
     resize_into = kernel.resize_into
     assert resize_into is not None
@@ -59,13 +81,14 @@ def resizing(
     start = address_of(pixels) + box.top * row_bytes + box.left * 3
     source = start, row_bytes, box.height, box.width, by == "bilinear", is_columns_first, *size
     cut = (0, 0, *size) if part is None else part
-    layout = torch.channels_last if statistics is None else torch.contiguous_format
 
-    def put(*, out: torch.Tensor, _: Pixels = pixels) -> None:  # which have to live until then
-        is_ready = out.is_contiguous(memory_format=layout)
-        place = out if is_ready else torch.empty_like(out, memory_format=layout)
-        resize_into(*source, place.data_ptr(), *cut, statistics)
-        if not is_ready:
-            out.copy_(place)
+    def put(*, out: Place, _: Pixels = pixels) -> None:  # which have to live until then
+        tensor, address = out
+        if address is not None:
+            resize_into(*source, address, *cut, statistics)
+            return
+        between = torch.empty_like(tensor, memory_format=_layout(tensor))
+        resize_into(*source, between.data_ptr(), *cut, statistics)
+        tensor.copy_(between)
 
     return put

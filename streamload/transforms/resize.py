@@ -18,10 +18,10 @@ from PIL import Image
 from streamload.transforms import fused
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, memory_of
-from streamload.transforms.fused import Filter
+from streamload.transforms.fused import Filter, Place
 
 Put = Callable[..., object]
-"""Puts an image into its place, `out`, once its pixels are there."""
+"""Puts an image into its place, `out`, a Place, once its pixels are there."""
 
 _LONGEST = 8
 """How many times the part that is used a resized image is long before only that part gets computed."""
@@ -49,7 +49,7 @@ def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "
     if box[2:] == (height, width):
         return crop(pixels, box)
     resized = empty(height, width)
-    resizing(pixels, box, (height, width), by)(out=resized)
+    resizing(pixels, box, (height, width), by)(out=Place.of(resized))
     return resized
 
 
@@ -76,7 +76,7 @@ def resizing(
         part: of the resized box, as `resize(…).crop(…)` of Pillow gives it; None: all of it.
 
     Returns:
-        It puts the result into `out`, uint8[1, 3, height, width]; channels last saves a copy.
+        It puts the result into `out`, a Place.
     """
     if part is not None and part == (0, 0, *size):
         part = None
@@ -100,7 +100,7 @@ def resizing_to_floats(
         statistics: see normalise.packed.
 
     Returns:
-        It puts the result into `out`, float32[3, height, width].
+        It puts the result into `out`, a Place.
     """
     if not fused.fits(pixels, box):
         return None
@@ -111,31 +111,31 @@ def _by_torch(image: torch.Tensor, size: tuple[int, int], by: Filter) -> Put:
     """What resizes uint8[1, 3, H, W] by torch's kernel, in Pillow's order of passes."""
     if _goes_down_first(Box(0, 0, *image.shape[2:]), size):
         return functools.partial(_resize_down_first, image, size, by)
-    return functools.partial(_KERNELS[by], image, size, False, None, None)
+    return functools.partial(_resize, image, size, by)
 
 
-def _resize_and_cut(
-    image: torch.Tensor, size: tuple[int, int], part: Box, by: Filter, *, out: torch.Tensor
-) -> None:
+def _resize_and_cut(image: torch.Tensor, size: tuple[int, int], part: Box, by: Filter, *, out: Place) -> None:
     top, left, height, width = part
     if max(size) > _LONGEST * max(height, width):
-        out.copy_(_resize_part(image, size, part, by))
+        out.tensor.copy_(_resize_part(image, size, part, by))
         return
     resized = empty(*size)
-    _by_torch(image, size, by)(out=resized)
-    out.copy_(resized[:, :, top : top + height, left : left + width])
+    _by_torch(image, size, by)(out=Place.of(resized))
+    out.tensor.copy_(resized[:, :, top : top + height, left : left + width])
 
 
-def _resize_down_first(
-    image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: torch.Tensor
-) -> torch.Tensor:
+def _resize(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
+    _KERNELS[by](image, size, False, None, None, out=out.tensor)
+
+
+def _resize_down_first(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
     between = size[0], image.shape[3]
     shorter = _KERNELS[by](image, between, False, None, None, out=empty(*between))
-    return _KERNELS[by](shorter, size, False, None, None, out=out)
+    _KERNELS[by](shorter, size, False, None, None, out=out.tensor)
 
 
-def _copied(image: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(image)
+def _copied(image: torch.Tensor, *, out: Place) -> None:
+    out.tensor.copy_(image)
 
 
 def empty(height: int, width: int) -> torch.Tensor:
