@@ -47,7 +47,7 @@ class RememberingTokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._is_lower = tokenizer.clean_fn is getattr(sys.modules[_MODULE], "_clean_lower", None)
-        self._ids: dict[str, list[int]] = {}
+        self._ids: dict[str, bytes] = {}  # as they lie in the rows of a batch
 
     def __repr__(self) -> str:
         return f"RememberingTokenizer({self._tokenizer!r})"
@@ -58,24 +58,22 @@ class RememberingTokenizer:
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Tokenize captions: int64[N, context_length], as the tokenizer itself."""
+        first, last = _packed([self._tokenizer.sot_token_id]), _packed([self._tokenizer.eot_token_id])
         length: int = self._tokenizer.context_length
-        first, last = self._tokenizer.sot_token_id, self._tokenizer.eot_token_id
-        rows = np.zeros((len(captions), length), np.int64)
-        for row, caption in zip(rows, captions, strict=True):
-            ids = [first, *self._encode(caption), last]
-            if len(ids) > length:
-                ids = [*ids[: length - 1], last]
-            row[: len(ids)] = ids
-        return torch.from_numpy(rows)
+        size = length * len(last)
+        known, rows = self._ids, bytearray()
+        for caption in captions:
+            words = self._cleaned(caption).split(" ")
+            try:
+                ids = b"".join([first, *[known[word] for word in words]])
+            except KeyError:
+                ids = b"".join([first, *[self._ids_of(word) for word in words]])
+            rows += (ids[: size - len(last)] + last).ljust(size, b"\0")
+        return torch.from_numpy(np.frombuffer(rows, np.int64).reshape(len(captions), length))
 
-    def _encode(self, caption: str) -> list[int]:
-        ids: list[int] = []
-        for word in self._cleaned(caption).split(" "):
-            known = self._ids.get(word)
-            if known is None:
-                known = self._learn(word)
-            ids += known
-        return ids
+    def _ids_of(self, word: str) -> bytes:
+        known = self._ids.get(word)
+        return self._learn(word) if known is None else known
 
     def _cleaned(self, caption: str) -> str:
         if self._is_lower and _PLAIN.fullmatch(caption):
@@ -83,15 +81,20 @@ class RememberingTokenizer:
         cleaned: str = self._tokenizer.clean_fn(caption)
         return cleaned
 
-    def _learn(self, word: str) -> list[int]:
+    def _learn(self, word: str) -> bytes:
         """What SimpleTokenizer.encode does with a cleaned text."""
         tokenizer = self._tokenizer
-        ids: list[int] = []
+        numbers: list[int] = []
         for token in tokenizer.pat.findall(word):
             mapped = "".join(tokenizer.byte_encoder[byte] for byte in token.encode("utf-8"))
-            ids += [tokenizer.encoder[part] for part in tokenizer.bpe(mapped).split(" ")]
+            numbers += [tokenizer.encoder[part] for part in tokenizer.bpe(mapped).split(" ")]
+        ids = _packed(numbers)
         if len(word) <= _LONGEST_WORD:
             if len(self._ids) >= _WORDS:
                 self._ids.clear()
             self._ids[word] = ids
         return ids
+
+
+def _packed(ids: list[int]) -> bytes:
+    return np.array(ids, np.int64).tobytes()
