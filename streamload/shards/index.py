@@ -26,6 +26,7 @@ from streamload.shards.record import (
     RECORD,
     count_valid,
     create_file,
+    fields_at,
     header_lengths,
     open_file,
     pack_frame,
@@ -267,8 +268,10 @@ class IndexReader:
         if min(numbers) < 0 or max(numbers) >= self.count:
             raise IndexError(f"entries {min(numbers)} to {max(numbers)} of {self.count}")
         found = []
-        for record in self._buffer[list(numbers)].tolist():
-            number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes, _ = record
+        for place in numbers:
+            number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields_at(
+                self._buffer, place
+            )
             try:
                 key, named, *more = self._frame_at(names, length)
                 prepared = (str(more[0][0]), int(more[0][1])) if more else None
@@ -285,10 +288,11 @@ class IndexReader:
     def layouts(self) -> dict[int, tuple[str, ...]]:
         """The extensions of each layout that the entries have so far, `OWN_LAYOUT` excepted."""
         if self._layouts_seen < self.count:
-            fresh = self.records["layout"][self._layouts_seen :].tolist()
-            for number, layout in enumerate(fresh, self._layouts_seen):
+            fresh = self.records["layout"][self._layouts_seen :]
+            for layout in np.flatnonzero(np.bincount(fresh)).tolist():
                 if layout != OWN_LAYOUT and layout not in self._layouts:
-                    members = self.entry(number).members
+                    first = self._layouts_seen + int(np.argmax(fresh == layout))
+                    members = self.entry(first).members
                     self._layouts[layout] = tuple(extension for extension, _, _ in members)
             self._layouts_seen = self.count
         return self._layouts

@@ -13,6 +13,7 @@ from pathlib import Path
 from struct import Struct
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
@@ -108,6 +109,11 @@ def pack_record(*fields: int) -> bytes:
     """One record of the fields of `RECORD` but the last, which is their check."""
     packed = _FIELDS.pack(*fields)
     return packed + _CHECK.pack(xxh3_64_intdigest(packed))
+
+
+def fields_at(records: npt.NDArray[np.void], number: int) -> tuple[int, ...]:
+    """The fields of one of many `RECORD`s, contiguous in memory, but for their check."""
+    return _FIELDS.unpack_from(records.data, number * RECORD.itemsize)
 
 
 def count_valid(data: bytes, number: int) -> int:
