@@ -22,6 +22,7 @@ def test_sealed_states_are_those_that_were_sealed_also_in_another_process():
         assert found == states
         assert (len(found), list(found), found[5]) == (2, [3, 5], states[5])
         assert type(found[5].sources[0].cursor.lanes) is LaneState
+        assert type(found[5].sources[0].begun[7]) is Begun
         with pytest.raises(KeyError):
             found[4]
 

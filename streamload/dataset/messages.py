@@ -129,11 +129,15 @@ class SealedStates(Mapping[int, GroupState]):
     """States of groups, by their number, opened only where one is asked for.
 
     A rank is given some with every batch, and needs those of the batch that it took last, for a checkpoint.
-    Sealed they cost half as much on their way.
+    Sealed, and as plain tuples, they cost a quarter as much on their way.
     """
 
     def __init__(self, states: Mapping[int, GroupState]):
-        self._sealed = pickle.dumps(dict(states), pickle.HIGHEST_PROTOCOL)
+        plain = {
+            number: (state.owed, [(tuple(cursor), _plain(begun)) for cursor, begun in state.sources])
+            for number, state in states.items()
+        }
+        self._sealed = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
 
     def __getitem__(self, number: int) -> GroupState:
         return self._open()[number]
@@ -145,8 +149,18 @@ class SealedStates(Mapping[int, GroupState]):
         return len(self._open())
 
     def _open(self) -> dict[int, GroupState]:
-        states: dict[int, GroupState] = pickle.loads(self._sealed)
-        return states
+        return {
+            number: GroupState(owed, tuple(_source_state(*source) for source in sources))
+            for number, (owed, sources) in pickle.loads(self._sealed).items()
+        }
+
+
+def _plain(begun: Mapping[int, Begun]) -> dict[int, tuple[Any, ...]]:
+    return {shard: tuple(seen) for shard, seen in begun.items()}
+
+
+def _source_state(cursor: tuple[Any, ...], begun: Mapping[int, tuple[Any, ...]]) -> SourceState:
+    return SourceState(Cursor(*cursor), {shard: Begun(*seen) for shard, seen in begun.items()})
 
 
 class Start(NamedTuple):
