@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Callable, Collection
@@ -28,10 +27,7 @@ class ReadMemory:
 
     def __init__(self, size_bytes: int):
         # Of this process alone, and only what samples need is ever touched.
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a system without them
-            memory.madvise(mmap.MADV_HUGEPAGE)  # a tenth of the reading; by pages of 4 KB each sample has 20
-        self._memory = memoryview(memory)
+        self._memory = memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._taken_bytes = 0
         self.is_full = False
         """Whether something hadn't room in it any more, and got memory of its own."""
