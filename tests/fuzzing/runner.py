@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,11 +56,15 @@ def run(
     context = multiprocessing.get_context("spawn")
     with (
         _scratch() as directory,
-        context.Pool(min(processes or os.cpu_count() or 1, len(blocks)), _begin, (directory,)) as pool,
+        ProcessPoolExecutor(
+            min(processes or os.cpu_count() or 1, len(blocks)), context, _begin, (directory,)
+        ) as pool,
     ):
-        for found, failure in pool.imap_unordered(_run_block, blocks):
+        for done in as_completed([pool.submit(_run_block, block) for block in blocks]):
+            found, failure = done.result()
             ends += found
             if failure is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
                 return ends, failure
     return ends, None
 
