@@ -178,6 +178,14 @@ def test_a_place_in_any_layout_gets_the_image():
         assert torch.equal(place, expected)
     assert part.count_nonzero() == expected.count_nonzero()
 
+    statistics = packed(*OPENAI)
+    floats = torch.zeros(3, 230, 230)
+    put = fused.resizing(image, whole(image), (224, 224), "bicubic", False, statistics)
+    put(out=Place.of(floats[:, 3:-3, 3:-3]))
+    assert torch.equal(floats[:, 3:-3, 3:-3], as_torchvision(expected[0], *OPENAI))
+    assert not floats[:, :3].any()
+    assert not floats[:, :, -3:].any()
+
 
 @needs_it
 def test_an_image_goes_on_living_until_it_is_resized():

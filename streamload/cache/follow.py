@@ -9,7 +9,6 @@ and whoever asks decides how long to ask again.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -300,15 +299,14 @@ class ShardView:
         elif time.monotonic() - self._trouble_since > PATIENCE_SECONDS:
             raise CacheError(f"{self.shard.name} can't be read from the cache: {trouble}") from trouble
 
-    def _places(self, tier: Tier) -> Iterator[Path]:
-        """Where it may be, the best first; each is looked for when those before it are of no use."""
+    def _places(self, tier: Tier) -> list[Path]:
         digest = self.shard.digest
-        places = iter((tier.verdict(digest),))
+        places = [tier.verdict(digest)]
         if self._is_settled():
             published = map(tier.published, self.shard.digests)
             parts = (part for name in self.shard.digests for part in tier.parts(name))
-            places = itertools.chain(published, (tier.bare(digest),), places, parts)
-        return (path for path in places if path not in self._avoided)
+            places = [*published, tier.bare(digest), *places, *parts]
+        return [path for path in places if path not in self._avoided]
 
     def _is_settled(self) -> bool:
         """Whether it may be read; what has begun goes on as it is."""

@@ -129,7 +129,7 @@ class SealedStates(Mapping[int, GroupState]):
     """States of groups, by their number, opened only where one is asked for.
 
     A rank is given some with every batch, and needs those of the batch that it took last, for a checkpoint.
-    Sealed, and as plain tuples, they cost a quarter as much on their way.
+    Sealed, and as plain tuples, they cost a fraction of that on their way.
     """
 
     def __init__(self, states: Mapping[int, GroupState]):

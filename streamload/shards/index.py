@@ -269,9 +269,8 @@ class IndexReader:
             raise IndexError(f"entries {min(numbers)} to {max(numbers)} of {self.count}")
         found = []
         for place in numbers:
-            number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields_at(
-                self._buffer, place
-            )
+            fields = fields_at(self._buffer, place)
+            number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
             try:
                 key, named, *more = self._frame_at(names, length)
                 prepared = (str(more[0][0]), int(more[0][1])) if more else None

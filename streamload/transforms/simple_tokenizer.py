@@ -63,17 +63,12 @@ class RememberingTokenizer:
         size = length * len(last)
         known, rows = self._ids, bytearray()
         for caption in captions:
-            words = self._cleaned(caption).split(" ")
-            try:
-                ids = b"".join([first, *[known[word] for word in words]])
-            except KeyError:
-                ids = b"".join([first, *[self._ids_of(word) for word in words]])
-            rows += (ids[: size - len(last)] + last).ljust(size, b"\0")
+            row = [first]
+            for word in self._cleaned(caption).split(" "):
+                ids = known.get(word)
+                row.append(self._learn(word) if ids is None else ids)
+            rows += (b"".join(row)[: size - len(last)] + last).ljust(size, b"\0")
         return torch.from_numpy(np.frombuffer(rows, np.int64).reshape(len(captions), length))
-
-    def _ids_of(self, word: str) -> bytes:
-        known = self._ids.get(word)
-        return self._learn(word) if known is None else known
 
     def _cleaned(self, caption: str) -> str:
         if self._is_lower and _PLAIN.fullmatch(caption):
