@@ -28,7 +28,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │       └── SharedTierDenied (PermissionError)  it may not be read, or not be written
     ├── DataError (ValueError)              the data as a whole
     │   ├── NoValidSamples                  nothing usable among the first shards or samples
-    │   ├── TooManyBadSamples               more than the allowed share had to be replaced
+    │   ├── TooManyBadSamples               more than the allowed share can't be used
     │   ├── OrderDiverged                   two workers would read the same data in different orders
     │   └── PlanError                       a published plan that can't be followed
     ├── NotSendable (TypeError)             a batch that can't go from its worker to the rank

@@ -118,9 +118,19 @@ def test_a_cut_shard_gives_what_came_before_the_cut_and_says_so(
 def test_all_shards_missing_is_an_error_and_no_endless_loop(server: ShardServer, tmp_path: Path) -> None:
     with (
         make(f"{server.url}/nowhere/{{0..9}}.tar", tmp_path) as loader,
-        pytest.raises(streamload.NoValidSamples, match="404"),
+        pytest.raises(streamload.NoValidSamples, match=r"none of \d+ shards could be read: .*404"),
     ):
         keys_of(loader)
+
+
+def test_missing_shards_say_nothing_of_keys(server: ShardServer, tmp_path: Path) -> None:
+    """An evaluation reads as listed: three that are missing, then one without captions, then good ones."""
+    bare = write_shards(tmp_path / "bare", [4], options=ShardOptions(without_text_every=1))
+    missing = [f"{server.url}/nowhere/{n}.tar" for n in range(3)]
+    mixed = [*missing, str(bare[0]), *(f"{server.url}/0000{n}.tar" for n in range(4))]
+    with make(mixed, tmp_path, train=False) as loader:
+        assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+        assert loader.stats().shards_given_up == 3
 
 
 def test_no_caption_anywhere_is_an_error_that_shows_what_is_there(tmp_path: Path) -> None:
@@ -231,13 +241,69 @@ def lengths(captions: list[str]) -> torch.Tensor:
     return torch.tensor([[len(caption)] for caption in captions])
 
 
-def test_too_many_bad_images_are_no_accident(tmp_path: Path) -> None:
-    shard_with_bad_images(tmp_path / "bad.tar", 100, set(range(0, 100, 4)))
-    with (
-        make(str(tmp_path / "bad.tar"), tmp_path) as loader,
-        pytest.raises(streamload.TooManyBadSamples, match="1%"),
-    ):
+def shards_with_bad_images(folder: Path, bad: list[set[int]]) -> str:
+    """Shards of eight samples."""
+    for number, own in enumerate(bad):
+        shard_with_bad_images(folder / f"{number:02d}.tar", 8, own)
+    return f"{folder}/{{00..{len(bad) - 1:02d}}}.tar"
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_bad_images_in_many_shards_are_no_accident_unless_any_share_is_allowed(
+    train: bool, tmp_path: Path
+) -> None:
+    urls = shards_with_bad_images(tmp_path, [{0, 2, 4, 6}] * 24)
+    with make(urls, tmp_path, train=train) as loader:
+        with pytest.raises(streamload.TooManyBadSamples, match=r"max_bad_samples=0\.1 allows"):
+            keys_of(loader)
+        assert loader.stats().samples_yielded >= 10
+    for share in (None, 0.5):
+        with make(urls, tmp_path, train=train, max_bad_samples=share) as loader:
+            assert len(keys_of(loader)) == (190 if train else 96)
+
+
+def test_a_few_bad_shards_that_come_first_end_no_run(tmp_path: Path) -> None:
+    """A tenth of all samples is bad, and most of what is read first."""
+    urls = shards_with_bad_images(tmp_path, [set(range(8))] * 2 + [set()] * 18)
+    with make(urls, tmp_path, shuffle=0, num_workers=0) as loader:
+        keys = keys_of(loader)
+        assert len(keys) == 160
+        assert loader.stats().samples_replaced["decode"] == 16
+    assert len(set(keys[:15])) > 4  # not one sample for all of a shard
+
+
+def test_any_share_of_bad_images_is_gone_over_where_there_is_no_limit(tmp_path: Path) -> None:
+    urls = shards_with_bad_images(tmp_path, [set(range(8))] * 15 + [set()])
+    with make(urls, tmp_path, num_workers=0) as loader, pytest.raises(streamload.TooManyBadSamples):
         keys_of(loader)
+    with make(urls, tmp_path, num_workers=0, max_bad_samples=None) as loader:
+        assert len(keys_of(loader)) == 125
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, True, "10%"])
+def test_a_limit_on_bad_samples_is_a_share_or_none(share: Any, tmp_path: Path) -> None:
+    with pytest.raises(streamload.OptionError, match=r"max_bad_samples=.*a share from 0 to 1, or None"):
+        make("a.tar", tmp_path, max_bad_samples=share)
+
+
+def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
+    urls = shards_with_bad_images(tmp_path, [{1, 5}] * 6)
+    with make(urls, tmp_path) as loader:
+        keys_of(loader)
+        whole = loader._checks.seen()
+    with make(urls, tmp_path) as loader:
+        for _ in zip(range(4), loader, strict=False):
+            pass
+        state = json.loads(json.dumps(loader.state_dict()))
+    assert state["bad_samples"][:1] == [20]
+    with make(urls, tmp_path, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict()["bad_samples"] == state["bad_samples"]
+        keys_of(loader)
+        assert loader._checks.seen()[:2] == whole[:2]
+        loader.load_state_dict({name: value for name, value in state.items() if name != "bad_samples"})
+        with pytest.raises(streamload.StateMismatch, match="not a whole state"):
+            loader.load_state_dict({**state, "bad_samples": [1]})
 
 
 def fail(image: object) -> None:
@@ -419,7 +485,7 @@ def test_inference_mode_is_nothing_to_a_loader(workers: int, server: ShardServer
 
 
 def test_a_batch_of_another_epoch_is_not_taken() -> None:
-    checks = Checks(Counters(), train=True)
+    checks = Checks(Counters(), train=True, most_bad=None)
     checks.begin(generation=6)
     batch = Batch({}, 0, SealedStates({}), [], {}, samples=0, taken=[0], generation=6)
     checks.agree(batch)

@@ -195,14 +195,17 @@ class ShardCache:
 
 
 class _Barren:
-    """Watches for a data set in which nothing is usable, so that nobody searches it for ever."""
+    """Watches for a data set in which nothing is usable, so that nobody searches it for ever.
+
+    Only shards that were read say something of what is in them: one that is missing says nothing.
+    """
 
     def __init__(self) -> None:
         self._fertile = False
         self._samples = 0
-        self._ended: set[str] = set()
+        self._read: set[str] = set()  # those that have ended
         self._keys: list[str] = []
-        self._causes: list[str] = []
+        self._given_up: dict[str, str] = {}  # why, by the shard's name
 
     def saw(self, view: ShardView, start: int, usable: int) -> None:
         """New entries of a shard, from number `start` on, of which `usable` are used."""
@@ -220,22 +223,25 @@ class _Barren:
         """A shard has ended."""
         if self._fertile:
             return
-        self._ended.add(view.shard.name)
         if view.gave_up and view.reader is not None:
-            self._causes.append(view.reader.cause)
-        if len(self._ended) >= _PATIENCE_SHARDS:
+            self._given_up[view.shard.name] = view.reader.cause
+        if view.count:
+            self._read.add(view.shard.name)
+        if len(self._read) >= _PATIENCE_SHARDS:
             self.complain()
 
     def complain(self) -> None:
         """Say what was seen instead of a usable sample; nothing if one was seen."""
         if self._fertile:
             return
-        seen = "; ".join(self._keys) or "no samples at all"
-        causes = f"; given up: {'; '.join(dict.fromkeys(self._causes[:3]))}" if self._causes else ""
+        causes = "; ".join(list(dict.fromkeys(self._given_up.values()))[:3])
+        if not self._keys:
+            what = f"none of {len(self._given_up)} shards could be read: {causes}" if causes else "no samples"
+            raise errors.NoValidSamples(f"{what}. Check the URLs, and that the shards have samples")
         raise errors.NoValidSamples(
-            f"no usable sample in {len(self._ended)} shards and {self._samples} samples "
-            f"(first: {', '.join(sorted(self._ended)[:2]) or 'unfinished'}). Seen: {seen}{causes}. "
-            f"Check image_key, text_key and keep"
+            f"no usable sample in {len(self._read)} shards and {self._samples} samples "
+            f"(first: {', '.join(sorted(self._read)[:2]) or 'unfinished'}). Seen: {'; '.join(self._keys)}"
+            f"{'; given up: ' + causes if causes else ''}. Check image_key, text_key and keep"
         )
 
 

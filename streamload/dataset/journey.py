@@ -30,8 +30,10 @@ from streamload.metrics import Counters
 from streamload.order.keys import pick, sample_seed
 from streamload.transforms.examples import BatchInProgress, Sample
 
-_STAND_INS = 64
-_EARLIER_STAND_INS = 8
+_OF_A_SHARD = 8
+"""How many samples of one shard are tried in place of a bad one, before the next shard's."""
+_STAND_INS_FROM = 256
+"""Those of another shard begin at a random place among so many: one sample must not replace a whole shard."""
 _READ_AHEAD_BYTES = 16 << 20
 """About how many bytes of a batch's samples are read in advance, at most."""
 
@@ -231,29 +233,44 @@ class Reading:
                 trouble = _trouble(sample, exc)
         if not self._recipe.train:
             return trouble
-        for shard, number in itertools.islice(self._stand_ins(visit, seed), _STAND_INS):
+        tried = 0
+        for shard, number in itertools.islice(self._stand_ins(visit, seed), self._recipe.stand_ins):
+            tried += 1
             with contextlib.suppress(SampleError):
                 batch.add(batch.look_at(self._supply.sample(shard, number), seed))
                 return trouble
         raise TooManyBadSamples(
-            f"{sample.key} in {sample.url} can't be used, nor can any of {_STAND_INS} samples near it"
+            f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "
+            f"{trouble.message}"
         )
 
     def _stand_ins(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
         """What may stand for a sample, depending on data alone.
 
-        Some earlier ones of its shard, then the later ones, then those of the source's shards behind it.
+        Some earlier ones of its shard, then some later ones, then some of each of the source's next shards.
         """
         usable = self._supply.arrived(visit.shard)
         earlier = usable[usable < visit.number]
-        for attempt in range(_EARLIER_STAND_INS if len(earlier) else 0):
+        for attempt in range(_OF_A_SHARD if len(earlier) else 0):
             yield visit.shard, int(earlier[pick(seed, attempt, len(earlier))])
+        yield from self._usable_after(visit.shard, visit.number)
         source = self._recipe.sources[visit.source]
         place, count = visit.shard - source.first, source.count
-        for shard in (source.first + (place + distance) % count for distance in range(count)):
-            found = visit.number if shard == visit.shard else -1
-            while (found := self._supply.next_usable(shard, found)) >= 0:
-                yield shard, found
+        for distance in range(1, count):
+            shard = source.first + (place + distance) % count
+            start = pick(seed, distance, _STAND_INS_FROM)
+            if self._supply.next_usable(shard, start) < 0:  # it has ended before: then among all of it
+                usable = self._supply.arrived(shard)
+                start = int(usable[pick(seed, distance, len(usable))]) - 1 if len(usable) else start
+            yield from self._usable_after(shard, start)
+
+    def _usable_after(self, shard: int, number: int) -> Iterator[tuple[int, int]]:
+        """Some usable samples of a shard behind one of its samples."""
+        for _ in range(_OF_A_SHARD):
+            number = self._supply.next_usable(shard, number)
+            if number < 0:
+                return
+            yield shard, number
 
 
 @contextlib.contextmanager

@@ -67,6 +67,8 @@ class Recipe:
     """An epoch is a pass: it ends where the shards end."""
     train: bool
     skip: bool
+    stand_ins: int | None
+    """How many samples are tried in place of one that can't be used; None: some of every shard."""
     selection: Selection
     """Which samples are used, from the index alone."""
     examples: Examples

@@ -56,6 +56,7 @@ def make_loader(
     keep: Keep | None = None,
     map_sample: MapSample | None = None,
     on_error: OnError = "skip",
+    max_bad_samples: float | None = 0.1,
     device: str | torch.device | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -128,6 +129,8 @@ def make_loader(
             in place of image and caption. A `__key__` or `__url__` that it returns is left out: those of the
             samples come by with_keys.
         on_error: "skip" counts and reports what can't be used and goes on; "raise" stops at the first.
+        max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
+            run, once bad samples of enough shards (ten at least) make that certain. None: there is no limit.
         device: where batches are put, as torch names it. None: they stay in the memory of this process.
         rank, world_size: this process among all. None: from torch.distributed, torchrun, Slurm or MPI.
         cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).

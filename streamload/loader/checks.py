@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 
 from streamload.dataset import Batch, Trouble
 from streamload.errors import OrderDiverged, TooManyBadSamples
@@ -10,9 +12,8 @@ from streamload.metrics import Counters
 
 logger = logging.getLogger("streamload")
 
-_BAD_SHARE = 0.01
-_BAD_FREE = 16
-"""So many bad samples are never too many: a share says nothing of a few."""
+_CERTAIN = 3
+"""By so many standard deviations the share of bad samples has to be over the limit."""
 _TROUBLES_KEPT = 1000
 
 
@@ -22,18 +23,23 @@ class Checks:
     Args:
         counts: where bad samples are counted.
         train: whether others stand for them, or they are left out.
+        most_bad: the largest share of bad samples that is allowed; None: any.
 
     Attributes:
         troubles: the first thousand samples that could not be used.
         generation: of the order on the board, by which the batches of the epoch are made.
     """
 
-    def __init__(self, counts: Counters, train: bool):
+    def __init__(self, counts: Counters, train: bool, most_bad: float | None):
         self.troubles: list[Trouble] = []
         self.generation = 0
         self._counts = counts
+        self._train = train
         self._what = "replaced" if train else "skipped"
-        self._bad = 0
+        self._most_bad = most_bad
+        self._taken = self._bad = 0
+        self._squares = 0  # of the numbers of bad samples by shard, added up
+        self._bad_of: dict[str, int] = {}  # by shard
         self._last: dict[str, tuple[int, int]] = {}  # of each sequence, where it was hashed to
 
     def begin(self, generation: int) -> None:
@@ -61,26 +67,46 @@ class Checks:
                 )
             self._last[name] = span.end, span.behind
 
-    def heed(self, batch: Batch, taken: int) -> None:
+    def heed(self, batch: Batch) -> None:
         """Count and report the samples of a batch that could not be used.
 
-        Args:
-            batch: the one that is taken.
-            taken: how many samples were taken before it.
+        A few bad shards that happen to come early don't end a run: bad samples come by whole shards, so the
+        number to expect of them has a variance of about the sum of the squares of their numbers by shard
+        (as of a compound Poisson variable). Ten shards have to have some before any share is certain.
 
         Raises:
-            TooManyBadSamples: more than can be an accident.
+            TooManyBadSamples: their share is certainly larger than allowed.
         """
-        for trouble in batch.troubles:
+        troubles = batch.troubles
+        self._taken += batch.samples
+        if not troubles:
+            return
+        self._taken += 0 if self._train else len(troubles)
+        for trouble in troubles:
             self._counts.add(f"samples_{self._what}_{trouble.cause}")
             if len(self.troubles) < _TROUBLES_KEPT:
                 self.troubles.append(trouble)
                 logger.warning(
                     "sample %s of %s is %s: %s", trouble.key, trouble.url, self._what, trouble.message
                 )
-        self._bad += len(batch.troubles)
-        if batch.troubles and self._bad > max(_BAD_FREE, _BAD_SHARE * taken):
+            before = self._bad_of.get(trouble.url, 0)
+            self._bad_of[trouble.url] = before + 1
+            self._squares += 2 * before + 1
+        self._bad += len(troubles)
+        if self._most_bad is None:
+            return
+        if self._bad - _CERTAIN * math.sqrt(self._squares) > self._most_bad * self._taken:
             raise TooManyBadSamples(
-                f"{self._bad} of {taken} samples could not be used, more than {_BAD_SHARE:.0%}: that is no "
-                f"accident. The last: {batch.troubles[-1]}"
+                f"{self._bad:,} of {self._taken:,} samples could not be used: more than "
+                f"max_bad_samples={self._most_bad:g} allows (None allows any share). "
+                f"The last: {troubles[-1]}"
             )
+
+    def seen(self) -> list[int]:
+        """What a state keeps of the samples so far: all, bad ones, the squares of these by shard."""
+        return [self._taken, self._bad, self._squares]
+
+    def recall(self, seen: Sequence[int]) -> None:
+        """Go on counting from what a state kept."""
+        self._taken, self._bad, self._squares = seen
+        self._bad_of = {}

@@ -22,7 +22,7 @@ from streamload.loader.checks import Checks
 from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.forks import here_only, watch_over
 from streamload.loader.options import LoaderOptions, at_least
-from streamload.loader.place import Order
+from streamload.loader.place import BAD_SAMPLES, Order, bad_samples_of
 from streamload.loader.recipe import recipe_for
 from streamload.loader.schedule import Schedule
 from streamload.loader.together import gathered
@@ -119,7 +119,7 @@ class Loader:
 
         JSON-able; nothing is read or communicated. On several nodes see `gather_state`.
         """
-        return self._schedule.state()
+        return {**self._schedule.state(), BAD_SAMPLES: self._checks.seen()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Let the next `iter()` go on exactly behind a saved state, on whatever number of workers and ranks.
@@ -137,6 +137,7 @@ class Loader:
         """
         self._refuse_if_busy()
         self._schedule.load(state)
+        self._checks.recall(bad_samples_of(state))
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Give sources other weights, at the first step that no worker of any rank can have begun.
@@ -222,7 +223,7 @@ class Loader:
         """
         self._checks.agree(batch)
         self._schedule.course.take(batch.position + self._batch, batch.groups)
-        self._checks.heed(batch, self._counts.value("samples_yielded"))
+        self._checks.heed(batch)
         if not batch.samples:
             return None
         self._counts.add("batches_yielded")
@@ -252,7 +253,7 @@ class Loader:
         self._pid = os.getpid()
         self._board = Board(1 + self.options.num_workers, len(self.options.sources))
         self._counts = Counters(self._board.counters[0])
-        self._checks = Checks(self._counts, self.options.train)
+        self._checks = Checks(self._counts, self.options.train, self.options.max_bad_samples)
 
     def _begin(self, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""

@@ -57,6 +57,7 @@ class LoaderOptions:
     keep: Keep | None
     map_sample: MapSample | None
     on_error: OnError
+    max_bad_samples: float | None
     device: torch.device | None
     rank: int | None
     world_size: int | None
@@ -87,6 +88,7 @@ class LoaderOptions:
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
         _one_of("output", self.output, ("tuple", "dict", "hf"))
         _one_of("on_error", self.on_error, ("skip", "raise"))
+        _share("max_bad_samples", self.max_bad_samples)
         _one_of("image_dtype", self.image_dtype, ("float32", "uint8"))
         if self.revalidate is not None:
             _one_of("revalidate", self.revalidate, get_args(Revalidate))
@@ -215,6 +217,13 @@ def read_device(device: Any) -> torch.device:
         raise OptionError(
             f"device={device!r}: it has to be one of torch's, like 'cuda', 'cuda:1', 'mps' or 'cpu'"
         ) from exc
+
+
+def _share(name: str, value: Any) -> None:
+    """Refuse what is neither a share nor None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 <= value <= 1):
+        raise OptionError(f"{name}={value!r}: it has to be a share from 0 to 1, or None for no limit")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -11,6 +11,8 @@ from streamload.errors import OptionError, StateMismatch
 from streamload.order.mixture import UNIT, Change, in_effect
 
 FORMAT = 2
+BAD_SAMPLES = "bad_samples"
+"""What a rank has counted of its samples (Checks.seen): of states of one moment, any rank's will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,8 @@ def from_state(state: Any) -> tuple[Order, Place]:
             )
     merged = {**states[0], "at": {}}
     for one in states:
-        other = sorted(name for name in merged if name != "at" and one.get(name) != merged[name])
+        own = ("at", BAD_SAMPLES)
+        other = sorted(name for name in merged if name not in own and one.get(name) != merged[name])
         if other:
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
@@ -190,6 +193,20 @@ def from_state(state: Any) -> tuple[Order, Place]:
         return _order(merged), _place(merged)
     except (KeyError, TypeError, ValueError) as exc:
         raise StateMismatch(f"not a whole state of a loader: {exc!r:.200}") from exc
+
+
+def bad_samples_of(state: Any) -> list[int]:
+    """What was counted of the samples before a state, or a list of states of one moment; else zeros.
+
+    Raises:
+        StateMismatch: it is something else.
+    """
+    one = state if isinstance(state, Mapping) else state[0]
+    try:
+        taken, bad, squares = (_whole(number) for number in one.get(BAD_SAMPLES, (0, 0, 0)))
+    except (TypeError, ValueError) as exc:
+        raise StateMismatch(f"not a whole state of a loader: {exc!r:.200}") from exc
+    return [taken, bad, squares]
 
 
 def _order(state: Mapping[str, Any]) -> Order:

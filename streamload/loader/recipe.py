@@ -29,6 +29,7 @@ logger = logging.getLogger("streamload")
 
 _AHEAD_BYTES = 1 << 30
 _FEWEST_FILLS = 4
+_STAND_INS = 64
 
 
 def recipe_for(
@@ -88,6 +89,7 @@ def recipe_for(
         one_pass=not options.goes_on and (groups == 1 or not options.train),
         train=options.train,
         skip=options.on_error == "skip",
+        stand_ins=None if options.max_bad_samples is None else _STAND_INS,
         selection=_selection(options),
         examples=_examples(options, preparation),
         with_keys=options.with_keys,
