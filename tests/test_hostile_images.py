@@ -64,6 +64,11 @@ def bmp(width: int, height: int) -> bytes:
     return b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
 
 
+def icon(image: bytes) -> bytes:
+    """An ICO file that says 16 × 16 of the image inside."""
+    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(image), 22) + image
+
+
 BOMBS = {
     "a PNG of 169 megapixels": png(13_000, 13_000, zlib.compress(bytes(64))),
     "a PNG of 2^62 pixels": png((1 << 31) - 1, (1 << 31) - 1, zlib.compress(bytes(64))),
@@ -81,6 +86,8 @@ BOMBS = {
     "a WebP whose canvas has 169 megapixels": webp_canvas(13_000, 13_000),
     "a TIFF of 2^62 pixels": tiff((1 << 31) - 1, (1 << 31) - 1),
     "a BMP of 169 megapixels": bmp(13_000, 13_000),
+    "an icon with a PNG of 169 megapixels": icon(png(13_000, 13_000, zlib.compress(bytes(64)))),
+    "an icon with a BMP of 169 megapixels": icon(bmp(13_000, 13_000)[14:]),
     "a JPEG cut in the middle": picture(size=(640, 480))[:2500],
     "a JPEG of its start alone": picture()[:20],
     "a PNG cut in the middle": picture("PNG", (640, 480))[:1000],

@@ -134,12 +134,19 @@ def test_a_webp_has_the_pixels_of_pillow(mode, options):
     same_as_pillow(encoded(photograph(mode=mode), "WEBP", **options))
 
 
-@pytest.mark.parametrize("kind", ["GIF", "BMP", "PPM"])
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "PPM", "TIFF", "AVIF", "JPEG2000"])
 def test_formats_that_hide_behind_a_wrong_extension_are_decoded(kind):
     same_as_pillow(encoded(photograph(), kind))
 
 
-@pytest.mark.parametrize("kind", ["TIFF", "PCX", "ICO", "TGA"])
+@pytest.mark.parametrize("bitmap_format", ["png", "bmp"])
+def test_an_icon_has_the_pixels_of_pillow(bitmap_format):
+    same_as_pillow(
+        encoded(photograph(64, 64), "ICO", sizes=[(32, 32), (64, 64)], bitmap_format=bitmap_format)
+    )
+
+
+@pytest.mark.parametrize("kind", ["PCX", "TGA", "EPS"])
 def test_a_format_that_is_not_on_the_list_fails(kind):
     with pytest.raises(DecodeError, match="expected one of JPEG, PNG, WEBP, GIF, BMP"):
         decode_jpeg_or_image(encoded(photograph(64, 64), kind))

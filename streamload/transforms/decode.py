@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import threading
 import warnings
 
@@ -17,11 +18,15 @@ import numpy.typing as npt
 import simplejpeg
 import torch
 from PIL import (
+    AvifImagePlugin,
     BmpImagePlugin,
     GifImagePlugin,
+    IcoImagePlugin,
     Image,
+    Jpeg2KImagePlugin,
     JpegImagePlugin,
     PngImagePlugin,
+    TiffImagePlugin,
     UnidentifiedImageError,
     WebPImagePlugin,
 )
@@ -42,6 +47,10 @@ _PLUGINS = (
     WebPImagePlugin.WebPImageFile,
     GifImagePlugin.GifImageFile,
     BmpImagePlugin.BmpImageFile,
+    AvifImagePlugin.AvifImageFile,
+    TiffImagePlugin.TiffImageFile,
+    Jpeg2KImagePlugin.Jpeg2KImageFile,
+    IcoImagePlugin.IcoImageFile,
 )
 FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
@@ -49,6 +58,7 @@ _SCRATCH_BYTES = 16 << 20
 _JPEG_START = b"\xff\xd8\xff"
 _HEADER_BYTES = 4096
 """Of a JPEG: what is seldom exceeded; longer headers are libjpeg-turbo's to read."""
+_ICON_START = b"\0\0\1\0"
 _PPM_START = b"P6"
 _PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
 """Of binary PPM the plain form, 8 bits and no comments: what Pillow, OpenCV and netpbm write."""
@@ -103,7 +113,7 @@ def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) 
     """Decode an image.
 
     Args:
-        data: a whole JPEG, PNG, WebP, GIF, BMP or binary PPM file.
+        data: a whole file of one of FORMATS, or binary PPM.
         in_scratch: the pixels are needed only until this thread decodes another image.
 
     Returns:
@@ -216,6 +226,8 @@ def stored_pixels(data: bytes | memoryview, in_place: bool) -> Pixels:
 
 def _open(data: bytes | memoryview) -> Image.Image:
     """Read the header."""
+    if data[:4] == _ICON_START:
+        _check_icon(data)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except MemoryError:
@@ -229,6 +241,17 @@ def _open(data: bytes | memoryview) -> Image.Image:
         raise DecodeError(f"image of {len(data)} bytes could not be opened: {exc!r}") from exc
     _check_size(image.width, image.height)
     return image
+
+
+def _check_icon(data: bytes | memoryview) -> None:
+    """Refuse an ICO file by the sizes of the images inside: Pillow decodes one when it opens the file."""
+    count = int.from_bytes(data[4:6], "little")
+    for entry in range(6, 6 + 16 * count, 16):
+        offset = int.from_bytes(data[entry + 12 : entry + 16], "little")
+        header = bytes(data[offset : offset + 24])
+        if len(header) == 24:
+            is_png = header.startswith(b"\x89PNG")
+            _check_size(*struct.unpack_from(">II" if is_png else "<II", header, 16 if is_png else 4))
 
 
 def _check_size(width: int, height: int) -> None:
