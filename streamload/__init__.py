@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamload.errors import (
+    BlankCaption,
     CacheCorrupt,
     CacheError,
     CacheFull,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from streamload.shards.samples import Entry
 
 __all__ = [
+    "BlankCaption",
     "CacheCorrupt",
     "CacheError",
     "CacheFull",

@@ -21,6 +21,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     ├── SampleError (ValueError)            one sample that can't be used
     │   ├── DecodeError                     its image
     │   └── CaptionError                    its caption
+    │       └── BlankCaption                there is nothing in it, where that isn't allowed
     ├── CacheError (OSError)                the tier can't be used
     │   ├── CacheFull                       no room, and nothing may be evicted
     │   ├── CacheCorrupt                    bytes that fail their checksum
@@ -114,6 +115,10 @@ class DecodeError(SampleError):
 
 class CaptionError(SampleError):
     """The caption of a sample can't be read."""
+
+
+class BlankCaption(CaptionError):
+    """The caption of a sample is empty or only white space; the sample counts as one without a caption."""
 
 
 class CacheError(StreamloadError, OSError):

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 # Why a sample was left out or replaced.
 CAUSES = {
-    "missing": "it has no image or no caption where they were asked for, or one of more than 64 MiB",
+    "missing": "it has no image or no caption where they were asked for, or one of more than 64 MiB, or a "
+    "blank caption where these are left out",
     "decode": "its image can't be decoded",
     "caption": "its caption can't be read as text, or lacks the field asked for",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -482,7 +483,7 @@ def test_a_shard_that_was_given_up_stays_cut_where_it_was(tmp_path: Path) -> Non
         loader.set_epoch(0)
         states = [loader.state_dict() for _ in loader]
     begun = [state["at"]["0"]["sources"][0]["begun"] for state in states]
-    assert any(given_up > 0 for shards in begun for _, _, given_up, _ in shards.values())
+    assert any(given_up > 0 for shards in begun for _, _, given_up, *_ in shards.values())
     paths[1].write_bytes(whole)
     for cut in range(0, len(states), 2):
         with make(url, tmp_path / f"empty-{cut}", shuffle=60, lanes=4) as loader:
@@ -554,3 +555,66 @@ def test_real_workers_and_ranks_fetch_only_what_is_still_to_come(tmp_path: Path)
             after=after,
         )
         assert made == len(resumed_at) == 20
+
+
+@pytest.fixture(scope="module")
+def halfway(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, list[list[str]]]:
+    """Where shards were served, the state after five batches of them, and the batches that come after it."""
+    cache = tmp_path_factory.mktemp("cache")
+    with ShardServer(paths[0].parent) as server:
+        urls = f"{server.url}/{{00000..00007}}.tar"
+        with make(urls, cache) as loader:
+            taken(loader, 5)
+            state = json.loads(json.dumps(loader.state_dict()))
+        with make(urls, cache) as loader:
+            return server.url, state, keys(loader)[5:]
+
+
+def test_a_state_goes_on_in_shards_that_were_moved_to_another_host_or_to_a_disk(
+    paths: list[Path], halfway: tuple[str, Any, list[list[str]]], tmp_path: Path
+) -> None:
+    was, state, rest = halfway
+    shutil.copytree(paths[0].parent, tmp_path / "below")
+    with ShardServer(tmp_path) as server:
+        for now in (f"{server.url}/below", f"pipe:curl -s {server.url}/below", str(paths[0].parent)):
+            with make(f"{now}/{{00000..00007}}.tar", tmp_path / "cache") as loader:
+                with pytest.raises(streamload.StateMismatch, match=r"another data set.*moved={old: new}"):
+                    loader.load_state_dict(state)
+                loader.load_state_dict(state, moved={was: now.removeprefix("pipe:curl -s ")})
+                assert taken(loader, 2) == rest[:2]
+                again = loader.state_dict()  # which knows the shards where they are
+            with make(f"{now}/{{00000..00007}}.tar", tmp_path / "cache") as loader:
+                loader.load_state_dict(again)
+                assert keys(loader) == rest[2:]
+
+
+def test_other_shards_are_not_taken_for_moved_ones(
+    halfway: tuple[str, Any, list[list[str]]], tmp_path: Path
+) -> None:
+    was, state, _ = halfway
+    write_shards(tmp_path, COUNTS, seed=12)
+    with make(f"{tmp_path}/{{00000..00007}}.tar", tmp_path / "cache") as loader:
+        loader.load_state_dict(state, moved={was: str(tmp_path)})
+        with pytest.raises(
+            streamload.DatasetChanged, match="has other samples than when the state was saved"
+        ):
+            keys(loader)
+    with make(f"{tmp_path}/{{00000..00006}}.tar", tmp_path / "cache") as loader:
+        with pytest.raises(streamload.StateMismatch, match="another data set"):
+            loader.load_state_dict(state, moved={was: str(tmp_path)})
+        with pytest.raises(streamload.OptionError, match=r"no shard has a URL that begins with .*elsewhere"):
+            loader.load_state_dict(state, moved={was: "/elsewhere"})
+
+
+def test_a_state_of_an_earlier_version_is_not_taken_for_moved_shards(
+    paths: list[Path], halfway: tuple[str, Any, list[list[str]]], tmp_path: Path
+) -> None:
+    was, state, _ = halfway
+    old = copy.deepcopy(state)
+    for source in old["at"]["0"]["sources"]:
+        source["begun"] = {shard: begun[:4] for shard, begun in source["begun"].items()}
+    with (
+        make(f"{paths[0].parent}/{{00000..00007}}.tar", tmp_path / "cache") as loader,
+        pytest.raises(streamload.StateMismatch, match="of an earlier version"),
+    ):
+        loader.load_state_dict(old, moved={was: str(paths[0].parent)})

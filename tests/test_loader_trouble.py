@@ -229,9 +229,9 @@ def test_an_evaluation_batch_of_nothing_usable_is_passed_over_and_counted(
         epoch = iter(loader)
         sizes, positions = [], []
         for batch in epoch:
-            sizes.append([len(batch[name]) for name in ("pixel_values", "input_ids", "attention_mask")])
+            sizes.append([len(batch[name]) for name in ("pixel_values", "input_ids")])
             positions.append(loader.state_dict()["position"])
-        assert sizes == [[5] * 3] * 4 + [[4] * 3]
+        assert sizes == [[5] * 2] * 4 + [[4] * 2]
         assert positions == [5, 10, 20, 25, 30]
         stats = loader.stats()
         assert (stats.samples_skipped["decode"], stats.samples_yielded, stats.batches_yielded) == (6, 24, 5)
@@ -260,6 +260,40 @@ def test_bad_images_in_many_shards_are_no_accident_unless_any_share_is_allowed(
     for share in (None, 0.5):
         with make(urls, tmp_path, train=train, max_bad_samples=share) as loader:
             assert len(keys_of(loader)) == (190 if train else 96)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_samples_with_blank_captions_are_left_out_like_those_without_one_where_that_is_asked_for(
+    on_error: str, tmp_path: Path
+) -> None:
+    def write(name: str, captions: list[str]) -> None:
+        with tarfile.open(tmp_path / name, "w") as tar:
+            for number, caption in enumerate(captions):
+                said = json.dumps({"caption": caption}).encode()
+                for extension, data in (("jpg", picture()), ("json", said)):
+                    info = tarfile.TarInfo(f"{number}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+    write("a.tar", ["one", "", "two", " \t\n", "three", "four"])
+    options: dict[str, Any] = {"text_key": "json:caption", "num_workers": 0, "on_error": on_error}
+    with make(str(tmp_path / "a.tar"), tmp_path, train=False, batch_size=6, **options) as loader:
+        assert [texts for _, texts, _ in loader] == [["one", "", "two", " \t\n", "three", "four"]]
+    options["blank_captions"] = False
+    for train, expected in ((False, 4), (True, 6)):
+        with make(str(tmp_path / "a.tar"), tmp_path, train=train, batch_size=6, **options) as loader:
+            ((_, texts, _),) = list(loader)
+            assert len(texts) == expected
+            assert set(texts) == {"one", "two", "three", "four"}
+            stats = loader.stats()
+            assert (stats.samples_replaced if train else stats.samples_skipped)["missing"] == 2
+            assert loader.troubles == []
+
+
+def picture() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
+    return buffer.getvalue()
 
 
 def test_a_few_bad_shards_that_come_first_end_no_run(tmp_path: Path) -> None:
@@ -995,6 +1029,10 @@ def three_ids(texts: list[str]) -> torch.Tensor:
     return torch.tensor([[len(text), 1, 0] for text in texts])
 
 
+def with_types(texts: list[str]) -> dict[str, torch.Tensor]:
+    return {"input_ids": three_ids(texts), "token_type_ids": torch.full((len(texts), 1), 9)}
+
+
 def test_what_a_batch_looks_like(server: ShardServer, tmp_path: Path) -> None:
     with make(urls(server), tmp_path, tokenizer=three_ids, with_keys=False, num_workers=0) as loader:
         images, texts = next(iter(loader))
@@ -1004,8 +1042,11 @@ def test_what_a_batch_looks_like(server: ShardServer, tmp_path: Path) -> None:
         assert sorted(next(iter(loader))) == ["__key__", "__url__", "image", "text"]
     with make(urls(server), tmp_path, tokenizer=three_ids, output="hf", with_keys=False) as loader:
         batch = next(iter(loader))
-        assert sorted(batch) == ["attention_mask", "input_ids", "pixel_values"]
-        assert batch["attention_mask"].tolist() == [[1, 1, 0]] * 5
+        assert sorted(batch) == ["input_ids", "pixel_values"]
+    with make(urls(server), tmp_path, tokenizer=with_types, output="hf", with_keys=False) as loader:
+        batch = next(iter(loader))
+        assert sorted(batch) == ["input_ids", "pixel_values", "token_type_ids"]
+        assert batch["token_type_ids"].tolist() == [[9]] * 5
     with make(urls(server), tmp_path, text_key="missing;json:digest") as loader:
         _, texts, origin = next(iter(loader))
         digests = {k: json.loads(m["json"])["digest"] for n in range(4) for k, m in members_of(tmp_path, n)}

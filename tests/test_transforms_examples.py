@@ -11,7 +11,7 @@ import torch
 from photographs import clip_examples, photograph, transformed
 from PIL import Image
 
-from streamload.errors import CaptionError, DecodeError
+from streamload.errors import BlankCaption, CaptionError, DecodeError
 from streamload.handoff import own_empty
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.examples import Sample
@@ -118,15 +118,24 @@ def test_memory_that_nobody_has_any_more_is_let_go():
     assert [reference() is None for reference in taken] == [True, True, True]
 
 
-def test_a_mask_is_made_where_it_is_asked_for():
-    tokenizer = adapt_tokenizer(lambda captions: [[7, 0, 8, 0]] * len(captions))
-    for with_mask, expected in ((True, {"attention_mask": [[1, 1, 1, 0]]}), (False, {})):
-        of = dataclasses.replace(clip_examples(), tokenizer=tokenizer, with_mask=with_mask)
+def test_what_else_the_tokenizer_gives_is_kept_where_it_is_asked_for():
+    tokenizer = adapt_tokenizer(lambda captions: {"input_ids": [[7, 0]] * len(captions), "mask": [[1, 0]]})
+    for all_of_text, expected in ((True, {"mask": [[1, 0]]}), (False, {})):
+        of = dataclasses.replace(clip_examples(), tokenizer=tokenizer, all_of_text=all_of_text)
         batch = of.ready()(1, own_empty)
         batch.add(batch.look_at(sample("", FILES["a JPEG"]), 0))
         values = batch.finish()
-        assert values["text"].tolist() == [[7, 0, 8, 0]]
-        assert {name: each.tolist() for name, each in values.items() if name == "attention_mask"} == expected
+        assert values["text"].tolist() == [[7, 0]]
+        assert {name: each.tolist() for name, each in values.items() if name == "mask"} == expected
+
+
+def test_a_blank_caption_is_refused_where_that_is_asked_for():
+    blank = sample("", FILES["a JPEG"], caption=b" \n\t ")
+    clip_examples().ready()(1, own_empty).look_at(blank, 0)
+    batch = dataclasses.replace(clip_examples(), blank_captions=False).ready()(1, own_empty)
+    with pytest.raises(BlankCaption):
+        batch.look_at(blank, 0)
+    batch.look_at(sample("", FILES["a JPEG"], caption=b" a "), 0)
 
 
 def test_a_corrupt_image_leaves_the_batch_as_it_was():

@@ -110,11 +110,23 @@ def test_normalising_is_torchvisions_to_the_bit():
 
 def test_the_tokenizer_gives_its_own_ids_in_one_call_for_a_batch():
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    texts = adapt_tokenizer(tokenizer)(CAPTIONS)
+    texts = adapt_tokenizer(tokenizer)(CAPTIONS, range(len(CAPTIONS)))
     assert texts.ids.dtype == torch.int64
     assert torch.equal(texts.ids, torch.cat([tokenizer(caption) for caption in CAPTIONS]))
-    ends = texts.ids.argmax(1) + 1
-    assert texts.mask().sum(1).tolist() == ends.tolist()
+    assert texts.others == {}
+
+
+@pytest.mark.parametrize("mask", ["simple", "random", "shuffle"])
+def test_the_words_that_a_reduction_mask_keeps_depend_on_the_sample_alone(mask):
+    captions = ["short", " ".join(f"word{n}" for n in range(60)), " ".join(f"{n}th" for n in range(60))]
+    whole = adapt_tokenizer(SimpleTokenizer(context_length=20, reduction_mask=mask))(captions, [5, 6, 7]).ids
+    for place, (caption, seed) in enumerate(zip(captions, [5, 6, 7], strict=True)):
+        alone = adapt_tokenizer(SimpleTokenizer(context_length=20, reduction_mask=mask))(
+            [caption], [seed]
+        ).ids
+        assert torch.equal(alone[0], whole[place])
+    other = adapt_tokenizer(SimpleTokenizer(context_length=20, reduction_mask=mask))(captions, [8, 9, 10]).ids
+    assert [torch.equal(*rows) for rows in zip(whole, other, strict=True)] == [True, False, False]
 
 
 def test_the_schemas_may_be_defined_again():
@@ -219,7 +231,7 @@ def test_ids_are_simple_tokenizers_own(clean):
     captions = list(captions_at_random(4000))
     for start in range(0, len(captions), 50):
         batch = captions[start : start + 50]
-        differing = (ours(batch).ids != plain(batch)).any(1).nonzero().flatten().tolist()
+        differing = (ours(batch, range(50)).ids != plain(batch)).any(1).nonzero().flatten().tolist()
         assert not differing, [batch[place] for place in differing]
 
 
@@ -248,6 +260,6 @@ def test_only_a_tokenizer_that_is_known_is_replaced():
     own = SimpleTokenizer()
     own.encode = lambda text: [7]
     assert not is_simple_tokenizer(own)
-    assert adapt_tokenizer(own)(["a"]).ids[0, 1] == 7
+    assert adapt_tokenizer(own)(["a"], [1]).ids[0, 1] == 7
     copied = pickle.loads(pickle.dumps(RememberingTokenizer(SimpleTokenizer())))
     assert torch.equal(copied(["a photo"]), SimpleTokenizer()(["a photo"]))

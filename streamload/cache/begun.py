@@ -1,7 +1,8 @@
 """What a state keeps of the shards that a run has begun, and whether they are still what they were then (G).
 
 An order goes on exactly only over the same samples. So a state says of each shard with samples to come how
-many were seen, where it was given up if it was, and which version it is; whoever goes on compares.
+many were seen, where it was given up if it was, which version it is and how its index begins; whoever goes on
+compares.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import xxhash
 from streamload.cache.follow import ShardView
 from streamload.cache.shard import version_of
 from streamload.cache.shard_cache import Numbers, ShardCache
-from streamload.errors import DatasetChanged, OptionError
+from streamload.errors import CacheCorrupt, DatasetChanged, OptionError
+
+_ENTRIES = 16
+"""Of so many entries a shard is known to be the same: their keys, members, sizes, widths and heights."""
 
 
 class Begun(NamedTuple):
@@ -25,12 +29,16 @@ class Begun(NamedTuple):
         ended: whether these are all.
         given_up: after how many entries it was given up; -1: it wasn't.
         version: a digest of its version; 0 where its origin names none.
+        entries: of how many entries of its index `contents` is a digest; 0: not known.
+        contents: of the first ones; it is the same wherever the shard is.
     """
 
     samples: int
     ended: bool
     given_up: int
     version: int
+    entries: int = 0
+    contents: int = 0
 
     @classmethod
     def from_json(cls, value: Any) -> Begun:
@@ -39,10 +47,11 @@ class Begun(NamedTuple):
         Raises:
             OptionError: it is something else.
         """
-        if not (isinstance(value, list) and len(value) == 4 and all(isinstance(part, int) for part in value)):
+        is_known = isinstance(value, list) and len(value) in (4, 6)
+        if not is_known or not all(isinstance(part, int) for part in value):
             raise OptionError(f"not a shard of a state: {value!r:.100}")
-        samples, ended, given_up, version = value
-        return cls(samples, bool(ended), given_up, version)
+        samples, ended, *others = value
+        return cls(samples, bool(ended), *others)
 
 
 class Recalled:
@@ -63,6 +72,8 @@ class Recalled:
         self._begun = begun
         self._holds = holds
         self._settled: dict[int, Begun] = {}  # shards that have ended, as they were when last asked for
+        self._same: set[int] = set()  # shards whose index begins as the state says
+        self._contents: dict[int, tuple[int, int]] = {}  # of open shards: of how many entries, and the digest
 
     def arrived(self, shard: int) -> tuple[Numbers, bool]:
         """The usable sample numbers of a shard so far, and whether no more will come.
@@ -79,6 +90,10 @@ class Recalled:
         version = _digest_of(view)
         if begun.version and version and begun.version != version:
             raise DatasetChanged(f"{view.shard.name} is another version than when the state was saved")
+        if shard not in self._same:
+            if not self._is_same(view, begun, ended):
+                return numbers[:0], False
+            self._same.add(shard)
         if begun.given_up >= 0 and view.count >= begun.given_up:
             numbers, ended = numbers[numbers < begun.given_up], True
         if (ended and len(numbers) < begun.samples) or (begun.ended and len(numbers) > begun.samples):
@@ -91,11 +106,29 @@ class Recalled:
 
     def begun(self, shards: Collection[int]) -> dict[int, Begun]:
         """What a state is to know of open shards, by their place in the source."""
+        self._contents = {shard: self._contents[shard] for shard in shards if shard in self._contents}
         if self._begun and self._holds():
             return {shard: self._seen(shard) for shard in shards}
         found = {shard: self._settled.get(shard) or self._seen(shard) for shard in shards}
         self._settled = {shard: seen for shard, seen in found.items() if seen.ended}
         return found
+
+    def _is_same(self, view: ShardView, begun: Begun, ended: bool) -> bool:
+        """Whether the index begins as the state says; False: not known yet.
+
+        Raises:
+            DatasetChanged: it doesn't.
+        """
+        if view.count < begun.entries:
+            return ended  # with too few samples, which is told of by their number
+        try:
+            contents = _contents_of(view, begun.entries)
+        except CacheCorrupt:
+            view.distrust()
+            return False
+        if contents != begun.contents:
+            raise DatasetChanged(f"{view.shard.name} has other samples than when the state was saved")
+        return True
 
     def _known(self, shard: int) -> Begun | None:
         return self._begun.get(shard) if self._begun and self._holds() else None
@@ -107,7 +140,22 @@ class Recalled:
         given_up = view.count if view.gave_up else -1
         if known is not None and known.given_up >= 0 and ended:
             given_up = known.given_up
-        return Begun(len(numbers), ended, given_up, _digest_of(view))
+        entries = min(view.count, _ENTRIES)
+        if self._contents.get(shard, (-1, 0))[0] != entries:
+            try:
+                self._contents[shard] = entries, _contents_of(view, entries)
+            except CacheCorrupt:  # what finds it when samples are read fetches it again
+                self._contents[shard] = 0, 0
+        return Begun(len(numbers), ended, given_up, _digest_of(view), *self._contents[shard])
+
+
+def _contents_of(view: ShardView, count: int) -> int:
+    """A digest of the first entries of a shard's index, as they are wherever the shard is; 0 of none."""
+    if view.reader is None or not count:
+        return 0
+    entries = view.reader.entries(range(min(count, view.count)))
+    said = [(entry.key, sorted(entry.sizes.items()), entry.width, entry.height) for entry in entries]
+    return xxhash.xxh3_64_intdigest(repr(said).encode()) >> 1
 
 
 def _digest_of(view: ShardView) -> int:

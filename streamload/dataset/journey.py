@@ -24,7 +24,7 @@ from streamload.dataset import worker_process
 from streamload.dataset.messages import Batch, Recipe, SealedStates, Start, Trouble, changes_from
 from streamload.dataset.steps import Steps, Visit
 from streamload.dataset.supply import Superseded, Supply
-from streamload.errors import CaptionError, DataError, SampleError, TooManyBadSamples
+from streamload.errors import BlankCaption, CaptionError, DataError, SampleError, TooManyBadSamples
 from streamload.handoff import Board, Slots, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.keys import pick, sample_seed
@@ -214,7 +214,8 @@ class Reading:
         try:
             return _Visited(visit, sample, seed, batch.look_at(sample, seed))
         except SampleError as exc:  # in its turn: what stands for it may wait for bytes
-            return _Visited(visit, sample, seed, _trouble(sample, exc) if self._recipe.skip else exc)
+            passed = self._recipe.skip or isinstance(exc, BlankCaption)
+            return _Visited(visit, sample, seed, _trouble(sample, exc) if passed else exc)
 
     def _place(self, batch: BatchInProgress, one: _Visited) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""
@@ -289,5 +290,8 @@ def _one_thread() -> Iterator[None]:
 
 def _trouble(sample: Sample, error: SampleError) -> Trouble:
     """What is told of an error, which itself has hold of all that was there when it was raised."""
-    cause = "caption" if isinstance(error, CaptionError) else "decode"
+    if isinstance(error, BlankCaption):
+        cause = "missing"
+    else:
+        cause = "caption" if isinstance(error, CaptionError) else "decode"
     return Trouble(cause, sample.url, sample.key, str(error))

@@ -53,6 +53,7 @@ def make_loader(
     with_keys: bool = False,
     image_key: str = "jpg;png;jpeg;webp",
     text_key: str = "txt",
+    blank_captions: bool = True,
     keep: Keep | None = None,
     map_sample: MapSample | None = None,
     on_error: OnError = "skip",
@@ -119,10 +120,12 @@ def make_loader(
             Samples that can't be used are left out of their batch, and a batch of nothing else isn't given:
             there may be fewer than `len()`.
         output: "tuple": (images float32[N, 3, H, W], texts); "dict": {"image", "text"}; "hf":
-            {"pixel_values", "input_ids", "attention_mask"}.
+            {"pixel_values", "input_ids"} and whatever else the tokenizer gives: its "attention_mask", say.
         with_keys: add the samples' `__key__` and `__url__` lists: a dict as third element, or two entries.
         image_key: extensions that hold the image, in order of preference.
         text_key: the same for the caption; `json:caption` is a field of a JSON member.
+        blank_captions: False leaves out samples whose caption is empty or only white space, like those that
+            have none.
         keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves it
             out.
         map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,

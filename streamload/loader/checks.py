@@ -77,13 +77,14 @@ class Checks:
         Raises:
             TooManyBadSamples: their share is certainly larger than allowed.
         """
-        troubles = batch.troubles
         self._taken += batch.samples
-        if not troubles:
+        if not batch.troubles:
             return
-        self._taken += 0 if self._train else len(troubles)
-        for trouble in troubles:
+        for trouble in batch.troubles:
             self._counts.add(f"samples_{self._what}_{trouble.cause}")
+        bad = [trouble for trouble in batch.troubles if trouble.cause != "missing"]
+        self._taken += 0 if self._train else len(bad)
+        for trouble in bad:
             if len(self.troubles) < _TROUBLES_KEPT:
                 self.troubles.append(trouble)
                 logger.warning(
@@ -92,14 +93,14 @@ class Checks:
             before = self._bad_of.get(trouble.url, 0)
             self._bad_of[trouble.url] = before + 1
             self._squares += 2 * before + 1
-        self._bad += len(troubles)
-        if self._most_bad is None:
+        self._bad += len(bad)
+        if self._most_bad is None or not bad:
             return
         if self._bad - _CERTAIN * math.sqrt(self._squares) > self._most_bad * self._taken:
             raise TooManyBadSamples(
                 f"{self._bad:,} of {self._taken:,} samples could not be used: more than "
                 f"max_bad_samples={self._most_bad:g} allows (None allows any share). "
-                f"The last: {troubles[-1]}"
+                f"The last: {bad[-1]}"
             )
 
     def seen(self) -> list[int]:

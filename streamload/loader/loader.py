@@ -121,7 +121,12 @@ class Loader:
         """
         return {**self._schedule.state(), BAD_SAMPLES: self._checks.seen()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        moved: Mapping[str, str] | None = None,
+    ) -> None:
         """Let the next `iter()` go on exactly behind a saved state, on whatever number of workers and ranks.
 
         That iteration gives the rest of the state's epoch. `set_epoch` with this epoch changes nothing;
@@ -130,13 +135,15 @@ class Loader:
 
         Args:
             state: what `state_dict` or `gather_state` returned, or a list of what several ranks' did.
+            moved: if shards are in another place now: what their URLs, or the endpoint of their store, began
+                with then → what these begin with now. That they are the same is seen by their indexes.
 
         Raises:
             StateMismatch: it is no whole state, or not of these shards and options.
             LoaderBusy: an epoch is under way.
         """
         self._refuse_if_busy()
-        self._schedule.load(state)
+        self._schedule.load(state, moved or {})
         self._checks.recall(bad_samples_of(state))
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
@@ -335,8 +342,7 @@ class Loader:
         if options.output == "dict":
             return {"image": values["image"], "text": values["text"], **extra}
         if options.output == "hf":
-            named = {"pixel_values": values["image"], "input_ids": values["text"]}
-            return {**named, "attention_mask": values["attention_mask"], **extra}
+            return {"pixel_values": values.pop("image"), "input_ids": values.pop("text"), **values, **extra}
         return (values["image"], values["text"], extra) if extra else (values["image"], values["text"])
 
 

@@ -54,6 +54,7 @@ class LoaderOptions:
     with_keys: bool
     image_key: str
     text_key: str
+    blank_captions: bool
     keep: Keep | None
     map_sample: MapSample | None
     on_error: OnError

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import xxhash
 
 from streamload import urls
+from streamload.errors import OptionError
 from streamload.loader.options import LoaderOptions
 from streamload.loader.place import Order
 from streamload.order.deal import Deal, default_lanes, default_window
@@ -77,13 +79,27 @@ def deal_of(options: LoaderOptions, here: Topology, groups: int) -> Deal:
     return Deal(options.batch_size * here.world_size, groups, here.world_size)
 
 
-def data_digest(options: LoaderOptions) -> str:
-    """Which shards the sources have, however they were listed."""
+def data_digest(options: LoaderOptions, moved: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Which shards the sources have, however they were listed.
+
+    Args:
+        options: they name the shards.
+        moved: where these were before → where they are now: the digest is the former one.
+
+    Raises:
+        OptionError: none of them is where one was moved to.
+    """
     storage = dict(options.storage_options) if options.storage_options else None
     said = xxhash.xxh3_128()
+    is_met = not moved
     for source in options.sources:
         count = len(source.urls)
         step = max(1, -(-count // SHARDS_NAMED))
-        names = [urls.digest(source.urls[place], storage) for place in range(0, count, step)]
+        named = [source.urls[place] for place in range(0, count, step)]
+        former = [urls.former_digest(url, moved, storage) if moved else None for url in named]
+        is_met = is_met or any(former)
+        names = [before or urls.digest(url, storage) for before, url in zip(former, named, strict=True)]
         said.update(repr((count, names)).encode())
+    if not is_met:
+        raise OptionError(f"moved={dict(moved)!r}: no shard has a URL that begins with {[*moved.values()]}")
     return said.hexdigest()

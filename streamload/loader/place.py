@@ -47,6 +47,26 @@ class Place:
         """The beginning of an epoch that goes on where this one stopped."""
         return replace(self, epoch=self.epoch + 1, began=self.position)
 
+    def moved(self) -> Place:
+        """The same place in shards that were moved: each is known by its index, not by its version.
+
+        Raises:
+            StateMismatch: the state doesn't know the index of one.
+        """
+        groups = {}
+        for number, group in self.groups.items():
+            sources = []
+            for source in group.sources:
+                if any(begun.samples and not begun.entries for begun in source.begun.values()):
+                    raise StateMismatch(
+                        "moved=: the state is of an earlier version of streamload, which kept nothing by "
+                        "which shards in another place are known to be the same"
+                    )
+                known = {shard: begun._replace(version=0) for shard, begun in source.begun.items()}
+                sources.append(source._replace(begun=known))
+            groups[number] = group._replace(sources=tuple(sources))
+        return replace(self, groups=groups)
+
 
 class Weights(NamedTuple):
     """What the sources weigh, as it was given, and the shares that this comes to."""
@@ -261,7 +281,8 @@ def check_fits(saved: Order, ours: Order, place: Place, needed: set[int]) -> Non
             raise StateMismatch(f"the state was saved with another {what}: {before}, and this is {now}")
     if saved.data != ours.data:
         raise StateMismatch(
-            "the state is of another data set: the URLs of its shards are others, or in another order"
+            "the state is of another data set: the URLs of its shards are others, or in another order. If "
+            "the same shards are in another place now, say moved={old: new}, what their URLs begin with"
         )
     if place.position and (missing := sorted(needed - place.groups.keys())):
         raise StateMismatch(

@@ -133,7 +133,8 @@ def _examples(options: LoaderOptions, preparation: Preparation | None) -> Exampl
         map_sample=options.map_sample,
         as_bytes=on_device or options.image_dtype == "uint8",
         preparation=preparation,
-        with_mask=options.output == "hf",
+        all_of_text=options.output == "hf",
+        blank_captions=options.blank_captions,
     )
 
 

@@ -116,14 +116,20 @@ class Schedule:
         """Where this rank is."""
         return to_state(self.order, self.course.now())
 
-    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], moved: Mapping[str, str]) -> None:
         """Go on from a state.
+
+        Args:
+            state: as it was saved.
+            moved: where shards were then → where they are now.
 
         Raises:
             StateMismatch: it isn't of this run.
         """
         saved, place = from_state(state)
         here, ours = self.here, self.settle()
+        if moved:
+            ours, place = replace(ours, data=data_digest(self._options, moved)), place.moved()
         if place.position:
             ours = replace(ours, groups=saved.groups)
         first, rank = (0, here.rank) if ours.train else (here.rank, 0)

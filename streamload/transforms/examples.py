@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from streamload.errors import BlankCaption
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
 from streamload.transforms.decode import (
@@ -96,9 +97,10 @@ class Examples:
         tokenizer: captions to ids; None leaves them as strings.
         preprocess: pixels to an image of the batch by a plan, or PIL image to value by a function as given.
         preparation: what is done to each image that isn't prepared yet, before anything else; None: nothing.
+        blank_captions: whether samples with a caption of nothing but white space are used.
         map_sample: in place of all of the above: the raw sample to a dict of values.
         as_bytes: leave a plan's images as uint8, to be normalised where they are used.
-        with_mask: give the ids' `attention_mask`, too.
+        all_of_text: give whatever else the tokenizer gives beside ids, too: its `attention_mask`, say.
     """
 
     image: Choose
@@ -108,7 +110,8 @@ class Examples:
     map_sample: MapSample | None
     as_bytes: bool
     preparation: Preparation | None = None
-    with_mask: bool = False
+    all_of_text: bool = False
+    blank_captions: bool = True
 
     @property
     def unnormalised(self) -> Statistics | None:
@@ -167,14 +170,16 @@ class _Captioned(NamedTuple):
     url: str
     caption: str
     image: Any
+    seed: int
 
 
 class _CaptionedBatch:
-    """Images and captions; the values are `image`, `text`, and `attention_mask` where it is asked for."""
+    """Images and captions; the values are `image`, `text`, and what else of the tokenizer's is asked for."""
 
     def __init__(self, images: _Images, examples: Examples):
         self._images = images
         self._examples = examples
+        self._allows_blank = examples.blank_captions
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._added: list[_Captioned] = []
 
@@ -182,9 +187,11 @@ class _CaptionedBatch:
         """The caption first: it is cheaper to find out that it can't be read."""
         layout = self._layout(sample)
         caption = read_caption(sample.members[layout.text], layout.field)
+        if not (self._allows_blank or caption.strip()):
+            raise BlankCaption("the caption is blank")
         is_prepared = sample.prepared == layout.image
         image = self._images.look_at(sample.members[layout.image], is_prepared, seed)
-        return _Captioned(sample.key, sample.url, caption, image)
+        return _Captioned(sample.key, sample.url, caption, image, seed)
 
     def add(self, seen: _Captioned) -> None:
         """See BatchInProgress."""
@@ -202,10 +209,10 @@ class _CaptionedBatch:
         captions = [one.caption for one in self._added]
         values: dict[str, Any] = {"image": self._images.finish(), "text": captions}
         if self._examples.tokenizer is not None and captions:
-            texts = self._examples.tokenizer(captions)
+            texts = self._examples.tokenizer(captions, [one.seed for one in self._added])
             values["text"] = texts.ids
-            if self._examples.with_mask:
-                values["attention_mask"] = texts.mask()
+            if self._examples.all_of_text:
+                values |= texts.others
         keys, urls = [one.key for one in self._added], [one.url for one in self._added]
         return {**values, "__key__": keys, "__url__": urls}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from streamload.transforms.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
+from streamload.transforms.user import SeededGenerators
 
 CLIP_LENGTH = 77
 _LONGEST = 1024
@@ -21,24 +22,18 @@ class Texts(NamedTuple):
 
     Attributes:
         ids: int64[N, L].
-        attention_mask: int64[N, L], as the tokenizer gave it; None if it gave none.
+        others: whatever else the tokenizer gave, by its own names: `attention_mask` int64[N, L], say.
     """
 
     ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-
-    def mask(self) -> torch.Tensor:
-        """The tokenizer's mask, or else 1 up to the last id that isn't 0: int64[N, L].
-
-        Zeros at the end are padding; one before the end is a token (CLIP's 0 is an exclamation mark).
-        """
-        if self.attention_mask is not None:
-            return self.attention_mask
-        return (self.ids != 0).flip(1).cummax(1).values.flip(1).long()
+    others: dict[str, torch.Tensor]
 
 
 class BatchTokenizer:
     """A tokenizer called by batch, its results checked; what it raises itself is left as it is.
+
+    One that draws random numbers (open_clip's with a `reduction_mask`) is called caption by caption, with the
+    generators seeded by the caption's sample: its ids don't depend on what else is in the batch.
 
     As picklable as what it wraps.
     """
@@ -47,24 +42,59 @@ class BatchTokenizer:
         self._tokenizer = tokenizer
         self._options = _transformers_options(tokenizer)
         self._length: int | None = None
+        self._draws: bool | None = None  # not known yet
+        if self._options or isinstance(tokenizer, RememberingTokenizer):
+            self._draws = False
         if _runs_threads(tokenizer):
             # As open_clip does: workers are processes enough, and the library warns of a fork after a use.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    def __call__(self, captions: list[str]) -> Texts:
+    def __call__(self, captions: list[str], seeds: Sequence[int]) -> Texts:
         """Tokenize a batch.
+
+        Args:
+            captions: of its samples.
+            seeds: uint64, of their random choices.
 
         Raises:
             TypeError: the tokenizer gave something else than integers.
             ValueError: not one row for each caption, or rows of another length than before.
         """
+        if self._draws is False:
+            return self._texts(captions)
+        with SeededGenerators() as generators:
+            if self._draws is None:
+                generators.seed(0)
+                texts = self._texts(captions)
+                if not generators.were_used(
+                    0
+                ):  # a later batch may have longer captions, of which it drops words
+                    return texts
+                self._draws = True
+            rows = []
+            for caption, seed in zip(captions, seeds, strict=True):
+                generators.seed(seed)
+                rows.append(self._texts([caption]))
+        others = {name: torch.cat([row.others[name] for row in rows]) for name in rows[0].others}
+        return Texts(torch.cat([row.ids for row in rows]), others)
+
+    def _texts(self, captions: list[str]) -> Texts:
         result = self._tokenizer(captions, **self._options)
-        mask = None
+        others = {}
         if isinstance(result, Mapping):
-            mask = result.get("attention_mask")
+            others = {name: value for name, value in result.items() if name != "input_ids"}
             result = result.get("input_ids")
         ids = self._checked(result, len(captions))
-        return Texts(ids, None if mask is None else self._checked(mask, len(captions)))
+        return Texts(ids, {name: self._row_by_row(name, each, len(ids)) for name, each in others.items()})
+
+    def _row_by_row(self, name: str, value: Any, count: int) -> torch.Tensor:
+        """Something else than ids: a row for each caption, too."""
+        tensor = torch.as_tensor(value)
+        if not tensor.ndim or len(tensor) != count:
+            raise ValueError(
+                f"{self._name} gave {name} {list(tensor.shape)} for {count} captions; expected a row for each"
+            )
+        return tensor
 
     def _checked(self, result: Any, count: int) -> torch.Tensor:
         ids = self._as_tensor(result)

@@ -43,6 +43,12 @@ class SeededGenerators:
         if torch_taken:
             torch.rand(torch_taken, device="cpu", dtype=torch.float32)
 
+    def were_used(self, seed: int) -> bool:
+        """Whether a number was drawn from one of them since they were seeded by `seed`."""
+        after = _draw()
+        self.seed(seed)
+        return after != _draw()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -50,6 +56,11 @@ class SeededGenerators:
         random.setstate(python)
         np.random.set_state(legacy)
         torch.set_rng_state(cpu)
+
+
+def _draw() -> tuple[float, float, float]:
+    """The next number of each generator."""
+    return random.random(), np.random.random_sample(), torch.rand((), device="cpu").item()
 
 
 class UserTransform:

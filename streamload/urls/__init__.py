@@ -6,7 +6,16 @@ system is imported.
 """
 
 from streamload.urls.commands import Opaque, Request, understand
-from streamload.urls.identity import basename, digest, endpoint, identity, is_local, local_path, scheme
+from streamload.urls.identity import (
+    basename,
+    digest,
+    endpoint,
+    former_digest,
+    identity,
+    is_local,
+    local_path,
+    scheme,
+)
 from streamload.urls.listing import UrlList
 from streamload.urls.patterns import expand_urls, split_sources
 from streamload.urls.redaction import redact, redact_text
@@ -19,6 +28,7 @@ __all__ = [
     "digest",
     "endpoint",
     "expand_urls",
+    "former_digest",
     "identity",
     "is_local",
     "local_path",

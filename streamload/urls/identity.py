@@ -130,8 +130,32 @@ def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
 
 def digest(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """Return 32 hex characters that name a shard in a tier: a hash of its ``identity``."""
-    name = identity(url, storage_options).encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(name, digest_size=16).hexdigest()
+    return _digest_of(identity(url, storage_options))
+
+
+def former_digest(
+    url: str, moved: Mapping[str, str], storage_options: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return the ``digest`` that a shard had before it was moved; None if this one wasn't.
+
+    Args:
+        url: where it is now.
+        moved: what its URL, or the endpoint of its store, began with before → what it begins with now. In a
+            pipe's command either may stand anywhere.
+        storage_options: where its file system gets its endpoint from.
+    """
+    for old, new in moved.items():
+        if url.startswith(new) or (url.startswith("pipe:") and new in url):
+            return digest(url.replace(new, old, 1), storage_options)
+    name = identity(url, storage_options)
+    for old, new in moved.items():
+        if name.startswith(new):
+            return _digest_of(name.replace(new, old, 1))
+    return None
+
+
+def _digest_of(name: str) -> str:
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _endpoint(name: str, storage_options: Mapping[str, Any] | None) -> str:
