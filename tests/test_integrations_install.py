@@ -5,7 +5,10 @@ This is beside webdataset 1.x; beside 0.2.86, and with open_clip itself, see tes
 
 import argparse
 import io
+import json
+import re
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +19,9 @@ import torch
 import webdataset
 from PIL import Image
 
-from streamload.errors import OptionError
+from streamload.errors import NoValidSamples, OptionError
 from streamload.integrations import openclip
-from streamload.integrations.openclip.arguments import OwnArguments, take_own
+from streamload.integrations.openclip.arguments import take_own
 
 SIZES = {"batch_size": 4, "workers": 0, "seed": 0, "world_size": 1, "rank": 0}
 NOTHING = {"train_data": None, "train_num_samples": None, "val_data": None, "val_num_samples": None}
@@ -88,6 +91,15 @@ def png(width: int) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(np.zeros((2, width, 3), np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def write_shard(path: Path, samples: list[dict[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number, members in enumerate(samples):
+            for extension, data in members.items():
+                info = tarfile.TarInfo(f"{path.stem}-{number}.{extension}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
 
 
 @pytest.fixture
@@ -174,45 +186,50 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
 @pytest.mark.parametrize(
     ("words", "own", "left"),
     [
-        ([], (0, True), []),
+        ([], {}, []),
+        (["--streamload-as-given", "--lr", "1"], {"compile": False}, ["--lr", "1"]),
         (
-            ["--lr", "1", "--streamload-save-steps", "5", "--logs", "x"],
-            (5, True),
-            ["--lr", "1", "--logs", "x"],
+            ["--logs", "x", "--streamload-shared-cache", "s3://b/c", "--lr=1"],
+            {"shared_cache": "s3://b/c"},
+            ["--logs", "x", "--lr=1"],
         ),
-        (["--streamload-save-steps=20"], (20, True), []),
-        (["--streamload-as-given", "--lr", "1"], (0, False), ["--lr", "1"]),
-        (["--streamload-shared-cache", "s3://b/c", "--lr=1"], (0, True, "s3://b/c"), ["--lr=1"]),
-        (["--streamload-shared-cache=/mnt/nfs", "x"], (0, True, "/mnt/nfs"), ["x"]),
-        (["--streamload-as-given=1"], (0, True), ["--streamload-as-given=1"]),
-        (["--streamload-save-steps=20", "--streamload-save-steps", "0"], (0, True), []),
-        (["--streamload-save-stepsize=20"], (0, True), ["--streamload-save-stepsize=20"]),
-        (["--streamload-prepare", "raw-256", "--lr", "1"], (0, True, None, "raw-256"), ["--lr", "1"]),
-        (["--streamload-prepare=jpeg-256-q90"], (0, True, None, "jpeg-256-q90"), []),
+        (["--streamload-shared-cache=/mnt/nfs", "x"], {"shared_cache": "/mnt/nfs"}, ["x"]),
+        (["--streamload-prepare", "raw-256", "--", "-x"], {"prepare": "raw-256"}, ["--", "-x"]),
+        (["--streamload-prepare=jpeg-256-q90"], {"prepare": "jpeg-256-q90"}, []),
+        (
+            ["--streamload-moved", "http://a:1/?x=1", "/b", "--lr", "--streamload-moved", "c", "d"],
+            {"moved": [["http://a:1/?x=1", "/b"], ["c", "d"]]},
+            ["--lr"],
+        ),
+        (["--streamload-legacy-main"], {"legacy_main": True}, []),
     ],
 )
 def test_our_flags_are_taken_out_of_a_command_line(
-    words: list[str], own: tuple[Any, ...], left: list[str]
+    words: list[str], own: dict[str, Any], left: list[str]
 ) -> None:
-    assert take_own(words) == (OwnArguments(*own), left)
+    given = {"compile": True, "shared_cache": None, "prepare": None, "moved": None, "legacy_main": False}
+    assert take_own(words) == (argparse.Namespace(**(given | own)), left)
 
 
-@pytest.mark.parametrize("words", [["=raw"], [""], ["", "--lr"]])
-def test_our_flag_needs_a_recipe(words: list[str]) -> None:
-    first, *others = words
-    with pytest.raises(OptionError, match="is no recipe for prepared images"):
-        take_own([f"--streamload-prepare{first}", *others])
-
-
-@pytest.mark.parametrize("words", [["=-1"], ["=x"], ["="], ["", "1.5"], [""], ["", "--lr"]])
-def test_our_flag_needs_a_number_of_steps(words: list[str]) -> None:
-    first, *others = words
-    with pytest.raises(
-        OptionError, match=r"--streamload-save-steps '.*': it has to be a whole number from 0"
-    ):
-        take_own([f"--streamload-save-steps{first}", *others])
-    with pytest.raises(OptionError, match="save_steps=-1"):
-        openclip.install(data_module(), save_steps=-1)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--streamload-prepare=raw"], "--streamload-prepare: .*is no recipe for prepared images"),
+        (["--streamload-prepare"], "--streamload-prepare: "),
+        (["--streamload-shared-cache", "pipe:x"], "--streamload-shared-cache: "),
+        (["--streamload-as-given=1"], "--streamload-as-given: "),
+        (["--streamload-moved", "a"], "--streamload-moved: "),
+        (["--streamload-moves", "a"], "unrecognized arguments: --streamload-moves"),
+        (["--streamload-save-steps", "5"], "a state newer than the weights.*--train-num-samples"),
+    ],
+)
+def test_a_flag_of_ours_that_cannot_be_used_is_named(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        take_own(words)
+    assert stopped.value.code == 2
+    assert re.search(says, " ".join(capsys.readouterr().err.split()))
 
 
 def test_uninstalling_puts_the_original_back() -> None:
@@ -248,5 +265,194 @@ def test_the_command_hands_its_arguments_to_the_training_behind_a_dash_that_torc
     for module in (ModuleType(package), data, training):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     openclip.main(["--", "--logs", "here", "--", "x"])
-    openclip.main(["--logs", "here", "--streamload-save-steps", "5"])
+    openclip.main(["--logs", "here", "--streamload-as-given"])
     assert taken == [(["--logs", "here", "--", "x"], True), (["--logs", "here"], True)]
+
+
+def test_help_shows_our_flags_before_those_of_open_clip(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, training = data_module("open_clip_train.data"), ModuleType("open_clip_train.main")
+    training.main = lambda arguments: print("open_clip's", arguments)  # type: ignore[attr-defined]
+    for module in (ModuleType("open_clip_train"), data, training):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    openclip.main(["--help"])
+    said = capsys.readouterr().out
+    flags = ["as-given", "shared-cache URL", "prepare RECIPE", "moved OLD NEW", "legacy-main"]
+    assert all(f"--streamload-{flag}" in said for flag in flags)
+    assert said.endswith("open_clip's ['--help']\n")
+
+
+def test_the_second_entry_point_of_the_development_version_runs_on_our_loader(
+    shards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """legacy_main has its own data module, whose function knows no naflex_data_config and gives dicts."""
+    data, legacy = (
+        data_module("open_clip_train.data", development=True),
+        ModuleType("open_clip_train.legacy_data"),
+    )
+    legacy.get_wds_dataset_legacy = data_module().get_wds_dataset  # type: ignore[attr-defined]
+    original = legacy.get_wds_dataset_legacy
+    entry, seen = ModuleType("open_clip_train.legacy_main"), []
+
+    def run(arguments: list[str]) -> None:
+        args = args_for(development=True, val_data=shards, max_image_pixels=2 * 6)
+        loader = legacy.get_wds_dataset_legacy(args, width_of, is_train=False, tokenizer=tokenize)
+        seen.extend(loader.dataloader)
+
+    entry.main = run  # type: ignore[attr-defined]
+    for module in (ModuleType("open_clip_train"), data, legacy, entry):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    openclip.install(data)()
+    assert legacy.get_wds_dataset_legacy is original
+    openclip.main(["--streamload-legacy-main"])
+    assert [sorted(batch) for batch in seen] == [["image", "text"]] * 2
+    # It doesn't heed --max-image-pixels, and leaves the empty caption out.
+    assert [n for batch in seen for n in batch["image"].flatten().tolist()] == [1, 2, 4, 5, 6, 7, 8]
+
+
+CAPTIONS = [b"a", b"", b" \n", b"b", b"\xff\xfe"]
+
+
+@pytest.mark.parametrize(
+    ("development", "flags", "expected"),
+    [
+        (False, {}, ["a", "", " \n", "b"]),
+        (True, {}, ["a", "b"]),
+        (True, {"text_key": "caption;txt"}, ["A", "B"]),
+        (True, {"json_text_key": "caption"}, ["x", "y"]),
+    ],
+)
+def test_empty_and_blank_captions_are_used_or_left_out_as_by_the_version_that_runs(
+    development: bool,
+    flags: dict[str, Any],
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As FilterNonEmptyText of the development version: empty, blank, null, missing and undecodable ones."""
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    fields: list[Any] = ["x", "", " ", "y", None]
+    samples = [
+        {"png": png(n), "txt": text, "caption": text.upper(), "json": json.dumps({"caption": field}).encode()}
+        for n, (text, field) in enumerate(zip(CAPTIONS, fields, strict=True), 1)
+    ]
+    write_shard(tmp_path / "0.tar", samples)
+    module = data_module(development=development)
+    openclip.install(module)
+    given = {"development": development, "batch_size": 3, "train_num_samples": 6, **flags}
+    for is_train in (False, True):
+        args = args_for(train_data=str(tmp_path / "0.tar"), val_data=str(tmp_path / "0.tar"), **given)
+        data = module.get_wds_dataset(args, width_of, is_train=is_train)
+        texts = [batch["text"] if development else batch[1] for batch in data.dataloader]
+        if is_train:
+            assert [len(own) for own in texts] == [3, 3]
+            assert {text for own in texts for text in own} <= set(expected)
+        else:
+            assert [text for own in texts for text in own] == expected
+
+
+def test_any_number_of_bad_samples_and_missing_shards_is_gone_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shards are missing, then two thirds of the samples are bad: in training and in evaluation."""
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    for shard in range(12):
+        bad = range(4) if shard % 3 else ()
+        images = [b"\xff\xd8 no image" if n in bad else png(shard + 1) for n in range(4)]
+        write_shard(tmp_path / f"{shard:02d}.tar", [{"png": image, "txt": b"x"} for image in images])
+    urls = f"{tmp_path}/{{90..93}}.tar::{tmp_path}/{{00..11}}.tar"
+    module = data_module()
+    openclip.install(module)
+    args = args_for(train_data=urls, val_data=urls, train_num_samples=96)
+    for is_train, expected in ((True, 96), (False, 16)):
+        data = module.get_wds_dataset(args, width_of, is_train=is_train)
+        widths = [n for images, _ in data.dataloader for n in images.flatten().tolist()]
+        assert len(widths) == expected
+        assert set(widths) == {1, 4, 7, 10}
+
+
+def test_errors_name_flags(shards: str) -> None:
+    module = data_module()
+    openclip.install(module)
+    args = args_for(train_data=shards, train_num_samples=8, train_data_upsampling_factors="1::2")
+    with pytest.raises(OptionError, match=r"^--train-data-upsampling-factors are 2, and the URLs"):
+        module.get_wds_dataset(args, width_of, is_train=True)
+    with pytest.raises(OptionError, match=r"^--batch-size 0: it has to be"):
+        module.get_wds_dataset(args_for(val_data=shards, batch_size=0), width_of, is_train=False)
+    data = module.get_wds_dataset(args_for(val_data=f"{shards}.gone", workers=1), width_of, is_train=False)
+    with pytest.raises(NoValidSamples, match="Check the URLs"):
+        list(data.dataloader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_without_what_is_needed_are_told_of_by_flags(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    write_shard(tmp_path / "0.tar", [{"png": png(1), "json": b"{}"}])
+    for development, said in (
+        (False, r"\(png, json\).*Check the images \(jpg, png, jpeg or webp\), the captions \(txt\) and keep"),
+        (True, r"\(png, json\).*Check --image-key, --text-key and keep"),
+    ):
+        module = data_module(development=development)
+        openclip.install(module)
+        args = args_for(development=development, val_data=str(tmp_path / "0.tar"), workers=workers)
+        with pytest.raises(NoValidSamples, match=said):
+            list(module.get_wds_dataset(args, width_of, is_train=False).dataloader)
+
+
+class Wrapped:
+    """A loader of somebody's around ours."""
+
+    def __init__(self, dataloader: Any):
+        self.dataloader = dataloader
+
+    def __iter__(self) -> Any:
+        return iter(self.dataloader)
+
+
+def test_what_scripts_do_with_a_data_set_of_open_clip_can_be_done_with_ours(shards: str) -> None:
+    """No args.rank, something around the data loader, the epoch set by either way, no sampler."""
+    module = data_module()
+    openclip.install(module)
+    args = args_for(train_data=shards, train_num_samples=8)
+    del args.rank
+    orders = []
+    for by_shared in (False, True):
+        data = module.get_wds_dataset(args, width_of, is_train=True, epoch=2)
+        assert data.sampler is None
+        assert data.shared_epoch.get_value() == 2
+        data.dataloader = Wrapped(data.dataloader)
+        if by_shared:
+            data.shared_epoch.set_value(5)
+        else:
+            data.set_epoch(5)
+        assert data.shared_epoch.get_value() == 5
+        orders.append([n for images, _ in data.dataloader for n in images.flatten().tolist()])
+    assert orders[0] == orders[1]
+    other = module.get_wds_dataset(args, width_of, is_train=True, epoch=4)
+    assert [n for images, _ in other.dataloader for n in images.flatten().tolist()] != orders[0]
+
+
+def test_without_a_rank_in_the_arguments_the_launchers_counts(
+    shards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = data_module()
+    openclip.install(module)
+    args = args_for(train_data=shards, train_num_samples=8, world_size=2, batch_size=2)
+    del args.rank
+    with pytest.raises(OptionError, match="world_size=2 and no rank, and this process knows of 1 ranks"):
+        module.get_wds_dataset(args, width_of, is_train=True)
+    seen = []
+    for rank in ("0", "1"):
+        for name, value in (
+            ("RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_RANK", rank),
+            ("LOCAL_WORLD_SIZE", "2"),
+        ):
+            monkeypatch.setenv(name, value)
+        data = module.get_wds_dataset(args, width_of, is_train=True)
+        seen += [n for images, _ in data.dataloader for n in images.flatten().tolist()]
+    assert sorted(seen) == [1, 2, 3, 4, 5, 6, 7, 8]

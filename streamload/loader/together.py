@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed
 
 from streamload.errors import OrderDiverged
-from streamload.loader.place import BAD_SAMPLES, from_state, to_state
+from streamload.loader.place import BAD_SAMPLES, bad_samples_of, from_state, to_state
 
 if TYPE_CHECKING:
     from streamload.loader.loader import Loader
@@ -46,4 +46,4 @@ def gather_state(loader: Loader) -> dict[str, Any]:
             f"the ranks are not behind the same batch: by rank, {positions[:16]} samples are taken. Call "
             f"gather_state() on all of them after the same step"
         )
-    return {**to_state(*from_state(states)), BAD_SAMPLES: states[0][BAD_SAMPLES]}
+    return {**to_state(*from_state(states)), BAD_SAMPLES: bad_samples_of(states)}

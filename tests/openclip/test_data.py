@@ -118,7 +118,9 @@ def test_an_epoch_is_taken_up_where_open_clip_says(shards: list[Path]) -> None:
 
 def test_flags_that_are_not_understood_are_errors() -> None:
     urls = ("--train-data", "a.tar", "--train-num-samples", "9")
-    with pytest.raises(OptionError, match="upsampling_factors= are 2, and the URLs have 1 sources"):
+    with pytest.raises(
+        OptionError, match="--train-data-upsampling-factors are 2, and the URLs have 1 sources"
+    ):
         ours(arguments(*urls, "--train-data-upsampling-factors", "2::1"))
     with pytest.raises(OptionError, match="doesn't know what OpenCLIP's --dataset-mixture asks"):
         ours(argparse.Namespace(**vars(arguments(*urls)), dataset_mixture="a,b"))

@@ -11,13 +11,11 @@ import pytest
 from open_clip_train.params import parse_args
 from tiny import Run
 
-from streamload.errors import OptionError, StateMismatch
+from streamload.errors import StateMismatch
 from streamload.integrations import openclip
 from streamload.integrations.openclip.resume import find_state
 from streamload.testing.s3 import S3Server
 from streamload.testing.shards import read_oracle, write_shards
-
-SAVE = ("--streamload-save-steps", "1")
 
 
 def keys_of(shards: list[Path]) -> set[str]:
@@ -35,40 +33,44 @@ def taken(*runs: Run) -> list[str]:
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_run_that_is_resumed_sees_each_sample_of_the_pass_once(
+def test_a_killed_run_goes_on_with_the_samples_that_its_weights_have_not_seen(
     shards: list[Path], train: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """800 samples in epochs of 256; killed 4 batches into the second, gone on by other workers."""
+    """800 samples in epochs of 256; killed 4 batches into the second, whose samples come again."""
     urls = f"{shards[0].parent}/{{00000..00003}}.tar"
     run = ("--train-data", urls, "--train-num-samples", "256", "--epochs", "3", "--save-frequency", "1")
-    run = (*run, "--delete-previous-checkpoint", *SAVE, "--resume", "latest")
+    run = (*run, "--delete-previous-checkpoint", "--resume", "latest")
     killed = train(*run, "--workers", "2", killed_behind=12)
     assert [len(killed.keys(0, epoch)) for epoch in (0, 1, 2)] == [8, 4, 0]
     resumed = train(*run, "--workers", "1")
-    assert [len(resumed.keys(0, epoch)) for epoch in (0, 1)] == [4, 8]
-    assert len(set(taken(killed, resumed))) == len(taken(killed, resumed)) == 3 * 256
-    assert "epoch 1 goes on behind 128 samples, by " in resumed.log
+    assert [len(resumed.keys(0, epoch)) for epoch in (0, 1)] == [8, 8]
+    assert taken(resumed)[: 4 * 32] == taken(killed)[8 * 32 :]
+    trained = taken(killed)[: 8 * 32] + taken(resumed)
+    assert len(set(trained)) == len(trained) == 3 * 256
+    assert "epoch 1 begins after 256 samples, by " in resumed.log
     assert {path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")} == {"epoch_3.pt"}
     states = {path.name for path in (tmp_path / "run" / "streamload").iterdir()}
-    assert states <= {"epoch_2.json", "epoch_3.json", "latest.json"}
+    assert states <= {"epoch_2.json", "epoch_3.json"}
 
 
 @pytest.mark.timeout(400)
-def test_two_ranks_that_are_killed_twice_are_gone_on_from_by_two_and_by_one(
+def test_two_ranks_that_are_killed_are_gone_on_from_by_one(
     shards: list[Path], train: Callable[..., Run]
 ) -> None:
     urls = f"{shards[0].parent}/{{00000..00003}}.tar"
-    run = ("--train-data", urls, "--train-num-samples", "384", "--workers", "1", "--save-most-recent", *SAVE)
-    resume = ("--resume", "latest")
+    run = ("--train-data", urls, "--train-num-samples", "384", "--workers", "1", "--save-most-recent")
     killed = train(*run, "--batch-size", "32", ranks=2, killed_behind=7)
-    assert [[len(killed.keys(rank, epoch)) for epoch in (0, 1)] for rank in (0, 1)] == [[6, 1], [6, 1]]
-    again = train(*run, *resume, "--batch-size", "32", ranks=2, killed_behind=2)
-    assert [len(again.keys(rank, 0)) for rank in (0, 1)] == [2, 2]
-    ended = train(*run, *resume, "--batch-size", "64")
-    assert [len(keys) for keys in ended.keys(0, 0)] == [64] * 3
-    seen = taken(killed, again, ended)
-    assert len(set(seen)) == len(seen) == 2 * 384
-    assert set(seen) <= keys_of(shards)
+    epochs = [[killed.keys(rank, epoch) for rank in (0, 1)] for epoch in (0, 1)]
+    assert [len(own) for own in epochs[0]] == [6, 6]
+    first, again = [
+        [key for parts in zip(*epoch, strict=False) for keys in parts for key in keys] for epoch in epochs
+    ]
+    ended = train(*run, "--resume", "latest", "--batch-size", "64")
+    assert [len(keys) for keys in ended.keys(0, 0)] == [64] * 6
+    trained = first + taken(ended)
+    assert taken(ended)[: len(again)] == again != []
+    assert len(set(trained)) == len(trained) == 2 * 384
+    assert set(trained) <= keys_of(shards)
 
 
 class Training:
@@ -119,12 +121,11 @@ def cache(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(scratch / "cache"))
 
 
-@pytest.fixture
-def install() -> Iterator[Callable[[int], None]]:
-    uninstall = []
-    yield lambda steps: uninstall.append(openclip.install(save_steps=steps))
-    for undo in reversed(uninstall):
-        undo()
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    uninstall = openclip.install()
+    yield
+    uninstall()
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +135,7 @@ def noise(scratch: Path) -> str:
     return f"{scratch}/noise/{{00000..00002}}.tar"
 
 
-def test_without_save_steps_the_epoch_of_the_checkpoint_begins_where_it_began(
-    noise: str, tmp_path: Path, install: Callable[[int], None]
-) -> None:
-    install(0)
+def test_the_epoch_of_the_checkpoint_begins_where_it_began(noise: str, tmp_path: Path) -> None:
     whole = Training(tmp_path / "whole", noise).run(0, 3)
     killed = Training(tmp_path, noise)
     assert killed.run(0, 2, cut=1) == whole[:24]
@@ -145,56 +143,45 @@ def test_without_save_steps_the_epoch_of_the_checkpoint_begins_where_it_began(
     assert killed.run(1, 3, checkpoint=str(killed.checkpoint(1))) == whole[16:]
 
 
-@pytest.mark.parametrize(("accumulated", "cut", "behind"), [(1, 2, 2), (1, 3, 2), (2, 3, 0), (2, 4, 4)])
-def test_every_two_steps_of_the_optimizer_a_state_is_written_before_the_last_batch_is_handed_out(
-    noise: str, tmp_path: Path, install: Callable[[int], None], accumulated: int, cut: int, behind: int
-) -> None:
-    install(2)
-    flags = ("--train-num-samples", "40", "--accum-freq", str(accumulated))
-    whole = Training(tmp_path / "whole", noise, *flags).run(0, 3)
-    killed = Training(tmp_path, noise, *flags)
-    killed.run(0, 2, cut=cut)
-    assert killed.run(1, 3, checkpoint=str(killed.checkpoint(1))) == whole[40 + 8 * behind :]
-
-
-def test_a_run_that_begins_at_an_older_checkpoint_gets_its_whole_epoch(
-    noise: str, tmp_path: Path, install: Callable[[int], None]
-) -> None:
-    """The latest state is at the end of that very epoch, but the next checkpoint says that it is over."""
-    install(1)
+def test_a_run_that_begins_at_an_older_checkpoint_gets_the_epoch_after_it(noise: str, tmp_path: Path) -> None:
     run = Training(tmp_path, noise)
     whole = run.run(0, 3)
     for epoch in (2, 1, 1):
         assert run.run(epoch, epoch + 1, checkpoint=str(run.checkpoint(epoch))) == whole[16 * epoch :][:16]
 
 
-def test_a_latest_state_of_another_course_of_the_run_is_not_gone_on_from(
-    noise: str, tmp_path: Path, install: Callable[[int], None]
-) -> None:
-    install(1)
-    run, other = Training(tmp_path, noise), Training(tmp_path / "other", noise, "--seed", "5")
-    whole = run.run(0, 2)
-    run.checkpoint(2).unlink()
-    other.run(0, 2, cut=1)
-    shutil.copy(other.states / "latest.json", run.states)
-    assert run.run(1, 2, checkpoint=str(run.checkpoint(1))) == whole[16:]
+@pytest.mark.parametrize("latest", [False, True])
+def test_the_folder_of_a_sharded_checkpoint_has_its_state(noise: str, tmp_path: Path, latest: bool) -> None:
+    """As --fsdp-checkpoint sharded of the development version writes them; its path may end in a slash."""
+    whole = Training(tmp_path / "whole", noise).run(0, 4)
+    run = Training(tmp_path, noise)
+    run.run(0, 2)
+    for epoch in (1, 2):
+        run.checkpoint(epoch).unlink()
+        (run.checkpoints / f"epoch_{epoch}").mkdir()
+    name = "epoch_2"
+    if latest:
+        name = "epoch_latest"
+        (run.checkpoints / "epoch_2").rename(run.checkpoints / name)
+    assert run.run(2, 4, cut=2, checkpoint=f"{run.checkpoints}/{name}/") == whole[32:]
+    assert sorted(path.name for path in run.states.iterdir()) == [
+        f"epoch_{epoch}.json" for epoch in (1, 2, 3)
+    ]
 
 
-def test_states_go_with_their_checkpoints(noise: str, tmp_path: Path, install: Callable[[int], None]) -> None:
-    install(1)
+def test_states_go_with_their_checkpoints(noise: str, tmp_path: Path) -> None:
     run = Training(tmp_path, noise)
     run.run(0, 4)
     run.checkpoint(2).unlink()
     run.checkpoint(4).rename(run.checkpoints / "epoch_latest.pt")
     run.run(4, 5, checkpoint=str(run.checkpoints / "epoch_latest.pt"))
     left = sorted(path.name for path in run.states.iterdir())
-    assert left == [*(f"epoch_{epoch}.json" for epoch in (1, 3, 4, 5)), "latest.json"]
+    assert left == [f"epoch_{epoch}.json" for epoch in (1, 3, 4, 5)]
 
 
 def test_a_checkpoint_without_a_state_is_resumed_with_a_line_in_the_log(
-    noise: str, tmp_path: Path, install: Callable[[int], None], caplog: pytest.LogCaptureFixture
+    noise: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install(1)
     run = Training(tmp_path, noise)
     run.run(0, 2, cut=1)
     (run.states / "epoch_1.json").unlink()
@@ -206,9 +193,8 @@ def test_a_checkpoint_without_a_state_is_resumed_with_a_line_in_the_log(
 
 
 def test_states_of_a_remote_sync_are_found_beside_its_checkpoints(
-    noise: str, tmp_path: Path, install: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    noise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(1)
     run = Training(tmp_path, noise)
     run.run(0, 2, cut=1)
     with S3Server() as s3:
@@ -220,13 +206,10 @@ def test_states_of_a_remote_sync_are_found_beside_its_checkpoints(
         found = find_state("s3://bucket/logs/run/checkpoints/epoch_1.pt", 1)
         assert find_state("s3://bucket/elsewhere/checkpoints/epoch_1.pt", 1) is None
     assert found is not None
-    assert found.state == json.loads((run.states / "latest.json").read_text())["loader"]
+    assert found.state == json.loads((run.states / "epoch_1.json").read_text())["loader"]
 
 
-def test_a_state_that_does_not_fit_is_an_error_that_names_its_file(
-    noise: str, tmp_path: Path, install: Callable[[int], None]
-) -> None:
-    install(0)
+def test_a_state_that_does_not_fit_is_an_error_that_names_its_file(noise: str, tmp_path: Path) -> None:
     run = Training(tmp_path, noise)
     run.run(0, 1)
     checkpoint, state = str(run.checkpoint(1)), run.states / "epoch_1.json"
@@ -246,16 +229,31 @@ def test_a_state_that_does_not_fit_is_an_error_that_names_its_file(
 
 
 def test_a_state_that_can_not_be_written_does_not_end_the_training(
-    noise: str, tmp_path: Path, install: Callable[[int], None], caplog: pytest.LogCaptureFixture
+    noise: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install(2)
     run = Training(tmp_path, noise)
     run.states.write_text("in the way")
     assert len(run.run(0, 1)) == 16
-    assert len([message for message in caplog.messages if "was not written to" in message]) == 2
+    assert len([message for message in caplog.messages if "was not written to" in message]) == 1
 
 
-def test_states_need_logs(noise: str, tmp_path: Path, install: Callable[[int], None]) -> None:
-    install(1)
-    with pytest.raises(OptionError, match="--streamload-save-steps needs --logs"):
-        Training(tmp_path, noise, "--logs", "none").run(0, 1)
+def test_without_logs_no_state_is_written(noise: str, tmp_path: Path) -> None:
+    run = Training(tmp_path, noise, "--logs", "none")
+    assert len(run.run(0, 1)) == 16
+    assert not run.states.exists()
+
+
+def test_a_resume_goes_on_in_shards_that_were_moved(noise: str, tmp_path: Path) -> None:
+    whole = Training(tmp_path / "whole", noise).run(0, 3)
+    run = Training(tmp_path, noise)
+    run.run(0, 1)
+    was, now = str(Path(noise).parent), tmp_path / "moved"
+    shutil.copytree(was, now)
+    there = Training(tmp_path, noise.replace(was, str(now)))
+    with pytest.raises(StateMismatch, match=r"another data set.*--streamload-moved OLD NEW"):
+        there.run(1, 3, checkpoint=str(run.checkpoint(1)))
+    uninstall = openclip.install(moved=[(was, str(now))])
+    try:
+        assert there.run(1, 3, checkpoint=str(run.checkpoint(1))) == whole[16:]
+    finally:
+        uninstall()
