@@ -167,6 +167,7 @@ class World:
     def _daemon(self, name: str, rate: float | None, *more: str) -> Process:
         """A node with a daemon."""
         command = ["-m", "streamload", "daemon", "--shared-cache", str(self._place / "shared")]
+        command += ["--origin", _ORIGIN]
         command += ["--cache-dir", str(self._place / name), "--cache-size", "1GB"]
         command += ["--concurrency", str(CONCURRENCY), "--notices", "none", "--listen", "none"]
         return self._node([*command, *more], rate)

@@ -52,8 +52,8 @@ def train(batches: streamload.Loader) -> list[Any]:
 class SpotNodes:
     """Daemons that are taken away without notice, and come back."""
 
-    def __init__(self, shared: Path, place: Path, count: int = 2):
-        self._shared, self._place = shared, place
+    def __init__(self, origin: str, shared: Path, place: Path, count: int = 2):
+        self._origin, self._shared, self._place = origin, shared, place
         self._ended = threading.Event()
         self.kills = 0
         self._threads = [threading.Thread(target=self._node, args=(n,)) for n in range(count)]
@@ -69,6 +69,7 @@ class SpotNodes:
     def _node(self, number: int) -> None:
         rng = random.Random(number)
         command = [sys.executable, "-m", "streamload", "daemon", "--shared-cache", str(self._shared)]
+        command += ["--origin", self._origin]  # which the run that they follow may name
         options = ["--notices", "none", "--listen", "none", "--concurrency", "4"]
         while not self._ended.is_set():
             own = ["--cache-dir", str(self._place / f"node-{number}"), "--cache-size", "1GB"]
@@ -93,7 +94,7 @@ def main() -> None:
             with loader(server.url, place, "alone") as alone:
                 expected = train(alone)
                 waited = alone.stats().data_wait_seconds
-            nodes = SpotNodes(shared, place)
+            nodes = SpotNodes(server.url, shared, place)
             try:
                 with loader(server.url, place, "trainer", shared_cache=shared) as training:
                     found = train(training)

@@ -13,6 +13,7 @@ import pytest
 
 import streamload
 from streamload.cache.shared.objects import Objects
+from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch import publisher
@@ -66,6 +67,7 @@ class Training:
     def daemon(self, name: str, **more: Any) -> Child:
         given: dict[str, Any] = {
             "shared_cache": str(self.shared),
+            "origins": (self.server.url,),
             "cache_dir": self.tmp_path / name,
             "cache_size": "1GB",
             "concurrency": 2,
@@ -271,3 +273,46 @@ def test_a_group_that_tells_nothing_sound_is_left_out(training: Training) -> Non
     training.objects.write(f"runs/{run}/group-0.json", b"{")
     followed = Followed(training.objects, None, Window(size_bytes=1 << 40))
     assert followed.look(lambda shard: 1.0) == []
+
+
+def publish(training: Training, shards: list[str]) -> None:
+    """A plan as anybody who may write to the shared tier could put it there."""
+    listed = expand_urls(shards)
+    plan, _ = plan_of([PlannedSource(len(listed), OrderOptions(1, 1, 2, 8))], False, listed, None)
+    training.objects.write(f"runs/{plan.run}/plan.json", plan.written())
+    training.objects.write(f"runs/{plan.run}/group-0.json", Progress(0, 0, ((0, 0),)).written())
+
+
+def test_a_plan_gets_no_credentials_and_no_address_of_this_network_but_of_what_the_user_named(
+    training: Training,
+) -> None:
+    (training.tmp_path / "inside").mkdir()
+    (training.tmp_path / "inside" / "x.tar").write_bytes(
+        (training.tmp_path / "origin" / "00000.tar").read_bytes()
+    )
+    with ShardServer(training.tmp_path / "inside") as inside:
+        port = inside.url.rpartition(":")[2]
+        hosts = ["127.0.0.1", "localhost", "LOCALHOST.", "2130706433", "0x7f000001", "0177.1", "127.0.0.1."]
+        planted = [f"http://{host}:{port}/x.tar" for host in (*hosts, "[::ffff:127.0.0.1]")]
+        publish(training, [*planted, f"{training.server.url}/00001.tar"])
+        secret = {"headers": {"Authorization": f"Bearer {SECRET}"}}
+        with training.daemon("a", once=True, storage_options=secret) as child:
+            done, _, wanted, failed, _ = child.finish(60)
+        assert (done, wanted) == (1, len(planted) + 1)
+        assert len(failed) == len(planted)
+        assert all("--origin" in why or "no address" in why for why in failed.values())
+        assert inside.log == []
+        assert [r.headers["Authorization"] for r in training.server.log][-1] == f"Bearer {SECRET}"
+
+
+def test_the_options_of_a_daemon_say_which_origins_a_plan_may_name(training: Training) -> None:
+    for wrong in (
+        "/data",
+        "pipe:cat",
+        "https://host/path",
+        "host",
+        "http://h?x=1",
+        "hf://datasets/a/b/c.tar",
+    ):
+        with pytest.raises(OptionError, match="origin="):
+            Service(ServiceOptions(shared_cache=str(training.shared), origins=(wrong,)))

@@ -118,7 +118,8 @@ UNDERSTOOD = [
     "curl -s -H 'X-One: 1' -H \"X-Two: it's 2\" {url}/a.tar",
     "curl -s -H 'Accept: application/x-tar' -A 'agent/1 (x)' {url}/a.tar",
     "curl -s -H 'user-agent: mine' {url}/a.tar",
-    "curl -sL -H 'Authorization: Bearer abc' -H 'X-Key: b' -H 'Cookie: c=d; e=f' {url}/r.tar",
+    "curl -sL -H 'Authorization: Bearer abc' -H 'Cookie: c=d; e=f' {url}/r.tar",
+    "curl -sL -H 'X-Key: b' {url}/s.tar",
     "curl -sL --oauth2-bearer abc {url}/r.tar",
     "curl -s --oauth2-bearer abc {url}/a.tar",
     "curl -s -u me:pw {url}/a.tar",
@@ -151,6 +152,16 @@ def test_an_understood_curl_command_gives_what_curl_prints_and_sends_what_curl_s
     for log in (server.log, other.log):
         half = len(log) // 2
         assert [headers(seen) for seen in log[half:]] == [headers(seen) for seen in log[:half]]
+
+
+def test_any_header_of_a_command_that_may_be_a_secret_stays_with_the_host_that_it_names(
+    servers: tuple[ShardServer, ShardServer],
+) -> None:
+    server, other = servers
+    assert read(f"curl -sL -H 'X-Key: {CANARY}' -e http://from/ -A me {server.url}/r.tar") == OTHER
+    assert server.log[0].headers["X-Key"] == CANARY
+    assert CANARY not in str(other.log[0].headers)
+    assert (other.log[0].headers["Referer"], other.log[0].headers["User-Agent"]) == ("http://from/", "me")
 
 
 REAL = [

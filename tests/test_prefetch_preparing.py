@@ -332,6 +332,7 @@ def test_a_plan_that_asks_for_no_recipe_is_refused(
 def test_a_daemon_prepares_what_a_run_asks_for(origin: Origin, tmp_path: Path, place: Place) -> None:
     published(place, origin, RECIPE, PREPARATION.name)
     given = [*COMMAND, "--shared-cache", place.url, "--cache-dir", str(tmp_path / "a"), "--notices", "none"]
+    given += ["--origin", origin.server.url]
     done = run([*given, "--once", "--listen", "none"])
     assert done.returncode == 0, done.stderr
     assert brought(origin, place) == SHARDS
@@ -354,6 +355,7 @@ def test_a_daemon_follows_a_training_and_prepares_what_it_asks_for(
         until(lambda: len(place.objects().names("runs")) == 2)
         assert brought(origin, place) == 0
         command = [*COMMAND, "--shared-cache", place.url, "--cache-dir", str(tmp_path / "spot")]
+        command += ["--origin", origin.server.url]
         done = run([*command, "--notices", "none", "--once", "--listen", "none"])
         assert done.returncode == 0, done.stderr
         assert f"prepared as {PREPARATION.name}" in done.stdout

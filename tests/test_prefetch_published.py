@@ -126,7 +126,7 @@ def test_a_signature_doesnt_make_another_run_and_isnt_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["/data/{000..029}.tar", "https://host/{000..029}.tar?token=SECRET", "pipe:cat {000..029}.tar"]
+    "pattern", ["/data/{000..029}.tar", "https://host/{000..029}.tar?key=SECRET", "pipe:cat {000..029}.tar"]
 )
 def test_what_cant_be_told_is_left_out_of_the_plan(pattern: str) -> None:
     made, why = plan_of([PlannedSource(30, OrderOptions(7, 2, 3, 100))], False, expand_urls(pattern), None)

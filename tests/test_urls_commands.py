@@ -99,8 +99,8 @@ def test_a_curl_command_is_a_request_with_its_headers() -> None:
         "curl -fsS -L -u 'me:p w' -H 'X-Key: a b ' -A agent/1 --retry 3 -m 60 'https://h:8443/a%20b.tar?x=1&y=2'"
     )
     assert (request.program, request.url) == ("curl", "https://h:8443/a%20b.tar?x=1&y=2")
-    assert request.headers == {"X-Key": "a b", "User-Agent": "agent/1", "Accept": "*/*"}
-    assert request.own_headers == {"Authorization": "Basic bWU6cCB3"}
+    assert request.headers == {"User-Agent": "agent/1", "Accept": "*/*"}
+    assert request.own_headers == {"X-Key": "a b", "Authorization": "Basic bWU6cCB3"}
     assert request.redirects == 50
     assert asked("curl http://me:p%20w@h/a.tar").own_headers == {"Authorization": "Basic bWU6cCB3"}
     assert asked("curl http://h/a.tar").redirects == 0

@@ -44,6 +44,13 @@ def daemon(
     group: Annotated[
         list[int] | None, typer.Option(help="Which of its groups; may be given more than once. None: all.")
     ] = None,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where a followed run may read with this daemon's credentials, and within this network: "
+            '"https://host", "s3://bucket"; may be given more than once.'
+        ),
+    ] = None,
     into: Annotated[
         str | None, typer.Option(help='Where to: "shared", or "local": this node\'s cache.')
     ] = None,
@@ -90,6 +97,7 @@ def daemon(
         urls=tuple(urls or ()),
         runs=tuple(run or ()),
         groups=tuple(group or ()),
+        origins=tuple(origin or ()),
         into=into,
         shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
         shared_cache=shared_cache,

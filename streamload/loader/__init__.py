@@ -156,7 +156,8 @@ def make_loader(
         shared_cache_options: for its file system, as storage_options.
         write_back: store there what was fetched from origins, beside the training
             (STREAMLOAD_SHARED_WRITE_BACK).
-        storage_options: for fsspec: credentials, endpoint, anon.
+        storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
+            host and then by name: {"https://host": {"Authorization": "…"}}.
         prefetch_factor: batches that each worker makes in advance.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.
 

@@ -15,6 +15,7 @@ from streamload.dataset import Recipe, SourceOrder
 from streamload.loader.options import LoaderOptions
 from streamload.order.deal import Deal
 from streamload.order.plan import OrderOptions, pieces
+from streamload.origins.credentials import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.settings import read_settings
 from streamload.shards.keys import KeySpec
@@ -60,6 +61,7 @@ def recipe_for(
         write_back=options.write_back,
     )
     preparation = None if options.prepare is None else Preparation.parse(options.prepare)
+    warn_of_shared_headers(options.urls, storage)
     shards = ShardList(options.urls, storage, "" if preparation is None else preparation.name)
     placed = place_tier(settings, shards, storage, here.nodes)
     tier = placed.tier

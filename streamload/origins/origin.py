@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from streamload.origins.credentials import Named, granted, headers_for
 from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
     Counts,
@@ -41,18 +42,23 @@ def open_origin(
     options: OriginOptions | None = None,
     counters: Counts | None = None,
     stop: threading.Event | None = None,
+    named: Named | None = None,
 ) -> Origin:
     """Return the origin of a shard; nothing is asked of it before its open().
 
     Args:
         url: one URL, as `expand_urls` gives them.
-        storage_options: of fsspec, for object stores; `headers` for http(s) and hf.
+        storage_options: of fsspec, for object stores; `headers` for http(s) and hf (see `headers_for`).
         options: how patient to be.
         counters: get "origin_requests", "origin_bytes" and "origin_retries".
         stop: once set, every wait ends in about a tenth of a second with OriginStopped.
+        named: where a plan lists the URL: the places that the user named; None: the user listed it.
+
+    Raises:
+        OriginDenied: no credentials may go there, and there is no asking without.
     """
-    session = Session(options or OriginOptions(), counters, stop or threading.Event())
-    reopen = functools.partial(_plain_origin, url, dict(storage_options or {}))
+    session = Session(options or OriginOptions(), counters, stop or threading.Event(), named)
+    reopen = functools.partial(_plain_origin, url, granted(url, storage_options, named))
     origin = reopen(session)
     return RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen))
 
@@ -120,7 +126,9 @@ def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
         case "http" | "https":
             from streamload.origins.web import HttpOrigin
 
-            return lambda url, storage, session: HttpOrigin(url, session, storage.get("headers"))
+            return lambda url, storage, session: HttpOrigin(
+                url, session, headers_for(url, storage.get("headers"))
+            )
         case "pipe":
             from streamload.origins.pipe import PipeOrigin
 

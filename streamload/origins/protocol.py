@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from streamload.errors import DatasetChanged, OriginCut, OriginStopped
+from streamload.origins.credentials import Named
 
 _LEAST_READ_BYTES = 32 << 10
 
@@ -150,11 +151,12 @@ class OriginOptions:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a loader gives to its origins: options, counters and the event that ends their waits."""
+    """What a loader gives to its origins: options, counters, the event that ends their waits, and `Named`."""
 
     options: OriginOptions = field(default_factory=OriginOptions)
     counts: Counts | None = None
     stop: threading.Event = field(default_factory=threading.Event)
+    named: Named | None = None
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter, if there are any."""

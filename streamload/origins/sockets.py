@@ -1,15 +1,15 @@
 """HTTP connections whose waits end within a tenth of a second when the loader stops (step F).
 
 The sockets wake up ten times a second, look at the stop event and count towards the stall deadline; a read
-that gets bytes costs nothing more. Also refuses link-local addresses: metadata services of clouds are there.
+that gets bytes costs nothing more. Each address is looked at before it is connected to (addresses.py).
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import functools
-import ipaddress
 import logging
 import os
 import select
@@ -28,14 +28,13 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import LocationParseError
 from urllib3.util import parse_url
 
-from streamload.errors import OriginDenied, OriginError, OriginStopped, OriginTimeout, OriginUnavailable
+from streamload.errors import OriginError, OriginStopped, OriginTimeout, OriginUnavailable
+from streamload.origins.addresses import refuse_address, refuse_behind_proxy
 from streamload.origins.protocol import OriginOptions, Session
 from streamload.urls import redact
+from streamload.urls.identity import DEFAULT_PORTS
 
 WAKE_SECONDS = 0.1
-_METADATA_ADDRESSES = frozenset(
-    map(ipaddress.ip_address, ("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "100.100.100.200"))
-)
 
 
 class _Ours(threading.local):
@@ -134,12 +133,7 @@ class Pools:
     """
 
     def __init__(self, session: Session, connections: int = 1) -> None:
-        plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
-        secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
-        self._classes = {
-            "http": type("_OwnPlainPool", (_PlainPool,), {"ConnectionCls": plain}),
-            "https": type("_OwnSecurePool", (_SecurePool,), {"ConnectionCls": secure}),
-        }
+        self._session = session
         self._connections = connections
         self._timeout = urllib3.Timeout(connect=session.options.connect_seconds, read=WAKE_SECONDS)
         self._lock = threading.Lock()  # guards _by_proxy
@@ -148,6 +142,10 @@ class Pools:
     def request(self, url: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         """Send a GET, through the proxy that is meant for this very URL; no redirect is followed."""
         proxy = _proxy_for(url)
+        if proxy is not None:
+            parts = urlsplit(url)
+            port = parts.port or DEFAULT_PORTS.get(parts.scheme.lower())
+            refuse_behind_proxy(parts.hostname or "", port, self._session.named)
         with self._lock:
             pools = self._by_proxy.get(proxy)
             if pools is None:
@@ -178,7 +176,14 @@ class Pools:
             if place.scheme == "https":
                 facts["proxy_ssl_context"] = _tls_context()
             pools = urllib3.ProxyManager(place._replace(auth=None).url, **facts)
-        pools.pool_classes_by_scheme = self._classes
+        # The environment names the proxy, which may be at any address.
+        session = self._session if proxy is None else dataclasses.replace(self._session, named=None)
+        plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
+        secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
+        pools.pool_classes_by_scheme = {
+            "http": type("_OwnPlainPool", (_PlainPool,), {"ConnectionCls": plain}),
+            "https": type("_OwnSecurePool", (_SecurePool,), {"ConnectionCls": secure}),
+        }
         return pools
 
 
@@ -252,7 +257,7 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
         raise OriginUnavailable(f"no address for the host {host!r}: {exc}") from exc
     failure: Exception | None = None
     for family, kind, protocol, _, address in found:
-        _refuse_metadata(host, str(address[0]))
+        refuse_address(host, port, str(address[0]), session.named)
         sock = _PatientSocket(family, kind, protocol)
         try:
             _finish_connecting(sock, address, session)
@@ -287,25 +292,6 @@ def _finish_connecting(sock: socket.socket, address: Any, session: Session) -> N
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, f"{address[0]}: {os.strerror(error)}") from None
-
-
-def refuse_metadata_host(host: str) -> None:
-    """Raise OriginDenied for a host that is written as an address of a metadata service, in any notation."""
-    try:
-        address = socket.inet_ntoa(socket.inet_aton(host))  # "0xa9fea9fe" is one, too
-    except (OSError, UnicodeError):
-        address = host.strip("[]")
-    with contextlib.suppress(ValueError):  # a name: what it means is looked at when connecting
-        _refuse_metadata(host, address)
-
-
-def _refuse_metadata(host: str, address: str) -> None:
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    ip = getattr(ip, "ipv4_mapped", None) or ip
-    if ip.is_link_local or ip in _METADATA_ADDRESSES:
-        raise OriginDenied(
-            f"{host} is the link-local address {ip}: no shards there, but a cloud's credentials"
-        )
 
 
 def _proxy_for(url: str) -> str | None:

@@ -14,6 +14,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import fsspec
@@ -27,6 +28,7 @@ from streamload.errors import (
     OriginTimeout,
 )
 from streamload.origins import calls
+from streamload.origins.credentials import headers_for
 from streamload.origins.failures import of_store
 from streamload.origins.protocol import Origin, Session, Stream, Version, same_version, strong
 from streamload.origins.ranged import OrderedParts
@@ -253,7 +255,11 @@ class HubOrigin(Origin):
             )
         token = get_token() if files.token in {None, True} else files.token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return HttpOrigin(address, self._session, {**headers, **(self._options.get("headers") or {})})
+        session = self._session
+        if session.named is not None:  # its endpoint is the user's own setting
+            session = replace(session, named=session.named.and_also(files.endpoint))
+        headers.update(headers_for(address, self._options.get("headers")))
+        return HttpOrigin(address, session, headers)
 
 
 _HUB_OPTIONS = {"endpoint", "token"}

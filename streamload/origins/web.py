@@ -31,11 +31,13 @@ from streamload.errors import (
     OriginUnavailable,
     ShardFormatError,
 )
+from streamload.origins.addresses import refuse_host
 from streamload.origins.failures import of_status
 from streamload.origins.protocol import Origin, ReadSize, Session, Version, same_version, strong
-from streamload.origins.sockets import Pools, basic, refuse_metadata_host
+from streamload.origins.sockets import Pools, basic
 from streamload.origins.web_stream import HttpStream
 from streamload.urls import redact, redact_text
+from streamload.urls.identity import DEFAULT_PORTS
 
 REDIRECTS = 10
 _REDIRECTING = {301, 302, 303, 307, 308}
@@ -271,13 +273,13 @@ class HttpOrigin(Origin):
         try:
             target = urljoin(target, place)
             parts = urlsplit(target)
-            host, _port = parts.hostname, parts.port  # a port that is no number raises here
+            host, port = parts.hostname, parts.port  # a port that is no number raises here
         except ValueError:
             raise OriginError(f"{self.url} redirects to what is no URL") from None
         if parts.scheme not in {"http", "https"} or not host:
             raise OriginDenied(f"{self.url} redirects to {redact(target)}: only http and https are followed")
         try:
-            refuse_metadata_host(host)  # also where a proxy would go there for us
+            refuse_host(host, port or DEFAULT_PORTS[parts.scheme], self._session.named)  # or a proxy would go
         except OriginDenied as exc:
             raise OriginDenied(f"{self.url} redirects elsewhere: {exc}") from None
         return target

@@ -21,6 +21,7 @@ from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import open_tier
 from streamload.errors import OptionError, StreamloadError
 from streamload.metrics import Counters
+from streamload.origins.credentials import Named
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.goals import Shared
 from streamload.prefetch.hands import NO_ROOM_SECONDS, Here
@@ -49,6 +50,7 @@ class Job:
         no_room_seconds: after which a unit that finds no room in its node's tier has failed.
         rest_seconds: how long a node that can't do any unit keeps the one it got, so that it doesn't
             fail one after the other that another node could do.
+        named: see `UnitOrigins`.
     """
 
     shared: SharedOptions
@@ -60,6 +62,7 @@ class Job:
     origin: OriginOptions = field(default_factory=OriginOptions)
     no_room_seconds: float = NO_ROOM_SECONDS
     rest_seconds: float = 5.0
+    named: Named | None = None
 
 
 def bring(version: str, job: bytes, unit: bytes) -> dict[str, Any]:
@@ -145,6 +148,7 @@ class _Carrier:
                 Throttle(job.bytes_per_second),
                 self._recipes,
                 through_source=sharing.through,
+                named=job.named,
             )
             here = Here(
                 self._brought,

@@ -25,6 +25,7 @@ from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import OptionError
 from streamload.metrics import Counters
+from streamload.origins.credentials import Named, warn_of_shared_headers
 from streamload.prefetch.daemon import Daemon, DaemonOptions
 from streamload.prefetch.goals import Goal, Near, Shared
 from streamload.prefetch.hands import Here
@@ -62,6 +63,8 @@ class ServiceOptions:
         urls: the shards; with `runs`, or none of both and a shared cache, what their plans can't tell.
         runs: published runs to follow.
         groups: which of their groups; none: all.
+        origins: web servers and buckets, as "https://host" and "s3://bucket": what a plan names there gets
+            credentials, and need not be at a public address. Of listed URLs all are named.
         shared_cache, shared_cache_options, cache_dir, cache_size, storage_options: as for make_loader.
         into: "shared" or "local": where shards are to be held; None: in the shared cache, if there is one.
         prepare: hold shards prepared by this recipe, whatever runs ask for.
@@ -85,6 +88,7 @@ class ServiceOptions:
     urls: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
+    origins: tuple[str, ...] = ()
     shared_cache: str | None = None
     shared_cache_options: dict[str, Any] | None = field(default=None, repr=False)
     into: str | None = None
@@ -120,6 +124,7 @@ class Service:
         self._options = options
         self._cloud = _cloud(options.notices)
         self._recipes = Recipes(options.prepare, options.recipe_of)
+        self._named = None if options.urls else Named.of(options.origins)
         self._notice = Notice()
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -165,6 +170,8 @@ class Service:
         if options.into not in (None, "shared", "local"):
             raise OptionError(f"into={options.into!r}: it has to be shared or local")
         listed = expand_urls(options.urls) if options.urls else None
+        if listed is not None:
+            warn_of_shared_headers(listed, options.storage_options)
         if options.ray is not None:
             return self._spread(stack, options.ray, shared, listed)
         tier = open_tier(settings)
@@ -194,6 +201,7 @@ class Service:
             self._recipes,
             through=sharing.through if is_near else None,
             through_source=sharing.through,
+            named=self._named,
         )
         engine = functools.partial(
             Here,
@@ -247,6 +255,7 @@ class Service:
             bytes_per_second=tuned.bytes_per_second and tuned.bytes_per_second / tuned.concurrency,
             origin=tuned.origin,
             no_room_seconds=tuned.no_room_seconds,
+            named=self._named,
         )
         ray = connect(address)
         stack.callback(ray.shutdown)
@@ -276,8 +285,9 @@ class Service:
         options = self._options
         if objects is not None and (options.runs or listed is None):
             window = Window.parse(options.window or DEFAULT_WINDOW)
-            storage = options.storage_options
-            return Followed(objects, storage, window, options.runs, options.groups, listed, self._recipes)
+            storage, named = options.storage_options, self._named
+            runs, groups = options.runs, options.groups
+            return Followed(objects, storage, window, runs, groups, listed, self._recipes, named)
         assert listed is not None
         window = Window() if options.window is None else Window.parse(options.window)
         if window.seconds is not None:

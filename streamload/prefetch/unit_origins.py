@@ -9,6 +9,7 @@ from typing import Any
 
 from streamload.cache.shard import Shard, shard_of
 from streamload.metrics import Counters
+from streamload.origins.credentials import Named
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch.prepared import PreparedOrigin
 from streamload.prefetch.recipes import Recipes
@@ -30,6 +31,7 @@ class UnitOrigins:
         recipes: by which units are prepared.
         through: puts something nearer in front of a unit's origin.
         through_source: the same, for the shard that a unit is prepared of.
+        named: where a plan lists the units: the places that the user named; None: the user lists them.
     """
 
     counts: Counters
@@ -39,10 +41,11 @@ class UnitOrigins:
     recipes: Recipes
     through: Through | None = None
     through_source: Through | None = None
+    named: Named | None = None
 
     def __call__(self, unit: Shard, stop: threading.Event) -> Origin:
         """The origin of a unit's bytes; the event ends its waits."""
-        far = open_origin(unit.url, self.storage_options, self.patience, self.counts, stop)
+        far = open_origin(unit.url, self.storage_options, self.patience, self.counts, stop, self.named)
         found = self.throttle.watched(far, stop)
         if unit.recipe:
             if self.through_source is not None:

@@ -17,6 +17,7 @@ from streamload.cache import runs
 from streamload.cache.shard import Shard, ShardList, prepared_form
 from streamload.cache.shared.objects import Objects
 from streamload.errors import OptionError, PlanError, SharedTierError
+from streamload.origins.credentials import Named
 from streamload.prefetch.published import (
     PLAN_LIMIT_BYTES,
     PROGRESS_LIMIT_BYTES,
@@ -29,7 +30,7 @@ from streamload.prefetch.published import (
 )
 from streamload.prefetch.recipes import Recipes
 from streamload.settings import parse_size
-from streamload.urls import UrlList
+from streamload.urls import UrlList, origin_of
 
 logger = logging.getLogger("streamload")
 
@@ -183,6 +184,7 @@ class Followed:
         groups: which of their groups; none: all.
         given: the user's own list of the shards, for plans that can't tell it.
         recipes: by which shards are prepared; None: all stay as they are.
+        named: the places that the user named; others that a plan names are logged.
     """
 
     def __init__(
@@ -194,6 +196,7 @@ class Followed:
         groups: Sequence[int] = (),
         given: UrlList | None = None,
         recipes: Recipes | None = None,
+        named: Named | None = None,
     ):
         self._objects = objects
         self._storage_options = storage_options
@@ -202,6 +205,7 @@ class Followed:
         self._groups = frozenset(groups)
         self._given = given
         self._recipes = recipes or Recipes()
+        self._named = named
         self._known: dict[str, tuple[Coming, ShardList]] = {}
         self._refused: dict[str, str] = {}
         self._warned: set[tuple[str, str]] = set()  # of runs whose readers look for what isn't made here
@@ -278,7 +282,19 @@ class Followed:
             self._recipes.asked(plan.prepare)
         except OptionError as exc:
             raise PlanError(f"the plan of run {run} asks for prepared shards: {exc}") from exc
+        if self._named is not None:
+            self._warn_of_unnamed(run, urls, self._named)
         return Coming(plan), ShardList(urls, self._storage_options)
+
+    def _warn_of_unnamed(self, run: str, shards: UrlList, named: Named) -> None:
+        """Say which places only the plan names: without credentials they may not give their shards."""
+        unnamed = sorted({origin_of(url) for url in shards.kinds()} - named.origins)
+        if unnamed:
+            logger.warning(
+                "run %s reads from %s%s, which only its plan names: no credentials, headers or requests to "
+                "addresses that aren't public go there. Where that is meant: --origin %s",
+                *(run, ", ".join(unnamed[:3]), ", …" if len(unnamed) > 3 else "", unnamed[0]),
+            )
 
     def _progress(self, plan: RunPlan, groups: Sequence[int]) -> list[Progress]:
         """How far the groups are that tell it; one whose file can't be read is left out this time."""

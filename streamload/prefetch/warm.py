@@ -20,6 +20,7 @@ from streamload.cache.shard_cache import verdict_cause
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
+from streamload.origins.credentials import warn_of_shared_headers
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.prepared import PreparedOrigin, Recipe
@@ -270,6 +271,7 @@ def warm(
     )
     shared = SharedOptions.of(settings, shared_cache_options)
     listed = ShardList(expand_urls(urls), storage)
+    warn_of_shared_headers(listed.urls, storage)
     placed = place_tier(settings, listed, storage)
     tier = placed.tier
     sources = {(shard if prepare is None else prepared_form(shard, prepare.name)): shard for shard in listed}

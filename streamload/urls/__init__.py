@@ -14,6 +14,7 @@ from streamload.urls.identity import (
     identity,
     is_local,
     local_path,
+    origin_of,
     scheme,
 )
 from streamload.urls.listing import UrlList
@@ -32,6 +33,7 @@ __all__ = [
     "identity",
     "is_local",
     "local_path",
+    "origin_of",
     "redact",
     "redact_text",
     "scheme",

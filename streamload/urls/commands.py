@@ -28,7 +28,7 @@ class Request:
         program: which command it is, "curl" or "aws".
         url: http(s) of curl, without user and password; s3 of aws.
         headers: of curl, for every host that a redirect leads to.
-        own_headers: of curl, for the URL's own host: what proves who asks.
+        own_headers: of curl, for the URL's own host: what may prove who asks.
         redirects: of curl, how many are followed at most.
         storage_options: of aws, for fsspec.
         named_by_url: whether the URL and the endpoint say all about which bytes these are. Headers other than
@@ -135,7 +135,8 @@ _NOT_OURS = frozenset({
     "keep-alive", "proxy-authorization", "proxy-connection", "range", "te", "trailer",
     "transfer-encoding", "upgrade",
 })  # fmt: skip
-_PROOFS = frozenset({"authorization", "cookie"})  # curl sends these to the URL's own host alone
+FOR_ALL_HOSTS = frozenset({"accept", "accept-language", "referer", "user-agent"})
+"""Headers that prove nothing, so another host may see them. (curl sends all but two on with a redirect.)"""
 _CHOOSE_NOTHING = frozenset({"authorization", "user-agent"})
 
 
@@ -174,8 +175,8 @@ def _curl(words: list[str]) -> Request:
     return Request(
         "curl",
         match["scheme"] + match["place"],
-        headers={name: value for name, value in headers.items() if name.lower() not in _PROOFS},
-        own_headers={name: value for name, value in headers.items() if name.lower() in _PROOFS},
+        headers={name: value for name, value in headers.items() if name.lower() in FOR_ALL_HOSTS},
+        own_headers={name: value for name, value in headers.items() if name.lower() not in FOR_ALL_HOSTS},
         redirects=int(given.get("max-redirs", _CURL_REDIRECTS)) if "location" in given else 0,
         named_by_url=named_by_url,
     )

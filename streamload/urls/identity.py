@@ -42,6 +42,10 @@ _SIGNATURES = {
     "hdnts": re.compile("hdnts"),
     "hdnea": re.compile("hdnea"),
 }
+_TOKENS = frozenset({"token", "access_token", "api_key"})
+"""Parameters that prove who asks, in any URL: a token that is renewed names the same shard."""
+_PLAIN_HOST = re.compile(r"(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+_HUB_KINDS = ("datasets", "spaces", "buckets")
 
 
 def scheme(url: str) -> str:
@@ -59,6 +63,30 @@ def endpoint(url: str) -> str:
     if url.startswith("pipe:"):
         return " ".join([*url.split(maxsplit=1)[:1], *([place[0]] if place else [])])
     return place[0] if place else ""
+
+
+def origin_of(url: str) -> str:
+    """Return what credentials belong to: a web server, bucket or repository, as ``https://host``, ``s3://bucket``.
+
+    A web server is its scheme, host and port. Empty for commands, local files, and what is written in a way
+    that two parsers might read differently.
+    """
+    name = scheme(url)
+    if name in {"pipe", "file"}:
+        return ""
+    if name in DEFAULT_PORTS:
+        try:
+            host = _host(urlsplit(url))
+        except ValueError:
+            return ""
+        host = re.sub(r"\.(?=:|$)", "", host)  # "host." is "host"
+        return f"{name}://{host}" if _PLAIN_HOST.fullmatch(host) else ""
+    place, *path = _without_password(url.partition("://")[2].partition("?")[0]).split("/")
+    if name == "hf":
+        path = [place, *path][: 3 if place in _HUB_KINDS else 2]
+        path[-1] = path[-1].partition("@")[0]
+        place = "/".join(path)
+    return f"{name}://{place}" if place else ""
 
 
 def is_local(url: str) -> bool:
@@ -105,7 +133,8 @@ def basename(url: str) -> str:
 def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """Return what makes two URLs the same shard: endpoint, scheme, host, path, and query without signatures.
 
-    A signed URL keeps its identity when it is signed anew. User and password are never part of it. A pipe's
+    A signed URL keeps its identity when it is signed anew. User, password, ``token``, ``access_token`` and
+    ``api_key`` are never part of it. A pipe's
     identity is its whole command, or that of the URL which a curl or aws command is understood to ask for
     where the URL says all about which bytes those are. This is for comparing and hashing: ``redact`` is for
     showing.
@@ -191,4 +220,5 @@ def _without_password(location: str) -> str:
 def _without_signature(query: str) -> str:
     parts = [(part.partition("=")[0].lower(), part) for part in query.split("&") if part]
     signed_by = [pattern for mark, pattern in _SIGNATURES.items() if any(key == mark for key, _ in parts)]
-    return "&".join(part for key, part in parts if not any(p.fullmatch(key) for p in signed_by))
+    unsigned = (part for key, part in parts if not any(p.fullmatch(key) for p in signed_by))
+    return "&".join(part for part in unsigned if part.partition("=")[0].lower() not in _TOKENS)

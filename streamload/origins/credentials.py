@@ -1,0 +1,144 @@
+"""Which credentials and headers go where (step F): to places that the user named, and to no others.
+
+The user names places by URLs and, for a plan that is followed, by `--origin`. Opens nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from streamload.errors import OptionError, OriginDenied
+from streamload.urls import UrlList, origin_of, redact, scheme
+from streamload.urls.commands import FOR_ALL_HOSTS
+from streamload.urls.identity import DEFAULT_PORTS
+
+_logger = logging.getLogger("streamload")
+_HEADED = frozenset({*DEFAULT_PORTS, "hf"})
+_ANONYMOUS: dict[str, dict[str, Any]] = {
+    "s3": {"anon": True},
+    "gs": {"token": "anon"},
+    "hf": {"token": False},
+}
+_ENDPOINTS = ("endpoint_url", "endpoint")
+_OF_CLIENT = ("endpoint_url", "region_name")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The places that the user named where shards are opened that a plan lists.
+
+    Credentials and headers go to these alone, and these alone may be at addresses that aren't public. Where
+    there is none of this (None), the user listed all shards.
+
+    Args:
+        origins: as `origin_of` gives them.
+    """
+
+    origins: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Named:
+        """From what the user wrote.
+
+        Raises:
+            OptionError: one that is no web server, bucket or repository alone.
+        """
+        found = set()
+        for text in texts:
+            origin = origin_of(text)
+            if not origin or re.search("[?#]", text) or text.rstrip("/").count("/") != origin.count("/"):
+                raise OptionError(
+                    f"origin={redact(text)!r}: expected a web server, bucket or repository alone, as "
+                    "https://host, s3://bucket or hf://datasets/owner/name"
+                )
+            found.add(origin)
+        return cls(frozenset(found))
+
+    def has(self, url: str) -> bool:
+        """Whether the user named the place of a URL."""
+        return origin_of(url) in self.origins
+
+    def has_host(self, host: str, port: int | None) -> bool:
+        """Whether the user named a host with this port."""
+        mine = host.strip("[]").rstrip(".").lower()
+        for parts in map(urlsplit, self.origins):
+            usual = DEFAULT_PORTS.get(parts.scheme)
+            if usual is not None and parts.hostname == mine and (parts.port or usual) == port:
+                return True
+        return False
+
+    def and_also(self, url: str) -> Named:
+        """With another place."""
+        return Named(self.origins | {origin_of(url)})
+
+
+def granted(url: str, storage_options: Mapping[str, Any] | None, named: Named | None) -> dict[str, Any]:
+    """Return the storage options for one URL: without credentials where nobody but a plan names its place.
+
+    Raises:
+        OriginDenied: there is no asking without credentials.
+    """
+    options = dict(storage_options or {})
+    if named is None or named.has(url):
+        return options
+    name = scheme(url)
+    if name in DEFAULT_PORTS:
+        return {}
+    if name not in _ANONYMOUS:
+        raise OriginDenied(
+            f"{redact(url)}: only a plan names this place, so no credentials go there, and {name}:// needs "
+            f"some: if that is meant, name it with --origin {origin_of(url)}"
+        )
+    client = options.get("client_kwargs") or {}
+    return {
+        **{key: options[key] for key in _ENDPOINTS if key in options},
+        **({"client_kwargs": kept} if (kept := {k: client[k] for k in _OF_CLIENT if k in client}) else {}),
+        **_ANONYMOUS[name],
+    }
+
+
+def headers_for(url: str, headers: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the headers for the host of an http(s) URL.
+
+    Args:
+        headers: by name, for all hosts; a mapping among them is for the host that it is under, which is
+            "https://host:port", "host:port", or "host" with any port.
+    """
+    given = headers or {}
+    found = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
+    for host, own in given.items():
+        if isinstance(own, Mapping) and _is_at(url, host):
+            found = {k: v for k, v in found.items() if k.lower() not in {str(name).lower() for name in own}}
+            found.update(own)
+    return found
+
+
+def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | None) -> None:
+    """Log a warning where a header that is given without a host goes to several."""
+    headers = (storage_options or {}).get("headers") or {}
+    shared = [k for k, v in headers.items() if not isinstance(v, Mapping) and k.lower() not in FOR_ALL_HOSTS]
+    if not shared:
+        return
+    asked = (url for url in urls.kinds() if scheme(url) in _HEADED)
+    hosts = {"hf://" if scheme(url) == "hf" else origin_of(url) for url in asked}
+    if len(hosts) > 1:
+        first, *others = sorted(hosts)
+        _logger.warning(
+            "the header %s of storage_options goes to %s and %s: if not all of them are to see it, give each "
+            'its own, as in {"headers": {"%s": {"%s": "…"}}}',
+            *(", ".join(shared), first, others[0] if len(others) == 1 else f"{len(others)} other hosts"),
+            *(first, shared[0]),
+        )
+
+
+def _is_at(url: str, host: str) -> bool:
+    if "://" in host:
+        return origin_of(url) == origin_of(host)
+    place = origin_of(url).partition("://")[2]
+    asked = host.lower().rstrip("/")
+    return bool(place) and asked in {place, urlsplit(f"//{place}").hostname}
