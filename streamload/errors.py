@@ -40,10 +40,40 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
 """
 
 import errno
+import logging
+import re
+
+# C0 and C1, with line ends and ESC; what turns the direction of text; surrogates, which can't be encoded.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_FROM_WORKER = re.compile(r"Caught \w+ [^\n]{0,80}\nOriginal Traceback")  # by torch, with a traceback's lines
+
+
+def printable(text: str) -> str:
+    """Return text as a log or terminal may show it, on one line: control characters as ``\\n``, ``\\x1b``."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class _PrintableRecords(logging.Filter):
+    """Makes what is logged printable: names, keys and what servers say come from anywhere."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if _CONTROL.search(message):
+            record.msg, record.args = printable(message), None
+        return True
+
+
+logging.getLogger("streamload").addFilter(_PrintableRecords())
 
 
 class StreamloadError(Exception):
-    """Root of everything that streamload raises on purpose."""
+    """Root of everything that streamload raises on purpose; its message is printable."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if _FROM_WORKER.match(text):
+            return "\n".join(map(printable, text.split("\n")))
+        return printable(text)
 
 
 class OptionError(StreamloadError, ValueError):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from streamload.errors import OptionError
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("streamload")
 
 
 @dataclass(frozen=True, slots=True)

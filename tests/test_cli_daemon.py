@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from pages import get
 
+from streamload.cli.options import storage_options_of
 from streamload.errors import OptionError
 from streamload.prefetch.page import Page, complaint, listen_at, metrics_text
 from streamload.prefetch.service import Service, ServiceOptions
@@ -212,3 +213,18 @@ def test_options_that_are_no_json_are_called_by_their_own_name_and_not_shown(opt
     assert done.returncode == 2
     assert re.search(rf" {option} is (not|no) JSON", done.stderr)
     assert "hunter2" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--shared-cache-options", "--storage-options"])
+def test_options_may_stand_in_a_file(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "good.json").write_text('{"key": "hunter2"}')
+    (tmp_path / "bad.json").write_text("{'key': 'hunter2'}")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    assert storage_options_of("@~/good.json", option) == {"key": "hunter2"}
+    assert storage_options_of(f"@{tmp_path}/good.json", option) == {"key": "hunter2"}
+    for name, says in (("bad.json", "is not JSON"), ("none", "can't be read: No such"), ("bytes", "no text")):
+        with pytest.raises(OptionError, match=says) as caught:
+            storage_options_of(f"@~/{name}", option)
+        assert option in str(caught.value)
+        assert "hunter2" not in str(caught.value)

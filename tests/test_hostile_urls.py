@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import base64
 import os
+import re
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fuzzing.blocks import END
+from fuzzing.blocks import END, member
 from hostile import outcomes, sample
 
 import streamload
-from streamload.errors import UrlError
+from streamload.errors import OriginDenied, UrlError
 from streamload.loader.recipe import recipe_for
 from streamload.loader.schedule import Schedule
+from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.server import Fault, ShardServer
 
 SECRET = "S3CRET-canary"
@@ -126,6 +130,97 @@ def test_a_secret_of_a_url_is_in_no_log_error_file_or_repr(
     for path in (tmp_path / "cache-0").rglob("*"):
         assert SECRET not in str(path)
         assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+
+
+COMMANDS = {
+    "a proxy's user": "curl -sf -x me:{S}@127.0.0.1:9 {url}/{name} || cat {path}",
+    "a scheme-less user": "curl -sf me:{S}@127.0.0.1:9/{name} || cat {path}",
+    "a scheme-less signature": "curl -sf '127.0.0.1:9/{name}?X-Amz-Signature={S}' || cat {path}",
+    "options of others": "true -Dfs.s3a.secret.key={S} -K {S} && cat {path}",
+    "what curl -v tells": "curl -svf -H 'Private: {S}' -u me:{S} {url}/{name} | cat",
+}
+
+
+def url_of(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"__key__": sample["__key__"], "value": sample["__url__"]}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_secret_of_a_command_is_in_no_log_error_file_or_url(
+    case: str, fails: bool, data: Path, tmp_path: Path
+) -> None:
+    with serve(data) as server:
+        if fails:
+            server.misbehave("b.tar", Fault(status=403))
+            (tmp_path / "data" / "b.tar").unlink()
+        command = "pipe:" + COMMANDS[case].replace("{S}", SECRET).replace("{url}", server.url)
+        urls = [
+            command.replace("{name}", f"{name}.tar").replace("{path}", f"{data}/{name}.tar") for name in "abc"
+        ]
+        options = {"shared_cache": str(tmp_path / "shared"), "write_back": True}
+        options |= {"map_sample": url_of, "on_error": "raise" if fails else "skip"}
+        (found,) = outcomes([urls], tmp_path, **options)
+    assert bool(found.error) is fails
+    shown = f"{found.log} {found.values} {found.error}"
+    assert SECRET not in shown
+    assert base64.b64encode(f"me:{SECRET}".encode()).decode() not in shown
+    assert fails or all(value.startswith("pipe:") and value.endswith(".tar") for value in found.values)
+    for path in [*(tmp_path / "cache-0").rglob("*"), *(tmp_path / "shared").rglob("*")]:
+        assert SECRET not in str(path)
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("secret", ["xx/yyyyyyyy+zz", "yyyyyyyyzz"])
+def test_a_bucket_with_keys_in_it_is_refused_without_them(secret: str) -> None:
+    with pytest.raises(UrlError, match="storage_options") as caught:
+        streamload.make_loader(f"s3://AKIAKEYID:{secret}@bucket/a.tar")
+    assert "yyyyyyyy" not in str(caught.value)
+    assert "AKIAKEYID" not in str(caught.value)
+
+
+def test_a_secret_is_in_no_cause_of_an_error(data: Path) -> None:
+    with serve(data) as server:
+        place = server.url.partition("://")[2]
+        for fault in (
+            Fault(status=302, headers={"Location": f"http://[{SECRET}/"}),
+            Fault(cut_after_bytes=3),
+        ):
+            server.misbehave("b.tar", fault)
+            url = f"http://me:{SECRET}@{place}/b.tar?token={SECRET}"
+            with pytest.raises(streamload.errors.StreamloadError) as caught:
+                list(open_origin(url, options=OriginOptions(attempts=1)).open().chunks())
+            assert SECRET not in "".join(traceback.format_exception(caught.value))
+    options = {"endpoint_url": f"http://{SECRET}.invalid:port", "secret": SECRET, "key": "k"}
+    with pytest.raises(streamload.errors.StreamloadError) as caught:
+        open_origin("s3://bucket/b.tar", options, OriginOptions(attempts=1)).version()
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+NASTY = "\x1b[2J\x1b]0;title\x07\r\nWARNING forged \x9b1m\u202e\u2028"
+
+
+def test_control_characters_reach_no_log_and_no_error(data: Path, tmp_path: Path) -> None:
+    members = member(f"b{NASTY}.jpg", b"no image") + member(f"b{NASTY}.txt", b"x")
+    (tmp_path / "data" / "b.tar").write_bytes(members + END)
+    with ShardServer(data) as server:
+        urls = [f"{server.url}/b.tar"]
+        (found,) = outcomes([urls], tmp_path)
+        pipe = f"pipe:printf '{NASTY!s}' >&2; false"
+        (raised,) = outcomes([[pipe]], tmp_path / "raising", on_error="raise")
+    assert "forged" in found.log
+    assert "forged" in raised.log
+    for text in (found.log, raised.log):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028]", text)
+        assert not re.search("^WARNING forged", text, re.M)
+
+
+def test_an_error_is_printable_and_one_of_a_worker_keeps_the_lines_of_its_traceback() -> None:
+    error = OriginDenied(f"{NASTY}\udcff")
+    assert str(error) == r"\x1b[2J\x1b]0;title\x07\r\nWARNING forged \x9b1m\u202e\u2028\udcff"
+    assert str(type(error)(str(error))) == str(error)
+    told = "Caught OriginDenied in DataLoader worker process 0.\nOriginal Traceback (most recent):\n x\x1b"
+    assert str(OriginDenied(told)) == told.replace("\x1b", r"\x1b")
 
 
 def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def _lines(status: Callable[[], Status], ended: threading.Event, console: Any) -
     while not ended.wait(_PLAIN_SECONDS):
         line = _line(status())
         if line != last:
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
             last = line
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +23,8 @@ SharedCacheOptions = Annotated[
     str | None, typer.Option(help="For the shared cache's object store, as --storage-options.")
 ]
 StorageOptions = Annotated[
-    str | None, typer.Option(help="For the object store, as JSON: '{\"anon\": true}'.")
+    str | None,
+    typer.Option(help="For the object store, as JSON: '{\"anon\": true}'; or @FILE with that, for secrets."),
 ]
 Concurrency = Annotated[
     int | None,
@@ -38,15 +40,25 @@ RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each sh
 def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
     """The value of --storage-options, or of another option that is like it.
 
+    Args:
+        text: JSON, or "@" and the path of a file with it: all users of a machine see a command line.
+
     Raises:
-        OptionError: it is no JSON object.
+        OptionError: it is no JSON object, or there is no such file.
     """
     if text is None:
         return None
+    if text.startswith("@"):
+        path, name = Path(text[1:]).expanduser(), f"{name} {text}"
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else "it is no text"
+            raise OptionError(f"{name} can't be read: {why}") from None
     try:
         options = json.loads(text)
-    except ValueError as exc:
-        raise OptionError(f"{name} is not JSON: {exc}") from exc  # without its value: keys may be in it
+    except (ValueError, RecursionError) as exc:  # without its value: keys may be in it
+        raise OptionError(f"{name} is not JSON: {exc}") from None
     if not isinstance(options, dict):
         raise OptionError(f"{name} is no JSON object such as " + '{"anon": true}')
     return options

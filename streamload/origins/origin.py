@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from streamload.origins.credentials import Named, granted, headers_for
+from streamload.origins.discretion import discreet
 from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
     Counts,
@@ -19,7 +20,7 @@ from streamload.origins.protocol import (
     Version,
 )
 from streamload.origins.retrying import RetryingOrigin
-from streamload.urls import Opaque, Request, scheme, understand
+from streamload.urls import Opaque, Request, scheme, secrets_of, understand
 
 __all__ = [
     "Counts",
@@ -57,9 +58,11 @@ def open_origin(
     Raises:
         OriginDenied: no credentials may go there, and there is no asking without.
     """
-    session = Session(options or OriginOptions(), counters, stop or threading.Event(), named)
-    reopen = functools.partial(_plain_origin, url, granted(url, storage_options, named))
-    origin = reopen(session)
+    secrets = secrets_of(url, storage_options)
+    session = Session(options or OriginOptions(), counters, stop or threading.Event(), named, secrets)
+    with discreet(lambda: secrets):
+        reopen = functools.partial(_plain_origin, url, granted(url, storage_options, named))
+        origin = reopen(session)
     return RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen))
 
 

@@ -16,7 +16,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -29,7 +29,7 @@ from streamload.errors import (
     OriginTimeout,
 )
 from streamload.origins.protocol import Origin, ReadSize, Session, Version
-from streamload.urls import redact, redact_text
+from streamload.urls import redact, scrub
 
 _WAKE_SECONDS = 0.1
 _PIPE_BYTES = 1024 * 1024
@@ -72,7 +72,7 @@ class PipeOrigin(Origin):
         self._session.check(self.url)
         self._session.count("origin_requests")
         try:
-            process = _Process(self._command)
+            process = _Process(self._command, self._session.secrets)
         except OSError as exc:
             raise OriginError(f"{self.url}: can't be started, bash is needed: {exc.strerror}") from exc
         return _PipeStream(self, process, start, expected or Version())
@@ -127,9 +127,10 @@ class _PipeStream:
         self._process.close()
 
     def _check_end(self, stop: int) -> None:
-        status, said = self._process.finish()
+        status, said, shown = self._process.finish()
         if status != 0:
-            raise _failure(self._origin.url, status, stop, said)
+            message = f"{self._origin.url}: failed with status {status} after {stop} bytes{shown}"
+            raise _failure(message, status, said)
         if stop < self._start:
             raise DatasetChanged(
                 f"{self._origin.url}: wrote {stop} bytes, of which {self._start} had been read"
@@ -141,7 +142,8 @@ class _PipeStream:
 class _Process:
     """A command, its output, the end of what it says on stderr, and its group."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, secrets: Sequence[str] = ()) -> None:
+        self._secrets = secrets
         leash, self._leash = os.pipe()
         try:
             self._popen = subprocess.Popen(
@@ -193,13 +195,13 @@ class _Process:
                     f"{url}: wrote nothing for {session.options.stall_seconds:g} s{self._tail()}"
                 )
 
-    def finish(self) -> tuple[int, str]:
-        """Return the exit status and what was said on stderr; the output has ended."""
+    def finish(self) -> tuple[int, str, str]:
+        """Return the exit status and what was said on stderr, raw and as shown; the output has ended."""
         self._status = _wait_for_status(self._popen.pid, seconds=5.0)
         self._listen()
-        said = self._tail()
+        said, shown = self._said.decode("utf-8", "replace"), self._tail()
         self.close()
-        return self._status, said
+        return self._status, said, shown
 
     def close(self) -> None:
         """Kill whoever is left of the group, and reap; idempotent."""
@@ -223,7 +225,11 @@ class _Process:
         return False
 
     def _tail(self) -> str:
-        text = redact_text(self._said.decode("utf-8", "replace")).strip()
+        said = self._said
+        if len(said) == _TAIL_BYTES:  # what it begins with may be the end of a secret
+            said = re.sub(rb"\A[^\n]*\n|\A\S+", b"", said, count=1)
+        text = scrub(said.decode("utf-8", "replace"), self._secrets)
+        text = " ".join(text.split())
         return f"; it said: {text[-_SHOWN_CHARS:]}" if text else ""
 
 
@@ -251,8 +257,7 @@ def _wait_for_status(pid: int, seconds: float) -> int:
         pause = min(0.05, pause * 2)
 
 
-def _failure(url: str, status: int, stop: int, said: str) -> OriginError:
-    message = f"{url}: failed with status {status} after {stop} bytes{said}"
+def _failure(message: str, status: int, said: str) -> OriginError:
     if status in {126, 127}:
         return OriginError(message)  # not a command
     if _NOT_FOUND.search(said):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -151,12 +151,21 @@ class OriginOptions:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a loader gives to its origins: options, counters, the event that ends their waits, and `Named`."""
+    """What a loader gives to its origins.
+
+    Attributes:
+        options: how patient they are.
+        counts: where they count.
+        stop: ends their waits.
+        named: see there.
+        secrets: of the URL and its storage options: what no message may hold.
+    """
 
     options: OriginOptions = field(default_factory=OriginOptions)
     counts: Counts | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     named: Named | None = None
+    secrets: Sequence[str] = field(default=(), repr=False)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter, if there are any."""

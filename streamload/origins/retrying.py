@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from streamload.errors import OriginError, OriginTimeout, StreamloadError
+from streamload.origins.discretion import discreet
 from streamload.origins.outages import MENDABLE, Endpoint
 from streamload.origins.protocol import Origin, Session, Stream, Version
-from streamload.urls import redact_text
 
 _Result = TypeVar("_Result")
 _MOST_DOUBLINGS = 30
@@ -123,7 +123,7 @@ class _Patience:
         while True:
             self._session.check(self._url)
             try:
-                with _foreseen(self._url):
+                with self._foreseen():
                     return act()
             except OriginError as error:
                 self.wait(error)
@@ -134,7 +134,7 @@ class _Patience:
         while True:
             self._session.check(self._url)
             began = time.monotonic()
-            with _foreseen(self._url):
+            with self._foreseen():
                 chunk = next(chunks, None)
             if chunk is None:
                 return
@@ -193,13 +193,13 @@ class _Patience:
             if self._progress_bytes >= self._options.slow_bytes:
                 self._failures, self._was_away = 0, False
 
-
-@contextlib.contextmanager
-def _foreseen(url: str) -> Iterator[None]:
-    """Make an error of this origin of what an odd answer, or a mistake in reading it, raises."""
-    try:
-        yield
-    except (StreamloadError, OSError):
-        raise
-    except _UNFORESEEN as exc:
-        raise OriginError(f"{url}: {type(exc).__name__}: {redact_text(str(exc))}") from exc
+    @contextlib.contextmanager
+    def _foreseen(self) -> Iterator[None]:
+        """Make an error of this origin of what an odd answer, or a mistake in reading it, raises."""
+        with discreet(lambda: self._session.secrets):
+            try:
+                yield
+            except (StreamloadError, OSError):
+                raise
+            except _UNFORESEEN as exc:
+                raise OriginError(f"{self._url}: {type(exc).__name__}: {exc}") from exc

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from streamload.errors import CacheCorrupt
+from streamload.errors import CacheCorrupt, printable
+from streamload.urls import redact
 
 RECORD = np.dtype(
     [
@@ -102,6 +103,9 @@ def unpack_meta(start: bytes, meta: bytes) -> dict[str, object]:
         raise CacheCorrupt(f"its header is a JSON {type(values).__name__}, not an object")
     if values.get("format") != _FORMAT:
         raise CacheCorrupt(f"it has format {values.get('format')!r}; this version reads {_FORMAT}")
+    if isinstance(values.get("url"), str):  # whoever wrote it, and whatever was shown then
+        url, mark, recipe = values["url"].rpartition("#") if "prepared" in values else (values["url"], "", "")
+        values["url"] = printable(redact(url) + mark + recipe)
     return values
 
 

@@ -19,7 +19,7 @@ from streamload.urls.identity import (
 )
 from streamload.urls.listing import UrlList
 from streamload.urls.patterns import expand_urls, split_sources
-from streamload.urls.redaction import redact, redact_text
+from streamload.urls.redaction import redact, redact_text, scrub, secrets_of
 
 __all__ = [
     "Opaque",
@@ -37,6 +37,8 @@ __all__ = [
     "redact",
     "redact_text",
     "scheme",
+    "scrub",
+    "secrets_of",
     "split_sources",
     "understand",
 ]

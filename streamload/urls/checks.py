@@ -94,6 +94,11 @@ def _check_place(name: str, url: str, known: set[str]) -> None:
     if name not in DEFAULT_PORTS:
         if not place.strip("/"):
             raise UrlError(f"{redact(url)!r} names no object: write {name}://bucket/path/shard.tar")
+        if name in {"s3", "gs"} and ":" in place.partition("@")[0] and "@" in place and place[:4] != "arn:":
+            raise UrlError(
+                f"keys within {redact(url)!r}: no store takes them there; give storage_options, or the "
+                f"environment variables of {name}"
+            )
         return
     host_of = f"{name}://{_ENDS.split(place, maxsplit=1)[0]}"
     if host_of in known:

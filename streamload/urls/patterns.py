@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from streamload.errors import UrlError
 from streamload.urls.checks import check
 from streamload.urls.listing import Node, Numbers, Texts, UrlList, chained, joined
-from streamload.urls.redaction import redact_text
+from streamload.urls.redaction import redact, redact_text
 
 MAX_URLS = 4_000_000
 
@@ -198,7 +198,10 @@ def _one(text: str) -> Node:
 
 def _shown(pattern: str) -> str:
     """A pattern as an error may show it: any of its URLs may hold a secret, wherever it begins."""
-    text = "::".join(redact_text(source) for source in _SOURCES.split(pattern))
+    sources = (source.partition("pipe:") for source in _SOURCES.split(pattern))
+    text = "::".join(
+        redact_text(before) + (redact(pipe + rest) if pipe else "") for before, pipe, rest in sources
+    )
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 

@@ -1,36 +1,38 @@
-"""What of a URL, a command or its output may be shown in a log, an error or a file name."""
+"""What of a URL, a command or its output may be shown in a log, an error or a file name.
+
+A command is never shown, but its program, the first host that it names and the first name of a tar in it.
+Text that others wrote is shown without a URL's own secrets, literally, and without what looks like one.
+"""
 
 from __future__ import annotations
 
+import base64
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
 
 HIDDEN = "***"
 
 _WORD = r"(?:'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"|;&<>\\])+"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})(:/+)([^\s'\"|;<>`]*)")
 _WEB = frozenset(("http", "https", "ftp", "ssh", "sftp"))
-_USUAL = _WEB | {"s3", "gs", "gcs", "hf", "az", "abfs"}  # known for what they are with one slash, too
-_FLAGS = "[#0-9aBfgGiIjJklLMnNOpqRsSvVZ]*"  # curl's short options that have no value
-_LETTERS = f"{_FLAGS}[HUubE]"  # up to one with a secret's value
+_BUCKETS = frozenset(("s3", "s3a", "gs", "gcs"))  # no port, so a colon in front of the path is a password's
+_USUAL = _WEB | _BUCKETS | {"hf", "az", "abfs"}  # known for what they are with one slash, too
+_LETTERS = "[#0-9aBfgGiIjJklLMnNOpqRsSvVZ]*[HUubE]"  # curl's short options up to one with a secret's value
 _OPTION = re.compile(
     rf"(?<![^\s'\"])(-[A-Za-z#]*[HUubE]['\"]?\s+|-{_LETTERS}|--(?:(?:proxy-)?header|(?:proxy-)?user|cookie"
     r"|(?:proxy-)?cert|tlspassword|oauth2-bearer|auth|(?:[\w-]{1,40}[-_])?(?:pass(?:word|wd|phrase)?|token|secret"
     r"|(?:api|access|account|secret)[-_]?key))"
     rf"['\"]?(?:\s+|=))({_WORD})"
 )
-_CURL = re.compile(rf"\bcurl(?:\s+{_WORD})+")
-_BODY = re.compile(  # what only curl has by these names
-    rf"(?<![^\s'\"])(-{_FLAGS}[dF]['\"]?\s*|--(?:data(?:-[a-z]+)?|url-query|json|form(?:-string)?)['\"]?(?:\s+|=))"
-    rf"({_WORD})"
-)
-_QUOTED_BODY = re.compile(rf"(?<!\S)((['\"])-{_FLAGS}[dF])(?:(?!\2).)+")
-_OWN_OPTION = re.compile(  # letters that mean something harmless elsewhere
-    r"(\bopenssl\s(?:[^|;&\n]{0,300}?\s)?-[kK]\s+|\bsshpass\s(?:[^|;&\n]{0,100}?\s)?-p\s*"
-    rf"|\b(?:https?|xhs?)\s(?:[^|;&\n]{{0,300}}?\s)?-a\s*|\bpass:)({_WORD})"
-)
 _QUOTED_OPTION = re.compile(rf"(?<!\S)((['\"])-{_LETTERS})(?:(?!\2).)+")
+_USER = re.compile(r"(?<![^\s'\"=,(])[^\s/:@'\"]{1,80}:(?!//)[^\s@'\"]{1,200}@(?=[\w\[])")
+_QUERY = re.compile(r"([^\s?'\"]\?)[^\s'\"?]*=[^\s'\"]*")
+_ECHO = re.compile(r"((?:^|[\r\n])[<>] ?[\w-]{1,80}:)[^\r\n]*")  # the headers that curl -v tells
 _VALUE = re.compile(
-    rf"(\b[\w-]{{0,80}}(?:secret|token|password|passwd|passphrase|credential|signature|(?:api|access|account)_?key|auth|sas)[\w-]{{0,80}}=)({_WORD})",
+    rf"(\b[\w.-]{{0,80}}(?:secret|token|password|passwd|passphrase|credential|signature"
+    rf"|(?:api|access|account)_?key|auth|sas)[\w.-]{{0,80}}=)({_WORD})",
     re.IGNORECASE,
 )
 _HEADER = re.compile(
@@ -40,11 +42,26 @@ _HEADER = re.compile(
 _BEARER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
 _NO_PORT = re.compile(r"^[^\[\]]*:(?!\d*$)")
 
+_PROGRAM = re.compile(
+    r"\s*(?:[A-Za-z_]\w*=(?:'[^']*'|\"[^\"$`\\]*\"|[\w@%+:,./~=-])*\s+)*"  # variables in plain words
+    r"(?:[\w.~+-]*/)*([A-Za-z0-9][\w.+-]{0,39})(?=[\s;|]|$)"
+)
+_HOST = re.compile(r"[\w.-]+(?::\d{1,5})?|\[[0-9A-Fa-f:.]+\](?::\d{1,5})?", re.ASCII)
+_TAR = re.compile(r"(?<![\w.%+,~-])([\w.%+,~-]{1,200}?\.tar(?:\.\w{1,8})?)(?![\w.%+~-])")
+
+_SHORTEST = 4
+_SHORTEST_OF_QUERY = 6
+"""Shorter values are left where they are: they could stand anywhere."""
+_NO_SECRETS = frozenset(("bearer", "basic", "digest", "token", "true", "false", "none", "null"))
+_SECRET_OPTION = re.compile(
+    r"key|secret|token|pass|credential|connection_string|sas|auth|cookie", re.IGNORECASE
+)
+
 
 def redact(url: str) -> str:
-    """Return a URL as it may be shown: no user, password, query or fragment; a pipe without header values."""
+    """Return a URL as it may be shown: no user, password, query or fragment; of a pipe, what it is about."""
     if url.startswith("pipe:"):
-        return redact_text(url)
+        return f"pipe:{_of_command(url.removeprefix('pipe:'))}"
     match = _URL.match(url)
     if match is None or match.group(1).lower() == "file":
         return url
@@ -52,31 +69,117 @@ def redact(url: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return free text, as a command or what it wrote to stderr, without what could be a secret."""
+    """Return free text, as what a command or a library said, without what looks like a secret."""
     text = _URL.sub(lambda match: _bare(*match.groups()), text)
+    text = _USER.sub(f"{HIDDEN}@", text)
+    text = _QUERY.sub(rf"\1{HIDDEN}", text)
+    text = _ECHO.sub(rf"\1 {HIDDEN}", text)
     text = _QUOTED_OPTION.sub(rf"\1{HIDDEN}", text)
     text = _OPTION.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
-    text = _OWN_OPTION.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
-    text = _CURL.sub(_without_bodies, text)
     text = _VALUE.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
     text = _HEADER.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
     return _BEARER.sub(rf"\1\2{HIDDEN}", text)
 
 
-def _without_bodies(command: re.Match[str]) -> str:
-    """A command of curl without what it sends."""
-    text = _QUOTED_BODY.sub(rf"\1{HIDDEN}", command.group())
-    return _BODY.sub(lambda match: f"{match.group(1)}{HIDDEN}", text)
+def scrub(text: str, secrets: Iterable[str]) -> str:
+    """Return free text without these secrets, and without what looks like one.
+
+    Args:
+        secrets: as `secrets_of` gives them.
+    """
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return redact_text(text)
+
+
+def secrets_of(url: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the texts of a URL and its options that nobody else may read, the longest first.
+
+    Of a command these are the values of options and variables, and what follows a colon: any may be one.
+    """
+    if url.startswith("pipe:"):
+        found = set(_values(url.removeprefix("pipe:")))
+    else:
+        found = set(_of_url(url.partition(":")[2].lstrip("/")))
+    found.update(_of_options(storage_options or {}))
+    found |= {unquote(secret) for secret in found}
+    found |= {
+        base64.b64encode(secret.encode("utf-8", "replace")).decode() for secret in found if ":" in secret
+    }
+    shown = redact(url)
+    return sorted((s for s in found if len(s) >= _SHORTEST and s not in shown), key=lambda s: (-len(s), s))
+
+
+def _of_command(command: str) -> str:
+    """A command's program, host and tar: the same of what this gives."""
+    program = _PROGRAM.match(command)
+    said = [program[1] if program else "command"]
+    for match in _URL.finditer(command):
+        host = re.split(r"[/?#\\]", match[3], maxsplit=1)[0].rpartition("@")[2]
+        if match[2] == "://" and _HOST.fullmatch(host):
+            said.append(f"{match[1]}://{host}")
+            break
+    tar = _TAR.search(command)
+    return " ".join([*said, *([tar[1]] if tar else [])])
+
+
+def _of_url(rest: str) -> Iterator[str]:
+    """What proves who asks in a URL behind its scheme: user and password, values of the query, fragment."""
+    location, _, query = rest.partition("?")
+    first = location.partition("/")[0]
+    if "@" in first or (":" in first and "@" in location):  # a password with a slash
+        user = first.rpartition("@")[0] if "@" in first else location.rpartition("@")[0]
+        yield user
+        yield from user.split(":", 1)
+    query, _, fragment = query.partition("#")
+    values = [part.partition("=")[2] for part in query.split("&")]
+    yield from (value for value in (*values, fragment) if len(value) >= _SHORTEST_OF_QUERY)
+
+
+def _values(command: str) -> Iterator[str]:
+    """What may be a secret among the words of a command."""
+    words = [re.sub(r"['\"\\]", "", word) for word in re.findall(_WORD, command)]
+    before = ""
+    for word in words:
+        is_value = before.startswith("-") and not word.startswith("-")
+        before = word
+        if "://" in word and not re.search(r"\A-|\s", word):
+            yield from _of_url(word.partition("://")[2])
+            continue
+        found = [word] if is_value else []
+        if "?" in word or "@" in word:
+            found += _of_url(word)
+        found += [value for sign in "=:" if (value := word.partition(sign)[2])]
+        if re.match("-[A-Za-z]..", word):
+            found.append(word[2:])
+        for value in found:
+            for piece in (value, *re.split(r"[:=@\s;,&?{}\[\]()]+", value)):
+                is_number = piece.isdecimal() and len(piece) < _SHORTEST_OF_QUERY
+                if not is_number and piece.lower() not in _NO_SECRETS and not piece.endswith(".tar"):
+                    yield piece.strip()
+
+
+def _of_options(options: Mapping[str, Any], is_secret: bool = False) -> Iterator[str]:
+    """The values of options whose names say that they prove something, and all headers."""
+    for name, value in options.items():
+        hides = is_secret or name == "headers" or _SECRET_OPTION.search(str(name)) is not None
+        if isinstance(value, Mapping):
+            yield from _of_options(value, hides)
+        elif isinstance(value, str) and hides and value.lower() not in _NO_SECRETS:
+            yield from (value, value.rpartition(" ")[2])
 
 
 def _bare(scheme: str, slashes: str, rest: str) -> str:
     """A URL without user, query and fragment; only in http does ``#`` or an ``@`` alone mean that."""
-    if slashes == ":/" and scheme.lower() not in _USUAL:
+    kind = scheme.lower()
+    if slashes == ":/" and kind not in _USUAL:
         return f"{scheme}{slashes}{rest}"
-    web = scheme.lower() in _WEB
+    web = kind in _WEB
     location = re.split(r"[?#]" if web else r"\?", rest, maxsplit=1)[0]
     host, slash, path = location.partition("/")
     user, _, bare = host.rpartition("@")
     if web and _NO_PORT.search(bare):  # a password with a slash in it, say: no telling what is what
         return f"{scheme}{slashes}{HIDDEN}"
+    if "@" in path and (":" in bare if kind in _BUCKETS else not web and _NO_PORT.search(bare)):
+        return f"{scheme}{slashes}{path.rpartition('@')[2]}"
     return f"{scheme}{slashes}{bare if web or ':' in user else host}{slash}{path}"

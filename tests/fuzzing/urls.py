@@ -41,6 +41,7 @@ _EDITS = ("{", "}", ",", "..", "\\", "::", "0", "-", "/", ":", "//", "$", "${", 
 _SECRET_URLS = (
     "https://me:{S}@host/a.tar", "https://{S}@host/a.tar", "https://host/a.tar?X-Amz-Signature={S}&y=1",
     "http://h:80/a.tar?token={S}", "https://host/a.tar#{S}", "s3://key:{S}@bucket/a.tar",
+    "s3://key:x/{S}@bucket/a.tar",
     "s3://b/a.tar?sig={S}",
     "HTTPS://me:{S}@Host/a.tar", "hf://datasets/x/a.tar?token={S}", "gs://me:{S}@b/a.tar",
     "az://c/a.tar?sig={S}",
@@ -59,6 +60,9 @@ _SECRET_COMMANDS = (
     "curl -sd 'x={S}' {U}", "curl --json '[{S}]' {U}", "sshpass -p {S} ssh h cat a.tar", "http -a me:{S} {U}",
     "curl {U} | openssl enc -d -k {S}", "openssl enc -d -pass pass:{S}", "gpg --passphrase {S} -d a",
     "rclone cat --sftp-pass {S} r:a.tar", "az download --account-key {S} -n a.tar",
+    "curl -x me:{S}@proxy:80 {U}", "curl me:{S}@h/a.tar", "curl 'h/a.tar?sig={S}&x=1'",
+    "swift -K {S} get a.tar",
+    "hadoop fs -Dfs.s3a.secret.key={S} -cat s3a://b/a.tar", "unzip -P {S} -p a.zip a.tar",
     "curl -fsSL -H \"Cookie: id={S}; x=1\" {U} | tar x", "azcopy cp 'https://x.net/c/a.tar?sv=1&sig={S}' -",
 )  # fmt: skip
 
@@ -94,7 +98,9 @@ def check(case: Case, rng: random.Random) -> str:
         _check_braces(case.pattern, found)
     for url in found[:100]:
         shown = urls.redact(url)
-        said = urls.redact_text(f"curl: (22) {url} failed\n")
+        said = urls.scrub(f"curl: (22) {url} failed\n", urls.secrets_of(url))
+        if not url.startswith("pipe:"):
+            said += urls.redact_text(f"curl: (22) {url} failed\n")
         named = urls.basename(url)
         assert len(urls.digest(url)) == 32
         assert urls.digest(url) == urls.digest(url)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from streamload import urls
 from streamload.cache.shared.folder import Folder
 from streamload.errors import OptionError, OriginDenied, SharedTierDenied, SharedTierError
+from streamload.origins.discretion import discreet
 from streamload.origins.failures import of_store
 
 OBJECT_LIMIT_BYTES = 256 << 20
@@ -242,15 +243,16 @@ class Objects:
 
     @contextlib.contextmanager
     def _translated(self, what: str, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (SharedTierError, OptionError):
-            raise
-        except Exception as exc:
-            meant = of_store("", exc)
-            kind = SharedTierDenied if isinstance(meant, OriginDenied) else SharedTierError
-            cause = str(meant).removeprefix(": ")
-            raise kind(f"the shared cache {self.url} can't {what} {name}: {cause}") from exc
+        with discreet(lambda: urls.secrets_of(*self._made_of[:2])):
+            try:
+                yield
+            except (SharedTierError, OptionError):
+                raise
+            except Exception as exc:
+                meant = of_store("", exc)
+                kind = SharedTierDenied if isinstance(meant, OriginDenied) else SharedTierError
+                cause = str(meant).removeprefix(": ")
+                raise kind(f"the shared cache {self.url} can't {what} {name}: {cause}") from exc
 
 
 def refuse_url(url: str, name: str = "shared_cache") -> None:
