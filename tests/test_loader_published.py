@@ -15,6 +15,7 @@ import streamload
 from streamload.cache.shared.objects import Objects
 from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
+from streamload.origins.credentials import Named
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch import publisher
 from streamload.prefetch.daemon import DaemonOptions
@@ -303,6 +304,17 @@ def test_a_plan_gets_no_credentials_and_no_address_of_this_network_but_of_what_t
         assert all("--origin" in why or "no address" in why for why in failed.values())
         assert inside.log == []
         assert [r.headers["Authorization"] for r in training.server.log][-1] == f"Bearer {SECRET}"
+
+
+def test_places_that_only_a_plan_names_are_logged(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(training, [f"{training.server.url}/00000.tar", "s3://theirs/a.tar"])
+    for origins, logged in (([training.server.url], True), ([training.server.url, "s3://theirs"], False)):
+        caplog.clear()
+        followed = Followed(training.objects, None, Window(size_bytes=1 << 40), named=Named.of(origins))
+        assert len(followed.look(lambda shard: 1.0)) == 2
+        assert ("--origin s3://theirs" in caplog.text) is logged
 
 
 def test_the_options_of_a_daemon_say_which_origins_a_plan_may_name(training: Training) -> None:

@@ -15,6 +15,7 @@ from streamload.origins import credentials
 from streamload.origins.addresses import refuse_address, refuse_host
 from streamload.origins.credentials import Named, granted, headers_for, warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, open_origin
+from streamload.prefetch.warm import warm
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.urls import expand_urls, origin_of
@@ -203,6 +204,14 @@ def test_a_header_for_several_hosts_is_warned_of(
         warn_of_shared_headers(expand_urls(urls), {"headers": headers})
     assert ("Authorization" in caplog.text and "headers" in caplog.text) is warned
     assert "S3CRET" not in caplog.text
+
+
+def test_a_warm_up_of_two_hosts_warns_and_the_header_goes_to_both(
+    servers: tuple[ShardServer, ShardServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warm([f"{s.url}/a.tar" for s in servers], cache_dir=tmp_path / "tier", storage_options={"headers": TOKEN})
+    assert sum("Authorization" in record.getMessage() for record in caplog.records) == 1
+    assert all(server.log[0].headers["Authorization"] == "Bearer S3CRET" for server in servers)
 
 
 @pytest.mark.parametrize(

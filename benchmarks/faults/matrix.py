@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.faults import (
     daemons,
     disk,
+    guarded,
     hosts,
     killed,
     nodes,
@@ -51,6 +52,7 @@ ROWS: list[Row] = sorted(
             resumed,
             daemons,
             hosts,
+            guarded,
             nodes,
         )
         for row in module.ROWS

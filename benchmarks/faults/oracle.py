@@ -2,7 +2,8 @@
 
 N nothing lost · D nothing doubled · B byte-identical · T no temporary files or locks left after the next
 start · K disk use never over the limit · C every published shard verifies offline · L no process, thread,
-descriptor or shared memory left, and an end in time · E one typed error that names the shard and the cause
+descriptor or shared memory left, and an end in time · E one typed error that names the shard and the cause ·
+S no secret, and no request, goes where it isn't meant to
 """
 
 import contextlib
@@ -33,6 +34,7 @@ LETTERS = {
     "C": "every published shard verifies offline",
     "L": "nothing left running, and an end in time",
     "E": "one typed error that names shard and cause",
+    "S": "no secret, and no request, goes where it isn't meant to",
 }
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _ROOMS = {"parts", "shards", "bare", "gone", "runs", "trash"}

@@ -211,7 +211,7 @@ class _Look:
             now = LocalVersion.of(self._known.local)
             is_same = now == (reader.meta.get("size"), reader.meta.get("mtime_ns"))
             return "" if is_same else "its file was changed since it was indexed"
-        if urls.identity(named) != urls.identity(self._known.name):
+        if "digest" not in reader.meta and urls.identity(named) != urls.identity(self._known.name):
             return f"it is another shard: {named} in place of {self._known.name}"
         return ""
 

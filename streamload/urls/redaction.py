@@ -43,7 +43,7 @@ _BEARER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
 _NO_PORT = re.compile(r"^[^\[\]]*:(?!\d*$)")
 
 _PROGRAM = re.compile(
-    r"\s*(?:[A-Za-z_]\w*=(?:'[^']*'|\"[^\"$`\\]*\"|[\w@%+:,./~=-])*\s+)*"  # variables in plain words
+    r"\s*(?:[A-Za-z_]\w*=(?:'[^']*'|\"[^\"$`\\]*\"|[\w@%+:,./~=*-])*\s+)*"  # variables in plain words
     r"(?:[\w.~+-]*/)*([A-Za-z0-9][\w.+-]{0,39})(?=[\s;|]|$)"
 )
 _HOST = re.compile(r"[\w.-]+(?::\d{1,5})?|\[[0-9A-Fa-f:.]+\](?::\d{1,5})?", re.ASCII)
