@@ -101,5 +101,6 @@ def data_digest(options: LoaderOptions, moved: Mapping[str, str] = MappingProxyT
         names = [before or urls.digest(url, storage) for before, url in zip(former, named, strict=True)]
         said.update(repr((count, names)).encode())
     if not is_met:
-        raise OptionError(f"moved={dict(moved)!r}: no shard has a URL that begins with {[*moved.values()]}")
+        shown = {urls.redact(old): urls.redact(new) for old, new in moved.items()}
+        raise OptionError(f"moved={shown!r}: no shard has a URL that begins with {[*shown.values()]}")
     return said.hexdigest()
