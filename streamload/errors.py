@@ -34,8 +34,8 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   └── PlanError                       a published plan that can't be followed
     ├── NotSendable (TypeError)             a batch that can't go from its worker to the rank
     ├── ClusterError (RuntimeError)         a cluster can't be reached, or its nodes can't do the work
-    ├── LoaderBusy (RuntimeError)           a second iterator while one is alive
     ├── LoaderClosed (RuntimeError)         a batch of an epoch in the middle of which the loader was closed
+    │                                       or iterated anew
     └── WorkerDied (RuntimeError)           a worker process ended without a word
 """
 
@@ -199,12 +199,8 @@ class ClusterError(StreamloadError, RuntimeError):
     """A cluster can't be reached, or its nodes can't do the work that is asked of them."""
 
 
-class LoaderBusy(StreamloadError, RuntimeError):
-    """A second iterator was asked of a loader while one is alive."""
-
-
 class LoaderClosed(StreamloadError, RuntimeError):
-    """A batch was asked of an epoch in the middle of which its loader was closed."""
+    """A batch was asked of an epoch in the middle of which its loader was closed or iterated anew."""
 
 
 class WorkerDied(StreamloadError, RuntimeError):

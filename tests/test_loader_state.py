@@ -416,14 +416,28 @@ def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], t
         assert keys(loader)
 
 
-def test_a_state_is_not_loaded_into_a_loader_in_use(
+def test_a_state_that_is_loaded_ends_the_epoch_under_way(
     state: dict[str, Any], paths: list[Path], tmp_path: Path
 ) -> None:
     with make(paths, tmp_path / "cache") as loader:
         iterator = iter(loader)
         next(iterator)
-        with pytest.raises(streamload.LoaderBusy):
-            loader.load_state_dict(state)
+        loader.load_state_dict(state)
+        with pytest.raises(streamload.LoaderClosed, match="load_state_dict"):
+            next(iterator)
+        assert loader.state_dict() == state
+
+
+def test_a_loaded_place_is_kept_until_a_batch_was_taken(
+    state: dict[str, Any], paths: list[Path], tmp_path: Path
+) -> None:
+    with make(paths, tmp_path / "cache") as loader:
+        loader.load_state_dict(state)
+        expected = keys(loader)
+        loader.load_state_dict(state)
+        iter(loader)
+        loader.set_epoch(state["epoch"])
+        assert keys(loader) == expected
 
 
 def test_a_loader_goes_back_to_its_own_state(paths: list[Path], tmp_path: Path) -> None:

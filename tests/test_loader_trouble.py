@@ -435,14 +435,40 @@ def test_torchs_default_device_changes_nothing(workers: int, server: ShardServer
                 assert all(value.device.type == "cpu" for value in values)
 
 
-def test_a_second_iterator_is_refused_while_one_is_in_use(server: ShardServer, tmp_path: Path) -> None:
-    with make(urls(server), tmp_path) as loader:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_new_iterator_ends_the_one_before_it(workers: int, server: ShardServer, tmp_path: Path) -> None:
+    with make(urls(server), tmp_path, num_workers=workers) as loader:
         first = iter(loader)
         next(first)
-        with pytest.raises(streamload.LoaderBusy):
-            iter(loader)
-        del first
         assert len(keys_of(loader)) == sum(COUNTS)
+        with pytest.raises(streamload.LoaderClosed, match="a new iteration of the loader began"):
+            next(first)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_samples": 32}])
+def test_an_epoch_of_which_nothing_was_taken_begins_again(
+    options: dict[str, Any], server: ShardServer, tmp_path: Path
+) -> None:
+    """Frameworks ask for an iterator to see whether they can have one, and drop or keep it."""
+    with make(urls(server), tmp_path, **options) as loader, make(urls(server), tmp_path, **options) as other:
+        for _ in range(2):
+            expected = keys_of(loader)
+            iter(other)
+            kept = iter(other)
+            assert keys_of(other) == expected
+            del kept
+
+
+def test_an_epoch_of_known_length_is_over_with_its_last_batch(server: ShardServer, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_samples": 40, "with_keys": True}
+    with make(urls(server), tmp_path, **options) as loader, make(urls(server), tmp_path, **options) as other:
+        expected = [keys_of(loader), keys_of(loader)]
+        batches = iter(other)
+        found = [key for _ in range(len(other)) for key in next(batches)[2]["__key__"]]
+        assert other.state_dict()["epoch"] == 1
+        assert [found, keys_of(other)] == expected
+        with pytest.raises(StopIteration):
+            next(batches)
 
 
 def waits_for_a_gate(gate: Path, sample: dict[str, Any]) -> dict[str, Any]:

@@ -32,20 +32,24 @@ class Epoch:
         batches: torch's iterator over the workers' batches.
         feed: by which they go to the device.
         began: when it was asked for.
+        steps: how many batches it has; None: the data says where it ends.
 
     Attributes:
         done: nothing comes any more.
     """
 
-    def __init__(self, loader: Loader, batches: Iterator[Batch], feed: Feed, began: float):
+    def __init__(
+        self, loader: Loader, batches: Iterator[Batch], feed: Feed, began: float, steps: int | None
+    ):
         self.done = False
         self._loader = loader
         self._batches = batches
         self._feed = feed
         self._taken = 0
+        self._steps = steps
         self._began = began
         self._coming: _Coming | None = None  # what was there before it was asked for
-        self._closed = False
+        self._closed = ""  # why
 
     def __iter__(self) -> Epoch:
         return self
@@ -56,7 +60,7 @@ class Epoch:
         Raises:
             StreamloadError: of the data, the origin or the cache; the loader is closed then.
             WorkerDied: a worker process was killed.
-            LoaderClosed: its loader was closed in the middle of it.
+            LoaderClosed: its loader was closed in the middle of it, or iterated anew.
         """
         self._refuse_if_closed()
         if self.done:
@@ -67,16 +71,18 @@ class Epoch:
                 with self._loader.waiting(began):
                     coming, self._coming = self._coming or self._sent(_next(self._batches)), None
                     batch, values = coming()
-                if self._feed.runs_ahead:
-                    self._coming = self._look_ahead()
                 self._taken += 1
+                is_last = self._taken == self._steps
+                if self._feed.runs_ahead and not is_last:
+                    self._coming = self._look_ahead()
                 taken = self._loader.took(batch, values)
+                if is_last:
+                    self._finish()
                 if batch.samples:
                     return taken
         except StopIteration:
             self._refuse_if_closed()  # by a signal's handler, while a batch was waited for
-            self.done = True
-            self._loader.ran_out()
+            self._finish()
             raise
         except BaseException as exc:
             if isinstance(exc, Exception):
@@ -88,16 +94,22 @@ class Epoch:
                 raise WorkerDied(f"{exc}; what it had fetched is kept: iterate again") from exc
             raise
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """Give nothing more, and let go of a batch that was sent and not handed out."""
-        self.done = self._closed = True
-        self._coming = None
+        self.done, self._closed = True, why
+        self._coming, self._batches = None, iter(())
+
+    def _finish(self) -> None:
+        """All batches were handed out."""
+        self.done = True
+        self._batches = iter(())
+        self._loader.ran_out()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise LoaderClosed(
-                "the loader was closed in the middle of the epoch: iterate the loader anew; load its "
-                "state_dict() before to go on in this epoch"
+                f"{self._closed} in the middle of the epoch, which ended this iterator: iterate the loader "
+                f"anew; load its state_dict() before to go on in this epoch"
             ) from None
 
     def _sent(self, batch: Batch) -> _Coming:

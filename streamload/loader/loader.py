@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from streamload.dataset import Batch, Start, StreamDataset, Trouble
 from streamload.device import Feed, feed_for
-from streamload.errors import LoaderBusy
 from streamload.handoff import Board, context_with_channels, slots_for
 from streamload.loader.checks import Checks
 from streamload.loader.epoch import Epoch, is_a_death
@@ -39,7 +38,7 @@ _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 class Loader:
     """Batches for one rank, epoch after epoch; iterate it, or use it as a context manager.
 
-    Not thread-safe. One iterator at a time.
+    Not thread-safe. One iterator at a time: a new one ends the one before it.
     """
 
     def __init__(self, options: LoaderOptions):
@@ -140,9 +139,8 @@ class Loader:
 
         Raises:
             StateMismatch: it is no whole state, or not of these shards and options.
-            LoaderBusy: an epoch is under way.
         """
-        self._refuse_if_busy()
+        self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
         self._checks.recall(bad_samples_of(state))
 
@@ -176,13 +174,14 @@ class Loader:
         return (position - place.began) // batch
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch.
+        """Begin the next epoch; where no batch of the last one was taken, that one again.
+
+        An iterator that is still in use ends: its `next` raises LoaderClosed.
 
         Raises:
-            LoaderBusy: another iterator of this loader is in use.
             CacheError: the cache directory can't be used.
         """
-        self._refuse_if_busy()
+        self._end_epoch("a new iteration of the loader began")
         began = time.monotonic()
         try:
             return self._begin(began)
@@ -205,10 +204,7 @@ class Loader:
         An epoch that is under way gives no more batches: its iterator raises LoaderClosed. The state stays
         that of the last batch taken.
         """
-        epoch = self._under_way()
-        if epoch is not None:
-            epoch.close()
-        self._current = None
+        self._end_epoch("the loader was closed")
         if self._finalizer is not None:
             self._finalizer()
         if self._leave_tier is not None:
@@ -289,13 +285,15 @@ class Loader:
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)
         schedule.course.begin()
-        epoch = Epoch(self, batches, self._feed, began)
+        epoch = Epoch(self, batches, self._feed, began, start.steps)
         self._current = weakref.ref(epoch)
         return epoch
 
-    def _refuse_if_busy(self) -> None:
-        if self._under_way() is not None:
-            raise LoaderBusy("this loader is being iterated: finish that epoch, or drop its iterator, first")
+    def _end_epoch(self, why: str) -> None:
+        epoch = self._under_way()
+        if epoch is not None:
+            epoch.close(why)
+        self._current = None
 
     def _under_way(self) -> Epoch | None:
         epoch = self._current() if self._current is not None else None

@@ -91,19 +91,20 @@ class Course:
         self.weights: Weights | None = None
         self._goes_on = goes_on
         self._place: Place | None = None
-        self._is_loaded = self._ran_out = False
+        self._untouched = False  # no batch was taken since the place was loaded, or its epoch began
+        self._ran_out = False
 
     def begin(self) -> Place:
-        """The next epoch begins: where."""
+        """Begin the next epoch; it counts as begun when its first batch is taken, or when it has none."""
         self._place = self.next()
-        self._is_loaded = self._ran_out = False
-        self.epoch = self._place.epoch + 1
+        self._untouched, self._ran_out = True, False
+        self.epoch = self._place.epoch
         return self._place
 
     def next(self) -> Place:
-        """Where the next epoch would begin: in one that was loaded, behind the last one, or anew."""
+        """Where the next epoch would begin: in one without a batch taken yet, after the last one, or anew."""
         last = self._place
-        if last is not None and self._is_loaded and self.epoch == last.epoch:
+        if last is not None and self._untouched and self.epoch == last.epoch:
             return last
         if last is not None and self._goes_on and self.epoch == last.epoch + 1:
             return last.next_epoch()
@@ -114,22 +115,24 @@ class Course:
     def now(self) -> Place:
         """What a state tells: behind the last batch of an epoch, or where the next begins if that is over."""
         place = self._place
-        if place is None or self._ran_out or (self._is_loaded and self.epoch != place.epoch):
+        if place is None or self._ran_out or (self._untouched and self.epoch != place.epoch):
             return self.next()
         return place
 
     def take(self, position: int, groups: Mapping[int, GroupState]) -> None:
         """A batch was handed out, whose step ends at a position."""
+        self._touch()
         assert self._place is not None
         self._place = self._place.behind(position, groups)
 
     def run_out(self) -> None:
         """The epoch was given to its end."""
+        self._touch()
         self._ran_out = True
 
     def load(self, place: Place) -> None:
         """Go on from a place."""
-        self._place, self._is_loaded, self._ran_out = place, True, False
+        self._place, self._untouched, self._ran_out = place, True, False
         self.epoch, self.weights = place.epoch, Weights(place.weights, place.changes[-1].shares)
 
     def change(self, weights: Weights, position: int) -> list[Change]:
@@ -141,6 +144,12 @@ class Course:
         changes = (*kept, Change(position, weights.shares))
         self._place = replace(self._place, changes=changes, weights=weights.given)
         return list(changes)
+
+    def _touch(self) -> None:
+        if self._untouched:
+            self._untouched = False
+            if self._place is not None and self.epoch == self._place.epoch:
+                self.epoch += 1
 
 
 @dataclass(frozen=True, slots=True)
