@@ -342,6 +342,27 @@ def test_sizes_json_beside_the_shards_tells_the_length(tmp_path: Path) -> None:
             len(loader)
 
 
+@pytest.mark.parametrize("options", [{}, {"train": False}, {"map_sample": dict}])
+def test_a_pass_is_counted_once_the_cache_has_the_index_of_every_shard(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    paths = write_shards(tmp_path / "data", [10, 11], seed=8)
+    count, samples = (6, 21) if "train" in options else (5, 20)
+    with ShardServer(tmp_path / "data") as server:
+        urls = urls_of(server, paths)
+        with make(urls, tmp_path / "cache", batch_size=4, **options) as loader:
+            with pytest.raises(TypeError, match="streamload warm"):
+                len(loader)
+            assert not (tmp_path / "cache").exists()
+            assert sum(1 for _ in loader) == count
+            assert len(loader) == count
+        with make(urls, tmp_path / "cache", batch_size=4, **options) as loader:
+            assert (len(loader), loader.num_samples) == (count, samples)
+        (tmp_path / "data" / "00002.tar").write_bytes(paths[0].read_bytes())
+        with make(urls_of(server, [*paths, paths[0]]), tmp_path / "cache", **options) as loader:
+            assert loader.num_batches is loader.num_samples is None
+
+
 def test_augmentation_is_the_same_on_every_layout_and_new_in_each_pass(tmp_path: Path) -> None:
     paths = [str(p) for p in write_shards(tmp_path / "data", [6, 7], seed=9)]
 

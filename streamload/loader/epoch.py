@@ -38,9 +38,7 @@ class Epoch:
         done: nothing comes any more.
     """
 
-    def __init__(
-        self, loader: Loader, batches: Iterator[Batch], feed: Feed, began: float, steps: int | None
-    ):
+    def __init__(self, loader: Loader, batches: Iterator[Batch], feed: Feed, began: float, steps: int | None):
         self.done = False
         self._loader = loader
         self._batches = batches

@@ -22,7 +22,7 @@ from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.forks import here_only, watch_over
 from streamload.loader.options import LoaderOptions, at_least
 from streamload.loader.place import BAD_SAMPLES, Order, bad_samples_of
-from streamload.loader.recipe import recipe_for
+from streamload.loader.recipe import counted_samples, recipe_for
 from streamload.loader.schedule import Schedule
 from streamload.loader.together import gathered
 from streamload.metrics import Counters, Snapshot
@@ -46,6 +46,7 @@ class Loader:
         self._schedule = Schedule(options)
         self._order: Order | None = None  # by which the workers go
         self._batch = 0  # of all ranks together
+        self._counted_samples: int | None = None  # by the indexes in the cache
         self._statistics: Statistics | None = None  # of images that come as bytes and leave as floats
         self._current: weakref.ref[Epoch] | None = None
         self._dataset: StreamDataset | None = None
@@ -82,30 +83,46 @@ class Loader:
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of this rank in an epoch; None where the data alone knows, or there is no end."""
-        return self._schedule.num_batches
+        """Batches of this rank in an epoch; None where nothing says so yet, or there is no end.
+
+        By num_batches, num_samples or a sizes.json; for one pass over the data also by the indexes in the
+        cache, once it has those of all shards.
+        """
+        batches = self._schedule.num_batches
+        if batches is None and self._schedule.is_one_pass:
+            if self._counted_samples is None:
+                self._counted_samples = counted_samples(self.options)
+            if self._counted_samples is not None:
+                batches = self._schedule.batches_of(self._counted_samples)
+        return batches
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of an epoch over all ranks; None where the data alone knows, or there is no end."""
-        return self._schedule.num_samples
+        """Samples of an epoch over all ranks; None where nothing says so yet, or there is no end."""
+        samples, batches = self._schedule.num_samples, self.num_batches
+        if samples is not None or batches is None:
+            return samples
+        if not self.options.train:
+            return self._counted_samples
+        return batches * self.options.batch_size * self.world_size
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
 
         Raises:
-            TypeError: nothing says how many there are: no num_samples, no num_batches, no sizes.json.
+            TypeError: nothing says how many there are; or there is no end.
         """
         batches = self.num_batches
         if batches is None:
             raise TypeError(
-                "this loader's length is not known: give num_samples or num_batches, or put a sizes.json "
-                "({shard name: samples}) beside the shards"
+                "this loader's length is not known yet: give num_samples or num_batches, or put a sizes.json "
+                "({shard name: samples}) beside the shards; one pass over the data is counted once all its "
+                "shards are in the cache (after one epoch, or `streamload warm`)"
             )
         return batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next `iter()` begins; without it each begins the one after the last.
+        """Say which epoch the next `iter()` begins; by default the one after the last.
 
         Args:
             epoch: from 0. The one after the last goes on as if nothing had been said.

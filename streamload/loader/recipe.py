@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from streamload.cache.forecast import forecast
-from streamload.cache.placement import Placed, place_tier
+from streamload.cache.placement import Placed, memory_root, place_tier
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
+from streamload.cache.shard_cache import ShardCache
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.spare import remove_unused
+from streamload.cache.tier import Tier
 from streamload.dataset import Recipe, SourceOrder
+from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
+from streamload.metrics import Counters
 from streamload.order.deal import Deal
 from streamload.order.plan import OrderOptions, pieces
 from streamload.origins.credentials import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
-from streamload.settings import read_settings
+from streamload.settings import Settings, read_settings
 from streamload.shards.keys import KeySpec
 from streamload.topology import Topology, run_name
 from streamload.transforms.examples import Examples, Preprocess
@@ -47,22 +53,9 @@ def recipe_for(
     Raises:
         CacheError: the cache directory can't be used.
     """
-    storage = dict(options.storage_options) if options.storage_options else None
-    settings = read_settings(
-        options.cache_dir,
-        options.cache_size,
-        options.ahead,
-        revalidate=options.revalidate,
-        eviction=options.eviction,
-        free_disk=options.free_disk,
-        cache=options.cache,
-        memory_size=options.memory_size,
-        shared_cache=options.shared_cache,
-        write_back=options.write_back,
-    )
-    preparation = None if options.prepare is None else Preparation.parse(options.prepare)
+    settings, shards, preparation = _settings(options), _shards(options), _preparation(options)
+    storage = _storage(options)
     warn_of_shared_headers(options.urls, storage)
-    shards = ShardList(options.urls, storage, "" if preparation is None else preparation.name)
     placed = place_tier(settings, shards, storage, here.nodes)
     tier = placed.tier
     remove_unused(tier.root)
@@ -97,6 +90,66 @@ def recipe_for(
         with_keys=options.with_keys,
     )
     return recipe, placed
+
+
+def counted_samples(options: LoaderOptions) -> int | None:
+    """How many samples of all shards can be used, by the indexes in the cache; None where one isn't whole."""
+    settings, shards = _settings(options), _shards(options)
+    roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
+    for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
+        with contextlib.suppress(StreamloadError):
+            selected = ShardCache(
+                Tier.open(root),
+                shards,
+                _selection(options),
+                skip=True,
+                counts=Counters(),
+                counted=lambda _: False,
+            )
+            samples = _counted(selected)
+            if samples is not None:
+                return samples
+    return None
+
+
+def _counted(cache: ShardCache) -> int | None:
+    samples = 0
+    with contextlib.closing(cache):
+        for place in range(len(cache.shards)):
+            numbers, ended = cache.arrived(place)
+            if not ended:
+                return None
+            samples += len(numbers)
+            cache.keep_open(())
+    return samples
+
+
+def _settings(options: LoaderOptions) -> Settings:
+    return read_settings(
+        options.cache_dir,
+        options.cache_size,
+        options.ahead,
+        revalidate=options.revalidate,
+        eviction=options.eviction,
+        free_disk=options.free_disk,
+        cache=options.cache,
+        memory_size=options.memory_size,
+        shared_cache=options.shared_cache,
+        write_back=options.write_back,
+    )
+
+
+def _storage(options: LoaderOptions) -> dict[str, Any] | None:
+    return dict(options.storage_options) if options.storage_options else None
+
+
+def _preparation(options: LoaderOptions) -> Preparation | None:
+    return None if options.prepare is None else Preparation.parse(options.prepare)
+
+
+def _shards(options: LoaderOptions) -> ShardList:
+    preparation = _preparation(options)
+    return ShardList(options.urls, _storage(options), "" if preparation is None else preparation.name)
 
 
 def _sources(

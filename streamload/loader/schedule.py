@@ -54,13 +54,22 @@ class Schedule:
         if options.num_batches is not None or options.endless:
             return options.num_batches
         number = self._samples()
-        if number is None:
-            return None
-        here = self.here
-        if options.train:
-            return max(1, number // (options.batch_size * here.world_size))
-        share = (here.rank + 1) * number // here.world_size - here.rank * number // here.world_size
-        return -(-share // options.batch_size)
+        return None if number is None else self.batches_of(number)
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether an epoch is once through all data, read as one group."""
+        options, here = self._options, self.here
+        groups = (options.groups or here.nodes) if options.train else here.world_size
+        return groups == 1 and not options.goes_on
+
+    def batches_of(self, samples: int) -> int:
+        """Batches of this rank in an epoch of so many samples over all ranks."""
+        batch_size, here = self._options.batch_size, self.here
+        if self._options.train:
+            return max(1, samples // (batch_size * here.world_size))
+        share = (here.rank + 1) * samples // here.world_size - here.rank * samples // here.world_size
+        return -(-share // batch_size)
 
     @property
     def num_samples(self) -> int | None:
