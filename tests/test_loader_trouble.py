@@ -1027,6 +1027,45 @@ def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
     assert not Tier.open(tmp_path / "cache").parts("*")
 
 
+NOTEBOOK = """
+import multiprocessing, sys, streamload
+urls, cache, method = sys.argv[1:]
+loader = streamload.make_loader(
+    urls, cache_dir=cache, cache_size="1GB", batch_size=5, num_workers=2, multiprocessing_context=method
+)
+try:
+    for _ in loader:
+        print("batch", flush=True)
+except KeyboardInterrupt:
+    pids = sorted(child.pid for child in multiprocessing.active_children())
+print("interrupted", flush=True)
+sys.stdin.readline()
+batches = sum(1 for _ in loader)
+print(batches, pids == sorted(child.pid for child in multiprocessing.active_children()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_workers_outlive_an_interrupt_that_the_training_outlives(
+    method: str, server: ShardServer, tmp_path: Path
+) -> None:
+    """A notebook's kernel goes on after Ctrl-C, which is sent to all of its processes."""
+    server.stop_after(0.6)
+    command = [sys.executable, "-c", NOTEBOOK, urls(server), str(tmp_path / "cache"), method]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as notebook:
+        assert notebook.stdin is not None
+        assert notebook.stdout is not None
+        assert notebook.stdout.readline() == "batch\n"
+        os.killpg(notebook.pid, signal.SIGINT)
+        while (line := notebook.stdout.readline()) == "batch\n":
+            pass
+        assert line == "interrupted\n"
+        server.go_on()
+        said, _ = notebook.communicate("go on\n")
+    assert said == f"{sum(COUNTS) // 5} True\n"
+
+
 def test_a_batch_that_waits_says_for_what(
     server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ class StreamDataset(IterableDataset[Batch]):
         if self._reading is None or self._reading.pid != os.getpid():
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
             if workers:
+                worker_process.leave_interrupts_to_rank()
                 if self._environ is not None:
                     worker_process.put_environment(self._environ)
                 gc.freeze()  # else a collection would copy every page of objects that is shared with the rank

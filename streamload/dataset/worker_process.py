@@ -1,9 +1,10 @@
-"""What a process that works for a rank sees to beside its work: its environment and its end."""
+"""What a worker process sees to beside its work: its environment, signals, and its end."""
 
 from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 
@@ -13,6 +14,11 @@ def put_environment(environ: Mapping[str, str]) -> None:
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
+
+
+def leave_interrupts_to_rank() -> None:
+    """Ignore SIGINT: terminals and notebooks send it to the whole process group, and the rank decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def end_with_rank(close: Callable[[], None]) -> None:

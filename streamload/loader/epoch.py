@@ -85,6 +85,11 @@ class Epoch:
         except BaseException as exc:
             if isinstance(exc, Exception):
                 self._refuse_if_closed()
+            elif (
+                self._loader.options.num_workers
+            ):  # Ctrl-C in a notebook: the workers stay for what comes next
+                self.close(f"{type(exc).__name__} was raised")
+                raise
             self.done = True
             self._coming = None
             self._loader.close()
