@@ -18,6 +18,7 @@ from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 
 if TYPE_CHECKING:
+    from streamload.loader.dataloader import AccelerateEpoch
     from streamload.loader.loader import Loader
 
 _Coming = Callable[[], tuple[Batch, dict[str, Any]]]
@@ -33,18 +34,30 @@ class Epoch:
         feed: by which they go to the device.
         began: when it was asked for.
         steps: how many batches it has; None: the data says where it ends.
+        expected: how many it should have by what is known of the data; None: nothing is.
+        ends: is told that the last batch comes; None: nobody asks.
 
     Attributes:
         done: nothing comes any more.
     """
 
-    def __init__(self, loader: Loader, batches: Iterator[Batch], feed: Feed, began: float, steps: int | None):
+    def __init__(
+        self,
+        loader: Loader,
+        batches: Iterator[Batch],
+        feed: Feed,
+        began: float,
+        steps: int | None,
+        expected: int | None,
+        ends: AccelerateEpoch | None,
+    ):
         self.done = False
         self._loader = loader
         self._batches = batches
         self._feed = feed
         self._taken = 0
-        self._steps = steps
+        self._steps, self._expected = steps, expected
+        self._ends = ends
         self._began = began
         self._coming: _Coming | None = None  # what was there before it was asked for
         self._closed = ""  # why
@@ -62,8 +75,11 @@ class Epoch:
         """
         self._refuse_if_closed()
         if self.done:
+            self._leave()
             raise StopIteration
         try:
+            if self._taken == 0 and self._ends is not None:
+                self._ends.begin()
             while True:
                 began = self._began if self._taken == 0 else time.monotonic()
                 with self._loader.waiting(began):
@@ -71,8 +87,12 @@ class Epoch:
                     batch, values = coming()
                 self._taken += 1
                 is_last = self._taken == self._steps
-                if self._feed.runs_ahead and not is_last:
-                    self._coming = self._look_ahead()
+                if not is_last and (self._ends is not None or self._taken == self._expected):
+                    with self._loader.waiting(time.monotonic()):
+                        self._coming = self._look_ahead(_next_or_none)
+                    is_last = self._coming is None
+                elif self._feed.runs_ahead and not is_last:
+                    self._coming = self._look_ahead(_next_if_there)
                 taken = self._loader.took(batch, values)
                 if is_last:
                     self._finish()
@@ -81,17 +101,19 @@ class Epoch:
         except StopIteration:
             self._refuse_if_closed()  # by a signal's handler, while a batch was waited for
             self._finish()
+            self._leave()
             raise
         except BaseException as exc:
             if isinstance(exc, Exception):
                 self._refuse_if_closed()
             elif (
                 self._loader.options.num_workers
-            ):  # Ctrl-C in a notebook: the workers stay for what comes next
+            ):  # Ctrl-C in a notebook: the workers stay for the next epoch
                 self.close(f"{type(exc).__name__} was raised")
                 raise
             self.done = True
             self._coming = None
+            self._leave()
             self._loader.close()
             if is_a_death(exc):
                 raise WorkerDied(f"{exc}; what it had fetched is kept: iterate again") from exc
@@ -101,12 +123,19 @@ class Epoch:
         """Give nothing more, and let go of a batch that was sent and not handed out."""
         self.done, self._closed = True, why
         self._coming, self._batches = None, iter(())
+        self._leave()
 
     def _finish(self) -> None:
-        """All batches were handed out."""
+        """The last batch is handed out, or there is none."""
         self.done = True
         self._batches = iter(())
         self._loader.ran_out()
+        if self._ends is not None:
+            self._ends.last()
+
+    def _leave(self) -> None:
+        if self._ends is not None:
+            self._ends.end()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -119,10 +148,10 @@ class Epoch:
         ready = self._feed.send(batch.values) if batch.samples else dict
         return lambda: (batch, ready())
 
-    def _look_ahead(self) -> _Coming | None:
-        """Send the next batch if it is there; what goes wrong with it is said when it is asked for."""
+    def _look_ahead(self, next_: Callable[[Any], Batch | None]) -> _Coming | None:
+        """Send the next batch if there is one; what goes wrong with it is said when it is asked for."""
         try:
-            batch = _next_if_there(self._batches)
+            batch = next_(self._batches)
             return None if batch is None else self._sent(batch)
         except Exception as exc:
             # Its traceback has this frame, and so the epoch, which would outlive its last reference.
@@ -150,6 +179,13 @@ def _next(batches: Any) -> Batch:
     batch = batches._next_data()
     batches._num_yielded += 1
     return batch
+
+
+def _next_or_none(batches: Any) -> Batch | None:
+    try:
+        return _next(batches)
+    except StopIteration:
+        return None
 
 
 class _NotThere(Exception):

@@ -8,6 +8,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,9 +19,10 @@ from streamload.dataset import Batch, Start, StreamDataset, Trouble
 from streamload.device import Feed, feed_for
 from streamload.handoff import Board, context_with_channels, slots_for
 from streamload.loader.checks import Checks
+from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.forks import here_only, watch_over
-from streamload.loader.options import LoaderOptions, at_least
+from streamload.loader.options import LoaderOptions, at_least, read_device
 from streamload.loader.place import BAD_SAMPLES, Order, bad_samples_of
 from streamload.loader.recipe import counted_samples, recipe_for
 from streamload.loader.schedule import Schedule
@@ -35,7 +37,7 @@ _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 """What pickling raises, by what it meets and by Python's release."""
 
 
-class Loader:
+class Loader(DataLoaderInterface):
     """Batches for one rank, epoch after epoch; iterate it, or use it as a context manager.
 
     Not thread-safe. One iterator at a time: a new one ends the one before it.
@@ -46,9 +48,11 @@ class Loader:
         self._schedule = Schedule(options)
         self._order: Order | None = None  # by which the workers go
         self._batch = 0  # of all ranks together
+        self._length: int | None = None  # of an epoch in batches, as it was last asked for
         self._counted_samples: int | None = None  # by the indexes in the cache
         self._statistics: Statistics | None = None  # of images that come as bytes and leave as floats
         self._current: weakref.ref[Epoch] | None = None
+        self._is_accelerated = False
         self._dataset: StreamDataset | None = None
         self._batches: DataLoader[Batch] | None = None
         self._feed: Feed | None = None
@@ -70,6 +74,21 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Asked by `Accelerator.prepare`, and nobody else: True has it leave the loader as it is.
+
+        From here on batches go to the Accelerator's device, unless the loader was given one, and its
+        GradientState is told when an epoch ends.
+        """
+        self._is_accelerated = True
+        self.place_on(accelerate_device())
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """`Accelerator.prepare` notes here that it is done."""
 
     @property
     def troubles(self) -> list[Trouble]:
@@ -94,6 +113,7 @@ class Loader:
                 self._counted_samples = counted_samples(self.options)
             if self._counted_samples is not None:
                 batches = self._schedule.batches_of(self._counted_samples)
+        self._length = batches
         return batches
 
     @property
@@ -129,6 +149,14 @@ class Loader:
         """
         at_least(0, epoch=epoch)
         self._schedule.course.epoch = epoch
+
+    def place_on(self, device: str | torch.device) -> None:
+        """Put batches on a device from the next epoch on, where no `device` was given; for frameworks."""
+        if self.options.device is None:
+            device = read_device(device)
+            if device.type != "cpu":
+                self.close()  # workers make other batches for a device
+            self.options = replace(self.options, device=device)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank is: behind the last batch that it handed out, or before the first of an epoch.
@@ -190,7 +218,7 @@ class Loader:
         self._board.changes.write({"changes": course.change(agreed, position)})
         return (position - place.began) // batch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin the next epoch; where no batch of the last one was taken, that one again.
 
         An iterator that is still in use ends: its `next` raises LoaderClosed.
@@ -302,7 +330,11 @@ class Loader:
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)
         schedule.course.begin()
-        epoch = Epoch(self, batches, self._feed, began, start.steps)
+        expected = None  # known where len() was asked for
+        if self._length is not None and schedule.is_one_pass:
+            expected = self._length - (place.position - place.began) // self._batch
+        ends = AccelerateEpoch(self) if self._is_accelerated else None
+        epoch = Epoch(self, batches, self._feed, began, start.steps, expected, ends)
         self._current = weakref.ref(epoch)
         return epoch
 

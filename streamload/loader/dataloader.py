@@ -1,0 +1,155 @@
+"""The interface of torch's DataLoader, for frameworks that take nothing else.
+
+Accelerate and Lightning Fabric ask for a DataLoader and wrap its dataset in one of their own, with their own
+workers and split. A streamload loader is a DataLoader by type: it answers what they ask, and refuses to have
+its data read in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from streamload.errors import OptionError
+
+if TYPE_CHECKING:
+    from streamload.loader.options import LoaderOptions
+
+
+class DataLoaderInterface(DataLoader[Any]):
+    """The attributes of a DataLoader, by a loader's options. Its constructor isn't called.
+
+    Attributes:
+        end_of_dataloader: Accelerate's word for: the batch handed out last is the epoch's last one.
+        remainder: Accelerate's word for how many samples of the last batch are repetitions: none.
+    """
+
+    options: LoaderOptions
+
+    sampler = None  # type: ignore[assignment]
+    batch_sampler = None
+    collate_fn = None  # type: ignore[assignment]
+    worker_init_fn = None
+    generator = None
+    timeout = 0.0
+    pin_memory = False
+    pin_memory_device = ""
+    in_order = True
+    use_stateful_dataloader = True  # Accelerate's save_state() and load_state() keep state_dict()
+    end_of_dataloader = False
+    remainder = 0
+
+    @property
+    def dataset(self) -> IterableDataset[Any]:  # type: ignore[override]
+        """Something to look at; it can't be iterated: see `as_dataset`."""
+        return _NotForReading()
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """Samples in a batch of this rank."""
+        return self.options.batch_size
+
+    @property
+    def num_workers(self) -> int:  # type: ignore[override]
+        """Worker processes of this rank."""
+        return self.options.num_workers
+
+    @property
+    def prefetch_factor(self) -> int | None:  # type: ignore[override]
+        """Batches that each worker makes in advance."""
+        return self.options.prefetch_factor if self.options.num_workers else None
+
+    @property
+    def persistent_workers(self) -> bool:  # type: ignore[override]
+        """Whether workers stay from epoch to epoch."""
+        return self.options.num_workers > 0
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether an epoch has full batches only."""
+        return self.options.train
+
+    @property  # type: ignore[misc]
+    def multiprocessing_context(self) -> str | None:
+        """How workers are started."""
+        return self.options.multiprocessing_context
+
+    def as_dataset(self) -> IterableDataset[Any]:
+        """This loader's batches as a dataset, for a DataLoader of your own around it.
+
+        `DataLoader(loader.as_dataset(), batch_size=None, num_workers=0)`: the batches are ready, and this
+        loader has workers of its own. Each iteration is the next epoch.
+        """
+        return _Batches(self)
+
+    def __getitem__(self, index: object) -> Any:
+        raise TypeError(
+            "a streamload loader is no dataset of samples: iterate it in place of a DataLoader, or put a "
+            "DataLoader with batch_size=None and num_workers=0 around loader.as_dataset()"
+        )
+
+
+class _NotForReading(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(
+            "a DataLoader around the dataset of a streamload loader would split and batch its batches again: "
+            "iterate the loader itself, or use loader.as_dataset(); to skip batches load the loader's "
+            "state_dict()"
+        )
+
+
+class _Batches(IterableDataset[Any]):
+    def __init__(self, loader: DataLoaderInterface):
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise OptionError(
+                "loader.as_dataset() was sent to a DataLoader's worker, but the loader has its own workers: "
+                "give that DataLoader num_workers=0 and batch_size=None, and make_loader() the num_workers"
+            )
+        return iter(self._loader)
+
+    def __reduce__(self) -> Any:
+        raise OptionError(
+            "loader.as_dataset() can't be sent to another process: "
+            "give the DataLoader around it num_workers=0"
+        )
+
+
+class AccelerateEpoch:
+    """One epoch as Accelerate's GradientState sees it: it has to know of the last batch before its step.
+
+    Args:
+        loader: the loader, which is the "active dataloader" from the first batch to the end of the epoch.
+    """
+
+    def __init__(self, loader: DataLoaderInterface):
+        from accelerate.state import GradientState
+
+        self._loader = loader
+        self._state = GradientState()
+
+    def begin(self) -> None:
+        """The first batch was asked for."""
+        self._loader.end_of_dataloader = False
+        self._state._add_dataloader(self._loader)
+
+    def last(self) -> None:
+        """The last batch is about to be handed out."""
+        self._loader.end_of_dataloader = True
+
+    def end(self) -> None:
+        """No batch comes any more."""
+        self._state._remove_dataloader(self._loader)
+
+
+def accelerate_device() -> torch.device:
+    """The device of the process's Accelerator."""
+    from accelerate import PartialState
+
+    device: torch.device = PartialState().device
+    return device
