@@ -43,7 +43,10 @@ class Loader(DataLoaderInterface):
     Not thread-safe. One iterator at a time: a new one ends the one before it.
     """
 
-    def __init__(self, options: LoaderOptions):
+    def __init__(
+        self, options: LoaderOptions, sampler: None = None, batch_sampler: None = None, shuffle: bool = False
+    ):
+        """Lightning makes a second one to predict with, and says by the last three that nothing is new."""
         self.options = options
         self._schedule = Schedule(options)
         self._order: Order | None = None  # by which the workers go
