@@ -247,14 +247,11 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
                 assert SECRET not in repr(vars(loader))
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), [("missing.tar", "OriginNotFound"), ("folder", "OriginError"), ("fifo", "OriginError")]
-)
+@pytest.mark.parametrize(("name", "error"), [("missing.tar", "OriginNotFound"), ("fifo", "OriginError")])
 def test_a_local_file_that_cannot_be_read_is_an_error_and_no_wait(
     name: str, error: str, data: Path, tmp_path: Path
 ) -> None:
     with serve(data) as server:
-        (tmp_path / "folder").mkdir()
         os.mkfifo(tmp_path / "fifo")
         urls = [f"{server.url}/a.tar", str(tmp_path / name), f"{server.url}/c.tar"]
         (found,) = outcomes([urls], tmp_path)

@@ -2,6 +2,7 @@
 
 import braceexpand
 import pytest
+import webdataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -190,3 +191,46 @@ def test_errors_show_no_secret_wherever_it_stands(pattern):
     with pytest.raises(UrlError) as caught:
         expand_urls(pattern)
     assert "hunter2" not in str(caught.value)
+
+
+def test_local_folders_and_globs_are_listed_and_paths_taken_as_they_are(tmp_path):
+    folder = tmp_path / "a [1]"  # no pattern, as there is a folder of this name
+    folder.mkdir()
+    shards = [folder / f"{name}.tar" for name in ("00", "01", "x{1}")]
+    for path in (*shards, folder / "sizes.json"):
+        path.touch()
+    expected = [str(path) for path in shards]
+    escaped = str(shards[2]).replace("{", r"\{").replace("}", r"\}")
+    for urls in (
+        folder,
+        str(folder),
+        f"{folder}/",
+        f"file://{folder}",
+        f"{tmp_path}/a*/*.tar",
+        [shards[0], str(shards[1]), escaped],
+        (url for url in [shards[0], f"{tmp_path}/*/0[1].tar", escaped]),
+    ):
+        assert expand_urls(urls) == expected, urls
+    assert expand_urls(f"{tmp_path}/{{a [1]/,a*/0?.tar}}") == [*expected, *expected[:2]]
+    assert expand_urls("http://[::1]/a?b=*.tar") == ["http://[::1]/a?b=*.tar"]
+
+
+@pytest.mark.parametrize(
+    ("urls", "says"),
+    [
+        ("{tmp}", r"no \*\.tar file in the folder"),
+        ("{tmp}/*.tar", "no file matches"),
+        (3, "urls is a int"),
+        ({"a.tar": 1}, "urls is a dict"),
+        ([b"a.tar"], "not bytes"),
+        ([["a.tar"]], "not list"),
+        (b"a.tar", "urls is a bytes"),
+        (webdataset.WebDataset("a.tar", shardshuffle=False), "urls is a WebDataset"),
+    ],
+)
+def test_what_names_no_shards_is_refused_in_one_short_line(urls, says, tmp_path):
+    urls = urls.format(tmp=tmp_path) if isinstance(urls, str) else urls
+    with pytest.raises(UrlError, match=says) as caught:
+        expand_urls(urls)
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)

@@ -26,12 +26,13 @@ from streamload.loader.sources import Factors, Source, read_sources
 from streamload.loader.together import gather_state
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
+from streamload.urls import Urls
 
 __all__ = ["Loader", "LoaderOptions", "Source", "gather_state", "make_loader"]
 
 
 def make_loader(
-    urls: str | Sequence[str] | Sequence[Source],
+    urls: Urls | Source | Sequence[Source],
     tokenizer: Any = None,
     *,
     preprocess: Preprocess | None = None,
@@ -79,10 +80,10 @@ def make_loader(
     """A loader of image-caption batches from tar shards, used from the moment their bytes arrive.
 
     Args:
-        urls: shards in the WebDataset convention: a string or a list of strings. Brace ranges
+        urls: shards in the WebDataset convention: a string or path, or a list of them. Brace ranges
             (`{00000..01242}`), `::` between sources, `${X}` for the environment's WDS_X, `pipe:COMMAND`,
-            `http(s)://`, `s3://` and whatever else fsspec opens, or paths, which are never copied. Or a list
-            of Sources, which are mixed by weight.
+            `http(s)://`, `s3://` and whatever else fsspec opens, or local files, folders (their `*.tar`) and
+            globs, which are never copied. Or a list of Sources, which are mixed by weight.
         tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
             any `list[str] → int64[N, L]`. None leaves captions as strings.
         preprocess: PIL image to tensor. A chain of torchvision's and open_clip's functions as open_clip's

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from streamload.errors import OptionError
-from streamload.urls import UrlList, expand_urls, split_sources
+from streamload.urls import UrlList, Urls, expand_urls, split_sources
 
 Factors = str | Sequence[float]
 
@@ -24,7 +24,7 @@ class Source:
         floor: the least part of all samples that it gets, 0 to 1, whatever the weights say.
     """
 
-    urls: str | Sequence[str] = field(repr=False)
+    urls: Urls = field(repr=False)
     weight: float = 1.0
     name: str | None = None
     floor: float = 0.0
@@ -47,19 +47,21 @@ class SourceOptions:
 
 
 def read_sources(
-    urls: str | Sequence[str] | Sequence[Source], factors: Factors | None = None
+    urls: Urls | Source | Sequence[Source], factors: Factors | None = None
 ) -> tuple[SourceOptions, ...]:
     """The sources that make_loader's arguments mean; one where nothing is to be mixed.
 
     Raises:
         OptionError: they can't be used; it says which.
     """
-    if isinstance(urls, Source) or (not isinstance(urls, str) and any(isinstance(u, Source) for u in urls)):
+    if isinstance(urls, Iterator):
+        urls = cast("Urls", list(urls))
+    if isinstance(urls, Source) or (isinstance(urls, Sequence) and any(isinstance(u, Source) for u in urls)):
         sources = [urls] if isinstance(urls, Source) else list(urls)
         if factors is not None:
             raise OptionError("upsampling_factors= are for 'a::b': a Source has a weight of its own")
         return _checked(sources)
-    plain = cast("str | Sequence[str]", urls)
+    plain = cast("Urls", urls)
     if factors is None:
         return (SourceOptions("0", expand_urls(plain), 1.0, 0.0),)
     parts, numbers = split_sources(plain), _numbers(factors)

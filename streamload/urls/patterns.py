@@ -1,11 +1,12 @@
 """One pattern, or a list of them, to the URLs of all shards (step A).
 
-Reads the environment variables ``WDS_*``; opens nothing. The rules are webdataset's (and so those of the
-braceexpand library), with more care for what stands in a shell command.
+Reads the environment variables ``WDS_*`` and lists local folders; opens nothing. The rules are those of
+webdataset and of the braceexpand library, with more care for what stands in a shell command.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import string
@@ -13,11 +14,13 @@ from collections.abc import Iterator, Sequence
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
+from streamload.urls.identity import is_local, local_path
 from streamload.urls.listing import Node, Numbers, Texts, UrlList, chained, joined
 from streamload.urls.redaction import redact, redact_text
 
 MAX_URLS = 4_000_000
 
+_MAGIC = re.compile(r"[*?\[]")
 _DEEPEST = 50
 _MOST_DIGITS = 20
 _SHOWN_CHARACTERS = 300
@@ -29,12 +32,18 @@ _MEANT_AS_RANGE = re.compile(r"[\w-]*\s*\.\.[\w.-]*|\d+\s*[-:…]\s*\d+")
 _ALPHABET = string.ascii_uppercase + string.ascii_lowercase
 
 
-def expand_urls(urls: str | Sequence[str]) -> UrlList:
+Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Iterator[str | os.PathLike[str]]
+
+
+def expand_urls(urls: Urls) -> UrlList:
     """Return the shards that a pattern, or a list of patterns, stands for, in order.
 
     ``{000..123}`` and ``{a,b}`` expand as in a shell (numbers keep their zeros), ``::`` separates sources and
     ``${X}`` is the environment variable ``WDS_X``. In a ``pipe:`` command, ``${X}`` without a WDS_X is left
     to the shell, and so are braces that hold neither a range nor a list of words.
+
+    A local folder stands for the ``*.tar`` files in it, and a local path with ``*``, ``?`` or ``[…]`` for
+    those that match, both sorted by name.
 
     A range costs the same whatever its length: its URLs are made on use, and of those that differ only in a
     number of their path the first and the last are checked (see `UrlList.kinds`).
@@ -47,7 +56,7 @@ def expand_urls(urls: str | Sequence[str]) -> UrlList:
     """
     if isinstance(urls, UrlList):
         return urls
-    patterns = [urls] if isinstance(urls, str) else list(urls)
+    patterns = patterns_of(urls)
     nodes: list[Node] = []
     count = 0
     for node in _expanded(patterns):
@@ -65,19 +74,70 @@ def expand_urls(urls: str | Sequence[str]) -> UrlList:
     return result
 
 
-def split_sources(urls: str | Sequence[str]) -> list[str]:
+def split_sources(urls: Urls) -> list[str]:
     """The parts of a pattern, or of a list of patterns, between ``::``, each with its braces."""
-    patterns = [urls] if isinstance(urls, str) else list(urls)
-    return [source for pattern in patterns for source in _SOURCES.split(pattern)]
+    return [source for pattern in patterns_of(urls) for source in _SOURCES.split(pattern)]
+
+
+def patterns_of(urls: object) -> list[str]:
+    """The patterns that an argument holds: one string or path, or any ordered collection of them.
+
+    Raises:
+        UrlError: it is something else, or holds something else.
+    """
+    if isinstance(urls, (str, os.PathLike)):
+        urls = [urls]
+    if not isinstance(urls, (Sequence, Iterator)) or isinstance(urls, (bytes, bytearray)):
+        raise UrlError(
+            f"urls is a {type(urls).__name__}: give a string, a path, or a list of them; of a pipeline of "
+            f"webdataset, the URLs that it was made from"
+        )
+    patterns = []
+    for pattern in urls:
+        if isinstance(pattern, (bytes, bytearray)) or not isinstance(pattern, (str, os.PathLike)):
+            raise UrlError(f"a URL is a string or a path, not {type(pattern).__name__}")
+        patterns.append(os.fsdecode(pattern))
+    return patterns
 
 
 def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
     """What each source of each pattern stands for."""
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise UrlError(f"a URL is a string, not {type(pattern).__name__}: {redact_text(repr(pattern))}")
         for source in _SOURCES.split(pattern):
-            yield _Braces(_with_variables(source)).expand()
+            node = _Braces(_with_variables(source)).expand()
+            yield _listed(node) if _may_be_several(source) else node
+
+
+def _may_be_several(source: str) -> bool:
+    """Whether a source may name a local folder, or a pattern of file names."""
+    if not source.strip() or source.startswith("-") or "\0" in source or not is_local(source):
+        return False
+    return bool(_MAGIC.search(source)) or source.endswith("/") or ("{" not in source and _is_folder(source))
+
+
+def _listed(node: Node) -> Node:
+    """Local files in place of folders and of patterns of file names."""
+    found: list[str] = []
+    for path in node:
+        if _is_folder(path):
+            shards = sorted(str(shard) for shard in local_path(path).glob("*.tar"))
+            if not shards:
+                raise UrlError(f"no *.tar file in the folder {redact_text(path)!r}")
+        elif _MAGIC.search(path) and not local_path(path).exists():
+            shards = sorted(glob.glob(str(local_path(path))))  # noqa: PTH207  (an absolute pattern)
+            if not shards:
+                raise UrlError(f"no file matches {redact_text(path)!r}")
+        else:
+            shards = [path]
+        found += shards
+    return Texts(tuple(found))
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return local_path(path).is_dir()
+    except (OSError, ValueError):  # no path at all: `check` says so
+        return False
 
 
 def _with_variables(source: str) -> str:
