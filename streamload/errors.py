@@ -210,3 +210,11 @@ class WorkerDied(StreamloadError, RuntimeError):
 def is_shortage(error: OSError) -> bool:
     """Whether too many files are open, or memory is short: that says nothing about the file asked for."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Say with an error where it happened: shown below it from Python 3.11 on, before that in the log."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        logging.getLogger("streamload").error("%s: %s %s", type(error).__name__, error, note)

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -20,6 +21,7 @@ import sys
 import tarfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -1287,3 +1289,69 @@ def test_a_slow_start_is_not_a_stall(tmp_path: Path) -> None:
     ):
         assert len(keys_of(loader)) == sum(COUNTS)
         assert loader.stats().origin_retries == 0
+
+
+def fails_for(key: str, sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["__key__"] == key:
+        raise ZeroDivisionError("division by zero")
+    return {"size": len(sample["jpg"])}
+
+
+def has_other_keys(key: str, sample: dict[str, Any]) -> dict[str, Any]:
+    return {f"size{sample['__key__'] == key}": 1}
+
+
+def fails(image: Any) -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+def refuses(captions: list[str]) -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"map_sample": fails_for}, ZeroDivisionError),
+        ({"map_sample": has_other_keys}, ValueError),
+        ({"preprocess": fails}, ZeroDivisionError),
+        ({"tokenizer": refuses}, ZeroDivisionError),
+    ],
+)
+def test_an_error_of_the_users_function_names_the_sample(
+    options: dict[str, Any], error: type[Exception], workers: int, server: ShardServer, tmp_path: Path
+) -> None:
+    first = oracle(tmp_path, 0)[0]
+    given = {
+        name: functools.partial(function, first) if name == "map_sample" else function
+        for name, function in options.items()
+    }
+    loader = make(urls(server), tmp_path, num_workers=workers, shuffle=0, **given)
+    with loader, pytest.raises(error) as caught:
+        next(iter(loader))
+    said = "".join(traceback.format_exception(caught.value))
+    assert f"'{first}'" in said
+    assert "in sample" in said or "in the batch of samples" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"drop_last": True}, "only full batches"),
+        ({"collate_fn": list}, "map_sample="),
+        ({"pin_memory": True}, "device="),
+        ({"shuffel": 3}, "is shuffle= meant"),
+        ({"quux": 3}, "help"),
+        ({"batch_size": None}, "give 1 for batches of one sample"),
+        ({"image_key": None}, "map_sample="),
+        ({"text_key": None}, "map_sample="),
+        ({"device": "cuda:9"}, "sees 0 such devices"),
+    ],
+)
+def test_an_argument_of_another_loader_says_what_takes_its_place(
+    options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(streamload.OptionError, match=re.escape(says)):
+        streamload.make_loader("a.tar", **options)

@@ -24,7 +24,14 @@ from streamload.dataset import worker_process
 from streamload.dataset.messages import Batch, Recipe, SealedStates, Start, Trouble, changes_from
 from streamload.dataset.steps import Steps, Visit
 from streamload.dataset.supply import Superseded, Supply
-from streamload.errors import BlankCaption, CaptionError, DataError, SampleError, TooManyBadSamples
+from streamload.errors import (
+    BlankCaption,
+    CaptionError,
+    DataError,
+    SampleError,
+    TooManyBadSamples,
+    add_note,
+)
 from streamload.handoff import Board, Slots, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.keys import pick, sample_seed
@@ -217,6 +224,9 @@ class Reading:
         except SampleError as exc:  # in its turn: what stands for it may wait for bytes
             passed = self._recipe.skip or isinstance(exc, BlankCaption)
             return _Visited(visit, sample, seed, _trouble(sample, exc) if passed else exc)
+        except Exception as exc:
+            add_note(exc, _place_of(sample))
+            raise
 
     def _place(self, batch: BatchInProgress, one: _Visited) -> Trouble | None:
         """Put one sample into a batch or, where it can't be used, in training another in its stead."""
@@ -233,6 +243,9 @@ class Reading:
                 if not self._recipe.skip:
                     raise
                 trouble = _trouble(sample, exc)
+            except Exception as exc:
+                add_note(exc, _place_of(sample))
+                raise
         if not self._recipe.train:
             return trouble
         tried = 0
@@ -287,6 +300,10 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _place_of(sample: Sample) -> str:
+    return f"in sample {sample.key!r} of {sample.url}"
 
 
 def _trouble(sample: Sample, error: SampleError) -> Trouble:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,6 +20,7 @@ from streamload.loader.options import (
     OnError,
     Output,
     read_device,
+    refuse_arguments,
     whole_number,
 )
 from streamload.loader.sources import Factors, Source, read_sources
@@ -76,6 +77,7 @@ def make_loader(
     storage_options: Mapping[str, Any] | None = None,
     prefetch_factor: int = 2,
     multiprocessing_context: str | None = None,
+    **unknown: NoReturn,
 ) -> Loader:
     """A loader of image-caption batches from tar shards, used from the moment their bytes arrive.
 
@@ -161,6 +163,7 @@ def make_loader(
             host and then by name: {"https://host": {"Authorization": "…"}}.
         prefetch_factor: batches that each worker makes in advance.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.
+        unknown: there are no others; the error says what takes the place of a DataLoader's argument.
 
     Returns:
         A Loader; nothing is read and nothing is started before it is iterated.
@@ -169,6 +172,7 @@ def make_loader(
         OptionError: an argument or a URL that can't be used.
     """
     given = dict(locals())
+    refuse_arguments(given.pop("unknown"), given)
     given["sources"] = read_sources(given.pop("urls"), given.pop("upsampling_factors"))
     given["device"] = None if device is None else read_device(device)
     given["seed"] = whole_number("seed", seed)

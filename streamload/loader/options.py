@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import multiprocessing
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -28,6 +29,23 @@ ImageDtype = Literal["float32", "uint8"]
 
 _SENT = ("tokenizer", "preprocess", "keep", "map_sample", "storage_options", "shared_cache_options")
 """What is the user's own and goes to the workers as it is."""
+
+
+_OF_DATALOADER = {
+    "dataset": "give the shards as urls=",
+    "collate_fn": "map_sample= makes examples of any form, which are stacked; output= shapes batches",
+    "drop_last": "in training only full batches are given (train=True), in evaluation the last one, too",
+    "sampler": "shuffle=, keep=, Source(weight=…) and seed= decide which samples come, and in which order",
+    "batch_sampler": "batch_size=, shuffle= and seed= decide how batches are made",
+    "pin_memory": "with device= batches are copied from pinned memory, ahead of their use",
+    "pin_memory_device": "device= says where batches are put",
+    "persistent_workers": "workers stay until close()",
+    "generator": "seed= decides all that is drawn",
+    "worker_init_fn": "workers have the environment of this process, and seed= decides all that is drawn",
+    "timeout": "a batch that waits for long is reported in the log; STREAMLOAD_ORIGIN_WAIT limits outages",
+    "in_order": "batches come in the order of the seed, always",
+}
+"""The arguments of torch's DataLoader that a loader has no use for, and what takes their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +100,16 @@ class LoaderOptions:
             raise OptionError(
                 f"shuffle={self.shuffle}: give the number of samples that one may move from its place, 0 for "
                 f"the order as listed, or None for the default"
+            )
+        for name in ("image_key", "text_key"):
+            if not isinstance(getattr(self, name), str):
+                raise OptionError(
+                    f"{name}={getattr(self, name)!r}: it has to be a string such as 'jpg;png'. For samples "
+                    f"without image or caption give map_sample=, a function from the raw sample to a dict"
+                )
+        if self.batch_size is None:
+            raise OptionError(
+                "batch_size=None: batches are made here; give 1 for batches of one sample, and take it out"
             )
         at_least(1, batch_size=self.batch_size, prefetch_factor=self.prefetch_factor)
         at_least(1, lanes=self.lanes, groups=self.groups)
@@ -181,6 +209,20 @@ class LoaderOptions:
         return self.train and (sized or self.endless or len(self.sources) > 1)
 
 
+def refuse_arguments(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse arguments that don't exist.
+
+    Raises:
+        OptionError: it says what is meant, or takes the place of an argument of DataLoader.
+    """
+    for name in unknown:
+        instead = _OF_DATALOADER.get(name)
+        if instead is None:
+            near = difflib.get_close_matches(name, known, 1)
+            instead = f"is {near[0]}= meant?" if near else "see help(streamload.make_loader)"
+        raise OptionError(f"make_loader has no argument {name}=: {instead}")
+
+
 def at_least(least: int, **values: int | None) -> None:
     """Refuse numbers below `least`; None passes.
 
@@ -210,14 +252,17 @@ def read_device(device: Any) -> torch.device:
     """The device that is meant.
 
     Raises:
-        OptionError: torch knows no such device.
+        OptionError: torch knows no such device, or sees none.
     """
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError) as exc:
         raise OptionError(
             f"device={device!r}: it has to be one of torch's, like 'cuda', 'cuda:1', 'mps' or 'cpu'"
         ) from exc
+    if found.type == "cuda" and (found.index or 0) >= (there := torch.cuda.device_count()):
+        raise OptionError(f"device={device!r}: torch {torch.__version__} sees {there} such devices here")
+    return found
 
 
 def _share(name: str, value: Any) -> None:

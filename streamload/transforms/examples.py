@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from streamload.errors import BlankCaption
+from streamload.errors import BlankCaption, add_note
 from streamload.transforms.captions import read_caption
 from streamload.transforms.collate import Allocate, collate
 from streamload.transforms.decode import (
@@ -27,6 +27,8 @@ from streamload.transforms.planned import PlannedTransform, Put
 from streamload.transforms.prepare import Preparation
 from streamload.transforms.tokenize import BatchTokenizer
 from streamload.transforms.user import SeededGenerators, UserTransform
+
+_KEYS_SHOWN = 16
 
 Preprocess = Callable[[Any], Any]
 MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -206,6 +208,15 @@ class _CaptionedBatch:
         return layout
 
     def finish(self) -> dict[str, Any]:
+        try:
+            values = self._values()
+        except Exception as exc:
+            add_note(exc, _batch_of([one.key for one in self._added]))
+            raise
+        keys, urls = [one.key for one in self._added], [one.url for one in self._added]
+        return {**values, "__key__": keys, "__url__": urls}
+
+    def _values(self) -> dict[str, Any]:
         captions = [one.caption for one in self._added]
         values: dict[str, Any] = {"image": self._images.finish(), "text": captions}
         if self._examples.tokenizer is not None and captions:
@@ -213,8 +224,7 @@ class _CaptionedBatch:
             values["text"] = texts.ids
             if self._examples.all_of_text:
                 values |= texts.others
-        keys, urls = [one.key for one in self._added], [one.url for one in self._added]
-        return {**values, "__key__": keys, "__url__": urls}
+        return values
 
     def close(self) -> None:
         self._images.close()
@@ -382,8 +392,17 @@ class _MappedBatch:
         self._urls.append(sample.url)
 
     def finish(self) -> dict[str, Any]:
-        values = collate(self._values, self._allocate) if self._values else {}
+        try:
+            values = collate(self._values, self._allocate) if self._values else {}
+        except Exception as exc:
+            add_note(exc, _batch_of(self._keys))
+            raise
         return {**values, "__key__": self._keys, "__url__": self._urls}
 
     def close(self) -> None:
         self._borrowed.close()
+
+
+def _batch_of(keys: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
+    return f"in the batch of samples {shown}{', …' if len(keys) > _KEYS_SHOWN else ''}"
