@@ -400,6 +400,20 @@ def test_version_prints_the_installed_version(streamload):
     assert streamload("version").stdout.strip() == version("streamload")
 
 
+def test_version_is_an_option_and_a_command(streamload):
+    assert streamload("--version").stdout == streamload("version").stdout != ""
+
+
+def test_warm_of_local_shards_says_that_their_data_stays_and_as_json(streamload, tmp_path):
+    paths = [str(path) for path in write_shards(tmp_path / "data", [3, 4])]
+    done = streamload("warm", *paths, "--cache-dir", str(tmp_path / "cache"))
+    assert "2 of them are local files: only their indexes are in the cache" in done.stdout
+    done = streamload("warm", *paths, "--cache-dir", str(tmp_path / "cache"), "--json")
+    report = json.loads(done.stdout)
+    assert (report["shards_complete"], report["shards_found_complete"], report["shards_local"]) == (2, 2, 2)
+    assert report["failures"] == {}
+
+
 def test_an_unknown_command_fails_with_usage(streamload):
     done = streamload("trian")
     assert done.returncode == 2

@@ -84,6 +84,8 @@ def test_it_goes_on_until_it_is_told_to_end_and_tells_how_it_is(
             shown = run([*COMMAND, "daemon", "status", "--listen", f"127.0.0.1:{port}"])
             assert shown.returncode == 0
             assert "3 listed shards" in shown.stdout
+            shown = run([*COMMAND, "daemon", "status", "--json", "--listen", f"127.0.0.1:{port}"])
+            assert json.loads(shown.stdout)["held"] == 3
             os.kill(process.pid, signal.SIGTERM)
             out, _ = process.communicate(timeout=60)
         finally:

@@ -5,6 +5,7 @@ on purpose, or the system's refusal of a file, is one line on stderr and exit co
 """
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -21,10 +22,27 @@ from streamload.errors import StreamloadError
 app = typer.Typer(
     help="Train image-text models on WebDataset tar shards while they are still arriving.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: half the time to start
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """What stands in front of a command."""
+
+
 for command in (bench, daemon, demo, doctor, pack, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")

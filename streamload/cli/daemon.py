@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.options import (
+    AsJson,
     CacheDir,
     CacheSize,
     Concurrency,
@@ -81,6 +82,7 @@ def daemon(
     listen: Annotated[
         str | None, typer.Option(help='Where /metrics, /healthz and /status are; "none": nowhere.')
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Keep the shards in front of the readers held: in this node's cache, or in a shared one for others.
 
@@ -91,8 +93,10 @@ def daemon(
     from streamload.prefetch.service import ServiceOptions
 
     if urls == ["status"]:
-        show_status(listen or DEFAULT_LISTEN)
+        show_status(listen or DEFAULT_LISTEN, as_json)
         return
+    if as_json:
+        raise OptionError("--json is for `streamload daemon status`")
     given = ServiceOptions(
         urls=tuple(urls or ()),
         runs=tuple(run or ()),
@@ -138,7 +142,7 @@ def serve(given: ServiceOptions) -> None:
         raise typer.Exit(1)
 
 
-def show_status(listen: str) -> None:
+def show_status(listen: str, as_json: bool = False) -> None:
     """Print what a daemon of this machine says about itself.
 
     Raises:
@@ -169,6 +173,9 @@ def show_status(listen: str) -> None:
             }
         except (urllib3.exceptions.HTTPError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise OptionError(f"no daemon answers at {listen}: {exc}; name another with --listen") from exc
+    if as_json:
+        print(json.dumps(status))
+        return
     for name, text in rows.items():
         print(f"{name:<11} {text}")
 

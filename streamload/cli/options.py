@@ -34,6 +34,7 @@ RayAddress = Annotated[
     str | None,
     typer.Option(help='Let the nodes of a Ray cluster do the work: "host:6379", "ray://host:10001", "auto".'),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")]
 
 

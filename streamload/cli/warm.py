@@ -1,10 +1,13 @@
 """`streamload warm`: fill the cache once, before training or beside it."""
 
+import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from streamload.cli.options import (
+    AsJson,
     CacheDir,
     CacheSize,
     Concurrency,
@@ -21,7 +24,7 @@ from streamload.errors import OptionError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from streamload.prefetch.warm import WarmProgress
+    from streamload.prefetch.warm import WarmProgress, WarmReport
 
 
 def warm(
@@ -44,6 +47,7 @@ def warm(
     prepare: Annotated[
         str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Fill the cache with shards once.
 
@@ -54,6 +58,8 @@ def warm(
     options = storage_options_of(storage_options)
     shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
     if ray is not None:
+        if as_json:
+            raise OptionError("--json is for a warm-up by this process, without --ray")
         _warm_by_ray(
             urls,
             near=[cache, memory_size],
@@ -70,7 +76,6 @@ def warm(
         )
         return
     from streamload.cache.locks import allow_many_files
-    from streamload.metrics import format_bytes
     from streamload.prefetch.warm import warm as fill
 
     allow_many_files()
@@ -89,11 +94,27 @@ def warm(
             prepare=None if prepare is None else preparation_of(prepare),
             on_progress=bar.show,
         )
+    if as_json:
+        print(json.dumps({**asdict(report), "cache_dir": str(report.cache_dir)}))
+    else:
+        _print(report)
+    if report.failures or report.shared_failures:
+        raise typer.Exit(1)
+
+
+def _print(report: "WarmReport") -> None:
+    from streamload.metrics import format_bytes
+
     shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
     print(
         f"{report.shards_complete} of {report.shards} shards are in {report.cache_dir} "
         f"({report.shards_found_complete} were before), {format_bytes(report.bytes_arrived)} arrived{shared}"
     )
+    if report.shards_local:
+        print(
+            f"{report.shards_local} of them are local files: only their indexes are in the cache, their data "
+            f"is read where it is"
+        )
     if report.shared_stored:
         print(f"{report.shared_stored} were stored in the shared cache")
     without_room = set(report.no_room)
@@ -105,8 +126,6 @@ def warm(
             f"{len(report.no_room):,} were left, the first of which is {report.no_room[0]}: "
             f"{report.failures[report.no_room[0]]}"
         )
-    if report.failures or report.shared_failures:
-        raise typer.Exit(1)
 
 
 def _warm_by_ray(

@@ -56,6 +56,7 @@ class WarmReport:
         shards: how many were asked for.
         shards_complete: how many of them are in the tier now.
         shards_found_complete: how many of those were there before.
+        shards_local: how many are local files of which only the index is in the tier.
         bytes_arrived: received from origins.
         bytes_shared: received from the shared cache.
         shared_stored: shards that were stored there.
@@ -68,6 +69,7 @@ class WarmReport:
     shards: int
     shards_complete: int
     shards_found_complete: int
+    shards_local: int
     bytes_arrived: int
     bytes_shared: int
     shared_stored: int
@@ -331,6 +333,7 @@ def warm(
         shards=len(shards),
         shards_complete=complete,
         shards_found_complete=before,
+        shards_local=sum(shard.in_place is not None for shard in shards),
         bytes_arrived=done.origin_bytes,
         bytes_shared=done.shared_bytes,
         shared_stored=done.shared_stored,
