@@ -116,7 +116,16 @@ def test_a_checkpoint_without_a_state_is_refused(place: Path) -> None:
 
 def test_two_ranks_train_on_disjoint_samples_and_resume(place: Path) -> None:
     said = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, str(place)],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            str(place),
+        ],
         check=True,
         capture_output=True,
         text=True,

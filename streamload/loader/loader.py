@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
+import signal
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
 
@@ -324,7 +327,7 @@ class Loader(DataLoaderInterface):
         self._board.order.write(start.to_json())
         self._checks.begin(self._board.order.generation)
         try:
-            with _on_cpu():
+            with _on_cpu(), _interrupts_held(source):
                 batches = iter(source)
         except _UNPICKLABLE:
             self.options.refuse_what_cannot_be_sent()
@@ -406,6 +409,21 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
     except AttributeError:  # torch 2.7, where another one was set and unset again
         is_default = True
     return contextlib.nullcontext() if is_default else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
+    """Start workers with SIGINT blocked, which they inherit; one that comes meanwhile is delivered after."""
+    if getattr(source, "_iterator", None) is not None or not source.num_workers:
+        yield
+        return
+    if (source.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        resource_tracker.ensure_running()  # else the first worker starts it, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
