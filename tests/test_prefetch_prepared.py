@@ -1,6 +1,7 @@
 """A tar becomes the same tar with its images prepared: what stays, what is noted, from where it is given."""
 
 import io
+import itertools
 import logging
 import tarfile
 import threading
@@ -25,6 +26,7 @@ from streamload.prefetch.prepared import PreparedOrigin, prepared_tar
 from streamload.prefetch.warm import warm
 from streamload.shards.original import Original
 from streamload.shards.samples import ShardScanner
+from streamload.shards.tar import NOTE
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -46,12 +48,14 @@ def image(side, kind="JPEG"):
 JPG, PNG, SMALL = image(50), image(40, "PNG"), image(10)
 
 
-def tar_of(members, tar_format=tarfile.GNU_FORMAT):
+def tar_of(members, tar_format=tarfile.GNU_FORMAT, notes=()):
+    """Of names and payloads; `notes` are of the members in order, None: none."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tar_format, errors="surrogateescape") as tar:
-        for name, payload in members:
+        for (name, payload), note in itertools.zip_longest(members, notes):
             info = tarfile.TarInfo(name)
             info.size = len(payload)
+            info.pax_headers = {} if note is None else {NOTE: note}
             tar.addfile(info, io.BytesIO(payload))
     return out.getvalue()
 
@@ -144,6 +148,11 @@ def test_a_run_knows_the_same_of_its_samples(members, recipe, tar_format, chunk_
     data = tar_of([(f"{key}.{extension}", payload) for key, extension, payload in members], tar_format)
     made = prepare(data, recipe, chunk_bytes)
     assert made == prepare(data, recipe)
+    compare(data, made, recipe)
+
+
+def compare(data, made, recipe):
+    """A prepared shard has the samples of the one that it was made of, with their images prepared."""
     before, after = entries_of(data), entries_of(made, prepared=True)
     assert [as_known(entry) for entry in after] == [as_known(entry) for entry in before]
     for old, new in zip(before, after, strict=True):
@@ -154,6 +163,33 @@ def test_a_run_knows_the_same_of_its_samples(members, recipe, tar_format, chunk_
             is_prepared = new.prepared is not None and new.prepared[0] == extension
             assert stored == (recipe.prepare(payload) if is_prepared else payload)
     members_of(made)  # and tarfile reads it
+
+
+PLANTED = st.sampled_from(
+    [None, "", "x", "1 2 3", "1 2 3 jpg", "1 2 3 png", "1 2 3 txt", "99 9 9 ppm", "7 7 7 left.jpg"]
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.tuples(KEYS, NAMES, PAYLOADS, PLANTED), min_size=1, max_size=8),
+    st.sampled_from([RAW, JPEG]),
+    st.sampled_from([1 << 20, 5000, 700, 100]),
+    st.booleans(),
+)
+def test_notes_that_a_source_has_already_say_nothing(members, recipe, chunk_bytes, is_let_through):
+    named = [(f"{key}.{extension}", payload) for key, extension, payload, _ in members]
+    data = tar_of(named, tarfile.PAX_FORMAT, [note for *_, note in members])
+    with pytest.MonkeyPatch.context() as patched:
+        if is_let_through:  # in the middle of headers, too
+            patched.setattr(prepared, "_HELD_BYTES", 300)
+        compare(data, prepare(data, recipe, chunk_bytes), recipe)
+
+
+def test_a_source_may_be_a_prepared_shard():
+    first = prepare(tar_of([("a.jpg", JPG), ("a.png", PNG), ("b.jpg", SMALL), ("b.txt", b"x")]))
+    assert NOTE.encode() in first
+    compare(first, prepare(first, JPEG), JPEG)
 
 
 def test_a_nul_in_a_name_is_kept():

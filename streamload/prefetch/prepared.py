@@ -4,7 +4,8 @@ A prepared shard is a standard tar with the samples of the one that it is made o
 their keys: what is the image of a sample is replaced by what a recipe makes of it (`.jpg` by `.ppm`, say),
 all other members are there to the byte, and so is any sample that can't be prepared. What is part of no
 sample isn't carried over where it stands before an image, or at the end. A pax record of each image that was
-replaced says what it stands for (shards/original.py).
+replaced says what it stands for (shards/original.py). Records by that name that its source has already are
+made void: each loses the first letter of its name, whatever it says.
 
 Here it is an origin like any other, which a fill brings into a tier: all that holds of shards holds of it.
 The same bytes come of the same bytes, so a fill that begins anew gives the same ones.
@@ -30,6 +31,7 @@ _IMAGES = ("jpg", "png", "jpeg", "webp")
 _HELD_BYTES = 64 << 20
 """A sample that takes more is not prepared: what isn't known to its end is let through."""
 _END = bytes(2 * BLOCK_BYTES)
+_VOID = ord("-")
 
 
 class Recipe(Protocol):
@@ -141,12 +143,16 @@ class _Samples:
         if self._scanner.ended:
             return
         self._held += chunk
-        for entry in self._scanner.feed(chunk):
+        entries = self._scanner.feed(chunk)
+        for at in self._scanner.notes_at:
+            self._held[at - self._start] = _VOID
+        for entry in entries:
             yield self._give_out(entry)
         if len(self._held) > _HELD_BYTES and not self._scanner.ended:
-            yield bytes(self._held)
-            self._start += len(self._held)
-            self._held.clear()
+            count = len(self._held) - self._scanner.header_bytes  # which may have a note
+            yield bytes(memoryview(self._held)[:count])
+            self._start += count
+            del self._held[:count]
 
     def finish(self, name: str) -> Iterator[bytes]:
         """There are no more bytes."""

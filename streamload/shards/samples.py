@@ -179,6 +179,16 @@ class ShardScanner:
             self._give_out(entries)
         return entries
 
+    @property
+    def notes_at(self) -> list[int]:
+        """Where notes of preparation stand in the bytes that came last; see TarParser."""
+        return self._parser.notes_at
+
+    @property
+    def header_bytes(self) -> int:
+        """How many of the bytes that came last are of a header of which more is to come."""
+        return self._parser.header_bytes
+
     def skippable(self) -> int:
         """How many of the next bytes needn't be read, if no checksum is wanted of them."""
         return 0 if self._image is not None else self._parser.skippable

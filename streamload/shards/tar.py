@@ -83,6 +83,8 @@ class TarParser:
         """Whether the end marker was read; all that follows it is ignored."""
         self.trailing = False
         """Whether something else than zeros followed the end marker."""
+        self.notes_at: list[int] = []
+        """Where in the tar the keywords NOTE stand that came with the last `feed`."""
         self._origin = position
         self._header_start = position
         self._member: Member | None = None
@@ -96,6 +98,11 @@ class TarParser:
         self._long_name: str | None = None
         self._long_size: int | None = None
         self._note = ""
+
+    @property
+    def header_bytes(self) -> int:
+        """How many of the bytes that came last are of a header of which more is to come."""
+        return len(self._partial)
 
     @property
     def skippable(self) -> int:
@@ -120,6 +127,7 @@ class TarParser:
         Raises:
             ShardFormatError: what is wrong, and at which byte of the tar.
         """
+        self.notes_at = []
         view = memoryview(chunk)
         base, stop = self.position, len(view)
         pieces: list[Piece] = []
@@ -273,6 +281,8 @@ class TarParser:
             length = int(digits) if space and digits.isdigit() else 0
             record = body[at + len(digits) + 1 : at + length]
             keyword, equals, value = record[:-1].partition(b"=")
+            if keyword == _NOTE:
+                self.notes_at.append(self.position - len(body) + at + len(digits) + 1)
             if not keyword or not equals or record[-1:] != b"\n" or at + length > len(body):
                 raise self._error(f"a pax record that can't be read: {body[at : at + 40]!r}")
             records[keyword] = value
