@@ -20,6 +20,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   └── DatasetChanged                  another version than the one this run began with
     ├── SampleError (ValueError)            one sample that can't be used
     │   ├── DecodeError                     its image
+    │   │   └── ImageTooLarge               which would take too much memory or time to decode
     │   └── CaptionError                    its caption
     │       └── BlankCaption                there is nothing in it, where that isn't allowed
     ├── CacheError (OSError)                the tier can't be used
@@ -141,6 +142,10 @@ class SampleError(StreamloadError, ValueError):
 
 class DecodeError(SampleError):
     """A member of a sample can't be decoded."""
+
+
+class ImageTooLarge(DecodeError):
+    """Decoding an image would take more memory or time than is allowed."""
 
 
 class CaptionError(SampleError):

@@ -20,6 +20,7 @@ CAUSES = {
     "missing": "it has no image or no caption where they were asked for, or one of more than 64 MiB, or a "
     "blank caption where these are left out",
     "decode": "its image can't be decoded",
+    "too_large": "its image would take more memory or time to decode than max_image_pixels allows",
     "caption": "its caption can't be read as text, or lacks the field asked for",
 }
 

@@ -32,6 +32,7 @@ VARIABLES = {
     "write_back": "STREAMLOAD_SHARED_WRITE_BACK",
     "shared_wait": "STREAMLOAD_SHARED_WAIT",
     "origin_wait": "STREAMLOAD_ORIGIN_WAIT",
+    "max_image_pixels": "STREAMLOAD_MAX_IMAGE_PIXELS",
 }
 
 Revalidate = Literal["never", "start", "always"]
@@ -49,6 +50,8 @@ DEFAULT_SHARED_WAIT_SECONDS = 120.0
 ends long before where that node is quick, or dead; for one that is slower nobody waits twice."""
 DEFAULT_ORIGIN_WAIT_SECONDS = 300.0
 """Half of what the other ranks of a training wait for one in a collective operation, by NCCL's default."""
+DEFAULT_MAX_IMAGE_PIXELS = 20_000_000
+"""An image of so many takes 240 MB at most to decode (transforms/limits.py)."""
 _LEAST_FREE_BYTES = 1_000_000_000
 _LEAST_FREE_SHARE = 0.02
 _MOST_KEPT_FREE_SHARE = 0.2
@@ -181,6 +184,7 @@ class Settings:
         write_back: whether what was fetched from origins is stored there.
         shared_wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
         origin_wait_seconds: how long a server or bucket that is away is waited for; 0: as a shard that fails.
+        max_image_pixels: of an image that is decoded.
         sources: of each name in VARIABLES: "argument", its variable's name, or "default".
     """
 
@@ -196,6 +200,7 @@ class Settings:
     write_back: bool
     shared_wait_seconds: float
     origin_wait_seconds: float
+    max_image_pixels: int
     sources: Mapping[str, str]
 
 
@@ -212,6 +217,7 @@ def read_settings(
     write_back: bool | None = None,
     shared_wait: float | None = None,
     origin_wait: float | None = None,
+    max_image_pixels: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """Resolve the settings from arguments, then the environment, then defaults.
@@ -230,6 +236,7 @@ def read_settings(
         shared_wait: how many seconds to wait there for what another node is fetching; 0: not at all.
         origin_wait: how many seconds to wait for a server or bucket that gave shards and is away; 0: no more
             than for a shard.
+        max_image_pixels: the most that an image may have to be decoded.
         environ: where to look for STREAMLOAD_* variables; the process's own by default.
 
     Raises:
@@ -265,6 +272,7 @@ def read_settings(
     shared = given("shared_cache", shared_cache)
     back = given("write_back", write_back)
     wait, outage = given("shared_wait", shared_wait), given("origin_wait", origin_wait)
+    pixels = given("max_image_pixels", max_image_pixels)
     return Settings(
         cache_dir=default_cache_dir(environ)
         if directory is None
@@ -286,6 +294,9 @@ def read_settings(
         origin_wait_seconds=DEFAULT_ORIGIN_WAIT_SECONDS
         if outage is None
         else _seconds(outage, label("origin_wait")),
+        max_image_pixels=DEFAULT_MAX_IMAGE_PIXELS
+        if pixels is None
+        else _count(pixels, label("max_image_pixels")),
         sources=sources,
     )
 
@@ -411,6 +422,13 @@ def _seconds(value: object, name: str) -> float:
             if 0 <= number < math.inf:
                 return number
     raise OptionError(f"{name}={value!r} is no time; expected seconds, such as 60, or 0")
+
+
+def _count(value: object, name: str) -> int:
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str | int) and not isinstance(value, bool) and (number := int(value)) >= 1:
+            return number
+    raise OptionError(f"{name}={value!r}: it has to be a whole number of at least 1")
 
 
 def _directory(value: object, name: str) -> Path:

@@ -15,6 +15,13 @@ from fuzzing.blocks import END
 from hostile import among_good_ones, picture, sample
 from PIL import Image
 
+from benchmarks.faults import images
+
+
+def size_of(image: Image.Image) -> tuple[int, int]:
+    return image.size
+
+
 BEFORE, AFTER = sample("before"), sample("after") + END
 
 
@@ -97,11 +104,50 @@ BOMBS = {
 }
 
 
+TOO_LARGE = {
+    "a PNG of 169 megapixels",
+    "a PNG of 2^62 pixels",
+    "a JPEG whose frame is 65,500 wide and high",
+    "a JPEG whose frame has 169 megapixels",
+    "a GIF whose screen is 65,535 wide and high",
+    "a GIF whose frame is larger than its screen",
+    "a WebP whose canvas is 2^24 wide",  # by Pillow 12 it can't be decoded
+    "a TIFF of 2^62 pixels",
+    "a BMP of 169 megapixels",
+    "an icon with a PNG of 169 megapixels",
+    "an icon with a BMP of 169 megapixels",
+}
+
+
 @pytest.mark.parametrize("case", BOMBS)
 def test_an_image_that_cannot_be_decoded_is_skipped_and_counted(case: str, tmp_path: Path) -> None:
     found = among_good_ones(tmp_path, BEFORE + sample("bad", BOMBS[case]) + AFTER)
-    assert (found.keys, found.skipped, found.error) == (["before", "after"], {"decode": 1}, ""), found.log
+    assert (found.keys, found.error) == (["before", "after"], ""), found.log
+    (cause,) = found.skipped
+    assert found.skipped == {cause: 1}
+    assert cause == "decode" or case in TOO_LARGE, found.log
+    assert cause == "too_large" or case not in TOO_LARGE or "WebP" in case, found.log
     assert "sample bad of" in found.log
+
+
+def test_images_that_would_take_too_much_to_decode_are_skipped_and_counted(tmp_path: Path) -> None:
+    """All of them within the memory and the time that one may take."""
+    bad = b"".join(sample(name, make()) for name, make in images.BOMBS.items())
+    found = among_good_ones(tmp_path, BEFORE + bad + AFTER)
+    assert found.keys == ["before", "after"]
+    assert (found.skipped, found.error) == ({"too_large": len(images.BOMBS)}, ""), found.log
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [*((case, {}) for case in images.LARGE), ("a PNG of 16 bits and alpha", {"preprocess": size_of})],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "compiled",
+)
+def test_the_largest_images_that_are_used_take_little(
+    case: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = among_good_ones(tmp_path, BEFORE + sample("large", images.LARGE[case]()) + AFTER, **options)
+    assert (found.keys, found.skipped, found.error) == (["before", "large", "after"], {}, ""), found.log
 
 
 def with_orientation() -> bytes:

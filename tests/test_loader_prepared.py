@@ -26,6 +26,7 @@ from streamload.cli import main
 from streamload.errors import OptionError
 from streamload.loader import make_loader
 from streamload.prefetch.warm import warm
+from streamload.shards.tar import NOTE
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.transforms.prepare import Preparation
@@ -164,6 +165,35 @@ def test_an_image_that_cannot_be_decoded_is_replaced_alike(
     found, stats = batches(server.url, tmp_path / "all", prepare=recipe)
     made, _ = batches(server.url, tmp_path / "none", prepare=recipe)
     assert stats.samples_replaced["decode"] == 2
+    assert same(found, made)
+
+
+def test_notes_of_preparation_in_a_source_change_nothing(
+    data: Path, server: ShardServer, tmp_path: Path
+) -> None:
+    """They say that captions are images, images prepared, samples others, or what can't be read."""
+    planted = itertools.cycle(["1 8 8 txt", "1 8 8 jpg", "no note", None, "1 8 8 png", "", None])
+    for name in NAMES:
+        with tarfile.open(data / name) as old, tarfile.open(tmp_path / name, "w") as new:
+            for info in old:
+                info.pax_headers = {} if (note := next(planted)) is None else {NOTE: note}
+                new.addfile(info, old.extractfile(info))
+        (tmp_path / name).replace(data / name)
+    prepare(server, tmp_path / "all", "raw-32")
+    found, stats = batches(server.url, tmp_path / "all", prepare="raw-32")
+    made, _ = batches(server.url, tmp_path / "none", prepare="raw-32")
+    assert stats.shards_published == 0
+    assert same(found, made)
+
+
+def test_shards_prepared_under_another_limit_are_not_used(server: ShardServer, tmp_path: Path) -> None:
+    """What is prepared there may be too large here."""
+    prepare(server, tmp_path / "all", "raw-32")
+    options = {"prepare": "raw-32", "max_image_pixels": 80 * 82, "train": False}
+    found, stats = batches(server.url, tmp_path / "all", **options)
+    made, _ = batches(server.url, tmp_path / "none", **options)
+    assert stats.shards_published == 3
+    assert stats.samples_skipped["too_large"] > 0
     assert same(found, made)
 
 

@@ -54,7 +54,18 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "write_back": "default",
         "shared_wait": "default",
         "origin_wait": "default",
+        "max_image_pixels": "default",
     }
+
+
+def test_the_most_pixels_of_an_image_are_a_whole_number():
+    name = "STREAMLOAD_MAX_IMAGE_PIXELS"
+    assert read_settings(environ={}).max_image_pixels == 20_000_000
+    assert read_settings(environ={name: "90_000_000"}).max_image_pixels == 90_000_000
+    assert read_settings(max_image_pixels=7, environ={name: "8"}).max_image_pixels == 7
+    for wrong in ("0", "-1", "2e7", "20MP"):
+        with pytest.raises(OptionError, match=f"{name}='{wrong}'"):
+            read_settings(environ={name: wrong})
 
 
 def test_with_nothing_set_everything_has_a_default():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from streamload.errors import DecodeError
+from streamload.errors import DecodeError, ImageTooLarge
 from streamload.transforms import decode
-from streamload.transforms.decode import MAX_PIXELS, decode_jpeg_or_image, decode_to_pillow, jpeg_size
+from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow, jpeg_size
 
 
 def photograph(width=120, height=90, mode="RGB"):
@@ -233,9 +233,9 @@ def test_what_is_no_image_fails(data):
         decode_to_pillow(data)
 
 
-@pytest.mark.parametrize("size", [(13_000, 13_000), (MAX_PIXELS + 1, 1), (200_000, 200_000)])
+@pytest.mark.parametrize("size", [(13_000, 13_000), (20_000_001, 1), (200_000, 200_000)])
 def test_a_bomb_fails_by_its_header(size):
-    with pytest.raises(DecodeError, match=r"pixels are decoded|could not be opened"):
+    with pytest.raises(ImageTooLarge):
         decode_jpeg_or_image(png_of_size(*size))
 
 
@@ -250,8 +250,8 @@ def test_a_bomb_in_a_jpeg_fails_by_its_header():
 
 
 def test_an_image_below_the_limit_is_opened():
-    with pytest.raises(DecodeError, match=r"PNG image of .* 9000×9000, could not be decoded"):
-        decode_jpeg_or_image(png_of_size(9000, 9000))
+    with pytest.raises(DecodeError, match=r"PNG image of .* 4400×4400, could not be decoded"):
+        decode_jpeg_or_image(png_of_size(4400, 4400))
 
 
 def test_random_damage_gives_pixels_or_a_decode_error_and_nothing_else():

@@ -105,6 +105,7 @@ def _settings() -> list[Finding]:
         Finding("free disk", _kept_free(found), sources["free_disk"]),
         Finding("cache", _where(found), sources["cache"]),
         Finding("memory size", _memory_size(found), sources["memory_size"]),
+        Finding("largest image", f"{found.max_image_pixels:,} pixels", sources["max_image_pixels"]),
         *_cache(found),
         *_shared(found),
     ]

@@ -73,8 +73,9 @@ def preparation_of(text: str) -> Preparation:
     """
     import torch
 
+    from streamload.settings import read_settings
     from streamload.transforms.prepare import Preparation
 
-    found = Preparation.parse(text)
+    found = Preparation.parse(text, read_settings().max_image_pixels)
     torch.set_num_threads(1)
     return found

@@ -28,6 +28,7 @@ from streamload.errors import (
     BlankCaption,
     CaptionError,
     DataError,
+    ImageTooLarge,
     SampleError,
     TooManyBadSamples,
     add_note,
@@ -308,8 +309,6 @@ def _place_of(sample: Sample) -> str:
 
 def _trouble(sample: Sample, error: SampleError) -> Trouble:
     """What is told of an error, which itself has hold of all that was there when it was raised."""
-    if isinstance(error, BlankCaption):
-        cause = "missing"
-    else:
-        cause = "caption" if isinstance(error, CaptionError) else "decode"
+    causes = {BlankCaption: "missing", CaptionError: "caption", ImageTooLarge: "too_large"}
+    cause = causes.get(type(error), "decode")
     return Trouble(cause, sample.url, sample.key, str(error))

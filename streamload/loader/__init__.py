@@ -40,6 +40,7 @@ def make_loader(
     compile: bool = True,  # noqa: A002
     image_dtype: ImageDtype = "float32",
     prepare: str | None = None,
+    max_image_pixels: int | None = None,
     batch_size: int = 64,
     num_workers: int = 4,
     num_samples: int | None = None,
@@ -101,6 +102,9 @@ def make_loader(
             "jpeg-256-q90". Where the cache has prepared shards (`streamload warm --prepare`) they are read,
             and nothing but the random part is done; else each image is prepared when it is used. The pixels
             are the same either way, but not those of the original images (docs/prepared.md).
+        max_image_pixels: larger images are left out, counted as `too_large`, as are those that need as much
+            memory or time as these to decode (docs/transforms.md). None: 20,000,000
+            (STREAMLOAD_MAX_IMAGE_PIXELS).
         batch_size: samples in a batch of one rank.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of

@@ -58,6 +58,7 @@ class LoaderOptions:
     compile: bool
     image_dtype: ImageDtype
     prepare: str | None
+    max_image_pixels: int | None
     batch_size: int
     num_workers: int
     num_samples: int | None
@@ -114,6 +115,7 @@ class LoaderOptions:
         at_least(1, batch_size=self.batch_size, prefetch_factor=self.prefetch_factor)
         at_least(1, lanes=self.lanes, groups=self.groups)
         at_least(1, num_samples=self.num_samples, num_batches=self.num_batches, world_size=self.world_size)
+        at_least(1, max_image_pixels=self.max_image_pixels)
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle, rank=self.rank)
         _one_of("output", self.output, ("tuple", "dict", "hf"))
         _one_of("on_error", self.on_error, ("skip", "raise"))

@@ -53,8 +53,8 @@ def recipe_for(
     Raises:
         CacheError: the cache directory can't be used.
     """
-    settings, shards, preparation = _settings(options), _shards(options), _preparation(options)
-    storage = _storage(options)
+    settings, storage = _settings(options), _storage(options)
+    shards, preparation = _shards(options, settings), _preparation(options, settings)
     warn_of_shared_headers(options.urls, storage)
     placed = place_tier(settings, shards, storage, here.nodes)
     tier = placed.tier
@@ -86,7 +86,7 @@ def recipe_for(
         skip=options.on_error == "skip",
         stand_ins=None if options.max_bad_samples is None else _STAND_INS,
         selection=_selection(options),
-        examples=_examples(options, preparation),
+        examples=_examples(options, preparation, settings.max_image_pixels),
         with_keys=options.with_keys,
     )
     return recipe, placed
@@ -94,7 +94,8 @@ def recipe_for(
 
 def counted_samples(options: LoaderOptions) -> int | None:
     """How many samples of all shards can be used, by the indexes in the cache; None where one isn't whole."""
-    settings, shards = _settings(options), _shards(options)
+    settings = _settings(options)
+    shards = _shards(options, settings)
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
         with contextlib.suppress(StreamloadError):
@@ -136,6 +137,7 @@ def _settings(options: LoaderOptions) -> Settings:
         memory_size=options.memory_size,
         shared_cache=options.shared_cache,
         write_back=options.write_back,
+        max_image_pixels=options.max_image_pixels,
     )
 
 
@@ -143,12 +145,14 @@ def _storage(options: LoaderOptions) -> dict[str, Any] | None:
     return dict(options.storage_options) if options.storage_options else None
 
 
-def _preparation(options: LoaderOptions) -> Preparation | None:
-    return None if options.prepare is None else Preparation.parse(options.prepare)
+def _preparation(options: LoaderOptions, settings: Settings) -> Preparation | None:
+    if options.prepare is None:
+        return None
+    return Preparation.parse(options.prepare, settings.max_image_pixels)
 
 
-def _shards(options: LoaderOptions) -> ShardList:
-    preparation = _preparation(options)
+def _shards(options: LoaderOptions, settings: Settings) -> ShardList:
+    preparation = _preparation(options, settings)
     return ShardList(options.urls, _storage(options), "" if preparation is None else preparation.name)
 
 
@@ -170,7 +174,7 @@ def _selection(options: LoaderOptions) -> Selection:
     return Selection(KeySpec.parse(options.image_key), KeySpec.parse(options.text_key), options.keep)
 
 
-def _examples(options: LoaderOptions, preparation: Preparation | None) -> Examples:
+def _examples(options: LoaderOptions, preparation: Preparation | None, most_pixels: int) -> Examples:
     on_device = options.device is not None and options.device.type != "cpu"
     planned = _planned(options)
     if preparation is not None:
@@ -190,6 +194,7 @@ def _examples(options: LoaderOptions, preparation: Preparation | None) -> Exampl
         preparation=preparation,
         all_of_text=options.output == "hf",
         blank_captions=options.blank_captions,
+        most_pixels=most_pixels,
     )
 
 

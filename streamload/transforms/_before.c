@@ -1,6 +1,6 @@
-/* What goes before an image's pixels, for dozens of images in a row: the size that a JPEG's header gives, and the box
- * that torchvision's RandomResizedCrop draws. Each gives None where it leaves the answer to Python (decode.py,
- * augment.py), which gives the same in several times the time.
+/* What goes before an image's pixels, for dozens of images in a row: the size that a JPEG's header gives, the scans of
+ * an unusual one, and the box that torchvision's RandomResizedCrop draws. Where one gives None, it leaves the answer to
+ * Python (decode.py, limits.py, augment.py), which gives the same in several times the time.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -20,7 +20,7 @@ struct header {
 
 static int two_bytes(const uint8_t *at) { return at[0] << 8 | at[1]; }
 
-/* Read the segments up to the first scan; 0 if there is anything out of the ordinary. */
+/* Read the segments up to the scan, if it is the only one; 0 if there is anything out of the ordinary. */
 static int read_header(const uint8_t *at, const uint8_t *end, struct header *header) {
     if (end - at < 2 || at[0] != 0xff || at[1] != 0xd8)
         return 0;
@@ -31,11 +31,11 @@ static int read_header(const uint8_t *at, const uint8_t *end, struct header *hea
         if (at[0] != 0xff || length < 2)
             return 0;
         if (marker == 0xda)
-            return header->components != 0;
+            return header->components != 0 && end - at > 4 && payload[0] == header->components;
         at += 2 + length;
         if (at > end)
             return 0;
-        if (marker >= 0xc0 && marker <= 0xc2) { /* baseline, extended, progressive */
+        if (marker == 0xc0 || marker == 0xc1) { /* baseline, extended */
             if (header->components || length < 8)
                 return 0;
             header->height = two_bytes(payload + 1);
@@ -76,6 +76,45 @@ static PyObject *jpeg_size(PyObject *Py_UNUSED(module), PyObject *start) {
     if (!read_header(at, at + size, &header) || !is_ycbcr_or_grey(&header) || !header.height || !header.width)
         Py_RETURN_NONE;
     return Py_BuildValue("(ii)", header.height, header.width);
+}
+
+/* ---- A JPEG's scans ---- */
+
+enum { MOST_MARKERS = 1 << 16, ARITHMETIC = 8 };
+
+/* How often decoding goes over the pixels: once for each scan up to the end, eight times for one that is coded
+ * arithmetically; -1 for more markers than any JPEG has. */
+static long count_passes(const uint8_t *at, const uint8_t *end) {
+    long passes = 0, of_scan = 1;
+    for (int markers = 0; markers < MOST_MARKERS; markers++) {
+        do {
+            at = memchr(at, 0xff, (size_t)(end - at));
+            if (!at || end - at < 2)
+                return passes;
+            at++;
+        } while (at[0] == 0 || at[0] == 0xff || (at[0] & 0xf8) == 0xd0); /* a byte 0xff, filling, restarts */
+        const int marker = *at++;
+        if (marker == 0xd9)
+            return passes;
+        if (marker == 0xda)
+            passes += of_scan;
+        else if (marker == 0xc9 || marker == 0xca)
+            of_scan = ARITHMETIC;
+        if (marker >= 0xc0 && marker != 0xd8) { /* libjpeg passes lower ones over, where it doesn't refuse them */
+            const int length = end - at < 2 ? 2 : two_bytes(at);
+            const int skipped = length < 2 ? 2 : length;
+            at = end - at < skipped ? end : at + skipped;
+        }
+    }
+    return -1;
+}
+
+static PyObject *jpeg_passes(PyObject *Py_UNUSED(module), PyObject *jpeg) {
+    char *data;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(jpeg, &data, &size) < 0)
+        return NULL;
+    return PyLong_FromLong(count_passes((const uint8_t *)data, (const uint8_t *)data + size));
 }
 
 /* ---- A random box ---- */
@@ -140,6 +179,7 @@ static PyObject *random_box(PyObject *Py_UNUSED(module), PyObject *const *argume
 
 static PyMethodDef functions[] = {
     {"jpeg_size", jpeg_size, METH_O, "See decode.py."},
+    {"jpeg_passes", jpeg_passes, METH_O, "See limits.py."},
     {"random_box", (PyCFunction)(void (*)(void))random_box, METH_FASTCALL, "See augment.py."},
     {NULL, NULL, 0, NULL},
 };

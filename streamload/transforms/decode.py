@@ -7,11 +7,12 @@ Pixels that were stored as they are (binary PPM, as prepared shards have them) a
 
 from __future__ import annotations
 
-import io
 import re
 import struct
 import threading
 import warnings
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +32,18 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from streamload.errors import DecodeError
+from streamload.errors import DecodeError, ImageTooLarge
 from streamload.transforms import kernel
+from streamload.transforms.limits import (
+    DEFAULT_MAX_IMAGE_PIXELS,
+    MeteredFile,
+    check_pixels,
+    check_run_lengths,
+    check_scans,
+)
 
 Pixels = npt.NDArray[np.uint8]
-
-MAX_PIXELS = 89_478_485
-"""Where Pillow begins to warn of a decompression bomb; here it is the limit."""
+_Result = TypeVar("_Result")
 
 # What `*.jpg`, `*.png`, `*.jpeg` and `*.webp` hold on the web, names that lie included. The plugins are
 # imported so that Pillow needn't import all of its own to know these.
@@ -57,7 +63,10 @@ FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 _SCRATCH_BYTES = 16 << 20
 _JPEG_START = b"\xff\xd8\xff"
 _HEADER_BYTES = 4096
-"""Of a JPEG: what is seldom exceeded; longer headers are libjpeg-turbo's to read."""
+"""Of a JPEG: what is seldom exceeded; of a longer header all of the file is looked at."""
+_STRIP_PIXELS = 1 << 20
+"""How many of Pillow's pixels are converted at once, so that there is no second copy of a large image."""
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323
 _ICON_START = b"\0\0\1\0"
 _PPM_START = b"P6"
 _PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
@@ -88,47 +97,61 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
+def jpeg_size(
+    data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+) -> tuple[int, int] | None:
     """Height and width of a JPEG by its header; None if it isn't one for libjpeg-turbo.
 
     Raises:
-        DecodeError: more than MAX_PIXELS.
+        ImageTooLarge: it has more pixels than `most_pixels`, or too many scans for its pixels.
     """
-    if kernel.jpeg_size is not None:
-        size = kernel.jpeg_size(bytes(data[:_HEADER_BYTES]))
-        if size is not None:
-            _check_size(size[1], size[0])
-            return size
-    if data[:3] != _JPEG_START:
-        return None
+    # The kernel knows no JPEG but those of one scan, which is nothing to count.
+    size = None if kernel.jpeg_size is None else kernel.jpeg_size(bytes(data[:_HEADER_BYTES]))
+    if size is None:
+        if data[:3] != _JPEG_START:
+            return None
+        whole = bytes(data)
+        size = None if kernel.jpeg_size is None else kernel.jpeg_size(whole)
+        if size is None:
+            return _unusual_jpeg_size(whole, most_pixels)
+    if size[0] * size[1] > most_pixels:
+        check_pixels(*size, most_pixels, "JPEG")
+    return size
+
+
+def _unusual_jpeg_size(jpeg: bytes, most_pixels: int) -> tuple[int, int] | None:
     try:
-        height, width, colour, _ = simplejpeg.decode_jpeg_header(data)
+        height, width, colour, _ = simplejpeg.decode_jpeg_header(jpeg)
     except ValueError:
         return None
-    _check_size(width, height)
+    check_pixels(height, width, most_pixels, "JPEG")
+    check_scans(jpeg, height, width, most_pixels)
     return (height, width) if colour in _FAST_COLOURS else None
 
 
-def decode_jpeg_or_image(data: bytes | memoryview, *, in_scratch: bool = False) -> Pixels:
+def decode_jpeg_or_image(
+    data: bytes | memoryview, *, in_scratch: bool = False, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+) -> Pixels:
     """Decode an image.
 
     Args:
         data: a whole file of one of FORMATS, or binary PPM.
         in_scratch: the pixels are needed only until this thread decodes another image.
+        most_pixels: of an image; the other limits (limits.py) follow from it.
 
     Returns:
         uint8[H, W, 3], contiguous and writable. Of an animation, the first frame.
 
     Raises:
-        DecodeError: cut, corrupt, of another format, or more than MAX_PIXELS by its header.
+        DecodeError: cut, corrupt, or of another format.
+        ImageTooLarge: decoding it would take too much memory or time, by its header.
     """
     if is_stored(data):
-        return stored_pixels(data, in_scratch)
-    size = jpeg_size(data)
+        return stored_pixels(data, in_scratch, most_pixels)
+    size = jpeg_size(data, most_pixels)
     if size is None:
-        return np.array(decode_to_pillow(data))
-    place = _scratch.of(*size) if in_scratch else None
-    return decode_there(data, np.empty((*size, 3), np.uint8) if place is None else place)
+        return _by_pillow(data, most_pixels, _pixels_of)
+    return decode_there(data, _scratch.of(*size) if in_scratch else None, most_pixels)
 
 
 def is_stored(data: bytes | memoryview) -> bool:
@@ -136,16 +159,16 @@ def is_stored(data: bytes | memoryview) -> bool:
     return data[:2] == _PPM_START
 
 
-def place_in_scratch(data: bytes | memoryview) -> Pixels | None:
+def place_in_scratch(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Pixels | None:
     """Where `decode_there` will put the pixels of a JPEG, by its header.
 
     Returns:
         uint8[H, W, 3], writable, whose content is undefined until then; None where only decoding will tell.
 
     Raises:
-        DecodeError: more than MAX_PIXELS.
+        ImageTooLarge: as for `jpeg_size`.
     """
-    size = jpeg_size(data)
+    size = jpeg_size(data, most_pixels)
     return None if size is None else _scratch.of(*size)
 
 
@@ -162,23 +185,25 @@ def address_of(pixels: Pixels) -> int:
     return address
 
 
-def decode_there(data: bytes | memoryview, place: Pixels) -> Pixels:
+def decode_there(
+    data: bytes | memoryview, place: Pixels | None, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+) -> Pixels:
     """Decode a JPEG into the place that its header gave: `place`, needed until this thread decodes another.
 
     Raises:
         DecodeError: as for `decode_jpeg_or_image`.
 
     Returns:
-        `place`; memory of its own where Pillow has to decode the image.
+        `place`; memory of its own where that is None, or where Pillow finds another size.
     """
     try:
-        simplejpeg.decode_jpeg(data, "RGB", buffer=place)
+        there: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=place)
     except ValueError:  # strict, its default: what libjpeg only warns of is raised
-        return np.array(decode_to_pillow(data))
-    return place
+        return _by_pillow(data, most_pixels, lambda image: _pixels_of(image, place))
+    return there if place is None else place
 
 
-def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
+def decode_to_pillow(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Image.Image:
     """Decode an image for functions that take Pillow's: `Image.open(…).convert("RGB")`, its `info` included.
 
     Pillow decodes all of it: putting pixels of libjpeg-turbo into its own layout costs what they save.
@@ -186,14 +211,21 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
     Args and Raises: as for `decode_jpeg_or_image`.
     """
     if is_stored(data):
-        return Image.fromarray(stored_pixels(data, in_place=False))
+        return Image.fromarray(stored_pixels(data, False, most_pixels))
+    return _by_pillow(data, most_pixels, _as_rgb)
+
+
+def _by_pillow(
+    data: bytes | memoryview, most_pixels: int, finish: Callable[[Image.Image], _Result]
+) -> _Result:
+    """Let Pillow decode an image; `finish` takes what it needs of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        image = _open(data)
+        image = _open(data, most_pixels)
         try:
             image.load()
-            return image.convert("RGB")
-        except MemoryError:
+            return finish(image)
+        except (MemoryError, DecodeError):
             raise
         except Exception as exc:  # Pillow's plugins raise whatever a corrupt file makes them stumble over
             raise DecodeError(
@@ -202,21 +234,43 @@ def decode_to_pillow(data: bytes | memoryview) -> Image.Image:
             ) from exc
 
 
-def stored_pixels(data: bytes | memoryview, in_place: bool) -> Pixels:
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """`image.convert("RGB")`, which copies what is RGB already."""
+    return image._new(image.im) if image.mode == "RGB" else image.convert("RGB")
+
+
+def _pixels_of(image: Image.Image, place: Pixels | None = None) -> Pixels:
+    """The pixels of an image that is loaded, as `image.convert("RGB")` has them, in `place` if they fit."""
+    width, height = image.size
+    if place is None or place.shape != (height, width, 3):
+        place = np.empty((height, width, 3), np.uint8)
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        strip = image if rows >= height else image.crop((0, top, width, bottom))
+        place[top:bottom] = np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))
+    return place
+
+
+def stored_pixels(
+    data: bytes | memoryview, in_place: bool, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+) -> Pixels:
     """The pixels of a binary PPM.
 
     Args:
         data: of which `is_stored` is true.
         in_place: give them where they lie, if torch, which may write, may have them there; else a copy.
+        most_pixels: that it may have.
 
     Raises:
-        DecodeError: another PPM than of 8 bits, cut, or more than MAX_PIXELS.
+        DecodeError: another PPM than of 8 bits, or cut.
+        ImageTooLarge: more than `most_pixels`.
     """
     header = _PPM_HEADER.match(bytes(data[:_PPM_HEADER_BYTES]))
     if header is None:
         raise DecodeError(f"a PPM that begins with {bytes(data[:16])!r}; expected P6, width, height and 255")
     width, height = map(int, header.groups())
-    _check_size(width, height)
+    check_pixels(height, width, most_pixels, "PPM")
     size = height * width * 3
     if not size or len(data) < header.end() + size:
         raise DecodeError(f"PPM of {width}×{height} with {len(data) - header.end()} bytes of pixels")
@@ -224,14 +278,16 @@ def stored_pixels(data: bytes | memoryview, in_place: bool) -> Pixels:
     return pixels if in_place and pixels.flags.writeable else pixels.copy()
 
 
-def _open(data: bytes | memoryview) -> Image.Image:
-    """Read the header."""
+def _open(data: bytes | memoryview, most_pixels: int) -> Image.Image:
+    """Read the header, and refuse by it what would take too much."""
     if data[:4] == _ICON_START:
-        _check_icon(data)
+        _check_icon(data, most_pixels)
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except MemoryError:
+        image = Image.open(MeteredFile(data), formats=FORMATS)
+    except (MemoryError, DecodeError):
         raise
+    except Image.DecompressionBombError as exc:
+        raise ImageTooLarge(f"image of {len(data)} bytes: {exc}") from exc
     except UnidentifiedImageError as exc:
         raise DecodeError(
             f"{len(data)} bytes that begin with {bytes(data[:8])!r} are not an image; "
@@ -239,11 +295,19 @@ def _open(data: bytes | memoryview) -> Image.Image:
         ) from exc
     except Exception as exc:
         raise DecodeError(f"image of {len(data)} bytes could not be opened: {exc!r}") from exc
-    _check_size(image.width, image.height)
+    is_jpeg = data[:3] == _JPEG_START
+    kind = "CMYK" if is_jpeg and image.mode == "CMYK" else image.format or ""
+    check_pixels(image.height, image.width, most_pixels, kind)
+    if is_jpeg:
+        check_scans(bytes(data), image.height, image.width, most_pixels)
+    elif isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile may be larger than its image
+        check_pixels(image.tag_v2.get(_TILE_HEIGHT, 0), image.tag_v2.get(_TILE_WIDTH, 0), most_pixels, kind)
+    elif any(tile.codec_name == "bmp_rle" for tile in image.tile):
+        check_run_lengths(image.height, image.width, most_pixels)
     return image
 
 
-def _check_icon(data: bytes | memoryview) -> None:
+def _check_icon(data: bytes | memoryview, most_pixels: int) -> None:
     """Refuse an ICO file by the sizes of the images inside: Pillow decodes one when it opens the file."""
     count = int.from_bytes(data[4:6], "little")
     for entry in range(6, 6 + 16 * count, 16):
@@ -251,11 +315,5 @@ def _check_icon(data: bytes | memoryview) -> None:
         header = bytes(data[offset : offset + 24])
         if len(header) == 24:
             is_png = header.startswith(b"\x89PNG")
-            _check_size(*struct.unpack_from(">II" if is_png else "<II", header, 16 if is_png else 4))
-
-
-def _check_size(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise DecodeError(
-            f"image of {width}×{height} by its header; at most {MAX_PIXELS:,} pixels are decoded"
-        )
+            width, height = struct.unpack_from(">II" if is_png else "<II", header, 16 if is_png else 4)
+            check_pixels(height, width, most_pixels, "ICO")

@@ -22,6 +22,7 @@ from streamload.transforms.decode import (
     stored_pixels,
 )
 from streamload.transforms.fused import Place
+from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.planned import PlannedTransform, Put
 from streamload.transforms.prepare import Preparation
@@ -103,6 +104,7 @@ class Examples:
         map_sample: in place of all of the above: the raw sample to a dict of values.
         as_bytes: leave a plan's images as uint8, to be normalised where they are used.
         all_of_text: give whatever else the tokenizer gives beside ids, too: its `attention_mask`, say.
+        most_pixels: of an image that is decoded (limits.py); a preparation has its own.
     """
 
     image: Choose
@@ -114,6 +116,7 @@ class Examples:
     preparation: Preparation | None = None
     all_of_text: bool = False
     blank_captions: bool = True
+    most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 
     @property
     def unnormalised(self) -> Statistics | None:
@@ -140,12 +143,13 @@ class Examples:
                 _PlannedImages(transform, self, places, size, allocate), self
             )
         prepare = None if self.preparation is None else self.pixels
-        return lambda size, allocate: _CaptionedBatch(_GivenImages(preprocess, prepare, allocate), self)
+        given = UserTransform(preprocess, self.most_pixels)
+        return lambda size, allocate: _CaptionedBatch(_GivenImages(given, prepare, allocate), self)
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The pixels that the transform gets, needed only until the next image."""
         if self.preparation is None or is_prepared:
-            return decode_jpeg_or_image(data, in_scratch=True)
+            return decode_jpeg_or_image(data, in_scratch=True, most_pixels=self.most_pixels)
         return self.preparation.pixels(data)
 
 
@@ -285,6 +289,7 @@ class _PlannedImages:
         self._transform, plan = transform, transform.plan
         self._pixels = examples.pixels
         self._preparation = examples.preparation
+        self._most_pixels = examples.most_pixels
         self._count = 0
         self._borrowed = ExitStack()
         if plan.given:
@@ -302,9 +307,9 @@ class _PlannedImages:
         if self._preparation is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)
         if is_stored(data):
-            pixels = stored_pixels(data, in_place=True)
+            pixels = stored_pixels(data, True, self._most_pixels)
             return _Planned(None, is_prepared, seed, pixels, self._put(pixels, seed))
-        place = place_in_scratch(data)
+        place = place_in_scratch(data, self._most_pixels)
         put = None if place is None else self._put(place, seed)
         return _Planned(data, is_prepared, seed, place, put)
 
@@ -312,7 +317,10 @@ class _PlannedImages:
         """See BatchInProgress. Between two images each call costs a microsecond or two: few are left."""
         data, is_prepared, seed, pixels, put = seen
         if data is not None:
-            there = self._pixels(data, is_prepared) if pixels is None else decode_there(data, pixels)
+            if pixels is None:
+                there = self._pixels(data, is_prepared)
+            else:
+                there = decode_there(data, pixels, self._most_pixels)
             if there is not pixels:
                 put = self._put(there, seed)
         assert put is not None  # as there are pixels
@@ -333,8 +341,8 @@ class _PlannedImages:
 class _GivenImages:
     """The user's own transform, run as given."""
 
-    def __init__(self, preprocess: Preprocess, prepare: _ToPixels | None, allocate: Allocate):
-        self._transform = UserTransform(preprocess)
+    def __init__(self, transform: UserTransform, prepare: _ToPixels | None, allocate: Allocate):
+        self._transform = transform
         self._prepare = prepare
         self._allocate = allocate
         self._values: list[Any] = []

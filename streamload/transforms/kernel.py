@@ -27,6 +27,8 @@ if _avx2 is not None and _avx2.is_supported():
     resize_into = _avx2.resize_into
 jpeg_size: Callable[[bytes], tuple[int, int] | None] | None = getattr(_before, "jpeg_size", None)
 """See decode.py."""
+jpeg_passes: Callable[[bytes], int] | None = getattr(_before, "jpeg_passes", None)
+"""See limits.py."""
 random_box: Callable[..., Any] | None = getattr(_before, "random_box", None)
 """See augment.py and _before.pyi."""
 

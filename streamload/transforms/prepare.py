@@ -19,12 +19,13 @@ import torch
 from streamload.errors import DecodeError, OptionError
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, decode_jpeg_or_image
+from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.resize import resize_box
 
 _RECIPE = re.compile(r"(?:raw-([0-9]{1,4})|jpeg-([0-9]{1,4})-q([0-9]{1,3}))")
 _SIZES = range(16, 4097)
 _QUALITIES = range(1, 101)
-_ARITHMETIC = 1
+_ARITHMETIC = 2
 """Of this module; another number gives the recipes other names."""
 _LARGEST_BYTES = 48 << 20
 """Of pixels that are kept as they are: well below what is read of a member (shards/keys.py)."""
@@ -40,13 +41,15 @@ class Preparation:
     Attributes:
         size: of the short side.
         quality: of the JPEG; None: binary PPM.
+        most_pixels: of an image that is prepared (limits.py); a larger one can't be used.
     """
 
     size: int
     quality: int | None = None
+    most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 
     @classmethod
-    def parse(cls, text: str) -> Preparation:
+    def parse(cls, text: str, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Preparation:
         """Read "raw-256" or "jpeg-256-q90".
 
         Raises:
@@ -59,15 +62,15 @@ class Preparation:
                 f"{text!r} is no recipe for prepared images: give raw-SIZE or jpeg-SIZE-qQUALITY, such as "
                 f"raw-256 or jpeg-256-q90, with a short side of {_SIZES[0]} to {_SIZES[-1]} pixels"
             )
-        return cls(size, None if quality is None else int(quality))
+        return cls(size, None if quality is None else int(quality), most_pixels)
 
     def __str__(self) -> str:
         return f"raw-{self.size}" if self.quality is None else f"jpeg-{self.size}-q{self.quality}"
 
     @property
     def name(self) -> str:
-        """The recipe with all that its pixels depend on: what is made under one name may be mixed."""
-        return f"{self}-{_libraries()}-{_sample_of(self)}"
+        """The recipe with all that its images depend on: what is made under one name may be mixed."""
+        return f"{self}-{_libraries()}-{_sample_of(self)}-of{self.most_pixels}"
 
     @property
     def extension(self) -> str:
@@ -82,7 +85,7 @@ class Preparation:
             long for a JPEG, or so small that it would only lose by being written as JPEG again.
         """
         try:
-            pixels = decode_jpeg_or_image(data, in_scratch=True)
+            pixels = self._decoded(data)
         except DecodeError:
             return None
         if not self._is_changed(pixels):
@@ -102,11 +105,11 @@ class Preparation:
         Raises:
             DecodeError: as decode_jpeg_or_image.
         """
-        pixels = decode_jpeg_or_image(data, in_scratch=True)
+        pixels = self._decoded(data)
         if not self._is_changed(pixels):
             return pixels
         small = self._shrunk(pixels)
-        return small if self.quality is None else decode_jpeg_or_image(self._encoded(small), in_scratch=True)
+        return small if self.quality is None else self._decoded(self._encoded(small))
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """The size of an image of height × width, prepared."""
@@ -114,6 +117,9 @@ class Preparation:
         if short <= self.size:
             return height, width
         return height * self.size // short, width * self.size // short
+
+    def _decoded(self, data: bytes | memoryview) -> Pixels:
+        return decode_jpeg_or_image(data, in_scratch=True, most_pixels=self.most_pixels)
 
     def _is_changed(self, pixels: Pixels) -> bool:
         height, width = self.resized(*pixels.shape[:2])

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from streamload.transforms.decode import Pixels, decode_to_pillow
+from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 
 _LOW_32 = 0xFFFF_FFFF
 
@@ -69,8 +70,11 @@ class UserTransform:
     An image that can't be decoded is a DecodeError; what the function itself raises is left as it is.
     """
 
-    def __init__(self, function: Callable[[Image.Image], Any]) -> None:
+    def __init__(
+        self, function: Callable[[Image.Image], Any], most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+    ) -> None:
         self._function = function
+        self._most_pixels = most_pixels
 
     def __call__(self, data: bytes | memoryview, generators: SeededGenerators, seed: int) -> Any:
         """Decode, seed, and call the function.
@@ -80,7 +84,7 @@ class UserTransform:
             generators: entered by the caller, around the batch.
             seed: uint64 of the sample and pass.
         """
-        return self._of_image(decode_to_pillow(data), generators, seed)
+        return self._of_image(decode_to_pillow(data, self._most_pixels), generators, seed)
 
     def of_pixels(self, pixels: Pixels, generators: SeededGenerators, seed: int) -> Any:
         """The same for an image that has been decoded: uint8[H, W, 3], which is copied."""

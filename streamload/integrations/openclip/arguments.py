@@ -15,6 +15,7 @@ from streamload import urls
 from streamload.cache.shared.objects import refuse_url
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader import make_loader
+from streamload.settings import read_settings
 from streamload.shards.keys import KeySpec
 from streamload.shards.samples import Entry
 from streamload.topology import read_topology
@@ -61,7 +62,11 @@ _FLAGS = {
     "cache_size": "STREAMLOAD_CACHE_SIZE",
     "free_disk": "STREAMLOAD_FREE_DISK",
 }
-_KEYS_OF_DEVELOPMENT = {"image_key": "--image-key", "text_key": "--text-key"}
+_KEYS_OF_DEVELOPMENT = {
+    "image_key": "--image-key",
+    "text_key": "--text-key",
+    "max_image_pixels": "--max-image-pixels",
+}
 _KEYS_OF_RELEASE = {"image_key": "the images (jpg, png, jpeg or webp)", "text_key": "the captions (txt)"}
 
 
@@ -211,7 +216,8 @@ def refuse_unknown(args: Any) -> None:
 def selected(args: Any, *, legacy: bool) -> dict[str, Any]:
     """Which members are image and caption and which samples are left out, where flags say so.
 
-    Only the development version has them; it also leaves out empty and blank captions, 3.3.0 doesn't.
+    Only the development version has them; it also leaves out empty and blank captions, 3.3.0 doesn't. Larger
+    images than streamload decodes by default are decoded where it takes them.
 
     Args:
         args: OpenCLIP's.
@@ -226,10 +232,17 @@ def selected(args: Any, *, legacy: bool) -> dict[str, Any]:
                 f"--json-text-key {args.json_text_key}: several fields aren't supported, name one"
             )
         text_key = f"json:{args.json_text_key}"
-    most_pixels = (0 if legacy else args.max_image_pixels) or math.inf
-    keep = functools.partial(_is_kept, most_pixels, KeySpec.parse(text_key))
+    most_pixels = 0 if legacy else args.max_image_pixels or 0
+    keep = functools.partial(_is_kept, most_pixels or math.inf, KeySpec.parse(text_key))
     image_key = {"image_key": args.image_key} if args.image_key else {}
-    return {**image_key, "text_key": text_key, "keep": keep, "blank_captions": False}
+    decoded = max(read_settings().max_image_pixels, most_pixels)
+    return {
+        **image_key,
+        "text_key": text_key,
+        "keep": keep,
+        "blank_captions": False,
+        "max_image_pixels": decoded,
+    }
 
 
 def _is_kept(most_pixels: float, text: KeySpec, entry: Entry) -> bool:

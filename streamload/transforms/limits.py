@@ -1,0 +1,128 @@
+"""What decoding an image may take (part of I): refused by its header, before memory or time is spent on it.
+
+All limits follow from one number, `most_pixels`. At its default no image takes more than 220 MiB beside its
+file, nor more than a second or two; what is refused is counted as `too_large`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+
+from streamload.errors import ImageTooLarge
+from streamload.settings import DEFAULT_MAX_IMAGE_PIXELS as DEFAULT_MAX_IMAGE_PIXELS
+from streamload.transforms import kernel
+
+_BYTES_A_PIXEL = 12
+"""What is allowed for each of `most_pixels`. A progressive JPEG takes 10: 6 for its coefficients, 4 for
+Pillow's pixels; all others less, but for these:"""
+_MORE_BYTES_A_PIXEL = {"CMYK": 14, "WEBP": 19, "TIFF": 20, "AVIF": 24, "JPEG2000": 60, "ICO": 200}
+"""A progressive JPEG of four colours has 8 and 4, and some for its rows. libwebp's animation decoder, by
+which Pillow reads every WebP, has two canvases, of one of which Pillow makes two copies. libtiff has a strip
+or a tile, which may be all of an image of 16 bits. AVIF takes 10 to 20, and JPEG 2000 25; it is time that
+they take more of. Of an icon Pillow makes several copies when it opens it."""
+_PASSES = 32
+"""How often a decoder may go over `most_pixels`: a progressive JPEG does so in each of its scans. Encoders
+write 6 to 12 scans."""
+_SMALLEST_SHARE = 16
+"""An image counts as a sixteenth of `most_pixels` at least, as a scan of no pixels takes time, too."""
+_ARITHMETIC_PASSES = 8
+_RUN_LENGTH_PASSES = 64
+"""Arithmetic coding, and BMP's run lengths, which Pillow reads in Python, take so many times as long."""
+_MOST_READS = 1 << 18
+_MOST_MARKERS = 1 << 16
+
+_MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])")
+_SCAN, _END = 0xDA, 0xD9
+_ARITHMETIC_FRAMES = (0xC9, 0xCA)
+
+
+def check_pixels(height: int, width: int, most_pixels: int, kind: str = "") -> None:
+    """Refuse an image that is too large.
+
+    Args:
+        height: in pixels, by its header.
+        width: the same.
+        most_pixels: that an image may have.
+        kind: Pillow's name of its format, or "CMYK" for a JPEG of four colours.
+
+    Raises:
+        ImageTooLarge: it has more pixels, or needs more bytes than an image of so many may.
+    """
+    bytes_a_pixel = max(_BYTES_A_PIXEL, _MORE_BYTES_A_PIXEL.get(kind, 0))
+    most = most_pixels * _BYTES_A_PIXEL // bytes_a_pixel
+    if height * width > most:
+        raise ImageTooLarge(
+            f"{kind} image of {width}×{height} by its header; at most {most:,} pixels are decoded: "
+            f"max_image_pixels= or STREAMLOAD_MAX_IMAGE_PIXELS allows more".lstrip()
+        )
+
+
+def check_passes(height: int, width: int, most_pixels: int, passes: int) -> None:
+    """Refuse an image over whose pixels a decoder would have to go too often.
+
+    Raises:
+        ImageTooLarge: passes × pixels are too many.
+    """
+    if passes * max(height * width, most_pixels // _SMALLEST_SHARE) > _PASSES * most_pixels:
+        raise ImageTooLarge(
+            f"image of {width}×{height} that takes as long as {passes:,} passes over its pixels; at most "
+            f"{_PASSES} over {most_pixels:,} pixels are made: max_image_pixels= or "
+            f"STREAMLOAD_MAX_IMAGE_PIXELS allows more"
+        )
+
+
+def check_scans(jpeg: bytes, height: int, width: int, most_pixels: int) -> None:
+    """Refuse a JPEG of too many scans for its size.
+
+    Raises:
+        ImageTooLarge: scans × pixels are too many, or there are more markers than in any JPEG.
+    """
+    passes = (kernel.jpeg_passes or count_passes)(jpeg)
+    check_passes(height, width, most_pixels, passes if passes >= 0 else _MOST_MARKERS)
+
+
+def count_passes(jpeg: bytes) -> int:
+    """As _before.c: a JPEG's scans, arithmetic ones for eight; -1: it has more markers than any."""
+    passes = at = 0
+    of_scan = 1
+    for _ in range(_MOST_MARKERS):
+        found = _MARKER.search(jpeg, at)
+        if found is None or found[1][0] == _END:
+            return passes
+        marker, at = found[1][0], found.end()
+        if marker == _SCAN:
+            passes += of_scan
+        elif marker in _ARITHMETIC_FRAMES:
+            of_scan = _ARITHMETIC_PASSES
+        if marker >= 0xC0 and marker != 0xD8:
+            at += max(2, int.from_bytes(jpeg[at : at + 2], "big"))
+    return -1
+
+
+def check_run_lengths(height: int, width: int, most_pixels: int) -> None:
+    """Refuse a BMP of run lengths that is too large to be read by Pillow's Python.
+
+    Raises:
+        ImageTooLarge: it is.
+    """
+    check_passes(height, width, most_pixels, _RUN_LENGTH_PASSES)
+
+
+class MeteredFile(io.BytesIO):
+    """A file in memory that may be read only so often: Pillow reads headers a few bytes at a time."""
+
+    def __init__(self, data: bytes | memoryview):
+        super().__init__(data)
+        self._reads_left = _MOST_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As of any file.
+
+        Raises:
+            ImageTooLarge: there have been too many reads.
+        """
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise ImageTooLarge(f"image of more than {_MOST_READS:,} segments, blocks or chunks")
+        return super().read(size)
