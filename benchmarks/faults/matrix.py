@@ -18,6 +18,7 @@ from benchmarks.faults import (
     disk,
     guarded,
     hosts,
+    images,
     killed,
     nodes,
     origin,
@@ -53,6 +54,7 @@ ROWS: list[Row] = sorted(
             daemons,
             hosts,
             guarded,
+            images,
             nodes,
         )
         for row in module.ROWS
