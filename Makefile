@@ -57,7 +57,7 @@ ranges: $(READY)  ## Run the tests with the oldest and with the newest dependenc
 # Another seed each time; a failure shows the seed and the number of its case.
 CASES ?= 1000000
 SEED ?= $(shell date +%s)
-fuzz: $(READY)  ## Fuzz the parsers of tars, indexes and URLs (CASES=1000000 of each, SEED)
+fuzz: $(READY)  ## Fuzz the parsers of tars, indexes and URLs, and the C code with sanitizers (CASES=1000000 of each, SEED)
 	$(BIN)/python -m tests.fuzzing --cases $(CASES) --seed $(SEED)
 
 # A peer that can't be built is left out, and said to be.

@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzzing import indexes, runner, tars, urls
+from fuzzing import indexes, kernels, runner, sanitized, tars, urls
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(("target", "cases"), [("tars", 3000), ("indexes", 2000), ("urls", 3000)])
+@pytest.mark.parametrize(
+    ("target", "cases"), [("tars", 3000), ("indexes", 2000), ("urls", 3000), ("kernels", 1500)]
+)
 def test_a_few_thousand_cases_hold(target, cases):
     ends, failure = runner.run_here(target, cases, seed=7)
     assert failure is None, str(failure)
@@ -36,7 +38,7 @@ def test_the_command_runs_in_all_processors_and_shows_a_failure_so_that_it_can_b
 
 
 def test_a_case_is_made_from_its_seed_and_number_alone():
-    for module in (tars, indexes, urls):
+    for module in (tars, indexes, urls, kernels):
         first, second = (module.make(runner.random.Random(5 << 40 | 77)) for _ in range(2))
         assert first == second
 
@@ -88,3 +90,33 @@ def test_a_reader_that_checks_no_records_is_found(monkeypatch):
 def test_a_redaction_that_forgets_users_is_found(monkeypatch):
     failure = planted(urls, "urls.redact", lambda url: url.partition("?")[0], monkeypatch)
     assert "shown" in failure.trace
+
+
+needs_sanitizers = pytest.mark.skipif(
+    bool(sanitized.why_not()), reason=f"{sanitized.why_not()}, to build with"
+)
+
+
+def fuzz_the_c_code(*options):
+    command = [sys.executable, "-m", "tests.fuzzing", "--target", "kernels", "--seed", "3", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+@needs_sanitizers
+def test_the_c_code_touches_no_byte_that_is_not_its_own():
+    done = fuzz_the_c_code("--cases", "500")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for end in ("left to libjpeg-turbo", "decoded", "resized", "normalised", "refused", "a box"):
+        assert f" {end}" in done.stdout
+
+
+@needs_sanitizers
+def test_a_header_that_is_read_beyond_its_end_is_found(tmp_path):
+    source = (sanitized.SOURCES / "_before.c").read_text()
+    assert "if (at > end)" in source
+    (tmp_path / "_before.c").write_text(source.replace("if (at > end)", "if (0)", 1))
+    done = fuzz_the_c_code("--cases", "1000", "--sources", str(tmp_path))
+    assert done.returncode == 1
+    assert "heap-buffer-overflow" in done.stderr
+    assert "in read_header" in done.stderr
+    assert "run it again with --target kernels --seed 3 --case" in done.stderr

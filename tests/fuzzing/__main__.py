@@ -1,12 +1,16 @@
-"""``python -m tests.fuzzing --cases N --seed S``: fuzz tar parser, index reader and URL parser."""
+"""``python -m tests.fuzzing --cases N --seed S``: fuzz parsers of tars, indexes and URLs, and the C code."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
+from . import sanitized
 from .runner import TARGETS, Failure, run, run_here
 
 
@@ -18,8 +22,16 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="only this; may be given again")
     parser.add_argument("--case", type=int, help="run this case alone, as a failure says")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--sources", type=Path, default=sanitized.SOURCES, help="of the C code")
     asked = parser.parse_args()
     for target in asked.target or TARGETS:
+        if target == "kernels" and sanitized.PLACE not in os.environ:
+            if why := sanitized.why_not():
+                print(f"kernels: without sanitizers: {why}", flush=True)
+            elif status := _sanitized(asked):
+                return status
+            else:
+                continue
         began = time.monotonic()
         if asked.case is None:
             ends, failure = run(target, asked.cases, asked.seed, asked.processes)
@@ -31,6 +43,21 @@ def main() -> int:
         if failure is not None:
             return _complain(failure)
     return 0
+
+
+def _sanitized(asked: argparse.Namespace) -> int:
+    """Fuzz the C code, built with sanitizers, in a process that has them; returns its status."""
+    options = {
+        "--cases": asked.cases,
+        "--seed": asked.seed,
+        "--case": asked.case,
+        "--processes": asked.processes,
+    }
+    words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
+    command = [sys.executable, "-m", str(__package__), "--target", "kernels", *words]
+    with tempfile.TemporaryDirectory(prefix="streamload-sanitized-") as place:
+        sanitized.build(Path(place), asked.sources)
+        return subprocess.run(command, env=sanitized.environment(Path(place)), check=False).returncode
 
 
 def _complain(failure: Failure) -> int:
