@@ -116,7 +116,7 @@ class Loader(DataLoaderInterface):
         batches = self._schedule.num_batches
         if batches is None and self._schedule.is_one_pass:
             if self._counted_samples is None:
-                self._counted_samples = counted_samples(self.options)
+                self._counted_samples = counted_samples(self.options, self._counts)
             if self._counted_samples is not None:
                 batches = self._schedule.batches_of(self._counted_samples)
         self._length = batches

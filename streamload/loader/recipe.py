@@ -92,22 +92,25 @@ def recipe_for(
     return recipe, placed
 
 
-def counted_samples(options: LoaderOptions) -> int | None:
-    """How many samples of all shards can be used, by the indexes in the cache; None where one isn't whole."""
-    settings = _settings(options)
-    shards = _shards(options, settings)
+def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
+    """How many samples of all shards can be used, by the indexes in the cache; None where one isn't whole.
+
+    Args:
+        options: what was asked for.
+        counts: where damage that is found is counted.
+    """
+    settings, shards = _settings(options), _shards(options)
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
+        if not (root / "tier.json").is_file():
+            continue
         with contextlib.suppress(StreamloadError):
-            selected = ShardCache(
-                Tier.open(root),
-                shards,
-                _selection(options),
-                skip=True,
-                counts=Counters(),
-                counted=lambda _: False,
+            tier = Tier(root, None, counts)
+            samples = _counted(
+                ShardCache(
+                    tier, shards, _selection(options), skip=True, counts=counts, counted=lambda _: False
+                )
             )
-            samples = _counted(selected)
             if samples is not None:
                 return samples
     return None
