@@ -99,7 +99,8 @@ def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
         options: what was asked for.
         counts: where damage that is found is counted.
     """
-    settings, shards = _settings(options), _shards(options)
+    settings = _settings(options)
+    shards = _shards(options, settings)
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
         if not (root / "tier.json").is_file():
