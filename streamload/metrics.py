@@ -139,6 +139,8 @@ class Snapshot:
         transform_seconds: near workers × time: the CPU is the limit.
         source_samples: by source: samples in the batches that the training loop took.
         source_wait_seconds: by source: what bytes_wait_seconds adds up.
+        shard_wait_seconds: of the shards for which the training loop waited longest, most first: how much of
+            data_wait_seconds was for the bytes of each. One near all of it: that shard's server is slow.
     """
 
     origin_requests: int = 0
@@ -176,16 +178,21 @@ class Snapshot:
     transform_seconds: float = 0.0
     source_samples: dict[str, int] = field(default_factory=dict)
     source_wait_seconds: dict[str, float] = field(default_factory=dict)
+    shard_wait_seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, rows: NDArray[np.int64], sources: Mapping[str, Sequence[int]] = MappingProxyType({})
+        cls,
+        rows: NDArray[np.int64],
+        sources: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        shards: Mapping[str, int] = MappingProxyType({}),
     ) -> "Snapshot":
         """Add up the rows of all processes.
 
         Args:
             rows: int64[N, WIDTH].
             sources: of each by its name: samples taken, nanoseconds waited for bytes.
+            shards: of some by their names: nanoseconds that the training loop waited for each.
         """
         total = dict(zip(COUNTERS, rows.sum(axis=0).tolist(), strict=True))
         plain = {f.name: total[f.name] for f in fields(cls) if f.name in total}
@@ -200,6 +207,7 @@ class Snapshot:
             transform_seconds=total["transform_ns"] / 1e9,
             source_samples={name: int(samples) for name, (samples, _) in sources.items()},
             source_wait_seconds={name: int(waited_ns) / 1e9 for name, (_, waited_ns) in sources.items()},
+            shard_wait_seconds={name: waited_ns / 1e9 for name, waited_ns in shards.items()},
         )
 
     def since(self, earlier: "Snapshot") -> "Snapshot":
@@ -228,6 +236,7 @@ class Snapshot:
             f"{self.shared_stored:,} stored; {self.shared_waits:,} fills waited for other nodes, "
             f"{self.shared_wait_seconds:.2f} s\n"
         )
+        longest = next(iter(self.shard_wait_seconds.items()), None)
         return (
             f"origin   {self.origin_requests:,} requests, {format_bytes(self.origin_bytes)}, "
             f"{self.origin_retries:,} retries\n"
@@ -239,6 +248,7 @@ class Snapshot:
             f"{_by_cause(self.samples_replaced)} replaced\n"
             f"batches  {self.batches_yielded:,} yielded, the first {first}; "
             f"{self.data_wait_seconds:.2f} s waited for data"
+            f"{'' if longest is None else f', {longest[1]:.2f} s of it for {longest[0]}'}"
         )
 
 

@@ -143,7 +143,10 @@ class Reading:
                 if self._recipe.with_keys:
                     values |= origins
                 samples = len(origins["__key__"])
-                yield Batch(values, position, states, troubles, spans, samples, step.taken, start.generation)
+                blocked = self._supply.blocked()
+                yield Batch(
+                    values, position, states, troubles, spans, samples, step.taken, start.generation, blocked
+                )
         except Superseded:
             return
 

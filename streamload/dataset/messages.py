@@ -244,3 +244,5 @@ class Batch(NamedTuple):
     """How many of its samples are of each source."""
     generation: int
     """Of the start that it was made for."""
+    blocked: tuple[tuple[int, int], ...] = ()
+    """Shards whose bytes it waited for while the training loop waited, and for how many nanoseconds."""

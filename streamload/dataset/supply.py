@@ -109,12 +109,14 @@ class Supply:
         self._full_seconds = _NO_ROOM_SECONDS
         self._fills_ahead = False
         self._asked: tuple[list[int], list[int]] = [], []
+        self._blocked_ns: dict[int, int] = {}
 
     def begin(self, start: Start) -> None:
         """Begin an epoch."""
         self._forget_itineraries()
         self._cache.keep_open(())
         self._start = start
+        self._blocked_ns.clear()
         self._freshness.begin(f"{start.epoch}-{start.position}-{start.generation}")
         self._ahead.look_again()
 
@@ -188,6 +190,12 @@ class Supply:
     def fill_ahead(self) -> None:
         """From now on fill what comes later, too: the first batch had the link for itself."""
         self._fills_ahead = True
+
+    def blocked(self) -> tuple[tuple[int, int], ...]:
+        """The shards for which the training loop stood still since the last call, and nanoseconds for each."""
+        blocked = tuple(self._blocked_ns.items())
+        self._blocked_ns.clear()
+        return blocked
 
     def let_go(self) -> None:
         """Close the shards that no reference to come is in, and tell the others."""
@@ -286,6 +294,8 @@ class Supply:
         waited_ns = time.monotonic_ns() - began
         self._counts.add("bytes_wait_ns", waited_ns)
         self._board.by_source[self._row, source, 1] += waited_ns
+        if blocked and self._board.wanted_seconds():
+            self._blocked_ns[blocked[0]] = self._blocked_ns.get(blocked[0], 0) + waited_ns
 
     def _do_without(self, shard: Shard) -> None:
         """Go on without room for a shard.

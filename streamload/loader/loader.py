@@ -30,6 +30,7 @@ from streamload.loader.place import BAD_SAMPLES, Order, bad_samples_of
 from streamload.loader.recipe import counted_samples, recipe_for
 from streamload.loader.schedule import Schedule
 from streamload.loader.together import gathered
+from streamload.loader.waits import ShardWaits
 from streamload.metrics import Counters, Snapshot
 from streamload.origins.origin import import_origins
 from streamload.transforms.plan import Statistics
@@ -245,9 +246,8 @@ class Loader(DataLoaderInterface):
     def stats(self) -> Snapshot:
         """What has happened so far, over all processes of this rank; cheap, at any time."""
         names = [source.name for source in self.options.sources]
-        return Snapshot.of(
-            self._board.counters, dict(zip(names, self._board.by_source.sum(axis=0), strict=True))
-        )
+        by_source = dict(zip(names, self._board.by_source.sum(axis=0), strict=True))
+        return Snapshot.of(self._board.counters, by_source, self._waits.worst())
 
     def close(self) -> None:
         """End the workers and let go of the cache; the loader can be iterated again. Once is enough.
@@ -276,6 +276,8 @@ class Loader(DataLoaderInterface):
             The batch; None where none of its samples could be used.
         """
         self._checks.agree(batch)
+        if batch.blocked:
+            self._waits.add(batch.blocked, self._waited_ns, self._counts.value("data_wait_ns"))
         self._schedule.course.take(batch.position + self._batch, batch.groups)
         self._checks.heed(batch)
         if not batch.samples:
@@ -297,7 +299,7 @@ class Loader(DataLoaderInterface):
             yield
         finally:
             self._board.want(False)
-            waited_ns = int((time.monotonic() - began) * 1e9)
+            self._waited_ns = waited_ns = int((time.monotonic() - began) * 1e9)
             self._counts.add("data_wait_ns", waited_ns)
         if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
@@ -308,6 +310,7 @@ class Loader(DataLoaderInterface):
         self._board = Board(1 + self.options.num_workers, len(self.options.sources))
         self._counts = Counters(self._board.counters[0])
         self._checks = Checks(self._counts, self.options.train, self.options.max_bad_samples)
+        self._waits, self._waited_ns = ShardWaits(self.options.urls.__getitem__), 0
 
     def _begin(self, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""
