@@ -12,6 +12,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     │   ├── OriginDenied (PermissionError)
     │   ├── OriginTimeout (TimeoutError)    stalled, or did not answer within its deadline
     │   ├── OriginUnavailable (ConnectionError)  can't be reached, or asks to come back later
+    │   ├── OriginOutage (ConnectionError)  all of a server or bucket stays away; no shard is skipped for it
     │   ├── OriginStopped                   told to stop from this side
     │   └── OriginCut                       ended before its stated length, or its command failed
     ├── ShardError (ValueError)             the bytes arrived, but are not a shard that can be trusted
@@ -37,6 +38,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     ├── ClusterError (RuntimeError)         a cluster can't be reached, or its nodes can't do the work
     ├── LoaderClosed (RuntimeError)         a batch of an epoch in the middle of which the loader was closed
     │                                       or iterated anew
+    ├── RankFailed (RuntimeError)           another rank of the run has ended by an error
     └── WorkerDied (RuntimeError)           a worker process ended without a word
 """
 
@@ -110,6 +112,10 @@ class OriginUnavailable(OriginError, ConnectionError):
 
     retry_after_seconds: float | None = None
     """How long the origin asks to be left alone."""
+
+
+class OriginOutage(OriginError, ConnectionError):
+    """All of the server or bucket has been away for as long as it is waited for; it ends the run."""
 
 
 class OriginStopped(OriginError):
@@ -206,6 +212,10 @@ class ClusterError(StreamloadError, RuntimeError):
 
 class LoaderClosed(StreamloadError, RuntimeError):
     """A batch was asked of an epoch in the middle of which its loader was closed or iterated anew."""
+
+
+class RankFailed(StreamloadError, RuntimeError):
+    """Another rank of the run has ended by an error, which the message tells."""
 
 
 class WorkerDied(StreamloadError, RuntimeError):

@@ -22,7 +22,14 @@ from tally import Tally
 from tiers import until
 
 import streamload
-from streamload.errors import OriginDenied, OriginError, OriginNotFound, OriginStopped, OriginUnavailable
+from streamload.errors import (
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginOutage,
+    OriginStopped,
+    OriginUnavailable,
+)
 from streamload.loader import recipe
 from streamload.origins import outages
 from streamload.origins.origin import Origin, OriginOptions, open_origin
@@ -193,14 +200,51 @@ def test_a_server_that_never_gave_anything_is_not_waited_for(server: ShardServer
         read(open_origin(f"{server.url}/a.tar", options=QUICK))
 
 
-def test_an_outage_is_not_waited_for_for_ever(server: ShardServer) -> None:
+@pytest.mark.parametrize("status", [503, 404])
+def test_an_outage_has_one_deadline_for_all_its_shards(server: ShardServer, status: int) -> None:
     assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
-    server.misbehave("*", Fault(status=503))
+    server.misbehave("*", Fault(status=status))
     brief = replace(QUICK, outage_seconds=0.5)
     began = time.monotonic()
-    with pytest.raises(OriginUnavailable, match="given up after"):
+    with pytest.raises(OriginOutage, match=rf"b\.tar.*{status}.*STREAMLOAD_ORIGIN_WAIT"):
         read(open_origin(f"{server.url}/b.tar", options=brief))
     assert time.monotonic() - began >= 0.5
+    tally = Tally()
+    with pytest.raises(OriginOutage, match=r"c\.tar"):
+        read(open_origin(f"{server.url}/c.tar", None, brief, tally))
+    assert tally["origin_retries"] < QUICK.attempts  # no second wait
+    server.misbehave("*")
+    assert read(open_origin(f"{server.url}/c.tar", options=brief)) == BODY
+
+
+def test_an_outage_that_nothing_has_met_for_long_is_over(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.misbehave("*", Fault(status=503))
+    with pytest.raises(OriginOutage):
+        read(open_origin(f"{server.url}/b.tar", options=replace(QUICK, outage_seconds=0.1)))
+    monkeypatch.setattr(outages, "_FORGOTTEN_SECONDS", 0.0)
+    with reading(f"{server.url}/b.tar") as future:
+        server.misbehave("*")
+        assert future.result(60) == BODY
+
+
+def test_a_shard_that_fails_like_one_that_was_given_before_is_given_up_while_others_come(
+    server: ShardServer,
+) -> None:
+    """Shards are deleted once they were read, and one was never there: that is no outage."""
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.misbehave("a.tar", Fault(status=404))
+    server.misbehave("b.tar", Fault(status=404))
+    tally = Tally()
+    with ThreadPoolExecutor() as pool:
+        brief = replace(QUICK, outage_seconds=2.0)
+        failing = pool.submit(read, open_origin(f"{server.url}/b.tar", None, brief, tally))
+        until(lambda: tally["origin_retries"] >= 1)
+        assert read(open_origin(f"{server.url}/c.tar", options=QUICK)) == BODY
+        with pytest.raises(OriginNotFound, match=r"b\.tar"):
+            failing.result(60)
 
 
 def test_a_loader_that_stops_does_not_wait_for_an_endpoint(server: ShardServer) -> None:

@@ -88,6 +88,7 @@ class ShardCache:
         Raises:
             NoValidSamples: nothing usable has been seen in the first shards or samples.
             OriginError, ShardError: the shard was given up, and isn't to be passed over.
+            OriginOutage: all of its server or bucket stays away.
         """
         view = self.view(shard)
         view.refresh()
@@ -179,7 +180,7 @@ class ShardCache:
         """A shard was given up: raise, or pass over it once and for all."""
         reader = view.reader
         assert reader is not None
-        if not self._skip:
+        if not self._skip or reader.status == errors.OriginOutage.__name__:  # it isn't the shard that fails
             raise verdict_error(reader.status, reader.cause)
         if view.shard.digest not in self._verdicts:
             lock = view.keep_verdict()

@@ -29,6 +29,7 @@ from streamload.order.group import GroupOrder
 from streamload.order.mixture import Change
 from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
+from streamload.origins.outages import listen, outages
 from streamload.prefetch.ahead import Ahead
 from streamload.prefetch.itinerary import Itinerary
 from streamload.prefetch.prepared import PreparedOrigin
@@ -43,6 +44,7 @@ _POLL_SHARE = 0.02
 """How long a worker sleeps until it looks again: of the time that it has waited, within those bounds. What a
 look costs is the processor's time, which those want who fill."""
 _SLOW_SECONDS = 30.0
+_BLOCKED_SECONDS = 5.0
 _NO_ROOM_SECONDS = 10.0
 _NO_ROOM_AGAIN_SECONDS = 1.0
 _ORIGINS_KEPT = 32
@@ -110,6 +112,9 @@ class Supply:
         self._fills_ahead = False
         self._asked: tuple[list[int], list[int]] = [], []
         self._blocked_ns: dict[int, int] = {}
+        self._blocked_by: str | None = None  # a shard that holds up a batch for long
+        self._telling = threading.Lock()
+        self._end_listening = listen(self._tell)
 
     def begin(self, start: Start) -> None:
         """Begin an epoch."""
@@ -117,6 +122,8 @@ class Supply:
         self._cache.keep_open(())
         self._start = start
         self._blocked_ns.clear()
+        self._blocked_by = None
+        self._tell()
         self._freshness.begin(f"{start.epoch}-{start.position}-{start.generation}")
         self._ahead.look_again()
 
@@ -192,9 +199,12 @@ class Supply:
         self._fills_ahead = True
 
     def blocked(self) -> tuple[tuple[int, int], ...]:
-        """The shards for which the training loop stood still since the last call, and nanoseconds for each."""
+        """The shards for which the training loop stood still since the last call; nanoseconds for each."""
         blocked = tuple(self._blocked_ns.items())
         self._blocked_ns.clear()
+        if self._blocked_by is not None:
+            self._blocked_by = None
+            self._tell()
         return blocked
 
     def let_go(self) -> None:
@@ -209,6 +219,7 @@ class Supply:
     def close(self) -> None:
         """Stop the fills and let go of the tier; once is enough."""
         self._closing.set()
+        self._end_listening()
         if self._publisher is not None:
             self._publisher.close()
         self._sharing.close()
@@ -284,6 +295,9 @@ class Supply:
             )
             if patience > self._full_seconds:
                 self._do_without(first)
+            if waiting.seconds() > _BLOCKED_SECONDS and self._blocked_by != first.name:
+                self._blocked_by = first.name
+                self._tell()
             if waiting.is_due():
                 view = self._cache.view(blocked[0])
                 who = "this process" if self._ahead.filling(first) else "another process, or nobody yet"
@@ -296,6 +310,13 @@ class Supply:
         self._board.by_source[self._row, source, 1] += waited_ns
         if blocked and self._board.wanted_seconds():
             self._blocked_ns[blocked[0]] = self._blocked_ns.get(blocked[0], 0) + waited_ns
+
+    def _tell(self) -> None:
+        """Tell the rank what holds up this process: a shard, and servers that are away."""
+        with self._telling:
+            away = [[name, outage.cause[:500], outage.until] for name, outage in outages().items()]
+            told = {"shard": self._blocked_by, "away": away[:4]}
+            self._board.block(self._row, told if self._blocked_by or away else None)
 
     def _do_without(self, shard: Shard) -> None:
         """Go on without room for a shard.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import time
@@ -17,6 +18,7 @@ from streamload.metrics import WIDTH
 _NOTE_BYTES = 64 << 20
 """Only what is written on takes memory."""
 _HEAD_BYTES = 8
+_BLOCKED_BYTES = 4096
 
 
 class Note:
@@ -86,7 +88,8 @@ class Board:
         self.changes = Note()
         self._counters = SharedArray((writers, WIDTH), torch.int64)
         self._by_source = SharedArray((writers, sources, 2), torch.int64)
-        self._wanted_since = SharedArray((1,), torch.float64)
+        self._wanted = SharedArray((1,), torch.float64)
+        self._blocked = SharedArray((writers, _BLOCKED_BYTES), torch.uint8)
 
     @property
     def counters(self) -> npt.NDArray[np.int64]:
@@ -100,9 +103,37 @@ class Board:
 
     def want(self, now: bool) -> None:
         """Say whether the training loop is waiting for a batch."""
-        self._wanted_since.array[0] = time.monotonic() if now else 0.0
+        self._wanted.array[0] = time.monotonic() if now else -time.monotonic()
 
     def wanted_seconds(self) -> float:
         """How long the training loop has been waiting for the batch that it wants; 0 if it isn't."""
-        since = float(self._wanted_since.array[0])
+        since = float(self._wanted.array[0])
+        return time.monotonic() - since if since > 0 else 0.0
+
+    def still_seconds(self) -> float:
+        """How long the training loop has neither asked for a batch nor been given one."""
+        since = abs(float(self._wanted.array[0]))
         return time.monotonic() - since if since else 0.0
+
+    def block(self, writer: int, blocked: dict[str, Any] | None) -> None:
+        """Say what the work of a process waits for; None: for nothing.
+
+        Args:
+            writer: its number; it alone says so.
+            blocked: JSON-able; it isn't told where it is too long.
+        """
+        text = b"" if blocked is None else json.dumps(blocked).encode()
+        page = self._blocked.array[writer]
+        page[:_HEAD_BYTES] = 0  # who reads meanwhile finds nothing, or what is no JSON
+        if len(text) <= _BLOCKED_BYTES - _HEAD_BYTES:
+            page[_HEAD_BYTES : _HEAD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
+            page[:_HEAD_BYTES] = np.frombuffer(len(text).to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
+
+    def blocked(self) -> list[dict[str, Any]]:
+        """What the processes wait for that wait for anything."""
+        found = []
+        for page in self._blocked.array:
+            length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(page[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()))
+        return found

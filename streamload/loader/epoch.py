@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +21,7 @@ from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
     from streamload.loader.loader import Loader
+    from streamload.loader.together import Watch
 
 _Coming = Callable[[], tuple[Batch, dict[str, Any]]]
 """Gives a batch as it came, and its values where they were asked for."""
@@ -36,6 +38,7 @@ class Epoch:
         steps: how many batches it has; None: the data says where it ends.
         expected: how many it should have by what is known of the data; None: nothing is.
         ends: is told that the last batch comes; None: nobody asks.
+        watch: over the other ranks of the run; it ends with the epoch. None: there are none.
 
     Attributes:
         done: nothing comes any more.
@@ -50,6 +53,7 @@ class Epoch:
         steps: int | None,
         expected: int | None,
         ends: AccelerateEpoch | None,
+        watch: Watch | None,
     ):
         self.done = False
         self._loader = loader
@@ -61,6 +65,9 @@ class Epoch:
         self._began = began
         self._coming: _Coming | None = None  # what was there before it was asked for
         self._closed = ""  # why
+        self._watch = watch
+        if watch is not None:
+            weakref.finalize(self, watch.close)
 
     def __iter__(self) -> Epoch:
         return self
@@ -71,6 +78,7 @@ class Epoch:
         Raises:
             StreamloadError: of the data, the origin or the cache; the loader is closed then.
             WorkerDied: a worker process was killed.
+            RankFailed: another rank of the run has ended by an error.
             LoaderClosed: its loader was closed in the middle of it, or iterated anew.
         """
         self._refuse_if_closed()
@@ -78,6 +86,8 @@ class Epoch:
             self._leave()
             raise StopIteration
         try:
+            if self._watch is not None:
+                self._watch.check()
             if self._taken == 0 and self._ends is not None:
                 self._ends.begin()
             while True:
@@ -113,11 +123,16 @@ class Epoch:
                 raise
             self.done = True
             self._coming = None
+            error = exc
+            if is_a_death(exc):
+                error = WorkerDied(f"{exc}; what it had fetched is kept: iterate again")
+            if self._watch is not None and isinstance(error, Exception):
+                self._watch.fail(error)
             self._leave()
             self._loader.close()
-            if is_a_death(exc):
-                raise WorkerDied(f"{exc}; what it had fetched is kept: iterate again") from exc
-            raise
+            if error is exc:
+                raise
+            raise error from exc
 
     def close(self, why: str) -> None:
         """Give nothing more, and let go of a batch that was sent and not handed out."""
@@ -130,10 +145,14 @@ class Epoch:
         self.done = True
         self._batches = iter(())
         self._loader.ran_out()
+        if self._watch is not None:
+            self._watch.close()
         if self._ends is not None:
             self._ends.last()
 
     def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         if self._ends is not None:
             self._ends.end()
 

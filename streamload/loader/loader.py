@@ -29,7 +29,7 @@ from streamload.loader.options import LoaderOptions, at_least, read_device
 from streamload.loader.place import BAD_SAMPLES, Order, bad_samples_of
 from streamload.loader.recipe import counted_samples, recipe_for
 from streamload.loader.schedule import Schedule
-from streamload.loader.together import gathered
+from streamload.loader.together import Watch, gathered, ranks_of
 from streamload.loader.waits import ShardWaits
 from streamload.metrics import Counters, Snapshot
 from streamload.origins.origin import import_origins
@@ -343,7 +343,9 @@ class Loader(DataLoaderInterface):
         if self._length is not None and schedule.is_one_pass:
             expected = self._length - (place.position - place.began) // self._batch
         ends = AccelerateEpoch(self) if self._is_accelerated else None
-        epoch = Epoch(self, batches, self._feed, began, start.steps, expected, ends)
+        ranks = ranks_of(self.world_size)
+        watch = None if ranks is None else Watch(ranks, self._board)
+        epoch = Epoch(self, batches, self._feed, began, start.steps, expected, ends, watch)
         self._current = weakref.ref(epoch)
         return epoch
 

@@ -2,14 +2,18 @@
 
 What fails alone is given up, and the others go on. When an endpoint is away, that would cost a shard for each
 transfer that runs out of patience. So it is asked then for a byte of a shard that it gave before, which tells
-the two apart. It is known by this process, and by those that it forks, which shard that is.
+the two apart. It is known by this process, and by those that it forks, which shard that is. An outage is the
+endpoint's, not a shard's: all transfers that wait for it have one deadline, and after it none waits again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from streamload.errors import (
     OriginCut,
@@ -27,9 +31,47 @@ Reopen = Callable[[Session], Origin]
 
 MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 """Errors after which another attempt may help."""
+_FORGOTTEN_SECONDS = 180.0
+"""An outage that no transfer has met for so long is over, as far as anybody knows."""
 _logger = logging.getLogger("streamload")
 _gave: dict[str, tuple[Endpoint, ...]] = {}  # by name: the last two shards that it gave
-_away: set[str] = set()  # names of those of which that was said
+
+
+class Outage(NamedTuple):
+    """An endpoint that is away; times are of the monotonic clock.
+
+    Attributes:
+        cause: the error that it gave, or that no answer is.
+        since: when a transfer met it first.
+        seen: when one met it last.
+        until: when it is waited for no longer.
+    """
+
+    cause: str
+    since: float
+    seen: float
+    until: float
+
+
+_away: dict[str, Outage] = {}  # by the name of the endpoint
+_listeners: list[tuple[int, Callable[[], None]]] = []  # each with its process: a fork isn't it
+
+
+def outages() -> dict[str, Outage]:
+    """The outages that transfers of this process wait for, by the name of the endpoint."""
+    return dict(_away)
+
+
+def listen(listener: Callable[[], None]) -> Callable[[], None]:
+    """Call `listener` when an outage begins or ends, from any thread; returns what ends that."""
+    entry = (os.getpid(), listener)
+    _listeners.append(entry)
+
+    def end() -> None:
+        if entry in _listeners:
+            _listeners.remove(entry)
+
+    return end
 
 
 class Endpoint:
@@ -51,9 +93,14 @@ class Endpoint:
         """Take note that bytes of this shard have come."""
         if self._name:
             _gave[self._name] = (*self._others()[-1:], self)
-        if self._name in _away:
-            _away.discard(self._name)
+        if _away and _away.pop(self._name, None) is not None:
             _logger.warning("%s is back", self._name)
+            _tell()
+
+    @property
+    def outage(self) -> Outage | None:
+        """The outage that is under way, if there is one."""
+        return _away.get(self._name)
 
     def is_away(self, error: OriginError, session: Session) -> bool:
         """Ask for a shard that it gave before: whether that fails as well. False if it never gave one.
@@ -85,9 +132,19 @@ class Endpoint:
         return tuple(other for other in _gave.get(self._name, ()) if other._url != self._url)
 
     def _say(self, exc: Exception, seconds: float) -> None:
-        if self._name not in _away:
-            _away.add(self._name)
-            _logger.warning(
-                "%s is away (%s): its shards are waited for, %g s at most (STREAMLOAD_ORIGIN_WAIT)",
-                *(self._name, exc, seconds),
-            )
+        now, before = time.monotonic(), self.outage
+        if before is not None and now - before.seen < _FORGOTTEN_SECONDS:
+            _away[self._name] = before._replace(seen=now)
+            return
+        _away[self._name] = Outage(str(exc), now, now, now + seconds)
+        _logger.warning(
+            "%s is away (%s): its shards are waited for, %g s at most (STREAMLOAD_ORIGIN_WAIT)",
+            *(self._name, exc, seconds),
+        )
+        _tell()
+
+
+def _tell() -> None:
+    for pid, listener in tuple(_listeners):
+        if pid == os.getpid():
+            listener()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from streamload.errors import OriginError, OriginTimeout, StreamloadError
+from streamload.errors import OriginError, OriginOutage, OriginTimeout, StreamloadError
 from streamload.origins.discretion import discreet
 from streamload.origins.outages import MENDABLE, Endpoint
 from streamload.origins.protocol import Origin, Session, Stream, Version
@@ -112,8 +112,8 @@ class _Patience:
         self._session, self._options = session, session.options
         self._rng, self._url, self._endpoint = rng, url, endpoint
         self._failures = 0
-        self._failing_since = 0.0
         self._was_away = False
+        self._waiting_since = 0.0  # for the endpoint, where it was away
         self._progress_bytes = 0
 
     def open(self, origin: Origin, start: int, expected: Version | None) -> Stream:
@@ -151,8 +151,6 @@ class _Patience:
 
     def wait(self, error: OriginError) -> None:
         """Sleep before the next attempt, or raise: the error can't be mended, or patience is at its end."""
-        if not self._failures:
-            self._failing_since = time.monotonic()
         self._failures += 1
         has_attempts = isinstance(error, MENDABLE) and self._failures < self._options.attempts
         if not has_attempts and not self._has_time(error):
@@ -178,14 +176,26 @@ class _Patience:
             self._endpoint.gave()
 
     def _has_time(self, error: OriginError) -> bool:
-        """Whether it isn't the shard that fails; of an endpoint that is back again all attempts are left."""
-        left = self._failing_since + self._options.outage_seconds - time.monotonic()
-        if self._endpoint is None or left <= 0:
+        """Whether it isn't the shard that fails; of an endpoint that is back again all attempts are left.
+
+        Raises:
+            OriginOutage: all of the endpoint has been away for as long as it is waited for.
+        """
+        if self._endpoint is None or not self._options.outage_seconds:
             return False
         was_away, self._was_away = self._was_away, self._endpoint.is_away(error, self._session)
-        if was_away and not self._was_away:
-            self._failures = 1
-        return was_away or self._was_away
+        if not self._was_away:
+            self._failures = 1 if was_away else self._failures
+            return was_away
+        now, outage = time.monotonic(), self._endpoint.outage
+        if outage is not None and now >= outage.until:
+            raise OriginOutage(
+                f"{error} (nothing has come from its server or bucket for {now - outage.since:.0f} s; "
+                f"the limit is {self._options.outage_seconds:g} s, STREAMLOAD_ORIGIN_WAIT)"
+            ) from error
+        if not was_away:
+            self._waiting_since = now
+        return now - self._waiting_since < self._options.outage_seconds  # else others were given bytes since
 
     def _note(self, n: int) -> None:
         if self._failures:

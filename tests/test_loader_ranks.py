@@ -1,0 +1,233 @@
+"""A rank that waits for its data, or has failed, is known to all ranks of the run, whatever they are doing.
+
+How it shows that it works: two real ranks on two nodes step together; the shards of one are taken away, and
+the other sits in an all-reduce meanwhile. What each logged and raised is compared. The log that they share is
+tried by itself in a store of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from tiers import until
+
+import streamload
+from streamload.dataset import supply
+from streamload.errors import OriginOutage, RankFailed
+from streamload.handoff import Board
+from streamload.loader import recipe, together
+from streamload.loader.together import Ranks, Watch
+from streamload.origins.origin import OriginOptions
+from streamload.testing.faults import Fault
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import write_shards
+
+WAIT_SECONDS = 2
+
+
+def key_of(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"key": sample["__key__"]}
+
+
+def in_a_hurry() -> None:
+    """Tenths of seconds where a training has seconds."""
+    together._LOOK_SECONDS, together._STILL_SECONDS = 0.1, 0.3
+    together._WAIT_SECONDS = together._AWAY_SECONDS = 0.5
+    supply._BLOCKED_SECONDS = 0.1
+    recipe.OriginOptions = functools.partial(  # type: ignore[attr-defined]
+        OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
+    )
+
+
+def train(rank: int, urls: list[str], place: Path) -> None:
+    """One of two ranks: steps with the other, and writes down what it logged and how it ended."""
+    in_a_hurry()
+    os.environ["STREAMLOAD_ORIGIN_WAIT"] = str(WAIT_SECONDS)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("streamload").addHandler(handler)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2
+    )
+    loader = streamload.make_loader(
+        urls[rank],
+        map_sample=key_of,
+        batch_size=4,
+        num_workers=1,
+        multiprocessing_context="fork",
+        num_batches=1000,
+        groups=2,
+        rank=rank,
+        world_size=2,
+        lanes=1,
+        shuffle=0,
+        ahead="1KB",
+        cache_dir=place / f"node-{rank}",
+        cache_size="1GB",
+    )
+    ends = []
+    batches = iter(loader)
+    try:
+        for step, _ in enumerate(batches):
+            torch.distributed.all_reduce(torch.ones(1))
+            if step == 1:
+                (place / f"trains-{rank}").touch()
+    except Exception as exc:
+        ends.append([type(exc).__name__, str(exc)])
+    (place / f"{rank}.json").write_text(json.dumps([said, ends]))
+    if rank == 0:  # the all-reduce has ended by the other's end, and the training asks for another batch
+        with pytest.raises(RankFailed) as caught:
+            next(batches)
+        ends.append(["RankFailed", str(caught.value)])
+    loader.close()
+    (place / f"{rank}.json").write_text(json.dumps([said, ends]))
+    os._exit(0)  # gloo waits for a peer that has gone
+
+
+def test_all_ranks_are_told_which_one_waits_for_what_and_until_when_and_end_together(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [12] * 12, seed=5)
+    with ShardServer(tmp_path / "data") as near, ShardServer(tmp_path / "data") as far:
+        urls = [f"{server.url}/{{00000..00011}}.tar" for server in (near, far)]
+        far.stop_after(0.9)  # of each shard: so that none is held when they go
+        context = torch.multiprocessing.spawn(train, (urls, tmp_path), nprocs=2, join=False)
+        until(lambda: (tmp_path / "trains-1").exists())
+        far.misbehave("*", Fault(status=404))
+        far.go_on()
+        while not context.join():
+            pass
+        (said, ends), (said_there, ends_there) = (
+            json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)
+        )
+        url = far.url
+    waits = [line for line in said if line.startswith("rank 1 of 2 has waited")]
+    assert waits
+    assert any(f"for {url}/000" in line and "404 Not Found" in line for line in waits)
+    assert any("is waited for until" in line and "STREAMLOAD_ORIGIN_WAIT" in line for line in waits)
+    assert any(line.startswith("rank 1 of 2 has waited") for line in said_there)
+    ((kind, text),) = ends_there
+    assert kind == "OriginOutage"
+    assert text.startswith("rank 1 of 2: ")
+    assert f"{url}/000" in text
+    assert "404 Not Found" in text
+    failed = [line for line in said if line.startswith("rank 1 of 2 has failed")]
+    assert f"OriginOutage: {url}/000" in failed[0]
+    assert ends[0][0] == "RuntimeError"  # gloo's, as the other has gone
+    assert ends[1][1].startswith("rank 1 of 2 has failed: OriginOutage: ")
+
+
+@pytest.fixture
+def ranks() -> list[Ranks]:
+    store = torch.distributed.HashStore()
+    return [Ranks(store, rank, 3) for rank in range(3)]
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = [record.message for record in caplog.records]
+    caplog.clear()
+    return said
+
+
+def test_several_ranks_that_wait_are_one_line(ranks: list[Ranks], caplog: pytest.LogCaptureFixture) -> None:
+    ranks[2].tell("waits", "30 s for b.tar")
+    ranks[1].tell("waits", "31 s for a.tar")
+    ranks[0].look()
+    assert messages(caplog) == ["rank 1 of 3 has waited 31 s for a.tar (1 more likewise)"]
+    ranks[0].look()
+    ranks[1].tell("goes on")
+    ranks[0].look()
+    assert messages(caplog) == ["rank 1 of 3 goes on"]
+
+
+def test_a_rank_that_waits_no_longer_when_others_look_is_no_line(
+    ranks: list[Ranks], caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks[1].tell("waits", "30 s for a.tar")
+    ranks[1].tell("goes on")
+    ranks[0].look()
+    assert not messages(caplog)
+
+
+@contextlib.contextmanager
+def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Board]]:
+    monkeypatch.setattr(together, "_LOOK_SECONDS", 0.01)
+    board = Board(1)
+    watch = Watch(ranks, board)
+    yield watch, board
+    watch.close()
+    assert threading.active_count() == 1 or not watch._thread.is_alive()
+
+
+def test_a_rank_that_has_failed_ends_the_others_until_it_goes_on(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OriginOutage("a.tar: the server answers 404 Not Found")
+    with watched(ranks[0], monkeypatch) as (one, _), watched(ranks[1], monkeypatch) as (other, _):
+        other.fail(error)
+        assert str(error) == "rank 1 of 3: a.tar: the server answers 404 Not Found"
+        ranks[0].look()
+        for _ in range(2):
+            with pytest.raises(RankFailed, match=r"rank 1 of 3 has failed: OriginOutage: a\.tar: the"):
+                one.check()
+        one.fail(RankFailed("rank 1 of 3 has failed"))  # that is known
+        assert not ranks[0].has_failed
+        other.check()  # it asks for another batch
+        one.check()
+        other.check()
+
+
+def test_the_error_of_a_worker_is_told_without_its_traceback(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = (
+        "Caught OriginOutage in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+    )
+    error = OriginOutage(f'{text}  File "x.py"\nstreamload.errors.OriginOutage: a.tar: 404\n')
+    with watched(ranks[1], monkeypatch) as (other, _):
+        other.fail(error)
+    ranks[0].look()
+    assert messages(caplog) == [
+        "rank 1 of 3 has failed, and all of the run with it: OriginOutage: a.tar: 404"
+    ]
+
+
+def test_a_training_that_takes_steps_never_looks_at_the_store(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks[1].tell("waits", "30 s for a.tar")
+    with watched(ranks[0], monkeypatch) as (watch, board):
+        looked = threading.Event()
+        monkeypatch.setattr(watch, "_tell_wait", looked.set)
+        for _ in range(3):
+            board.want(True)
+            board.want(False)
+            looked.clear()
+            assert looked.wait(60)
+        assert not messages(caplog)
+        monkeypatch.setattr(together, "_STILL_SECONDS", 0.0)
+        until(lambda: caplog.records)
+
+
+def test_a_store_that_has_gone_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def add(self, key: str, n: int) -> int:
+            raise torch.distributed.DistNetworkError("failed to recv, got 0 bytes")
+
+    with watched(Ranks(Gone(), 0, 2), monkeypatch) as (watch, board):
+        monkeypatch.setattr(together, "_STILL_SECONDS", 0.0)
+        board.want(False)
+        watch._thread.join(60)
+        watch.check()
+        watch.fail(OriginOutage("a.tar"))
