@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamload.cache.shared.objects import Objects
 from streamload.errors import PlanError
 from streamload.order.group import GroupOrder
 from streamload.order.plan import OrderOptions
+from streamload.prefetch import published, wanted
 from streamload.prefetch.published import (
     Coming,
     PlannedSource,
@@ -23,6 +27,7 @@ from streamload.prefetch.published import (
     plan_of,
     runs_in,
 )
+from streamload.prefetch.wanted import Followed, Window
 from streamload.urls import expand_urls
 
 SHARDS = expand_urls("https://host/d/{000..029}.tar")
@@ -233,6 +238,69 @@ def test_progress_that_is_cut_forged_or_of_another_version_is_refused(data: byte
 def test_whatever_place_is_told_is_one_of_the_order(epoch: int, pass_: int, place: int, ahead: int) -> None:
     found = Coming(plan()).of(Progress(1, epoch, ((pass_, place),), ahead), 20)
     assert set(found) <= set(range(len(SHARDS)))
+
+
+def test_a_list_too_long_to_be_read_is_published_without_its_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published.PLAN_LIMIT_BYTES <= 8 << 20
+    monkeypatch.setattr(published, "PLAN_LIMIT_BYTES", 2_000)
+    many = expand_urls([f"https://host/{name:040x}.tar" for name in range(50)])
+    sources = [PlannedSource(len(many), OrderOptions(7, 2, 3, 100))]
+    made, why = plan_of(sources, False, many, None)
+    assert "2,000 are read" in why
+    assert made.shards is None
+    monkeypatch.undo()
+    assert plan_of(sources, False, many, None)[0].run == made.run
+
+
+def follow(tmp_path: Path) -> tuple[Objects, Followed]:
+    objects = Objects(str(tmp_path / "shared"))
+    objects.write(f"runs/{plan().run}/group-0.json", Progress(0, 0, ((0, 0),)).written())
+    return objects, Followed(objects, None, Window(size_bytes=1 << 40))
+
+
+def test_a_plan_that_is_refused_is_looked_into_again_only_when_it_holds_other_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    objects, followed = follow(tmp_path)
+    read: list[bytes] = []
+
+    def reads(run: str, data: bytes) -> RunPlan:
+        read.append(data)
+        return RunPlan.read(run, data)
+
+    monkeypatch.setattr(wanted, "RunPlan", SimpleNamespace(read=reads))
+    name = f"runs/{plan().run}/plan.json"
+    for bad in (b"{", b"[" * 5_000):
+        objects.write(name, bad)
+        for _ in range(3):
+            assert followed.look(lambda shard: 1.0) == []
+            assert "no JSON" in followed.said()
+    assert read == [b"{", b"[" * 5_000]
+    assert len(caplog.records) == 2
+    objects.write(name, plan().written())
+    assert len(followed.look(lambda shard: 1.0)) > 0
+
+
+def test_a_plan_larger_than_any_honest_one_is_refused_and_the_others_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, followed = follow(tmp_path)
+    other = prepared_plan("")
+    monkeypatch.setattr(wanted, "PLAN_LIMIT_BYTES", 10_000)
+    objects.write(f"runs/{'0' * 16}/plan.json", b" " * 10_001)
+    objects.write(f"runs/{other.run}/plan.json", other.written())
+    followed = Followed(objects, None, Window(size_bytes=1 << 40), names=["0" * 16, other.run])
+    assert len(followed.look(lambda shard: 1.0)) > 0
+    assert "more than 10,000 bytes" in followed.said()
+
+
+def test_progress_that_is_refused_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    objects, followed = follow(tmp_path)
+    objects.write(f"runs/{plan().run}/plan.json", plan().written())
+    objects.write(f"runs/{plan().run}/group-0.json", b"{")
+    for _ in range(3):
+        assert followed.look(lambda shard: 1.0) == []
+    assert len(caplog.records) == 1
 
 
 def test_runs_are_found_by_the_names_of_their_files() -> None:

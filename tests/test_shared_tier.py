@@ -18,6 +18,7 @@ from tiers import flip, payload_start, swap
 from benchmarks.stores.store import Store
 from streamload.cache.shared.blocks import BLOCK_BYTES, BlockSums, verified
 from streamload.cache.shared.copies import SharedShard
+from streamload.cache.shared.objects import OBJECT_LIMIT_BYTES
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, SharedTierError
@@ -210,6 +211,29 @@ def test_the_index_of_another_shard_is_refused(origin: Origin, local: Path, fold
     assert counts.snapshot().shared_errors == 1
     with pytest.raises(CacheCorrupt, match="another shard's"):
         tier.look(origin.shard(0))
+
+
+def test_an_index_larger_than_any_that_is_stored_is_asked_for_once(
+    origin: Origin, local: Path, folder: Place
+) -> None:
+    store(origin, local, folder, (0, 1))
+    index = Path(folder.url) / "shards" / origin.shard(0).digest / "index"
+    index.write_bytes(bytes(OBJECT_LIMIT_BYTES + 1))
+    tier, counts = opened(folder)
+    for _ in range(5):
+        assert tier.held(origin.shard(0)) is None
+    assert counts.snapshot().shared_errors == 1
+    assert tier.held(origin.shard(1)) is not None
+
+
+def test_a_shard_whose_index_no_node_would_read_is_not_stored(
+    origin: Origin, local: Path, folder: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.cache.shared.tier.OBJECT_LIMIT_BYTES", 100)
+    tier, _ = opened(folder)
+    with pytest.raises(SharedTierError, match="too many for one shard"):
+        tier.store(origin.shard(0), Tier(local).published(origin.shard(0).digest))
+    assert not (Path(folder.url) / "shards").exists()
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"format": 2}', b"\xff", b"[" * 100_000])

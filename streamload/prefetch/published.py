@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +27,8 @@ from streamload.urls import UrlList
 from streamload.urls.written import read_down, write_down
 
 FORMAT = 1
-PLAN_LIMIT_BYTES = 64 << 20
+PLAN_LIMIT_BYTES = 8 << 20
+"""Of a hundred thousand URLs that no pattern joins; patterns of any length are some hundred bytes."""
 PROGRESS_LIMIT_BYTES = 64 << 10
 _NAMED = 2_000
 """A list is told from others by the names of so many of its shards, at equal distances."""
@@ -160,7 +161,11 @@ def plan_of(
             told, why = None, "what is secret in them says which shards they are"
     except UrlError as exc:
         told, why = None, str(exc)
-    return RunPlan(tuple(sources), one_pass, told, names, prepare), why
+    plan = RunPlan(tuple(sources), one_pass, told, names, prepare)
+    if told is not None and (size := len(plan.written())) > PLAN_LIMIT_BYTES:
+        why = f"a plan with them has {size:,} bytes, and {PLAN_LIMIT_BYTES:,} are read: give patterns"
+        plan = replace(plan, shards=None)
+    return plan, why
 
 
 @dataclass(frozen=True, slots=True)

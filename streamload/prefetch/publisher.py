@@ -6,15 +6,16 @@ line in its log.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from streamload.cache.shared.objects import Objects
+from streamload.cache.shared.objects import Objects, TooLarge
 from streamload.errors import SharedTierError, StreamloadError
-from streamload.prefetch.published import Progress, RunPlan
+from streamload.prefetch.published import PLAN_LIMIT_BYTES, Progress, RunPlan
 
 logger = logging.getLogger("streamload")
 
@@ -92,7 +93,10 @@ class Publisher:
     def _publish_plan(self) -> str:
         plan, why = self._make_plan()
         name, content = f"runs/{plan.run}/plan.json", plan.written()
-        if self._objects.read(name) != content:
+        there: bytes | None = None
+        with contextlib.suppress(TooLarge):
+            there = self._objects.read(name, PLAN_LIMIT_BYTES)
+        if there != content:
             self._objects.write(name, content)
         if why:
             logger.info("run %s is published without the URLs of its shards: %s", plan.run, why)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ import numpy as np
 
 from streamload.cache import runs
 from streamload.cache.shard import Shard, ShardList, prepared_form
-from streamload.cache.shared.objects import Objects
+from streamload.cache.shared.objects import Objects, TooLarge
 from streamload.errors import OptionError, PlanError, SharedTierError
 from streamload.origins.credentials import Named
 from streamload.prefetch.published import (
@@ -208,6 +210,7 @@ class Followed:
         self._named = named
         self._known: dict[str, tuple[Coming, ShardList]] = {}
         self._refused: dict[str, str] = {}
+        self._refused_objects: set[tuple[str, bytes]] = set()  # names, and digests of what was there
         self._warned: set[tuple[str, str]] = set()  # of runs whose readers look for what isn't made here
         self._said = "no run yet"
 
@@ -262,10 +265,38 @@ class Followed:
                 logger.warning("%s", exc)
             self._refused[run] = str(exc)
             return None
+        except _RefusedBefore:
+            return None
         return found
 
     def _read_plan(self, run: str) -> tuple[Coming, ShardList]:
-        plan = RunPlan.read(run, self._objects.read(f"runs/{run}/plan.json", PLAN_LIMIT_BYTES) or b"")
+        with self._refused_once(f"runs/{run}/plan.json", PLAN_LIMIT_BYTES) as data:
+            return self._followed(RunPlan.read(run, data or b""))
+
+    @contextlib.contextmanager
+    def _refused_once(self, name: str, limit_bytes: int) -> Iterator[bytes | None]:
+        """An object, for a block that may refuse it: the same bytes aren't looked into a second time.
+
+        Raises:
+            PlanError: it is too large.
+            _RefusedBefore: the same was refused at an earlier look.
+        """
+        try:
+            data = self._objects.read(name, limit_bytes)
+        except TooLarge as exc:
+            raise PlanError(str(exc)) from exc
+        seen = name, hashlib.blake2b(data or b"", digest_size=16).digest()
+        if seen in self._refused_objects:
+            raise _RefusedBefore
+        try:
+            yield data
+        except PlanError:
+            self._refused_objects.add(seen)
+            raise
+
+    def _followed(self, plan: RunPlan) -> tuple[Coming, ShardList]:
+        """A plan that says what a plan may say, if it can be followed here."""
+        run = plan.run
         urls = plan.shards if self._given is None else self._given
         if urls is None:
             raise PlanError(
@@ -301,10 +332,12 @@ class Followed:
 
         def read(group: int) -> Progress | None:
             try:
-                data = self._objects.read(f"runs/{plan.run}/group-{group}.json", PROGRESS_LIMIT_BYTES)
-                return None if data is None else Progress.read(plan, group, data)
+                with self._refused_once(f"runs/{plan.run}/group-{group}.json", PROGRESS_LIMIT_BYTES) as data:
+                    return None if data is None else Progress.read(plan, group, data)
             except PlanError as exc:
                 logger.warning("%s", exc)
+                return None
+            except _RefusedBefore:
                 return None
             except SharedTierError as exc:
                 logger.debug("%s", exc)
@@ -353,6 +386,10 @@ class Followed:
             assert self._window.size_bytes is not None
             count = self._window.size_bytes / (progress.mean_bytes or GUESSED_BYTES)
         return max(1, min(math.ceil(count), _MOST_IN_SIGHT))
+
+
+class _RefusedBefore(Exception):
+    """The same bytes were refused at an earlier look, with a line that says why."""
 
 
 def _unit(shard: Shard) -> Shard:

@@ -22,10 +22,14 @@ from streamload.errors import OptionError, OriginDenied, SharedTierDenied, Share
 from streamload.origins.discretion import discreet
 from streamload.origins.failures import of_store
 
-OBJECT_LIMIT_BYTES = 256 << 20
-"""More than the index of any shard, or the plan of any run, that is worth keeping."""
+OBJECT_LIMIT_BYTES = 24 << 20
+"""Of what is read as a whole: the index of a shard of some hundred thousand samples."""
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._=+-]*(/[A-Za-z0-9_][A-Za-z0-9._=+-]*)*")
 _NOT_OURS = frozenset({"pipe", "data", "github", "git", "zip", "tar", "libarchive", "reference"})
+
+
+class TooLarge(SharedTierError):
+    """An object has more bytes than anything honest of its kind."""
 
 
 class Backend(Protocol):
@@ -132,12 +136,13 @@ class Objects:
         """All of an object; None if there is none.
 
         Raises:
-            SharedTierError: it can't be read, or has more than `limit_bytes`.
+            SharedTierError: it can't be read.
+            TooLarge: it has more than `limit_bytes`.
         """
         with self._translated("read", name):
             data = self._backend.read(_checked(name), limit_bytes)
         if data is not None and len(data) > limit_bytes:
-            raise SharedTierError(f"{self.url}: {name} has more than {limit_bytes:,} bytes; it isn't ours")
+            raise TooLarge(f"{self.url}: {name} has more than {limit_bytes:,} bytes; it isn't ours")
         return data
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from streamload.cache.shard import Shard
 from streamload.cache.shared.blocks import BLOCK_BYTES, verified
 from streamload.cache.shared.copies import SharedShard, index_files
-from streamload.cache.shared.objects import Objects
+from streamload.cache.shared.objects import OBJECT_LIMIT_BYTES, Objects, TooLarge
 from streamload.cache.source import Source
 from streamload.errors import (
     CacheCorrupt,
@@ -164,7 +164,7 @@ class SharedTier:
 
         Raises:
             SharedTierError: it can't be asked, or another version of streamload made it.
-            CacheCorrupt: the index is damaged.
+            CacheCorrupt: the index is damaged, or larger than any that is stored.
         """
         packed = self._read(self._name(shard, "index")) if self.check_format() else None
         if packed is None:
@@ -240,9 +240,15 @@ class SharedTier:
                 self._stored(shard)
                 return False
             new = SharedShard.of(shard, source)
+            packed = new.pack()
+            if len(packed) > OBJECT_LIMIT_BYTES:
+                raise SharedTierError(
+                    f"the index of {shard.name} has {len(packed):,} bytes, and no node reads more than "
+                    f"{OBJECT_LIMIT_BYTES:,} of one: {new.samples:,} samples are too many for one shard"
+                )
             self._mark()
             self.objects.put_file(self._name(shard, new.data), directory / "data")
-            self.objects.write(self._name(shard, "index"), new.pack())
+            self.objects.write(self._name(shard, "index"), packed)
         self._stored(shard)
         self.counts.add("shared_stored", 1)
         return True
@@ -315,7 +321,10 @@ class SharedTier:
 
     def _read(self, name: str) -> bytes | None:
         self.counts.add("shared_requests", 1)
-        data = self.objects.read(name)
+        try:
+            data = self.objects.read(name)
+        except TooLarge as exc:
+            raise CacheCorrupt(str(exc)) from exc
         self.counts.add("shared_bytes", len(data or b""))
         return data
 
