@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -16,12 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from pages import get
 
 from streamload.cli.options import storage_options_of
 from streamload.errors import OptionError
+from streamload.prefetch import page as page_module
 from streamload.prefetch.page import Page, complaint, listen_at, metrics_text
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.prefetch.status import Status
@@ -170,15 +174,75 @@ def test_the_page_listens_on_ipv6_and_its_url_has_brackets() -> None:
 
 
 def test_a_client_that_resets_its_connection_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    def answering() -> bool:
-        return any("process_request_thread" in thread.name for thread in threading.enumerate())
-
     with page(Status()) as url:
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
             until(answering)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         until(lambda: not answering())
     assert capfd.readouterr().err == ""
+
+
+def ask(url: str, host: str | None) -> int:
+    """The status of an answer to a request with another Host, or none."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    with contextlib.closing(connection):
+        connection.putrequest("GET", "/status", skip_host=True)
+        if host is not None:
+            connection.putheader("Host", host)
+        connection.endheaders()
+        return connection.getresponse().status
+
+
+def test_the_page_answers_no_foreign_name_that_was_bound_to_its_address() -> None:
+    with page(Status()) as url:
+        for host in ("evil.example", "evil.example:9433", "127.0.0.1.evil.example", "evil.localhost.com."):
+            assert ask(url, host) == 421
+        own = (urlsplit(url).netloc, "localhost", "LOCALHOST:9433", "[::1]:9433", "[::1]", "10.0.0.7:9433")
+        inside = ("daemon-1:9433", "daemon.default.svc.cluster.local:9433", "node.internal", None)
+        for known in (*own, *inside, socket.getfqdn()):
+            assert ask(url, known) == 200, known
+
+
+def test_a_client_that_drips_its_request_is_let_go_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "_ANSWER_SECONDS", 0.5)
+    with page(Status()) as url, socket.create_connection(("127.0.0.1", urlsplit(url).port)) as client:
+        client.settimeout(0.05)
+        client.sendall(b"GET /status HTTP/1.0\r\n")
+        dripped = 0
+        while True:
+            try:
+                assert client.recv(1) == b""  # no answer, and the end
+                break
+            except TimeoutError:
+                client.sendall(b"X")
+                dripped += 1
+            except ConnectionError:
+                break
+        assert dripped > 1  # each of them would have begun another wait
+        assert get(url + "/healthz")[0] == 200
+
+
+def test_connections_beyond_the_limit_are_closed_and_the_page_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_module, "_CONNECTIONS", 3)
+    with page(Status()) as url, contextlib.ExitStack() as held:
+        idle = [
+            held.enter_context(socket.create_connection(("127.0.0.1", urlsplit(url).port))) for _ in range(3)
+        ]
+        until(lambda: len(answering()) == 3)
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as more:
+            more.settimeout(60)
+            with contextlib.suppress(ConnectionError):
+                assert more.recv(1) == b""
+        idle[0].close()
+        until(lambda: len(answering()) == 2)
+        assert get(url + "/healthz")[0] == 200
+
+
+def answering() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
 
 
 def test_a_daemon_that_doesnt_look_any_more_isnt_well() -> None:

@@ -1,18 +1,23 @@
 """What a daemon says about itself over HTTP: /metrics, /healthz, /status; on this machine only, unless told.
 
 The metrics are in the text format of Prometheus. Nothing here is secret: shards are named without users and
-queries, and nothing that is asked for is a path.
+queries, and nothing that is asked for is a path. A request has a deadline, of connections there are only so
+many, and a browser whose page was given this address by a foreign name (DNS rebinding) gets no answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.server
+import ipaddress
 import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 from streamload.errors import OptionError
 from streamload.prefetch.status import Status
@@ -21,6 +26,10 @@ DEFAULT_LISTEN = "127.0.0.1:9433"
 _STALE_SECONDS = 300.0
 """A daemon that hasn't looked for so long isn't well."""
 _ANSWER_SECONDS = 10.0
+"""For a request and its answer together, however slowly its client sends and reads."""
+_CONNECTIONS = 16
+_OWN_ZONES = frozenset({"localhost", "local", "internal", "svc"})
+"""Last parts of names that nobody can register: what has one is named by the network that it is in."""
 
 METRICS: dict[str, tuple[str, str, Callable[[Status], float]]] = {
     "shards_wanted": ("gauge", "shards in the window", lambda s: s.wanted),
@@ -105,7 +114,35 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._guard = threading.Lock()
+        self._deadlines: dict[socket.socket, float] = {}  # of the connections that are open
         super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; a connection too many is closed."""
+        with self._guard:
+            is_one_too_many = len(self._deadlines) >= _CONNECTIONS
+            if not is_one_too_many:
+                self._deadlines[request] = time.monotonic() + _ANSWER_SECONDS
+        if is_one_too_many:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._guard:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End what has taken too long: called between connections, several times a second."""
+        now = time.monotonic()
+        with self._guard:
+            for request, deadline in self._deadlines.items():
+                if deadline <= now:
+                    with contextlib.suppress(OSError):  # its thread wakes up, and closes it
+                        request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing of a client that has gone, or doesn't read."""
@@ -123,6 +160,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer."""
+        if not is_own_name(self.headers.get("Host", "")):
+            text = "ask by the address of this machine, or by its own name\n"
+            self._answer(421, "text/plain; charset=utf-8", text)
+            return
         status = type(self).status()
         path = self.path.partition("?")[0]
         if path == "/metrics":
@@ -145,6 +186,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (http.server's name)
         """Say nothing: whoever asks is told."""
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a Host header may be that of somebody who means this machine; "": a client that sends none.
+
+    An address can't be rebound, nor a name that only the network of this machine knows, nor its own.
+    """
+    name = host.strip().lower()
+    if not name.endswith("]"):  # [::1] without a port
+        name = name.rpartition(":")[0] if name.rpartition(":")[2].isdecimal() else name
+    name = name.strip("[]").rstrip(".")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return "." not in name or name.rpartition(".")[2] in _OWN_ZONES or name == socket.getfqdn().lower()
 
 
 def listen_at(listen: str) -> tuple[str, int]:
