@@ -18,6 +18,7 @@ from PIL import Image
 from streamload.cache import memory
 from streamload.cli import main
 from streamload.cli.doctor import examine
+from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.transforms.kernel import why_not
@@ -275,6 +276,42 @@ def test_doctor_shows_each_setting_and_where_it_comes_from(streamload, tmp_path)
     ) in text
     assert not (tmp_path / "tier").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_asks_for_the_first_and_last_shard_of_each_source(streamload, tmp_path):
+    write_shards(tmp_path / "data", [3] * 4, seed=1)
+    with ShardServer(tmp_path / "data") as server:
+        sources = f"{server.url}/{{00000..00003}}.tar?token=secret::{tmp_path}/data/{{00001..00002}}.tar"
+        done = streamload("doctor", sources, STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
+        assert done.returncode == 0, done.stdout
+        assert "4 of 4 first and last ones can be had" in done.stdout
+        assert {request.path for request in server.log} == {"00000.tar", "00003.tar"}
+        server.misbehave("00003.tar", Fault(status=404))
+        (tmp_path / "data" / "00001.tar").unlink()
+        done = streamload("doctor", sources, STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
+        said = " ".join(done.stdout.split())
+        assert done.returncode == 1
+        assert "2 of 4 first and last ones can be had" in said
+        assert f"{server.url}/00003.tar: the server answers 404 Not Found" in said
+        assert "00001.tar" in said
+        assert "secret" not in said
+        server.misbehave("00000.tar", Fault(body=b"<html>Please sign in.</html>" * 40))
+        done = streamload("doctor", f"{server.url}/00000.tar", STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
+        assert done.returncode == 1
+        assert "00000.tar" in done.stdout
+
+
+def test_doctor_takes_options_of_the_object_store_and_refuses_urls_that_are_none(streamload, tmp_path):
+    done = streamload("doctor", "{00..", STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
+    assert done.returncode == 1
+    assert "can't be listed" in done.stdout
+    write_shards(tmp_path / "root" / "bucket", [3], seed=1)
+    with ShardServer(tmp_path / "root") as server:
+        options = json.dumps({"anon": True, "endpoint_url": server.url})
+        where = {"STREAMLOAD_CACHE_DIR": str(tmp_path / "tier")}
+        done = streamload("doctor", "s3://bucket/00000.tar", "--storage-options", options, **where)
+    assert done.returncode == 0, done.stdout
+    assert "1 of 1 first and last ones can be had" in done.stdout
 
 
 @pytest.mark.parametrize("variable", ["STREAMLOAD_CACHE_SIZE", "STREAMLOAD_AHEAD"])

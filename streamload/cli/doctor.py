@@ -5,9 +5,11 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from streamload.cli.options import StorageOptions, storage_options_of
 
 if TYPE_CHECKING:
     from streamload.settings import Settings
@@ -27,6 +29,9 @@ _LIBRARIES = (
 _OPTIONAL = ("transformers", "open_clip_torch")
 _LITTLE_ROOM_BYTES = 1_000_000_000
 _BATCH_SIZE = 64
+_MOST_ASKED = 64
+"""Shards that are asked for, where more sources are given."""
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,15 @@ class Finding:
 
 def doctor(
     urls: Annotated[
-        list[str] | None, typer.Argument(help="Shards, as for make_loader: how far the cache goes for them.")
+        list[str] | None,
+        typer.Argument(help="Shards, as for make_loader: can they be had, and how far does the cache go?"),
     ] = None,
+    storage_options: StorageOptions = None,
 ) -> None:
     """Show every setting, check the machine.
 
-    Each value comes with where it was set. The exit code is 1 if something can't be used; the report then
-    says what to do.
+    Each value comes with where it was set. Of URLs the first and the last shard of each source are asked for.
+    The exit code is 1 if something can't be used, or a shard can't be had; the report then says what to do.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -62,7 +69,7 @@ def doctor(
     table = Table(box=None, pad_edge=False)
     for title in ("", "", "value", "from"):
         table.add_column(title, overflow="fold")
-    findings = [*examine(), *_data(urls or [])]
+    findings = [*examine(), *_data(urls or []), *_shards(urls or [], storage_options)]
     for finding in findings:
         mark = "[red]✗[/]" if finding.unusable else "[yellow]![/]" if finding.advice else "[green]✓[/]"
         table.add_row(mark, finding.subject, escape(finding.value), finding.source)
@@ -246,6 +253,49 @@ def _data(urls: list[str]) -> list[Finding]:
         return [Finding("data", "nothing known yet", advice=str(exc))]
     said = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))
     return [Finding("data", f"{said}, at a batch size of {_BATCH_SIZE}")]
+
+
+def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
+    """Whether the first and the last shard of each source can be had."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from streamload.errors import StreamloadError
+    from streamload.urls import expand_urls, redact, split_sources
+
+    if not urls:
+        return []
+    try:
+        storage = storage_options_of(storage_options)
+        sources = [expand_urls(source) for source in split_sources(urls)]
+    except StreamloadError as exc:
+        return [Finding("shards", "can't be listed", advice=str(exc), unusable=True)]
+    ends = list(dict.fromkeys(shard for source in sources for shard in (source[0], source[len(source) - 1])))
+    asked = ends[:: -(-len(ends) // _MOST_ASKED)]
+    with ThreadPoolExecutor(8) as pool:
+        complaints = pool.map(lambda url: _why_not_had(url, storage), asked)
+    refused = [(url, why) for url, why in zip(asked, complaints, strict=True) if why]
+    had = f"{len(asked) - len(refused)} of {len(asked)} first and last ones can be had"
+    return [
+        Finding("shards", had, unusable=bool(refused)),
+        *(Finding(redact(url), "can't be had", advice=why, unusable=True) for url, why in refused),
+    ]
+
+
+def _why_not_had(url: str, storage_options: dict[str, Any] | None) -> str:
+    """Why a shard can't be read, by its first header; "" if it can."""
+    from contextlib import closing
+
+    from streamload.errors import StreamloadError
+    from streamload.origins.origin import OriginOptions, open_origin
+    from streamload.shards.tar import BLOCK_BYTES, TarParser
+    from streamload.urls import redact
+
+    try:
+        with closing(open_origin(url, storage_options, OriginOptions(attempts=_ATTEMPTS))) as origin:
+            TarParser().feed(origin.read(0, BLOCK_BYTES, origin.version()))
+    except (StreamloadError, OSError) as exc:
+        return str(exc).removeprefix(f"{redact(url)}: ")
+    return ""
 
 
 def _libraries() -> list[Finding]:
