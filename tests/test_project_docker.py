@@ -5,77 +5,129 @@ services' commands with a real S3 server.
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
 import s3fs
 import yaml
 from moto.server import ThreadedMotoServer
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from pages import get
 from tiers import until
+from urllib3.exceptions import HTTPError
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 COMPOSE = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
-PINNED = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-SYSTEM_COMMANDS = {"apt-get", "rm", "useradd", "install"}
+REQUIREMENTS = [ROOT / "docker" / name for name in ("requirements.txt", "requirements-torch.txt")]
+PIN = re.compile(r"^([\w.-]+)==([\w.]+)", re.MULTILINE)
+PINNED = dict(PIN.findall((ROOT / "constraints.txt").read_text()))
+SYSTEM_COMMANDS = {"apt-get", "rm", "useradd", "install", "python"}
+COMPILERS = {"gcc", "g++", "clang", "build-essential", "libc6-dev", "make"}
+NOBODY = 65534
 
 
-def steps():
-    """(instruction, rest) of each line; comments left out, continued lines joined."""
+def stages():
+    """Of each stage its (instruction, rest) lines, FROM first; comments left out, continued lines joined."""
     text = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return [tuple(line.split(" ", 1)) for line in lines]
+    found = [[]]
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            if line.startswith("FROM "):
+                found.append([])
+            found[-1].append(tuple(line.split(" ", 1)))
+    return found
 
 
-def copies():
-    """(source, target) of each COPY."""
-    for instruction, rest in steps():
-        if instruction == "COPY":
+(HEAD, BUILD, LAST) = stages()
+
+
+def copies(stage):
+    """(source, target) of each COPY out of the repository."""
+    for instruction, rest in stage:
+        if instruction == "COPY" and not rest.startswith("--from"):
             *sources, target = rest.split()
             yield from ((source, target) for source in sources)
 
 
-def run_steps():
-    return [rest for instruction, rest in steps() if instruction == "RUN"]
+def run_steps(*stages):
+    return [rest for stage in stages for instruction, rest in stage if instruction == "RUN"]
+
+
+def as_nobody(command):
+    """A command as a user who isn't root runs it; as whoever runs the tests, where that isn't root.
+
+    It may still read what others may not: the Python of these tests can be in root's home.
+    """
+    if os.getuid():
+        return command
+    who = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    return ["setpriv", *who, "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", *command]
+
+
+def own_folder(path):
+    """A folder as `install -d -o 1000 -m 0700` makes the image's cache."""
+    path.mkdir(mode=0o700)
+    if not os.getuid():
+        os.chown(path, NOBODY, NOBODY)
+    return path
+
+
+@pytest.fixture
+def place():
+    """A folder that other users reach, too."""
+    with tempfile.TemporaryDirectory(prefix="streamload-docker-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory):
+def image():
     """A directory as the image's WORKDIR is after all steps, and the environment that they installed into.
 
     The environment sees the libraries of this one, behind its own, so that only streamload is installed anew.
     """
-    root = tmp_path_factory.mktemp("image")
-    app, environment = root / "app", root / "venv"
+    with tempfile.TemporaryDirectory(prefix="streamload-image-") as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        yield replay(root)
+
+
+def replay(root):
+    build, app, environment = root / "build", root / "app", root / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
     own = environment / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     (own / "parent.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     pip = environment / "bin" / "pip"
     pip.write_text(f'#!/bin/sh\nexec {environment}/bin/python -m pip "$@"\n')
     pip.chmod(0o755)
-    app.mkdir()
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environ |= {
         "PATH": f"{environment}/bin:{os.environ['PATH']}",
         "PIP_FORCE_REINSTALL": "",
-        "HOME": str(root),
+        "HOME": str(own_folder(root / "home")),
     }
-    for instruction, rest in steps():
-        if instruction == "COPY":
-            *sources, target = rest.split()
-            for source in sources:
-                copy(ROOT / source, app / target)
-        elif instruction == "RUN" and rest.startswith("pip "):
-            command = rest.replace("pip install", "pip install --no-deps --no-build-isolation --quiet")
-            subprocess.run(["bash", "-ec", command], cwd=app, env=environ, check=True, timeout=170)
+    for stage, directory in ((BUILD, build), (LAST, app)):
+        directory.mkdir()
+        for source, target in copies(stage):
+            copy(ROOT / source, directory / target if target != "./" else directory / Path(source).name)
+        for command in run_steps(stage):
+            if command.startswith("pip ") and command.endswith(" ."):
+                subprocess.run(
+                    ["bash", "-ec", f"{command} --quiet"], cwd=directory, env=environ, check=True, timeout=170
+                )
     return app, environ
 
 
@@ -92,40 +144,112 @@ def test_every_file_that_is_copied_is_in_the_repository_and_not_ignored():
         for line in (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
         if line[0] == "!"
     ]
-    for source, _ in copies():
+    sources = [source for stage in (BUILD, LAST) for source, _ in copies(stage)]
+    assert sorted(sources) == sorted(kept)
+    for source in sources:
         assert (ROOT / source).exists(), source
-        assert source in kept
 
 
 def test_each_step_is_a_command_that_the_replay_runs_or_that_only_changes_the_system():
-    for command in run_steps():
+    for command in run_steps(BUILD, LAST):
         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
         if not command.startswith("pip "):
             assert {part.split()[0] for part in command.split("&&")} <= SYSTEM_COMMANDS, command
 
 
 def test_the_image_runs_as_a_user_who_owns_the_cache():
-    instructions = dict(steps())
+    instructions = dict(LAST)
     user = instructions["USER"]
-    made = next(command for command in run_steps() if "useradd" in command)
-    assert shlex.split(made)[shlex.split(made).index("&&") - 1] == user
+    assert int(user) > 0  # by its number: a kubelet that is asked for runAsNonRoot needs it
+    made = next(command for command in run_steps(LAST) if "useradd" in command)
+    assert f"--uid {user} " in made
     assert f"-o {user}" in made
     assert instructions["VOLUME"] in made.split()
-    assert instructions["ENV"] == f"STREAMLOAD_CACHE_DIR={instructions['VOLUME']}"
+    assert LAST.index(("ENV", f"STREAMLOAD_CACHE_DIR={instructions['VOLUME']}"))
 
 
-def test_the_python_of_the_image_is_one_that_the_package_supports():
-    _, minor = re.fullmatch(r"python:(3)\.(\d+)-slim", dict(steps())["FROM"]).groups()
+def test_the_image_has_no_compiler_and_what_was_built_is_where_its_command_is_found():
+    installed = set(re.findall(r"[\w.+-]+", " ".join(run_steps(LAST))))
+    assert not installed & COMPILERS
+    assert set(" ".join(run_steps(BUILD)).split()) & COMPILERS
+    assert [rest for instruction, rest in LAST if instruction == "COPY" and "--from" in rest] == [
+        "--from=build /opt/streamload /opt/streamload"
+    ]
+    assert "python -m venv /opt/streamload" in run_steps(BUILD)
+    for stage in (BUILD, LAST):
+        assert ("ENV", "PATH=/opt/streamload/bin:$PATH") in stage
+
+
+def test_images_can_be_named_by_digest_and_the_python_is_one_that_the_package_supports():
+    ((instruction, default),) = HEAD
+    assert instruction == "ARG"
+    assert [stage[0][1].split()[0] for stage in (BUILD, LAST)] == ["${PYTHON_IMAGE}"] * 2
+    minor = re.fullmatch(r"PYTHON_IMAGE=python:3\.(\d+)-slim", default)[1]
     assert int(minor) >= 10
+    hashes = runpy.run_path(str(ROOT / ".ci" / "hashes.py"))
+    assert hashes["PYTHON"] == f"3.{minor}"
+    arguments = COMPOSE["x-streamload"]["build"]["args"]
+    assert arguments == {name: f"${{{name}:-{value}}}" for name, value in build_arguments().items()}
+    for service in COMPOSE["services"].values():
+        assert service["image"] == "streamload" or re.fullmatch(r"\$\{[A-Z]+_IMAGE:-.+\}", service["image"])
 
 
-def test_the_image_has_the_whole_package_and_its_command_works(image, tmp_path):
+def build_arguments():
+    """The ARGs with their defaults."""
+    found = [rest.split("=", 1) for stage in stages() for instruction, rest in stage if instruction == "ARG"]
+    return {name: shlex.split(value)[0] for name, value in found}
+
+
+def test_all_that_pip_installs_is_held_to_a_hash_and_nothing_comes_with_it():
+    installs = [command for command in run_steps(BUILD, LAST) if "pip" in command.split()]
+    assert len(installs) == 3
+    for command in installs:
+        command = command.replace("${TORCH}", build_arguments()["TORCH"])
+        assert "--no-deps" in command.split()
+        assert "--require-hashes" in command.split() or command.split()[-2:] == ["--no-build-isolation", "."]
+    for path in REQUIREMENTS:
+        for requirement in re.split(r"\n(?=\S)", path.read_text().partition("\n")[2].strip()):
+            _, *hashes = requirement.split(" --hash=")
+            assert PIN.match(requirement), requirement
+            assert hashes, requirement
+            assert all(re.fullmatch(r"sha256:[0-9a-f]{64}[\s\\]*", one) for one in hashes), requirement
+
+
+def test_the_images_requirements_are_the_pinned_ones_and_lack_nothing():
+    found = {
+        canonicalize_name(name): version
+        for path in REQUIREMENTS
+        for name, version in PIN.findall(path.read_text())
+    }
+    pinned = {canonicalize_name(name): version for name, version in PINNED.items()}
+    assert {name: pinned[name] for name in found if name in pinned} == {
+        name: version for name, version in found.items() if name in pinned
+    }
+    of_torch = {canonicalize_name(name) for name, _ in PIN.findall(REQUIREMENTS[1].read_text())}
+    assert "torch" in of_torch
+    assert found.keys() - pinned.keys() <= of_torch
+    environment = {"python_version": "3.13", "python_full_version": "3.13.0", "sys_platform": "linux"}
+    todo, needed = [("streamload", ("demo",))], set()
+    while todo:
+        name, extras = todo.pop()
+        for text in requires(name) or ():
+            one = Requirement(text)
+            marks = [environment | {"extra": extra} for extra in ("", *extras)]
+            if one.marker is None or any(one.marker.evaluate(mark) for mark in marks):
+                if canonicalize_name(one.name) not in needed:
+                    todo.append((one.name, one.extras))
+                needed.add(canonicalize_name(one.name))
+    assert needed <= found.keys() | {"streamload"}
+    assert "setuptools" in found  # which builds streamload, without isolation
+
+
+def test_the_image_has_the_whole_package_and_its_command_works(image, place):
     app, environ = image
-    command = json.loads(dict(steps())["CMD"])
+    command = json.loads(dict(LAST)["CMD"])
     done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environ | {"STREAMLOAD_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "200"},
+        as_nobody(command),
+        cwd=place,
+        env=environ | {"STREAMLOAD_CACHE_DIR": str(own_folder(place / "cache")), "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -133,8 +257,8 @@ def test_the_image_has_the_whole_package_and_its_command_works(image, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"streamload {version('streamload')}" in " ".join(done.stdout.split())
     where = subprocess.run(
-        ["python", "-c", "import streamload; print(streamload.__file__)"],
-        cwd=tmp_path,
+        as_nobody(["python", "-c", "import streamload; print(streamload.__file__)"]),
+        cwd=place,
         env=environ,
         capture_output=True,
         text=True,
@@ -160,17 +284,28 @@ def test_compose_names_what_exists():
             assert (context / service["build"]["dockerfile"]).samefile(DOCKERFILE)
             if service["command"][0] != "streamload":
                 assert service["command"][0] == "python"
-                assert f"docker/{service['command'][1]}" in dict(copies())
+                assert f"docker/{service['command'][1]}" in dict(copies(LAST))
         for volume in service.get("volumes", ()):
             name, _, target = volume.partition(":")
             if name.startswith("."):
                 assert (ROOT / "docker" / name).is_file()
                 continue
             assert name in COMPOSE["volumes"]
-            assert target == dict(steps())["VOLUME"]
+            assert target == dict(LAST)["VOLUME"]
         assert set(service.get("depends_on", ())) <= set(services)
-    assert services["store"]["image"] == f"motoserver/moto:{PINNED['moto']}"
+    assert services["store"]["image"] == f"${{STORE_IMAGE:-motoserver/moto:{PINNED['moto']}}}"
     assert services["train"]["environment"]["AWS_ENDPOINT_URL"].startswith("http://store:")
+
+
+def test_the_command_in_compose_starts_all_that_its_comment_names():
+    head = (ROOT / "docker" / "compose.yaml").read_text().partition("name:")[0]
+    (named,) = re.findall(r"compose\.yaml up .* (\w[\w-]*)\n", head)
+    started, todo = set(), [named]
+    while todo:
+        name = todo.pop()
+        started.add(name)
+        todo += COMPOSE["services"][name].get("depends_on", ())
+    assert started == set(COMPOSE["services"])
 
 
 def test_prometheus_asks_each_daemon_where_it_listens():
@@ -185,7 +320,7 @@ def test_prometheus_asks_each_daemon_where_it_listens():
     assert asked["targets"] == expected
 
 
-def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_beside(image, tmp_path):
+def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_beside(image, place):
     app, environ = image
     services = COMPOSE["services"]
     store = ThreadedMotoServer(port=0, verbose=False)
@@ -196,13 +331,19 @@ def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_besid
         endpoint = f"http://{host}:{port}"
 
         def environment(name):
-            own = {"AWS_ENDPOINT_URL": endpoint, "STREAMLOAD_CACHE_DIR": str(tmp_path / name)}
+            cache = place / name if (place / name).exists() else own_folder(place / name)
+            own = {"AWS_ENDPOINT_URL": endpoint, "STREAMLOAD_CACHE_DIR": str(cache)}
             return environ | services[name]["environment"] | own
 
         def run(name, *more):
             command = [*services[name]["command"], *more]
             done = subprocess.run(
-                command, cwd=app, env=environment(name), capture_output=True, text=True, timeout=170
+                as_nobody(command),
+                cwd=app,
+                env=environment(name),
+                capture_output=True,
+                text=True,
+                timeout=170,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
@@ -213,7 +354,7 @@ def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_besid
         for name in ("daemon-1", "daemon-2"):
             *command, listen = services[name]["command"]
             command += [listen.replace("0.0.0.0", "127.0.0.1").rpartition(":")[0] + ":0"]
-            daemons.append(subprocess.Popen(command, cwd=app, env=environment(name)))
+            daemons.append(subprocess.Popen(as_nobody(command), cwd=app, env=environment(name)))
         printed = run("train", "--batch-size", "16")
         assert len(re.findall(r"loss [\d.]+", printed)) == 2
         second = re.findall(r"origin +([\d,]+) requests", printed)[1]
@@ -239,3 +380,60 @@ def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_besid
             daemon.kill()
             daemon.wait()
         store.stop()
+
+
+def test_the_kubernetes_recipe_runs_as_no_root_in_an_empty_dir_of_roots_and_ends_in_its_grace(image, place):
+    app, environ = image
+    (text,) = re.findall(r"```yaml\n(apiVersion.*?)```", (ROOT / "docs" / "daemon.md").read_text(), re.DOTALL)
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    (mount,) = container["volumeMounts"]
+    assert mount["name"] == volume["name"]
+    scratch = place / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o777)  # as the kubelet makes an emptyDir
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listen = f"0.0.0.0:{container['livenessProbe']['httpGet']['port']}"
+    assert listen in container["command"]
+    command = [
+        part.replace(mount["mountPath"], str(scratch)).replace(listen, f"127.0.0.1:{port}")
+        for part in container["command"]
+    ]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    store = ThreadedMotoServer(port=0, verbose=False)
+    store.start()
+    daemon = None
+    try:
+        host, at = store.get_host_and_port()
+        keys = {"AWS_ACCESS_KEY_ID": "anything", "AWS_SECRET_ACCESS_KEY": "anything"}
+        account = {"AWS_ENDPOINT_URL": f"http://{host}:{at}", "AWS_DEFAULT_REGION": "us-east-1", **keys}
+        bucket = variables["STREAMLOAD_SHARED_CACHE"].split("/")[2]
+        files = s3fs.S3FileSystem(
+            key="anything", secret="anything", endpoint_url=f"http://{host}:{at}", skip_instance_cache=True
+        )
+        files.mkdir(bucket)
+        daemon = subprocess.Popen(
+            as_nobody(command), cwd=app, env=environ | variables | account, stderr=subprocess.PIPE
+        )
+        url = f"http://127.0.0.1:{port}"
+
+        def is_well(path):
+            assert daemon.poll() is None, daemon.stderr.read()
+            try:
+                return get(url + path)[0] == 200
+            except HTTPError:
+                return False
+
+        for path in (container["livenessProbe"]["httpGet"]["path"], "/healthz"):
+            until(lambda path=path: time.sleep(0.05) or is_well(path))
+        (made,) = scratch.iterdir()
+        assert made.stat().st_mode & 0o777 == 0o700
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(pod["terminationGracePeriodSeconds"]) == 0
+    finally:
+        store.stop()
+        if daemon is not None:
+            daemon.kill()
+            daemon.communicate()
