@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from photographs import clip_examples
 from PIL import Image
 
+import streamload
+from streamload.cli.doctor import _resizing
 from streamload.handoff import own_empty
+from streamload.loader import recipe
+from streamload.testing.shards import write_shards
 from streamload.transforms import fused, kernel, resize
 from streamload.transforms.augment import Box
 from streamload.transforms.examples import Sample
@@ -329,3 +333,22 @@ def test_batches_are_nearly_the_same_without_it(monkeypatch):
 def test_it_is_built_where_there_is_a_compiler_and_says_why_not_elsewhere(monkeypatch):
     monkeypatch.setattr(kernel, "_avx2", None)
     assert kernel.why_not() == "streamload was installed without a C compiler for this processor"
+
+
+@pytest.mark.parametrize("module", ["_avx2", "_before"])
+def test_an_installation_without_a_compiler_is_said_by_the_first_loader_and_by_doctor(
+    module, monkeypatch, caplog, tmp_path
+):
+    assert kernel.lost() == ""
+    monkeypatch.setattr(kernel.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(kernel, module, None)
+    monkeypatch.setattr(recipe, "_say_what_is_lost", recipe._say_what_is_lost.__wrapped__)
+    (path,) = write_shards(tmp_path / "data", [4], seed=1)
+    with streamload.make_loader(
+        str(path), batch_size=2, num_workers=0, cache_dir=tmp_path / "cache", cache_size="1GB"
+    ) as loader:
+        next(iter(loader))
+    assert [r.levelname for r in caplog.records if "apt-get install gcc" in r.message] == ["WARNING"]
+    assert "apt-get install gcc" in _resizing().advice
+    monkeypatch.setattr(kernel.platform, "machine", lambda: "aarch64")  # a compiler would be of no use
+    assert _resizing().advice == ""

@@ -316,12 +316,11 @@ def _libraries() -> list[Finding]:
 
 def _resizing() -> Finding:
     """Whose kernel resizes images: ours is Pillow's to the bit, in half of the time that torch's takes."""
-    from streamload.transforms.kernel import why_not
+    from streamload.transforms.kernel import lost, why_not
 
     reason = why_not()
-    return Finding(
-        "resizing", f"by torch's kernel, as {reason}" if reason else "by its own kernel, with AVX2"
-    )
+    by = f"by torch's kernel, as {reason}" if reason else "by its own kernel, with AVX2"
+    return Finding("resizing", by, advice=lost())
 
 
 def _machine() -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from streamload.origins.origin import OriginOptions
 from streamload.settings import Settings, read_settings
 from streamload.shards.keys import KeySpec
 from streamload.topology import Topology, run_name
+from streamload.transforms import kernel
 from streamload.transforms.examples import Examples, Preprocess
 from streamload.transforms.plan import ImagePlan, clip_plan
 from streamload.transforms.prepare import Preparation
@@ -202,8 +204,17 @@ def _examples(options: LoaderOptions, preparation: Preparation | None, most_pixe
     )
 
 
+@functools.cache
+def _say_what_is_lost() -> None:
+    """Warn once in a process of an installation that lacks the kernels."""
+    if lost := kernel.lost():
+        logger.warning("%s", lost)
+
+
 def _planned(options: LoaderOptions) -> ImagePlan | Preprocess:
     """The plan of what was asked for; the function itself if there is none."""
+    if options.map_sample is None:
+        _say_what_is_lost()
     if options.preprocess is None:
         return clip_plan(options.train)
     if not options.compile:

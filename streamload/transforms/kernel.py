@@ -6,6 +6,7 @@ in more time, torch not to the bit (resize.py).
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -38,3 +39,15 @@ def why_not() -> str:
     if _avx2 is None:
         return "streamload was installed without a C compiler for this processor"
     return "" if _avx2.is_supported() else "the processor has no AVX2 or no FMA"
+
+
+def lost() -> str:
+    """What an installation without a C compiler costs on this processor, and the remedy; empty: nothing."""
+    missing = [module is None for module in (_avx2, _before)]
+    if platform.machine() != "x86_64" or not any(missing):
+        return ""
+    return (
+        "streamload was installed without a C compiler, so torch resizes images: in about twice the time, "
+        "and pixels can be a level of 255 off Pillow's; transforms that need Pillow's to the bit run as "
+        "given. Install a compiler (apt-get install gcc libc6-dev) and then streamload again"
+    )
