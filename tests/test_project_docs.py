@@ -3,7 +3,9 @@
 import ast
 import importlib
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,26 @@ def test_make_help_lists_every_target_that_the_readme_names():
     ).stdout
     for target in set(re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text())):
         assert f"{target} " in shown
+
+
+@pytest.mark.parametrize("url", ["", "https://host/files"])
+def test_the_readme_of_a_wheel_has_no_link_that_leads_nowhere(url, tmp_path):
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    command = [sys.executable, ROOT / ".ci" / "readme.py", tmp_path, *([f"{url}/"] if url else [])]
+    subprocess.run(command, check=True, timeout=60)
+    before, readme = (folder / "README.md" for folder in (ROOT, tmp_path))
+    targets = re.findall(r"\]\(([^)]+)\)", readme.read_text())
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", before.read_text())
+    assert pictures
+    assert re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme.read_text()) == [
+        f"{url}/{picture}" for picture in pictures if url
+    ]
+    named = re.findall(r'^[A-Z]\w+ = "(.*)"$', (tmp_path / "pyproject.toml").read_text(), re.MULTILINE)
+    assert [name for name in named if "://" in name] == (
+        [url, f"{url}/docs", f"{url}/CHANGELOG.md"] if url else []
+    )
 
 
 def test_ci_calls_make_test():
