@@ -64,6 +64,7 @@ class Epoch:
         self._ends = ends
         self._began = began
         self._coming: _Coming | None = None  # what was there before it was asked for
+        self._waited_ns = 0  # for what is coming
         self._closed = ""  # why
         self._watch = watch
         if watch is not None:
@@ -95,15 +96,17 @@ class Epoch:
                 with self._loader.waiting(began):
                     coming, self._coming = self._coming or self._sent(_next(self._batches)), None
                     batch, values = coming()
+                waited_ns, self._waited_ns = self._waited_ns + self._loader.waited_ns, 0
                 self._taken += 1
                 is_last = self._taken == self._steps
                 if not is_last and (self._ends is not None or self._taken == self._expected):
                     with self._loader.waiting(time.monotonic()):
                         self._coming = self._look_ahead(_next_or_none)
+                    self._waited_ns = self._loader.waited_ns
                     is_last = self._coming is None
                 elif self._feed.runs_ahead and not is_last:
                     self._coming = self._look_ahead(_next_if_there)
-                taken = self._loader.took(batch, values)
+                taken = self._loader.took(batch, values, waited_ns)
                 if is_last:
                     self._finish()
                 if batch.samples:

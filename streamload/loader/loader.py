@@ -265,19 +265,20 @@ class Loader(DataLoaderInterface):
         self._feed = None
         self._dataset = self._batches = self._finalizer = self._leave_tier = None
 
-    def took(self, batch: Batch, values: dict[str, Any]) -> Any:
+    def took(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
         """Step K: take up a batch's place in the order, and give it the shape that was asked for.
 
         Args:
             batch: as it came.
             values: its values where they were asked for.
+            waited_ns: how long it was waited for.
 
         Returns:
             The batch; None where none of its samples could be used.
         """
         self._checks.agree(batch)
         if batch.blocked:
-            self._waits.add(batch.blocked, self._waited_ns, self._counts.value("data_wait_ns"))
+            self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
         self._schedule.course.take(batch.position + self._batch, batch.groups)
         self._checks.heed(batch)
         if not batch.samples:
@@ -299,7 +300,7 @@ class Loader(DataLoaderInterface):
             yield
         finally:
             self._board.want(False)
-            self._waited_ns = waited_ns = int((time.monotonic() - began) * 1e9)
+            self.waited_ns = waited_ns = int((time.monotonic() - began) * 1e9)
             self._counts.add("data_wait_ns", waited_ns)
         if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
@@ -310,7 +311,7 @@ class Loader(DataLoaderInterface):
         self._board = Board(1 + self.options.num_workers, len(self.options.sources))
         self._counts = Counters(self._board.counters[0])
         self._checks = Checks(self._counts, self.options.train, self.options.max_bad_samples)
-        self._waits, self._waited_ns = ShardWaits(self.options.urls.__getitem__), 0
+        self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
 
     def _begin(self, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""
