@@ -22,6 +22,7 @@ from streamload.cache.part import Part
 from streamload.cache.room import is_no_space
 from streamload.cache.shard import Shard
 from streamload.cache.takeover import Outdated, is_traceable, open_data, verified_prefix
+from streamload.descriptors import Descriptor
 from streamload.errors import (
     CacheCorrupt,
     CacheError,
@@ -168,7 +169,7 @@ class _Fill:
         self._wait = wait
         self._stop = stop
         self._index: IndexWriter | None = None
-        self._data = -1
+        self._data: Descriptor | None = None
         self._written = 0
         self._index_bytes = 0
 
@@ -271,14 +272,13 @@ class _Fill:
         if self._index is not None:
             self._index.close()
             self._index = None
-        if self._data >= 0:
-            data, self._data = self._data, -1  # closed once, even where that fails
-            os.close(data)
+        if self._data is not None:
+            self._data.close()
 
     def _begin(self, facts: dict[str, object]) -> None:
-        if self._shard.in_place is None and not self._bare and self._data < 0:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-            self._data = os.open(self._part.path / "data", flags, 0o600)
+        if self._shard.in_place is None and not self._bare and self._data is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            self._data = Descriptor.open(self._part.path / "data", flags)
         kind: dict[str, object] = {"bare": True} if self._bare else {}
         if self._is_prepared:
             kind["prepared"] = self._shard.recipe
@@ -288,8 +288,8 @@ class _Fill:
     def _write(self, chunk: bytes | memoryview) -> None:
         self._make_room(self._written + len(chunk), patient=True)
         view = memoryview(chunk)
-        while view and not self._bare:
-            view = view[self._stored(functools.partial(os.write, self._data, view)) :]
+        while view and self._data is not None:
+            view = view[self._stored(functools.partial(os.write, self._data.number, view)) :]
         self._written += len(chunk)
         self._part.room.tend()
 

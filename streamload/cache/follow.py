@@ -78,6 +78,7 @@ class ShardView:
         versions: Versions | None = None,
     ):
         self.shard = shard
+        self._pid = os.getpid()
         self._versions = versions if shard.local is None else None
         self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
         self._avoided: set[Path] = set()
@@ -345,7 +346,16 @@ class ShardView:
         return found
 
     def _condemn(self, path: Path) -> None:
-        """Take a copy away that can't be trusted, or, where the disk doesn't let go of it, pass it by."""
+        """Take a copy away that can't be trusted, or, where the disk doesn't let go of it, pass it by.
+
+        Raises:
+            CacheError: nothing is wrong with it: this process was forked from the one that opened it.
+        """
+        if self._pid != os.getpid():
+            raise CacheError(
+                f"{self.shard.name} was opened by the process that this one was forked from; iterate the "
+                f"loader anew here"
+            )
         for tier in self._tiers():
             if path.is_relative_to(tier.root) and not tier.condemn(path):
                 self._avoided.add(path)

@@ -184,7 +184,8 @@ def is_read(path: Path) -> bool:
 
 def count_samples(path: Path) -> int:
     """How many samples the index of a shard has records of, from its size alone; 0 if it can't be read."""
-    with contextlib.suppress(OSError, ValueError), _opened(path / "index") as index:
+    with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
+        index = file.number
         header_bytes, _ = header_lengths(os.pread(index, HEADER_START.size, 0))
         count = (os.fstat(index).st_size - header_bytes) // RECORD.itemsize
         last = os.pread(index, RECORD.itemsize, header_bytes + (count - 1) * RECORD.itemsize)
@@ -195,25 +196,16 @@ def count_samples(path: Path) -> int:
 
 def url_of(path: Path) -> str:
     """The URL without secrets of what a directory of the tier holds; empty where its index doesn't tell."""
-    with contextlib.suppress(OSError, ValueError), _opened(path / "index") as index:
-        start = os.pread(index, HEADER_START.size, 0)
+    with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
+        start = os.pread(file.number, HEADER_START.size, 0)
         _, meta_bytes = header_lengths(start)
-        return str(unpack_meta(start, os.pread(index, meta_bytes, HEADER_START.size)).get("url", ""))
+        return str(unpack_meta(start, os.pread(file.number, meta_bytes, HEADER_START.size)).get("url", ""))
     return ""
 
 
 def as_time(seconds: float) -> str:
     """Seconds since the epoch as a time in ISO 8601, UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = open_file(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _is_held(path: Path, *, shared: bool) -> bool:

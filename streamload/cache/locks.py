@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheError
 
 PATIENCE_SECONDS = 15.0
@@ -23,15 +24,12 @@ PATIENCE_SECONDS = 15.0
 _RETRY_SECONDS = 0.002
 _STAMP_BYTES = 16
 
-_open: set[FileLock] = set()
-
 
 class FileLock:
     """One held lock on one file; `close()` gives it back. A forked child doesn't inherit it."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
-        _open.add(self)
+    def __init__(self, file: Descriptor):
+        self._file = file
 
     @classmethod
     def acquire(
@@ -47,35 +45,31 @@ class FileLock:
         """
         # What is read may be read-only; a FIFO that somebody has put there must not block.
         access = os.O_RDONLY if shared and not create else os.O_RDWR
-        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
+        flags = access | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         try:
-            descriptor = os.open(path, flags, 0o600)
+            file = Descriptor.open(path, flags)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        lock = cls(descriptor)  # before it is held: a child that is forked from here on closes its copy
         try:
-            fcntl.flock(descriptor, kind)
+            fcntl.flock(file.number, kind)
         except BlockingIOError:
-            lock.close()
+            file.close()
             return None
         except BaseException:
-            lock.close()
+            file.close()
             raise
-        return lock
+        return cls(file)
 
     def is_of(self, path: Path) -> bool:
         """Whether `path` is still the file that was locked."""
         with contextlib.suppress(FileNotFoundError):
-            return self._descriptor >= 0 and os.path.samestat(os.fstat(self._descriptor), path.stat())
+            return self._file.number >= 0 and os.path.samestat(os.fstat(self._file.number), path.stat())
         return False
 
     def close(self) -> None:
         """Give the lock back; once is enough."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            _open.discard(self)
+        self._file.close()
 
 
 @contextlib.contextmanager
@@ -87,15 +81,11 @@ def exclusive(path: Path) -> Iterator[None]:
     Raises:
         CacheError: who holds it doesn't let go; a process that was stopped just there, say.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    lock = FileLock(descriptor)
-    try:
-        _wait_for(descriptor, path)
+    with Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as file:
+        _wait_for(file.number, path)
         with contextlib.suppress(OSError):  # a full disk: then all of the waiting counts
-            os.pwrite(descriptor, secrets.token_bytes(_STAMP_BYTES), 0)
+            os.pwrite(file.number, secrets.token_bytes(_STAMP_BYTES), 0)
         yield
-    finally:
-        lock.close()
 
 
 def _wait_for(descriptor: int, path: Path) -> None:
@@ -123,12 +113,3 @@ def allow_many_files() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _forget_in_child() -> None:
-    """A forked child shares its parent's locks until both close them: close the child's copies at once."""
-    for lock in list(_open):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -12,6 +12,7 @@ from dataclasses import astuple
 
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock, exclusive
+from streamload.descriptors import Descriptor
 from streamload.origins.origin import Version
 
 _NO_VISITS = bytes(8)
@@ -27,7 +28,7 @@ class Page:
         self._lock_path = tier.root / "lock"
         self._path = tier.root / "runs" / f"{name}.page"
         self._pin: FileLock | None = None
-        self._file = -1
+        self._file: Descriptor | None = None
         with contextlib.suppress(OSError):  # on a disk that takes no page, each process goes by its own
             self._open()
 
@@ -39,7 +40,7 @@ class Page:
                 alone.close()
             self._pin = FileLock.acquire(self._path, shared=True)
             if self._pin is not None:
-                self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+                self._file = Descriptor.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
 
     def version(self, digest: str) -> Version | None:
         """What has been settled for a shard; looks into the file only where it isn't known yet."""
@@ -52,16 +53,16 @@ class Page:
         """Settle it; what another process has settled before stands."""
         line = json.dumps([digest, *astuple(version)]) + "\n"
         with contextlib.suppress(OSError):  # a full disk: then the others ask for themselves
-            if self._file >= 0:
-                os.write(self._file, line.encode())
+            if self._file is not None:
+                os.write(self._file.number, line.encode())
                 self._read()
         self._versions.setdefault(digest, version)
 
     def close(self) -> None:
         """Let go of it; the last process of the run takes it away."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         if self._pin is None:
             return
         self._pin.close()
@@ -74,10 +75,10 @@ class Page:
 
     def _read(self) -> None:
         """Take in the whole lines that are new; the first of a shard counts."""
-        if self._file < 0:
+        if self._file is None:
             return
-        size = os.fstat(self._file).st_size
-        text = os.pread(self._file, max(0, size - self._read_bytes), self._read_bytes)
+        size = os.fstat(self._file.number).st_size
+        text = os.pread(self._file.number, max(0, size - self._read_bytes), self._read_bytes)
         whole = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
         for line in whole.splitlines():

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.cache.locks import FileLock
+from streamload.descriptors import Descriptor
 
 _HEADER_BYTES = 8  # the number of visits
 _NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}")
@@ -41,14 +42,13 @@ class Run:
     """
 
     def __init__(self, directory: Path):
-        self._descriptor = -1
+        self._file: Descriptor | None = None
         self._lock: FileLock | None = None
         self._path = directory
         with contextlib.suppress(OSError):
             for _ in range(_ATTEMPTS):
                 self._path = directory / f"{os.getpid()}.{secrets.token_hex(4)}"
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o600)
+                self._file = Descriptor.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 self._lock = FileLock.acquire(self._path)
                 if self._lock is not None and self._path.exists():
                     return
@@ -65,11 +65,11 @@ class Run:
 
     def tell(self, names: npt.NDArray[np.uint64]) -> None:
         """Say the same by `short` names."""
-        if self._descriptor < 0:
+        if self._file is None:
             return
         visits = names[:VISITS_KEPT].astype("<u8", copy=False)
         with contextlib.suppress(OSError):
-            os.pwrite(self._descriptor, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
+            os.pwrite(self._file.number, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
 
     def close(self) -> None:
         """Take the file away; once is enough."""
@@ -77,9 +77,9 @@ class Run:
             self._path.unlink()
         if self._lock is not None:
             self._lock.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def waits(directory: Path, digests: Sequence[str]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from streamload.cache.locks import FileLock
 from streamload.cache.reading import Needed, ReadMemory, read_sample
 from streamload.cache.shard import Shard, version_of
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, is_shortage
 from streamload.shards.index import IndexReader
 from streamload.shards.record import open_file
@@ -33,7 +34,7 @@ class Source:
         self.version = version_of(self.reader)
         self.is_bare = self.reader.meta.get("bare") is True
         self.is_in_place = shard.in_place is not None
-        self._data = -1
+        self._data: Descriptor | None = None
         if self.is_bare:
             return
         try:
@@ -61,19 +62,19 @@ class Source:
             pin.close()
             raise
 
-    def _open_data(self, local: Path | None) -> int:
-        """The data's descriptor; -1 where a verdict says why it isn't there. Neither a link nor a FIFO."""
+    def _open_data(self, local: Path | None) -> Descriptor | None:
+        """The data's descriptor; None where a verdict says why it isn't there. Neither a link nor a FIFO."""
         try:
             if local is None:
                 return open_file(self.path / "data")
-            descriptor = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return descriptor
-            os.close(descriptor)
+            file = Descriptor.open(local, os.O_RDONLY | os.O_NONBLOCK)
+            if stat.S_ISREG(os.fstat(file.number).st_mode):
+                return file
+            file.close()
             raise FileNotFoundError(f"{local} is not a regular file")
         except OSError as exc:
             if self.reader.ended and not self.reader.is_complete and not self.reader.count:
-                return -1
+                return None
             if local is None or is_shortage(exc):
                 raise
             raise CacheCorrupt(f"{self.path} is of no use: {exc}") from exc
@@ -82,12 +83,12 @@ class Source:
         self, entry: Entry, needed: Needed | None, memory: ReadMemory | None = None
     ) -> tuple[Entry, memoryview] | None:
         """See `read_sample`."""
-        return read_sample(self._data, entry, needed, memory)
+        number = self._data.number if self._data is not None else -1
+        return read_sample(number, entry, needed, memory)
 
     def close(self) -> None:
         """Let go of it: it may be taken away from now on."""
         self.reader.close()
         self.pin.close()
-        if self._data >= 0:
-            os.close(self._data)
-            self._data = -1
+        if self._data is not None:
+            self._data.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,12 +56,10 @@ def open_data(orphan: Path) -> Iterator[int]:
         CacheCorrupt: what is there wasn't made by a filler.
     """
     try:
-        descriptor = open_file(orphan / "data")
+        data = open_file(orphan / "data")
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise CacheCorrupt(f"{orphan / 'data'} is a symbolic link") from exc
         raise
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with data:
+        yield data.number

@@ -26,6 +26,7 @@ from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.reading import checksum
 from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, StreamloadError
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
@@ -127,13 +128,13 @@ def _verify(
 ) -> Verified | None:
     for _ in range(_LOOKS):
         try:
-            directory = os.open(held.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            directory = Descriptor.open(held.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
         except OSError as exc:
             name = known.name if known is not None else ""
             return Verified(held, 0, 0, Damage(held.digest, held.kind, name, _in_words(exc), 0))
-        try:
+        with directory:
             look = _Look(held, known, halt)
             with contextlib.suppress(_Halted):
                 look.run()
@@ -145,8 +146,6 @@ def _verify(
                 taken_out = take_out and _take_out(tier, held, directory)
                 damage = Damage(held.digest, held.kind, url, look.cause, look.size_bytes, taken_out)
             return Verified(held, look.samples, look.read_bytes, damage)
-        finally:
-            os.close(directory)
     return None
 
 
@@ -172,9 +171,9 @@ class _Look:
                 if pin is not None:
                     closing.callback(pin.close)
                 reader = closing.enter_context(IndexReader(self._held.path))
-                data = -1 if _is_bare(reader) else open_file(self._held.path / "data")
-                if data >= 0:
-                    closing.callback(os.close, data)
+                data = -1
+                if not _is_bare(reader):
+                    data = closing.enter_context(open_file(self._held.path / "data")).number
                 if self._held.kind in _WHOLE:
                     self.cause = self._check_whole(reader, data)
             except _UNREADABLE as exc:
@@ -241,7 +240,7 @@ class _Look:
         self.read_bytes += len(piece)
 
 
-def _take_out(tier: Tier, held: HeldShard, directory: int) -> bool:
+def _take_out(tier: Tier, held: HeldShard, directory: Descriptor) -> bool:
     """Take a damaged directory away, if it still is the one that was looked at."""
     if foreign_in(held.path):
         return False
@@ -261,10 +260,10 @@ def _take_out(tier: Tier, held: HeldShard, directory: int) -> bool:
     return True
 
 
-def _is(path: Path, directory: int) -> bool:
+def _is(path: Path, directory: Descriptor) -> bool:
     """Whether `path` is (still) the directory that is open as `directory`."""
     try:
-        return os.path.samestat(path.lstat(), os.fstat(directory))
+        return os.path.samestat(path.lstat(), os.fstat(directory.number))
     except FileNotFoundError:
         return False
 

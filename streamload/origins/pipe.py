@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
+from streamload import descriptors
 from streamload.errors import (
     DatasetChanged,
     OriginCut,
@@ -144,22 +145,22 @@ class _Process:
 
     def __init__(self, command: str, secrets: Sequence[str] = ()) -> None:
         self._secrets = secrets
-        leash, self._leash = os.pipe()
+        watched, self._leash = descriptors.pipe()
         try:
             self._popen = subprocess.Popen(
-                ["bash", "-c", _script(leash), "bash", command],
+                ["bash", "-c", _script(watched.number), "bash", command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(leash,),
+                pass_fds=(watched.number,),
                 start_new_session=True,
                 bufsize=0,
             )
         except BaseException:
-            os.close(self._leash)
+            self._leash.close()
             raise
         finally:
-            os.close(leash)
+            watched.close()
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
         self._out, self._err = self._popen.stdout, self._popen.stderr
@@ -213,7 +214,7 @@ class _Process:
         self._popen.wait()
         self._out.close()
         self._err.close()
-        os.close(self._leash)
+        self._leash.close()
 
     def _listen(self) -> bool:
         """Keep the end of stderr; False when it is over."""

@@ -8,6 +8,7 @@ many samples. It knows nothing of locks, and nothing of where the data is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -70,15 +71,12 @@ class IndexWriter:
         self._records = xxh3_64()
         self._names_bytes = 0
         self._is_finished = False
-        self._names = self._index = -1
-        try:
-            self._names = create_file(Path(directory) / "names")
-            self._index = create_file(Path(directory) / "index")
+        with contextlib.ExitStack() as unless_begun:
+            self._names = unless_begun.enter_context(create_file(Path(directory) / "names"))
+            self._index = unless_begun.enter_context(create_file(Path(directory) / "index"))
             header = pack_header(meta)
             write_at(self._index, header, 0)
-        except BaseException:
-            self.close()
-            raise
+            unless_begun.pop_all()
         self._index_bytes = len(header)
 
     def __enter__(self) -> IndexWriter:
@@ -96,7 +94,7 @@ class IndexWriter:
 
     def fileno(self) -> int:
         """The descriptor of the file `index`, for a lock on it."""
-        return self._index
+        return self._index.number
 
     def append(self, entries: Iterable[Entry]) -> None:
         """Add entries, whose numbers go on from `count` and whose data is written. About 9 µs an entry."""
@@ -147,10 +145,8 @@ class IndexWriter:
 
     def close(self) -> None:
         """Close the files; without a `finish` before it, the index stays one of a shard on its way."""
-        for descriptor in (self._names, self._index):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._names = self._index = -1
+        self._names.close()
+        self._index.close()
 
     def _layout(self, entry: Entry) -> int:
         extensions = tuple([member[0] for member in entry.members])
@@ -201,15 +197,12 @@ class IndexReader:
         self._layouts_seen = 0
         self._names_bytes = 0
         self._path = Path(directory)
-        self._index = self._names = -1
-        try:
-            self._index = open_file(self._path / "index")
-            self._names = open_file(self._path / "names")
+        with contextlib.ExitStack() as unless_read:
+            self._index = unless_read.enter_context(open_file(self._path / "index"))
+            self._names = unless_read.enter_context(open_file(self._path / "names"))
             self.meta, self._header_bytes = self._read_header()
             self.refresh()
-        except BaseException:
-            self.close()
-            raise
+            unless_read.pop_all()
 
     def __repr__(self) -> str:
         state = self.status or ("damaged" if self.damaged else "growing")
@@ -298,10 +291,8 @@ class IndexReader:
 
     def close(self) -> None:
         """Close the files; what was read so far can still be asked for, but no names."""
-        for descriptor in (self._index, self._names):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._index = self._names = -1
+        self._index.close()
+        self._names.close()
 
     def _read_header(self) -> tuple[dict[str, object], int]:
         start = read_at(self._index, HEADER_START.size, 0)
@@ -369,7 +360,7 @@ class IndexReader:
 
     def _frame_at(self, start: int, length: int):  # type: ignore[no-untyped-def]
         if start + length > self._names_bytes:  # asked once; what is beyond the file isn't asked for at all
-            self._names_bytes = os.fstat(self._names).st_size
+            self._names_bytes = os.fstat(self._names.number).st_size
         frame = read_at(self._names, length, start) if start + length <= self._names_bytes else b""
         value = unpack_frame(frame) if len(frame) == length else None
         if value is None:

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from streamload.descriptors import Descriptor
 from streamload.errors import (
     DatasetChanged,
     OriginDenied,
@@ -63,7 +64,7 @@ def index_local(
     """
     name = os.fspath(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = Descriptor.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError as exc:
         raise OriginNotFound(f"{name}: no such file") from exc
     except PermissionError as exc:
@@ -73,11 +74,11 @@ def index_local(
             raise
         raise OriginError(f"{name} can't be opened: {exc.strerror}") from exc
     try:
-        yield from _scan(descriptor, name, warnings, opened)
+        yield from _scan(file.number, name, warnings, opened)
     except ShardError as exc:
         raise type(exc)(f"{name}: {exc}") from exc
     finally:
-        os.close(descriptor)
+        file.close()
 
 
 def _scan(

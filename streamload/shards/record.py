@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, printable
 from streamload.urls import redact
 
@@ -154,42 +155,41 @@ def unpack_frame(frame: bytes):  # type: ignore[no-untyped-def]
         return None
 
 
-def create_file(path: Path) -> int:
+def create_file(path: Path) -> Descriptor:
     """Open a file for writing that is missing, or empty; a symbolic link isn't followed."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o600)
-    status = os.fstat(descriptor)
+    file = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(file.number)
     if not stat.S_ISREG(status.st_mode) or status.st_size:
-        os.close(descriptor)
+        file.close()
         raise FileExistsError(f"{path} is there already; an index is never written twice")
-    return descriptor
+    return file
 
 
-def open_file(path: Path) -> int:
+def open_file(path: Path) -> Descriptor:
     """Open for reading; a symbolic link isn't followed, and a FIFO doesn't block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    file = Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file.number).st_mode):
+        file.close()
         raise CacheCorrupt(f"{path} is not a regular file; remove it")
-    return descriptor
+    return file
 
 
-def read_at(descriptor: int, size: int, offset: int) -> bytes:
+def read_at(file: Descriptor, size: int, offset: int) -> bytes:
     """Read up to `size` bytes at `offset`; what the disk can't give is damage like any other.
 
     Raises:
         CacheCorrupt: the disk fails.
     """
     try:
-        return os.pread(descriptor, size, offset)
+        return os.pread(file.number, size, offset)
     except OSError as exc:
         raise CacheCorrupt(f"an index can't be read: {exc.strerror}") from exc
 
 
-def write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+def write_at(file: Descriptor, data: bytes | bytearray, offset: int) -> None:
     """Write all of `data` at `offset`."""
     view = memoryview(data)
     while view:
-        written = os.pwrite(descriptor, view, offset)
+        written = os.pwrite(file.number, view, offset)
         view = view[written:]
         offset += written

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from streamload.cache import locks, part, source, spare
+from streamload import descriptors
+from streamload.cache import part, source, spare
 from streamload.prefetch import ahead, fillers, keeping, life
 
 from .disk import Disk
@@ -308,7 +309,9 @@ def installed(system: System) -> Iterator[None]:
         (life, "threading", threads),
         (spare, "threading", threads),
         (threading.Thread, "start", _start_of_no_task(engine)),
-        (locks, "_open", set()),
+        # Each simulated process would have its own.
+        (descriptors, "_open", set()),
+        (descriptors, "_change", contextlib.nullcontext()),
         (sys, "unraisablehook", _no_word_of_the_dead(sys.unraisablehook)),
         # Sets of these are gone through: their order must not depend on where they lie in memory.
         (part.Part, "__hash__", lambda one: zlib.crc32(one.path.name.encode())),
