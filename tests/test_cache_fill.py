@@ -273,7 +273,7 @@ def test_an_index_is_of_the_file_that_was_read_and_not_of_one_that_took_its_plac
     pread = os.pread
 
     def replaced_first(descriptor: int, count: int, position: int) -> bytes:
-        if fresh.exists():
+        if fresh.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             fresh.rename(path)
         return pread(descriptor, count, position)
 

@@ -422,3 +422,103 @@ def test_what_has_long_gone_is_not_remembered(tmp_path: Path, monkeypatch: pytes
         assert tier.used_bytes > 0
         tier.trash(tier.published(digest))
     assert len(tier._measured) <= 2 * 1 + 3 + 1
+
+
+def noted(tier: Tier) -> int | None:
+    """What the tier takes at most, as its lock's file says."""
+    return tier.room._noted_bytes()
+
+
+def test_a_fill_beside_many_shards_looks_at_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_of(tmp_path, 1 << 30)
+    for number in range(40):
+        publish(tier, f"{number:032x}", 100)
+    looked_at: list[str] = []
+    held = Tier._held
+
+    def seen(self: Tier, kind: str, entry: os.DirEntry[str]) -> Any:
+        looked_at.append(kind)
+        return held(self, kind, entry)
+
+    monkeypatch.setattr(Tier, "_held", seen)
+    another = Tier(tier.root, tend_seconds=0)  # as a process that has just begun
+    part = fill(another, A, 100_000)
+    assert part.reserve(200_000, 0)
+    part.publish()
+    another.room.tend()
+    assert another.room.allowed_bytes == 1 << 30
+    assert looked_at == []
+    assert another.used_bytes == noted(another)
+    assert len(looked_at) == 41
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_noted_is_never_less_than_what_a_tier_takes(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    tiers = [tier_of(tmp_path, 900 * KIB), Tier(tmp_path / "tier", tend_seconds=0)]
+    parts: list[tuple[Part, int]] = []
+    digests = [f"{number:032x}" for number in range(12)]
+    with ExitStack() as stack:
+        for _ in range(150):
+            tier = rng.choice(tiers)
+            match rng.choice(
+                ["claim", "claim", "grow", "publish", "publish", "discard", "leave", "give up", "trash"]
+            ):
+                case "claim":
+                    part = tier.claim(rng.choice(digests))
+                    if part is not None:
+                        parts.append((part, 0))
+                case "grow" if parts:
+                    part, size = parts.pop(rng.randrange(len(parts)))
+                    larger = size + rng.randrange(100 * KIB)
+                    if larger > size and part.reserve(larger, 0):
+                        (part.path / "names").write_bytes(b"")
+                        (part.path / "data").write_bytes(bytes(larger - rng.randrange(larger - size)))
+                        size = larger
+                    parts.append((part, size))
+                case "publish" | "discard" | "leave" | "give up" as how if parts:
+                    part, size = parts.pop(rng.randrange(len(parts)))
+                    if how == "give up" and size:
+                        verdict = part.give_up()
+                        assert verdict is not None
+                        stack.callback(verdict.close)
+                    elif how == "publish" and size:
+                        part.publish()
+                    else:
+                        part.leave() if how == "leave" else part.discard()
+                case "trash":
+                    tier.trash(tier.published(rng.choice(digests)))
+            tier.room.tend()
+            at_most = noted(tier)
+            assert at_most is None or tier.used_bytes <= at_most
+            assert tier.used_bytes <= tier.limit_bytes
+        assert tier.room.count() == tier.used_bytes == noted(tier)
+        for part, _ in parts:
+            part.discard()
+
+
+def test_a_version_that_notes_nothing_leaves_no_note_that_holds(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 1 << 20)
+    publish(tier, A, 100)
+    assert noted(tier) is not None
+    with (tier.root / "lock").open("r+b") as lock:
+        lock.write(os.urandom(16))  # the stamp of who decides: all that was there once
+    assert noted(tier) is None
+    publish(tier, B, 100)
+    assert noted(tier) == tier.used_bytes
+
+
+def test_a_note_that_was_written_in_part_or_changed_does_not_hold(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 1 << 20)
+    publish(tier, A, 100)
+    content = (tier.root / "lock").read_bytes()
+    for spoiled in (b"", content[:-1], content[:16], content[:-9] + b"\1" + content[-8:]):
+        (tier.root / "lock").write_bytes(spoiled)
+        assert noted(tier) is None
+    part = tier.claim(B)
+    assert part is not None
+    assert part.reserve(100, 0)
+    assert noted(tier) == tier.used_bytes
+    part.discard()

@@ -114,6 +114,7 @@ def each_step(attempt: Attempt) -> None:
         if child.status not in {0, -9}:
             raise ChildFailed(child.error)
         attempt.check_all(data.published_differences(root))
+        attempt.check_note(root)
         attempt.check_next_start(data, scenario.limit_bytes, root)
         if ended:
             break
@@ -222,7 +223,7 @@ ROWS = [
         2,
         "killed at each step",
         "SIGKILL in front of each operation that changes the tier",
-        "NBTC",
+        "NBTCK",
         "There is no moment in a fill, a publish, an eviction or a take-over at which a kill does harm",
         each_step,
         count=15,

@@ -21,8 +21,12 @@ from typing import Any
 from benchmarks import process_tree
 from benchmarks.faults.data import Data, Truth
 from benchmarks.faults.readers import Hang, Reading, read
+from streamload.cache.directory import Directory
+from streamload.cache.locks import usage_of
 from streamload.cache.tier import Tier
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt
+from streamload.metrics import Counters
 from streamload.shards.index import IndexReader
 
 LETTERS = {
@@ -98,6 +102,13 @@ class Attempt:
         if error is not None:
             letter = "L" if "Hang" in error["kinds"] else "N"
             self.check(letter, False, f"{error['kinds'][0]}: {error['text'][:400]}")
+
+    def check_note(self, root: Path) -> None:
+        """K: what is noted as the most that a tier takes, by which room is granted, is no less."""
+        with Descriptor.open(root / "lock", os.O_RDONLY) as lock:
+            noted = usage_of(lock)
+        used_bytes = Directory(root, Counters()).used_bytes
+        self.check("K", noted is None or used_bytes <= noted, f"{used_bytes:,} bytes taken, {noted} noted")
 
     def check_next_start(self, data: Truth, limit_bytes: int = 1 << 30, root: Path | None = None) -> None:
         """T, N, B, C: a new reader gets everything, and after the next start nothing is there but shards."""

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from streamload.cache.ledger import HeldShard
@@ -57,6 +57,8 @@ class Directory:
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
         self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
+        self.has_looked = False
+        """Whether this process has measured what is there, so that to look again takes milliseconds."""
 
     def published(self, digest: str) -> Path:
         """Where a shard is when it is whole."""
@@ -96,10 +98,24 @@ class Directory:
                     count += 1
         if len(self._measured) > 2 * count + _FORGOTTEN:
             self._measured = {}
+        self.has_looked = True
+
+    def look(self) -> None:
+        """Measure what is there, the first time; not under the lock, as it may take a while."""
+        if not self.has_looked:
+            for _ in self.shards():
+                pass
+
+    def published_of(self, digests: Collection[str]) -> list[Path]:
+        """Where those of some shards are that are whole; no more than their names are looked at."""
+        return [Path(entry.path) for entry in self._own("shards") if entry.name in digests]
 
     @property
     def used_bytes(self) -> int:
-        """What the tier takes now: published shards, verdicts, reservations, and what is being deleted."""
+        """What the tier takes now: published shards, verdicts, reservations, and what is being deleted.
+
+        It is counted, file by file; `Room.used_bytes` is what is known without.
+        """
         return sum(shard.size_bytes for shard in self.shards()) + sum(map(bytes_below, self.own("trash")))
 
     @property
@@ -148,7 +164,8 @@ class Directory:
     def _held(self, kind: str, entry: os.DirEntry[str]) -> HeldShard:
         """What is known of something in a room; measured anew when it was used or replaced.
 
-        All of a tier is looked at for each decision, under its lock: thousands of shards take milliseconds.
+        All of a tier is looked at under its lock where something may have to go: thousands of shards take
+        milliseconds.
         """
         status = entry.stat(follow_symlinks=False)
         which = (status.st_ino, status.st_mtime_ns)
@@ -215,6 +232,13 @@ def bytes_below(path: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 total += max(BLOCK_BYTES, blocks_bytes(entry.stat(follow_symlinks=False).st_size))
     return total
+
+
+def granted_bytes(part: Path) -> int:
+    """What a part was granted: what is reserved for it, or the one block of a claim."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return int((part / "reserved").read_text())
+    return BLOCK_BYTES
 
 
 def _part_bytes(path: Path) -> int:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamload.cache.directory import bytes_below
 from streamload.cache.shard import LOOKED_THROUGH, Shard, spread
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
@@ -16,6 +17,7 @@ from streamload.metrics import format_bytes
 from streamload.shards.index import IndexReader
 
 _SHARDS_LOOKED_INTO = 64
+_SHARDS_MEASURED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +75,18 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
         nodes: among which the shards are dealt.
     """
     is_long = len(shards) > LOOKED_THROUGH
-    used_bytes, allowed_bytes = tier.used_bytes, tier.room.allowed_bytes
-    published = [shard for shard in tier.shards() if shard.kind == "shards"]
-    looked_at = {shard.digest: shard for shard in spread(shards)} if published or not is_long else {}
+    used_bytes, allowed_bytes = tier.room.used_bytes, tier.room.allowed_bytes
+    has_any = next(tier.own("shards"), None) is not None
+    looked_at = {shard.digest: shard for shard in spread(shards)} if has_any or not is_long else {}
     count = -(-(len(shards) if is_long else len(looked_at)) // nodes)
-    digests = {digest for shard in looked_at.values() for digest in shard.digests}
-    held = [shard for shard in published if shard.digest in digests]
+    held = tier.published_of({digest for shard in looked_at.values() for digest in shard.digests})
     samples: list[int] = []
-    for shard in held[:_SHARDS_LOOKED_INTO]:
-        with contextlib.suppress(OSError, CacheCorrupt), IndexReader(shard.path) as index:
+    for path in held[:_SHARDS_LOOKED_INTO]:
+        with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:
             samples.append(index.count)
     if not samples:
         return Forecast(allowed_bytes, used_bytes, count)
-    mean_bytes = sum(shard.size_bytes for shard in held) / len(held)
+    measured = held[:: -(-len(held) // _SHARDS_MEASURED)]
+    mean_bytes = sum(map(bytes_below, measured)) / len(measured)
     live = min(float(count), live_shards(lanes, window, sum(samples) / len(samples)))
     return Forecast(allowed_bytes, used_bytes, count, int(mean_bytes * count), int(mean_bytes * live))

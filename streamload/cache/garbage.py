@@ -203,7 +203,7 @@ class _Broom:
             self._dry_run,
             tuple(self._removed),
             tuple(self._kept),
-            self._tier.used_bytes - would_go,
+            self._tier.used_bytes - would_go if self._dry_run else self._tier.room.count(),
             self._limit_bytes,
             tuple(foreign(self._tier)),
         )

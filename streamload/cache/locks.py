@@ -15,14 +15,21 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from struct import Struct
+
+from xxhash import xxh3_64_digest
 
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheError
+from streamload.shards.record import write_at
 
 PATIENCE_SECONDS = 15.0
 """How long a decision of another process may take; they take milliseconds."""
 _RETRY_SECONDS = 0.002
 _STAMP_BYTES = 16
+_NOTE = Struct(f"<{_STAMP_BYTES}sq")
+"""Behind the stamp of who holds the lock: that stamp again, and bytes; a check of both follows."""
+_CHECK_BYTES = 8
 
 
 class FileLock:
@@ -72,8 +79,63 @@ class FileLock:
         self._file.close()
 
 
+class Usage:
+    """How much a tier takes at most: noted in its lock's file, for who decides next.
+
+    Whoever grants room notes more before a byte is written, so a kill leaves it too high at worst. The note
+    holds only with the stamp of the lock's last holder: a version of streamload that knows no notes leaves
+    none behind.
+
+    Attributes:
+        at_most_bytes: no less than the tier takes now; None: it has to be counted.
+    """
+
+    __slots__ = ("_file", "_stamp", "at_most_bytes")
+
+    def __init__(self, file: Descriptor):
+        self._file = file
+        self.at_most_bytes = usage_of(file)
+        self._stamp = secrets.token_bytes(_STAMP_BYTES)
+        with contextlib.suppress(OSError):  # a full disk: then all of the waiting counts
+            self._write(self.at_most_bytes)
+
+    def note(self, at_most_bytes: int) -> None:
+        """Note another bound.
+
+        Raises:
+            OSError: the disk doesn't take it, and the one that stands there is too low.
+        """
+        try:
+            self._write(at_most_bytes)
+        except OSError:
+            if self.at_most_bytes is not None and self.at_most_bytes < at_most_bytes:
+                raise
+        else:
+            self.at_most_bytes = at_most_bytes
+
+    def _write(self, at_most_bytes: int | None) -> None:
+        content = self._stamp
+        if at_most_bytes is not None:
+            note = _NOTE.pack(self._stamp, at_most_bytes)
+            content += note + xxh3_64_digest(note)
+        write_at(self._file, content, 0)
+
+
+def usage_of(file: Descriptor) -> int | None:
+    """The bound that is noted in a lock's file; None if none is, or if it doesn't hold."""
+    try:
+        content = os.pread(file.number, _STAMP_BYTES + _NOTE.size + _CHECK_BYTES, 0)
+    except OSError:  # a disk that can't be read may be written
+        return None
+    stamp, note, check = content[:_STAMP_BYTES], content[_STAMP_BYTES:-_CHECK_BYTES], content[-_CHECK_BYTES:]
+    if len(note) != _NOTE.size or check != xxh3_64_digest(note):
+        return None
+    of, at_most_bytes = _NOTE.unpack(note)
+    return int(at_most_bytes) if of == stamp else None
+
+
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
+def exclusive(path: Path) -> Iterator[Usage]:
     """Wait for the lock on `path` and hold it for the block: for decisions, never for transfers.
 
     Who holds it writes a stamp into the file, by which those who wait see that it goes from one to another.
@@ -83,9 +145,7 @@ def exclusive(path: Path) -> Iterator[None]:
     """
     with Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as file:
         _wait_for(file.number, path)
-        with contextlib.suppress(OSError):  # a full disk: then all of the waiting counts
-            os.pwrite(file.number, secrets.token_bytes(_STAMP_BYTES), 0)
-        yield
+        yield Usage(file)
 
 
 def _wait_for(descriptor: int, path: Path) -> None:

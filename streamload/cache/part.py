@@ -91,9 +91,10 @@ class Part:
 
     def _move(self, room: str) -> None:
         target = self.tier.root / room / self.digest
-        (self.path / "reserved").unlink(missing_ok=True)
         try:
-            self.path.rename(target)
+            with self.room.leaving(self.path, target):
+                (self.path / "reserved").unlink(missing_ok=True)
+                self.path.rename(target)
         except OSError as exc:
             if not target.exists() and not self.was_taken_away:
                 raise CacheError(f"could not publish a shard as {target}: {exc}") from exc

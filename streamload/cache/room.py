@@ -1,7 +1,9 @@
 """How much a tier may take, and what goes when it takes more: its limit, and a floor of free disk (step F).
 
 The limit stands in `tier.json`, for all processes; it is read again at each decision, so that running ones
-follow a new one. Which shards go is the ledger's rule; every decision is made under the tier's lock.
+follow a new one. Which shards go is the ledger's rule; every decision is made under the tier's lock. What the
+tier takes at most is noted with that lock (`Usage`), and each grant adds to it: all shards are looked at only
+where something may have to go.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import contextlib
 import errno
 import json
 import logging
-import math
+import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,11 +25,13 @@ from streamload.cache.directory import (
     Directory,
     blocks_bytes,
     bytes_below,
+    granted_bytes,
     is_unread,
     write_whole,
 )
 from streamload.cache.ledger import HeldShard
-from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.locks import FileLock, Usage, exclusive, usage_of
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheError, CacheFull
 from streamload.settings import Eviction, FreeDisk
 
@@ -35,7 +39,8 @@ logger = logging.getLogger("streamload")
 
 FORMAT = 1
 TEND_SECONDS = 2.0
-_EVICTION_ROUNDS = 4
+_EVICTION_ROUNDS = 5
+"""In the first of them shards may only be measured: once in a process, and not under the lock."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """What a part takes beyond its bytes: its files end within blocks, and one notes what is reserved."""
 
@@ -99,13 +104,18 @@ class Room:
         self._tending = threading.Lock()
         self._tend_seconds = tend_seconds
         self._tended_at = time.monotonic()
-        self._within_bytes = math.inf  # the lowest limit that the tier is known to keep to
         self.limit_bytes = self._settle_limit(limit_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """No less than the tier takes now, as far as that is noted; else it is counted."""
+        noted = self._noted_bytes()
+        return self._directory.used_bytes if noted is None else noted
 
     @property
     def allowed_bytes(self) -> int:
         """The most that the tier may take now: its limit, or less where the disk is short."""
-        return self._allowed_bytes(self._directory.used_bytes)
+        return self._allowed_bytes(self.used_bytes)
 
     @property
     def bound(self) -> str:
@@ -150,6 +160,7 @@ class Room:
             self._delete(leaving)
             if granted is not None:
                 return granted
+            self._directory.look()
         return False
 
     def make_way(self, size_bytes: int, wait: float) -> bool:
@@ -162,11 +173,30 @@ class Room:
         Returns:
             Whether anything went, so that another attempt is worth it.
         """
-        with exclusive(self._lock):
-            found = self._contents()
+        self._directory.look()
+        with exclusive(self._lock) as usage:
+            found = self._contents(usage)
             leaving = found.unread + self._push_out(self._giving_way(found.held, size_bytes, wait))
         self._delete(leaving)
         return bool(leaving)
+
+    @contextlib.contextmanager
+    def leaving(self, part: Path, target: Path) -> Iterator[None]:
+        """For the block in which a part becomes `target`, which takes what its files do."""
+        with contextlib.ExitStack() as held:
+            usage = None
+            with contextlib.suppress(OSError):  # then the reservation counts until all is counted again
+                usage = held.enter_context(exclusive(self._lock))
+            granted = granted_bytes(part)
+            yield
+            if usage is not None and usage.at_most_bytes is not None:
+                usage.note(usage.at_most_bytes - granted + bytes_below(target))
+
+    def count(self) -> int:
+        """What the tier takes, counted and noted."""
+        self._directory.look()
+        with exclusive(self._lock) as usage:
+            return self._contents(usage).used_bytes
 
     def tend(self) -> None:
         """Keep to the limit and to the floor of free disk when nobody reserves. Call it often.
@@ -181,9 +211,8 @@ class Room:
             self._tended_at = time.monotonic()
             with contextlib.suppress(OSError):  # whoever fills will say what is wrong with the tier
                 self._follow_limit()
-                if not self._is_surely_small() and not self._shrink():
-                    return
-                self._within_bytes = self.limit_bytes
+                if not self._is_surely_small():
+                    self._shrink()
         finally:
             self._tending.release()
 
@@ -197,18 +226,23 @@ class Room:
             may_go: whether nobody uses it.
             without: what is taken for gone already.
         """
-        with exclusive(self._lock):
-            found = self._contents(without)
+        self._directory.look()
+        with exclusive(self._lock) as usage:
+            found = self._contents(usage, without)
             return self._giving_way(found.held, found.used_bytes - limit_bytes, may_go=may_go)
 
-    def _shrink(self) -> bool:
-        """Evict what is beyond the limit and what the floor of free disk asks for; whether it was enough."""
-        with exclusive(self._lock):
+    def _shrink(self) -> None:
+        """Evict what is beyond the limit and what the floor of free disk asks for."""
+        self._directory.look()
+        with exclusive(self._lock) as usage:
             self._follow_limit()
-            found = self._contents()
+            known = usage.at_most_bytes
+            if known is not None and known <= self._allowed_bytes(known):
+                return
+            found = self._contents(usage)
             excess = found.used_bytes - self._allowed_bytes(found.used_bytes)
             if excess <= 0:
-                return True
+                return
             chosen = self._giving_way(found.held, excess - found.unread_bytes)
             leaving = found.unread + self._push_out(chosen)
         if chosen:
@@ -217,17 +251,23 @@ class Room:
                 *(self._directory.root, len(chosen), excess),
             )
         self._delete(leaving)
-        return found.unread_bytes + sum(shard.size_bytes for shard in chosen) >= excess
 
     def _decide(self, part: Path, size_bytes: int, wait: float) -> tuple[bool | None, list[Path]]:
         """Note the reservation (True), refuse it (False), or say what has to be deleted first (None)."""
-        with exclusive(self._lock):
-            found = self._contents()
+        with exclusive(self._lock) as usage:
+            if usage.at_most_bytes is not None:
+                wanted = usage.at_most_bytes + max(0, size_bytes - granted_bytes(part))
+                if wanted <= self._allowed_bytes(usage.at_most_bytes):
+                    self._grant(usage, wanted, part, size_bytes)
+                    return True, []
+            if not self._directory.has_looked:
+                return None, []
+            found = self._contents(usage)
             own = [shard for shard in found.held if shard.kind == "parts" and shard.path == part]
             mine = sum(shard.size_bytes for shard in own)
             excess = found.used_bytes - mine + size_bytes - self._allowed_bytes(found.used_bytes)
             if excess <= 0:
-                write_whole(part / "reserved", str(size_bytes))
+                self._grant(usage, found.used_bytes + max(0, size_bytes - mine), part, size_bytes)
                 return True, []
             others = [shard for shard in found.held if shard not in own]
             chosen = ledger.victims(
@@ -240,11 +280,18 @@ class Room:
             )
             return (False, []) if chosen is None else (None, found.unread + self._push_out(chosen))
 
-    def _contents(self, without: Collection[Path] = ()) -> _Contents:
-        """Under the lock."""
+    def _grant(self, usage: Usage, at_most_bytes: int, part: Path, size_bytes: int) -> None:
+        """Under the lock: note what the tier will take, and then what is reserved."""
+        usage.note(at_most_bytes)
+        write_whole(part / "reserved", str(size_bytes))
+
+    def _contents(self, usage: Usage, without: Collection[Path] = ()) -> _Contents:
+        """Under the lock: look at each shard, and note what all of them take."""
         held = [shard for shard in self._directory.shards() if not without or shard.path not in without]
         in_trash = [path for path in self._directory.own("trash") if path not in without]
         used_bytes = sum(shard.size_bytes for shard in held) + sum(map(bytes_below, in_trash))
+        if not without:
+            usage.note(used_bytes)
         unread = [path for path in in_trash if is_unread(path)]
         return _Contents(held, used_bytes, unread, sum(map(bytes_below, unread)))
 
@@ -289,11 +336,18 @@ class Room:
         return ledger.allowed_bytes(self.limit_bytes, stored, disk.free, floor)
 
     def _is_surely_small(self) -> bool:
-        """Whether it is certain that nothing has to go, without a look at every shard."""
+        """Whether it is certain that nothing has to go, without the lock."""
+        noted = self._noted_bytes()
         unwritten_bytes = self._directory.unwritten_bytes  # in this order, as above
         disk = self._disk_usage(self._directory.root)
         floor = self._free_disk.floor_bytes(disk.total, disk.total)
-        return self.limit_bytes >= self._within_bytes and disk.free - unwritten_bytes >= floor
+        is_within = noted is not None and noted <= self.limit_bytes
+        return is_within and disk.free - unwritten_bytes >= floor
+
+    def _noted_bytes(self) -> int | None:
+        with contextlib.suppress(OSError), Descriptor.open(self._lock, os.O_RDONLY | os.O_NOFOLLOW) as file:
+            return usage_of(file)
+        return None
 
     def _follow_limit(self) -> None:
         """Take up the limit that another run may have given to the tier."""

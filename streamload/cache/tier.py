@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from streamload.cache import memory, runs
-from streamload.cache.directory import Directory
+from streamload.cache.directory import BLOCK_BYTES, Directory
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Orphan, Part
 from streamload.cache.room import TEND_SECONDS, DiskUsage, Room
@@ -98,7 +98,7 @@ class Tier(Directory):
             digest: of the shard.
             stopped: parts whose fillers have shown no life for long; they aren't waited for.
         """
-        with exclusive(self.root / "lock"):
+        with exclusive(self.root / "lock") as usage:
             parts = self.parts(digest)  # listed first: one that is published meanwhile is seen below
             if self.published(digest).exists() or self._stands(self.verdict(digest)):
                 return None
@@ -110,6 +110,8 @@ class Tier(Directory):
                 for other in found:
                     if other is not orphan:
                         other.remove(self)
+                if usage.at_most_bytes is not None:
+                    usage.note(usage.at_most_bytes + BLOCK_BYTES)
                 path = self.root / "parts" / f"{digest}.{secrets.token_hex(4)}"
                 path.mkdir(mode=0o700)
                 alive = FileLock.acquire(path / "index", create=True, wait=True)
@@ -195,13 +197,13 @@ def open_tier(settings: Settings) -> Tier:
     Raises:
         CacheError: the directory can't be used, or isn't ours.
     """
-    root, held = settings.cache_dir, 0
+    root, size, held = settings.cache_dir, settings.cache_size, 0
     open_one = functools.partial(Tier, root, free_disk=settings.free_disk, eviction=settings.eviction)
     if (root / "tier.json").is_file():
         tier = open_one()
         tier.sweep()
         if settings.sources["cache_size"] == "default":
             return tier
-        held = tier.used_bytes
+        held = 0 if size.share is None else tier.room.count()
     existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    return open_one(settings.cache_size.limit_bytes(shutil.disk_usage(existing).free, held))
+    return open_one(size.limit_bytes(shutil.disk_usage(existing).free, held))
