@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import re
+import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -223,7 +224,8 @@ def read_settings(
     """Resolve the settings from arguments, then the environment, then defaults.
 
     Args:
-        cache_dir: directory of the tier; `~` is expanded and a relative path made absolute.
+        cache_dir: directory of the tier; `~` is expanded and a relative path made absolute. See
+            `own_directory`.
         cache_size: bytes, or text such as "500GB", "1.5TiB" or "80%".
         ahead: bytes, or text with a unit.
         revalidate: "never", "start" or "always".
@@ -276,7 +278,7 @@ def read_settings(
     return Settings(
         cache_dir=default_cache_dir(environ)
         if directory is None
-        else _directory(directory, label("cache_dir")),
+        else own_directory(_directory(directory, label("cache_dir"))),
         cache_size=parse_cache_size(DEFAULT_CACHE_SIZE if size is None else size, label("cache_size")),
         ahead_bytes=parse_size(DEFAULT_AHEAD if far is None else far, label("ahead")),
         revalidate=_one_of("never" if asked is None else asked, get_args(Revalidate), label("revalidate")),
@@ -366,6 +368,22 @@ def default_cache_dir(environ: Mapping[str, str], mounts: str | None = None) -> 
     if home.is_absolute() and not place.is_elsewhere and not place.is_memory:
         return home / "streamload"
     return Path(f"/var/tmp/streamload-{os.getuid()}")
+
+
+def own_directory(path: Path) -> Path:
+    """Where this user's tier is if `path` is named: `path` itself, or a directory in it.
+
+    A directory of root's in which others may write (a pod's volume, /scratch) can't be a tier, and only root
+    could make it one: there the tier is in `streamload-<uid>`, made with mode 0700.
+    """
+    try:
+        status = path.stat()
+        is_of_all = stat.S_ISDIR(status.st_mode) and status.st_uid == 0 and bool(status.st_mode & 0o022)
+        if is_of_all and not (os.geteuid() == 0 and (path / "tier.json").exists()):
+            return path / f"streamload-{os.geteuid()}"
+    except OSError:  # whoever uses it will say what is wrong
+        pass
+    return path
 
 
 def file_system(path: Path, mounts: str | None = None) -> FileSystem:

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import in_a_child
 
 import streamload
-from streamload.cache import agreement, memory, placement
+from streamload.cache import agreement, memory, placement, spare
 from streamload.cache.agreement import Agreement, Answer
 from streamload.cache.locks import FileLock
-from streamload.cache.placement import agreement_on, decide, memory_root, place_tier
+from streamload.cache.placement import agreement_on, decide, memory_root, place_tier, why_not_writable
 from streamload.cache.shard import shard_of
+from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError
+from streamload.metrics import Counters
 from streamload.prefetch.warm import warm
 from streamload.settings import Settings, file_system, read_settings
 from streamload.testing.disks import small_disk, why_no_small_disk
@@ -201,13 +204,143 @@ def test_the_tier_in_memory_keeps_its_limit_until_another_is_given(tmp_path: Pat
     assert kept.tier.limit_bytes == 80_000_000
 
 
-def test_a_link_in_the_place_of_the_tier_is_refused(tmp_path: Path, shm: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    memory_root(settings(tmp_path)).symlink_to(tmp_path / "elsewhere")
+OTHER_USER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="to be another user needs root")
+
+
+@pytest.fixture
+def open_to_all(tmp_path: Path) -> Path:
+    """As /var/tmp and /dev/shm are."""
+    place = tmp_path / "for all"
+    place.mkdir()
+    place.chmod(0o1777)
+    return place
+
+
+def plant(link: Path, target: Path) -> None:
+    """Another user makes a link to a directory of ours."""
+    target.mkdir(mode=0o700)
+    link.symlink_to(target)
+    os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
+
+
+@needs_root
+def test_a_link_that_another_has_put_in_the_place_of_the_tier_is_refused(tmp_path: Path, shm: Path) -> None:
+    shm.chmod(0o1777)
+    plant(memory_root(settings(tmp_path)), tmp_path / "elsewhere")
     with pytest.raises(CacheError, match="symbolic link"):
         place_tier(settings(tmp_path, "memory"), shards(1), None)
     assert decide(settings(tmp_path), shards(1), lambda shard: 1).where == "disk"
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@needs_root
+def test_a_planted_link_on_the_way_is_refused_and_one_of_ours_is_followed(
+    tmp_path: Path, open_to_all: Path
+) -> None:
+    """The default directory has a name that anybody can guess."""
+    plant(open_to_all / "streamload-0", tmp_path / "mine")
+    for root in (open_to_all / "streamload-0", open_to_all / "streamload-0" / "cache"):
+        assert "symbolic link of another user's" in why_not_writable(root)
+        with pytest.raises(CacheError, match=r"symbolic link of another user's.*STREAMLOAD_CACHE_DIR"):
+            Tier(root, 1 << 20)
+    assert not list((tmp_path / "mine").iterdir())
+    (open_to_all / "of-mine").symlink_to("streamload-0/../direct")
+    (open_to_all / "direct").symlink_to(tmp_path / "mine")
+    assert Tier(open_to_all / "direct", 1 << 20).limit_bytes == 1 << 20
+    with pytest.raises(CacheError, match="symbolic link of another user's"):  # it leads over the planted one
+        Tier(open_to_all / "of-mine", 1 << 20)
+
+
+@needs_root
+def test_a_link_that_is_planted_at_the_last_moment_is_refused(
+    tmp_path: Path, open_to_all: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def planted_first(path: Path, *args: Any, **named: Any) -> None:
+        if path == open_to_all / "tier" and not path.is_symlink():
+            monkeypatch.undo()
+            plant(path, tmp_path / "mine")
+        mkdir(path, *args, **named)
+
+    monkeypatch.setattr(Path, "mkdir", planted_first)
+    with pytest.raises(CacheError, match="symbolic link of another user's"):
+        Tier(open_to_all / "tier", 1 << 20)
+    assert not list((tmp_path / "mine").iterdir())
+
+
+@needs_root
+def test_nothing_is_put_where_a_link_to_the_spare_of_a_tier_leads(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare, "_MEMORY", shm)
+    shm.chmod(0o1777)
+    there = spare.place(tmp_path / "tier")
+    assert there is not None
+    assert there.parent == shm
+    plant(there, tmp_path / "mine")
+    assert Spare(tmp_path / "tier", Counters()).open() is None
+    spare.remove_unused(tmp_path / "tier")
+    assert not list((tmp_path / "mine").iterdir())
+    assert there.is_symlink()
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_an_answer_that_another_user_has_written_is_none(tmp_path: Path, shm: Path, kind: str) -> None:
+    shm.chmod(0o1777)
+    agreement = agreement_on(settings(tmp_path), shards(1))
+    there = agreement._path
+    if kind == "link":
+        plant(there, tmp_path / "mine")
+    else:
+        there.write_text('{"where": "memory", "why": "I said so"}')
+        there.chmod(0o666)
+        os.chown(there, OTHER_USER, OTHER_USER)
+    before = there.lstat()
+    assert agreement.join(lambda: Answer("disk", "ours")) == Answer("disk", "ours")
+    agreement.close()
+    assert there.lstat() == before
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2775])
+def test_a_volume_of_roots_where_all_may_write_holds_a_cache_of_each_user(mode: int) -> None:
+    """A Kubernetes emptyDir is root's, mode 0777."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # another user can't get at a test's own directory
+        volume = Path(name)
+        os.chown(volume, 0, OTHER_USER)
+        volume.chmod(mode)
+        check_volume(volume)
+
+
+def check_volume(volume: Path) -> None:
+    def work(uid: int) -> None:
+        given = read_settings(volume, "1MB", environ={})
+        assert given.cache_dir == volume / f"streamload-{uid}"
+        assert why_not_writable(given.cache_dir) == ""
+        assert not given.cache_dir.exists()
+        tier = place_tier(given, shards(1), None).tier
+        assert tier.root == given.cache_dir
+        assert tier.root.stat().st_mode & 0o777 == 0o700
+        assert read_settings(tier.root, environ={}).cache_dir == tier.root
+
+    in_a_child(lambda: work(OTHER_USER), uid=OTHER_USER)
+    work(0)
+    assert {path.name for path in volume.iterdir()} == {"streamload-0", f"streamload-{OTHER_USER}"}
+
+
+@needs_root
+def test_a_cache_in_a_directory_that_is_opened_to_all_afterwards_is_refused(tmp_path: Path) -> None:
+    """A cold one beside it would take its room twice."""
+    Tier(tmp_path / "tier", 1 << 20)
+    (tmp_path / "tier").chmod(0o777)
+    given = read_settings(tmp_path / "tier", environ={})
+    assert given.cache_dir == tmp_path / "tier"
+    assert "others may write into" in why_not_writable(given.cache_dir)
+    with pytest.raises(CacheError, match="others may write into"):
+        place_tier(given, shards(1), None)
 
 
 def test_without_a_disk_auto_is_in_memory_whatever_the_size(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ import pytest
 from PIL import Image
 
 from streamload.cache import memory
+from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.cli.doctor import examine
+from streamload.errors import CacheError
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -337,6 +339,30 @@ def test_doctor_fails_when_the_cache_dir_can_not_be_written(tmp_path, monkeypatc
     refused = [finding for finding in examine() if finding.unusable]
     assert [finding.subject for finding in refused] == ["writable"]
     assert "can't be written" in refused[0].advice
+
+
+def test_doctor_fails_where_a_run_would_and_with_its_words(streamload, tmp_path):
+    Tier(tmp_path / "open", 1 << 20)
+    (tmp_path / "open").chmod(0o770)
+    Tier(tmp_path / "other", 1 << 20)
+    (tmp_path / "other" / "tier.json").write_text('{"format": 99, "limit_bytes": 1}')
+    for place in (tmp_path / "open", tmp_path / "other"):
+        with pytest.raises(CacheError) as refused:
+            Tier(place, 1 << 20)
+        done = streamload("doctor", STREAMLOAD_CACHE_DIR=str(place))
+        assert done.returncode == 1
+        assert str(refused.value) in " ".join(done.stdout.split())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to make a directory of root's needs root")
+def test_doctor_names_the_directory_that_is_made_in_a_volume_of_all(streamload, tmp_path):
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume").chmod(0o777)
+    done = streamload("doctor", STREAMLOAD_CACHE_DIR=str(tmp_path / "volume"))
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    assert f"cache directory {tmp_path / 'volume' / 'streamload-0'} STREAMLOAD_CACHE_DIR" in text
+    assert list((tmp_path / "volume").iterdir()) == []
 
 
 @pytest.mark.parametrize(

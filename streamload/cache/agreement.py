@@ -50,7 +50,7 @@ class Agreement:
         Where none can be written down, or who decides doesn't go on, it is this process's own.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._is_anothers():
             try:
                 self._decide_if_first(decide)
                 self._lock = FileLock.acquire(self._path, shared=True)
@@ -78,6 +78,12 @@ class Agreement:
             with contextlib.closing(first):
                 if first.is_of(self._path):
                     self._path.write_text(json.dumps(decide()._asdict()))
+
+    def _is_anothers(self) -> bool:
+        """Whether another user has put something where the answer would be: anybody may write there."""
+        with contextlib.suppress(OSError):
+            return self._path.lstat().st_uid != os.geteuid()
+        return False
 
     def _let_go(self) -> None:
         if self._lock is not None:

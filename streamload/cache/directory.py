@@ -15,6 +15,7 @@ What isn't named as above was not made here and is never touched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -26,8 +27,10 @@ from pathlib import Path
 from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheError
 from streamload.metrics import Counts
+from streamload.shards.record import write_at
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{8}")
@@ -41,6 +44,7 @@ ROOMS: Mapping[str, re.Pattern[str]] = {
 """How the directories are named that the tier makes in each of its rooms; all else there isn't its own."""
 _FORGOTTEN = 1000
 """So many, and as many as there are, may be remembered that are gone."""
+_LINKS_LIMIT = 40
 BLOCK_BYTES = 4096
 """In which a disk gives out its room."""
 
@@ -185,19 +189,68 @@ class Directory:
         Raises:
             CacheError: it isn't ours alone.
         """
+        refuse_what_is_not_ours(self.root)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = self.root.stat()
-        if status.st_uid != os.geteuid():
-            raise CacheError(f"the cache directory {self.root} belongs to another user (uid {status.st_uid})")
-        if stat.S_IMODE(status.st_mode) & 0o022:
-            raise CacheError(
-                f"others may write into the cache directory {self.root} "
-                f"(mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it, or choose another"
-            )
+        refuse_what_is_not_ours(self.root)  # what was put there meanwhile; ours can't be replaced any more
         for room in (*ROOMS, "runs"):
             (self.root / room).mkdir(mode=0o700, exist_ok=True)
             if (self.root / room).is_symlink():
                 raise CacheError(f"{self.root / room} is a symbolic link: a cache keeps to its own directory")
+
+
+def refuse_what_is_not_ours(root: Path) -> None:
+    """Whether a cache may be at `root`, where there may be nothing yet; it is only looked at.
+
+    Raises:
+        CacheError: it isn't a directory of this user's alone, or another user has planted a link on the way.
+    """
+    link = _planted_link(root)
+    if link is not None:
+        raise CacheError(
+            f"{link} is a symbolic link of another user's (uid {link.lstat().st_uid}) in a directory where "
+            f"others may write: remove it, or choose another cache_dir (STREAMLOAD_CACHE_DIR)"
+        )
+    try:
+        status = root.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        raise CacheError(f"the cache directory {root} is not a directory")
+    if status.st_uid != os.geteuid():
+        raise CacheError(f"the cache directory {root} belongs to another user (uid {status.st_uid})")
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        raise CacheError(
+            f"others may write into the cache directory {root} "
+            f"(mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it, or choose another"
+        )
+
+
+def _planted_link(path: Path) -> Path | None:
+    """The first link on the way to a file that is neither ours nor root's, where others may make links.
+
+    A directory of a name that anybody can guess is looked for in /var/tmp and /dev/shm: a link there could
+    have us write into any directory of ours. Linux refuses to follow such links only where it is told so
+    (fs.protected_symlinks), and only in sticky directories.
+    """
+    followed, at, rest = 0, Path("/"), [*reversed(path.absolute().parts[1:])]
+    while rest and followed < _LINKS_LIMIT:
+        part = rest.pop()
+        if part == "..":
+            at = at.parent
+            continue
+        try:
+            target = (at / part).readlink()
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:  # nothing is there; or it can't be looked at, nor used then
+                return None
+            at = at / part  # it is no link
+            continue
+        if (at / part).lstat().st_uid not in (0, os.geteuid()) and at.stat().st_mode & 0o022:
+            return at / part
+        followed += 1
+        at = Path("/") if target.is_absolute() else at
+        rest += reversed(target.parts[target.is_absolute() :])
+    return None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -206,8 +259,15 @@ def write_whole(path: Path, text: str) -> None:
     The new text always has the same name, so that a kill leaves at most one, and the next call takes it.
     """
     fresh = path.with_name(f"{path.name}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        fresh.write_text(text)
+        try:
+            file = Descriptor.open(fresh, flags)
+        except FileExistsError:
+            fresh.unlink()
+            file = Descriptor.open(fresh, flags)
+        with file:
+            write_at(file, text.encode(), 0)
         fresh.rename(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -69,9 +69,11 @@ class FileLock:
         return cls(file)
 
     def is_of(self, path: Path) -> bool:
-        """Whether `path` is still the file that was locked."""
+        """Whether `path` is still the file that was locked, and this user's own, under no other name."""
         with contextlib.suppress(FileNotFoundError):
-            return self._file.number >= 0 and os.path.samestat(os.fstat(self._file.number), path.stat())
+            status = path.lstat()
+            is_own = status.st_uid == os.geteuid() and status.st_nlink == 1
+            return is_own and self._file.number >= 0 and os.path.samestat(os.fstat(self._file.number), status)
         return False
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from streamload.cache import memory, runs
 from streamload.cache.agreement import Agreement, Answer
+from streamload.cache.directory import refuse_what_is_not_ours
 from streamload.cache.locks import exclusive
 from streamload.cache.shard import Shard, fingerprint, spread
 from streamload.cache.tier import Tier, open_tier
@@ -155,8 +156,7 @@ def memory_budget(settings: Settings) -> int:
         CacheError: it is too little to be of use; says of what.
     """
     root = memory_root(settings)
-    if root.parent == memory.PLACE and root.is_symlink():  # anybody may have put it there
-        raise CacheError(f"{root} is a symbolic link: remove it, or name a directory by cache_dir=")
+    refuse_what_is_not_ours(root)
     try:
         tier = _existing(root)
         room = memory.room(root)
@@ -193,8 +193,11 @@ def why_not_writable(directory: Path) -> str:
     there = nearest(directory)
     if not there.is_dir():
         return f"{there} is not a directory"
-    if directory.is_dir() and directory.stat().st_uid != os.geteuid():
-        return f"{directory} belongs to another user"
+    try:
+        refuse_what_is_not_ours(directory)
+        _existing(directory)
+    except CacheError as exc:
+        return str(exc)
     probe = there / f".streamload-probe-{os.getpid()}"
     try:
         probe.mkdir(mode=0o700)
