@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiers import flip, until
@@ -20,6 +23,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, CacheFull
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
+from streamload.shards.index import IndexWriter
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
@@ -347,3 +351,45 @@ def test_a_view_outlives_a_tier_that_is_in_trouble(
         time.sleep(0.2)
         with pytest.raises(CacheError, match=r"00000\.tar can't be read from the cache"):
             view.refresh()
+
+
+def long_names(path: Path, count: int) -> None:
+    """A shard whose index is larger than its data: each byte of a name that is no UTF-8 takes six there."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
+        for number in range(count):
+            info = tarfile.TarInfo(f"{number:03d}" + 50_000 * "\udcff" + ".txt")
+            info.size = 5
+            tar.addfile(info, io.BytesIO(b"hello"))
+
+
+@pytest.mark.parametrize("where", ["far", "local", "bare"])
+def test_room_is_made_for_an_index_before_it_is_written(
+    where: str, server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_names(tmp_path / "data" / "00000.tar", 12)
+    limit = 2_500_000
+    filler = Filler(server, tmp_path / "tier", limit)
+    if where == "local":
+        filler.shard = shard_of(str(tmp_path / "data" / "00000.tar"), None)
+    peak, write = 0, IndexWriter._write
+
+    def written(index: IndexWriter, *packed: Any) -> None:
+        nonlocal peak
+        write(index, *packed)
+        peak = max(peak, sum(path.stat().st_size for path in filler.tier.root.rglob("*") if path.is_file()))
+
+    monkeypatch.setattr(IndexWriter, "_write", written)
+    with pytest.raises(CacheFull, match="raise cache_size"):
+        fill(
+            *(filler.claim(), filler.shard, filler.origin),
+            wait=lambda: 0.0,
+            stop=filler.stop,
+            bare=where == "bare",
+        )
+    assert peak <= limit
+    assert filler.tier.used_bytes == 0
+    larger = Filler(server, tmp_path / "larger", 3 * limit)
+    larger.shard = filler.shard
+    assert larger.fill().result is Filled.PUBLISHED
+    assert len(samples(larger)) == 12

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from streamload.errors import ShardCut, ShardFormatError
-from streamload.shards.samples import Entry, ShardScanner, split_name
+from streamload.shards.samples import NAME_LIMIT_BYTES, Entry, ShardScanner, split_name
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 
 
@@ -259,3 +259,22 @@ def test_entries_are_values():
     entry = Entry(0, "k", (("jpg", 512, 3),), 1, 2, 0, None)
     with pytest.raises(AttributeError):
         entry.key = "other"
+
+
+@pytest.mark.parametrize("character", ["a", "é", "\udcff"])
+def test_members_with_names_that_are_too_long_are_left_out_and_told(character):
+    start = 20_000 * character
+    rest = NAME_LIMIT_BYTES - len(start.encode("utf-8", "surrogateescape")) - len(".txt")
+    longest, longer = (start + "b" * (rest + added) + ".txt" for added in (0, 1))
+    members = [
+        ("a.txt", b"1"),
+        (longer, b"2"),
+        ("a.cls", b"3"),
+        (longest, b"4"),
+        (longer, b"5"),
+        ("c.txt", b"6"),
+    ]
+    entries, warnings = scan(tar_of(members, tarfile.GNU_FORMAT))
+    assert [entry.key for entry in entries] == ["a", longest[:-4], "c"]
+    assert [extension for extension, _, _ in entries[0].members] == ["txt", "cls"]
+    assert warnings == ["2 members are left out: their names have more than 65,536 bytes"]

@@ -202,7 +202,7 @@ def refuse_what_is_not_ours(root: Path) -> None:
     """Whether a cache may be at `root`, where there may be nothing yet; it is only looked at.
 
     Raises:
-        CacheError: it isn't a directory of this user's alone, or another user has planted a link on the way.
+        CacheError: it isn't this user's alone, or another user has planted a link on the way.
     """
     link = _planted_link(root)
     if link is not None:
@@ -214,8 +214,6 @@ def refuse_what_is_not_ours(root: Path) -> None:
         status = root.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
-    if not stat.S_ISDIR(status.st_mode):
-        raise CacheError(f"the cache directory {root} is not a directory")
     if status.st_uid != os.geteuid():
         raise CacheError(f"the cache directory {root} belongs to another user (uid {status.st_uid})")
     if stat.S_IMODE(status.st_mode) & 0o022:

@@ -36,8 +36,9 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.shards.index import COMPLETE, IndexWriter
+from streamload.shards.index import COMPLETE, IndexWriter, Packed
 from streamload.shards.local import LocalVersion, index_local
+from streamload.shards.record import pack_header
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
 
@@ -48,8 +49,8 @@ _GROWTH = 8
 """By which part of itself a reservation grows where the size isn't known."""
 _SPARE_BYTES = 64 << 10
 _SPARE_BARE_BYTES = 8 << 10
-_FIRST_BARE_BYTES = 4 << 10
-"""What an index without data asks for before it is begun: little, so that many fit into a tiny tier."""
+_FIRST_BYTES = 4 << 10
+"""What an index asks for that is begun without data: little, so that many fit into a tiny tier."""
 _NO_ROOM_SECONDS = 0.05
 _REFUSALS_LIMIT = 100
 """How often a fill that grows asks for more room, before it gives back what it has."""
@@ -172,11 +173,8 @@ class _Fill:
         self._data: Descriptor | None = None
         self._written = 0
         self._index_bytes = 0
-
-    @property
-    def is_of_use(self) -> bool:
+        self.is_of_use = False
         """Whether there are samples for another to take up."""
-        return self._index_bytes > 0
 
     def bring(self, open_origin: Callable[[], Origin], size_bytes: int, leave_verdict: bool) -> bool:
         """Bring all of it here, or write why it can't be had, for its readers; whether it is whole.
@@ -213,7 +211,6 @@ class _Fill:
 
         for some in index_local(file, warnings, begin):
             self._append(some)
-            self._make_room(0, patient=True)
         self._record(COMPLETE, warnings=warnings, size=size)
 
     def _transfer(self, open_origin: Callable[[], Origin]) -> None:
@@ -263,8 +260,7 @@ class _Fill:
         if self._index is None:
             self._begin({})
         assert self._index is not None
-        finish = functools.partial(self._index.finish, status, size, cause=cause, warnings=warnings or [])
-        self._stored(finish)
+        self._write_index(self._index, self._index.pack_end(status, size, cause, warnings or []))
         self.close()
 
     def close(self) -> None:
@@ -283,7 +279,9 @@ class _Fill:
         if self._is_prepared:
             kind["prepared"] = self._shard.recipe
         meta = {"url": self._shard.name, "digest": self._shard.digest, **kind, **facts}
+        self._make_room(0, len(pack_header(meta)), patient=False)
         self._index = IndexWriter(self._part.path, meta)
+        self._index_bytes = self._index.size_bytes
 
     def _write(self, chunk: bytes | memoryview) -> None:
         self._make_room(self._written + len(chunk), patient=True)
@@ -296,8 +294,14 @@ class _Fill:
     def _append(self, entries: list[Entry]) -> None:
         if entries:
             assert self._index is not None
-            self._stored(functools.partial(self._index.append, entries))
-            self._index_bytes = self._index.size_bytes
+            self._write_index(self._index, self._index.pack(entries))
+            self.is_of_use = True
+
+    def _write_index(self, index: IndexWriter, packed: Packed) -> None:
+        """Make room, then write: what a tar's names take in the index is up to whoever wrote the tar."""
+        self._make_room(self._written, packed.size_bytes, patient=True)
+        self._stored(functools.partial(index.write, packed))
+        self._index_bytes = index.size_bytes
 
     def _stored(self, write: Callable[[], _Result]) -> _Result:
         """Write something; where the disk turns out to be full, once more after others have made way."""
@@ -308,22 +312,23 @@ class _Fill:
                 raise
         return write()
 
-    def _make_room(self, data_bytes: int, *, patient: bool) -> None:
+    def _make_room(self, data_bytes: int, more_index_bytes: int = 0, *, patient: bool) -> None:
         """See to it that so much data and the index are within what is reserved.
 
         Args:
             data_bytes: the data so far, or all of it where its size is known.
+            more_index_bytes: what will be added to the index.
             patient: wait some seconds for room (else say at once that there is none).
         """
-        needed = self._index_bytes + (0 if self._bare else data_bytes)
+        needed = self._index_bytes + more_index_bytes + (0 if self._bare else data_bytes)
+        is_first = not self._part.reserved_bytes and (self._bare or not data_bytes)
         # Of a bare index nothing else asks for room before it is begun.
-        is_first_of_bare = self._bare and not self._part.reserved_bytes
-        if needed <= self._part.reserved_bytes and not is_first_of_bare:
+        if needed <= self._part.reserved_bytes and not (is_first and self._bare):
             return
         growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
         spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES
-        if is_first_of_bare:
-            spare = _FIRST_BARE_BYTES
+        if is_first:
+            spare = _FIRST_BYTES
         refusals = 0
         while not self._part.reserve(needed + growth + spare, self._wait()):
             refusals += 1

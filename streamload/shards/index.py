@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +51,27 @@ _POLL_BYTES = 1 << 12
 _READ_BYTES = 1 << 20
 
 
+class Packed(NamedTuple):
+    """What is to be written next to the two files of an index."""
+
+    names: bytes | bytearray
+    records: bytes | bytearray
+    entries: int
+    """How many the index has then."""
+    is_end: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """What it adds to both files."""
+        return len(self.names) + len(self.records)
+
+
 class IndexWriter:
     """Appends the index of one shard; the only writer of its two files.
 
-    An `append` or `finish` that fails (a full disk) may be called again with the same arguments: what it
-    wrote in part isn't valid to any reader and is written over. Not thread-safe.
+    What is packed has its size known before it is written, for whoever has to make room for it. A `write`
+    that fails (a full disk) may be called again with the same: what it wrote in part isn't valid to any
+    reader and is written over. Not thread-safe.
 
     Args:
         directory: an existing one; `index` may be there already if it is empty (as a lock, say).
@@ -98,6 +115,16 @@ class IndexWriter:
 
     def append(self, entries: Iterable[Entry]) -> None:
         """Add entries, whose numbers go on from `count` and whose data is written. About 9 µs an entry."""
+        self.write(self.pack(entries))
+
+    def finish(
+        self, status: str = COMPLETE, size: int = 0, cause: str = "", warnings: Iterable[str] = ()
+    ) -> None:
+        """Write the end; see `pack_end`."""
+        self.write(self.pack_end(status, size, cause, warnings))
+
+    def pack(self, entries: Iterable[Entry]) -> Packed:
+        """Entries as they are to be written, whose numbers go on from `count`."""
         names, records = bytearray(), bytearray()
         number = self.count
         for entry in entries:
@@ -121,13 +148,12 @@ class IndexWriter:
                 min(entry.caption_bytes, _MAX_U4),
             )
             names += frame
-        self._write(names, records)
-        self.count = number
+        return Packed(names, records, number)
 
-    def finish(
+    def pack_end(
         self, status: str = COMPLETE, size: int = 0, cause: str = "", warnings: Iterable[str] = ()
-    ) -> None:
-        """Write the end: "complete", or another status for a shard that is given up after `count` entries.
+    ) -> Packed:
+        """The end: "complete", or another status for a shard that is given up after `count` entries.
 
         Args:
             status: "complete", or a word for what went wrong.
@@ -140,8 +166,12 @@ class IndexWriter:
         frame = pack_frame({"status": status, "cause": cause, "warnings": list(warnings)})
         total = self._records.intdigest()
         record = pack_record(self.count, 0, END, 0, size, total, self._names_bytes, len(frame), 0, 0, 0)
-        self._write(frame, record)
-        self._is_finished = True
+        return Packed(frame, record, self.count, is_end=True)
+
+    def write(self, packed: Packed) -> None:
+        """Write what was packed last."""
+        self._write(packed.names, packed.records)
+        self.count, self._is_finished = packed.entries, packed.is_end
 
     def close(self) -> None:
         """Close the files; without a `finish` before it, the index stays one of a shard on its way."""

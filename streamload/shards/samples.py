@@ -19,6 +19,8 @@ from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
 CAPTION_EXTENSION = "txt"
+NAME_LIMIT_BYTES = 64 << 10
+"""A member with a longer name is part of no sample: the index has each name, in memory and on disk."""
 NAMES_LIMIT_BYTES = 16 << 20
 """What the names of one sample's members may take; some 100,000 members."""
 
@@ -141,6 +143,7 @@ class ShardScanner:
         self._prepared: tuple[str, int] | None = None
         self._member: Member | None = None
         self._is_ours = False  # whether the current member belongs to the sample
+        self._long_names = 0
 
     @classmethod
     def after(cls, entry: Entry | None, *, checksums: bool = True, prepared: bool = False) -> ShardScanner:
@@ -219,13 +222,18 @@ class ShardScanner:
             warnings.append(f"no end marker: the tar ends with a member at byte {self.position}")
         elif self._parser.trailing:
             warnings.append("data behind the end marker was not read; was one tar appended to another?")
+        if self._long_names:
+            what = f"their names have more than {NAME_LIMIT_BYTES:,} bytes"
+            warnings.append(f"{self._long_names} members are left out: {what}")
         return entries, warnings
 
     def _begin(self, member: Member, entries: list[Entry]) -> None:
         """Start on a member; gives out the sample before it if this one isn't part of it."""
         self._member = member
         self._image = None
-        names = split_name(member.name)
+        is_long = 4 * len(member.name) > NAME_LIMIT_BYTES and _is_too_long(member.name)
+        self._long_names += is_long
+        names = None if is_long else split_name(member.name)
         self._is_ours = names is not None
         if names is None:
             return
@@ -302,6 +310,10 @@ class _ImageLook:
                 self.size = size
                 return True
         return at_end
+
+
+def _is_too_long(name: str) -> bool:
+    return len(name.encode("utf-8", "surrogateescape")) > NAME_LIMIT_BYTES
 
 
 def border(entry: Entry) -> int:
