@@ -24,6 +24,7 @@ import tiers
 from sharing import Origin, Place, opened
 
 import streamload
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared import sharing, turns
 from streamload.cache.shared.address import own_address, stands_still
 from streamload.cache.shared.leases import Leases
@@ -363,6 +364,78 @@ def test_a_holder_that_is_too_slow_is_waited_for_once(
         assert one.find() is None
     assert one.counts.snapshot().shared_waits == 1
     assert len([line for line in caplog.messages if "STREAMLOAD_SHARED_WAIT" in line]) == 1
+
+
+class Passing:
+    """A clock that goes on when somebody waits, by an event that never comes."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
+
+
+@pytest.mark.parametrize("how", ["dead", "slow"])
+def test_many_holders_who_bring_nothing_are_not_waited_for_one_after_the_other(
+    waiter: Make, place: Place, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Whoever may write leases could hold every shard in a name of its own."""
+    monkeypatch.setattr(turns, "_SETTLE_SECONDS", 0.0)
+    clock = Passing()
+    one = waiter(wait_seconds=120.0, clock=clock)
+    began = clock.now
+    for number in range(60):
+        shard = shard_of(f"http://elsewhere.invalid/{number}.tar", None)
+        assert one.tier.held(shard) is None
+
+        def show(shard: Shard = shard, number: int = number) -> None:
+            beat = 7 if how == "dead" else int(clock.now)
+            content = {"format": 1, "holder": f"{number:016x}", "beat": beat}
+            place.objects().write(f"leases/{shard.digest}.json", json.dumps(content).encode())
+
+        show()
+
+        class Waits(Passing):
+            def wait(self, seconds: float, show: Callable[[], None] = show) -> bool:
+                show()
+                return clock.wait(seconds)
+
+        assert one.turns.find(shard, one.look, Waits()) is None  # type: ignore[arg-type]
+        clock.now += 10.0  # in which it is fetched
+    waited = clock.now - began - 60 * 10
+    assert 120 <= waited <= 120 + (clock.now - began) / 10 + 1
+
+
+def test_waits_that_bring_something_cost_nothing_of_the_budget(waiter: Make, place: Place) -> None:
+    clock = Passing()
+    one = waiter(wait_seconds=120.0, clock=clock)
+    name = f"leases/{one.shard.digest}.json"
+
+    class Waits(Passing):
+        """The holder is through after 100 s."""
+
+        def wait(self, seconds: float) -> bool:
+            clock.wait(seconds)
+            one.is_there = clock.now >= began + 100
+            if one.is_there:
+                place.objects().delete(name)
+            else:
+                write()
+            return False
+
+    def write() -> None:
+        content = {"format": 1, "holder": "ab" * 8, "beat": int(clock.now)}
+        place.objects().write(name, json.dumps(content).encode())
+
+    for _ in range(8):
+        began, one.is_there = clock.now, False
+        write()
+        assert one.turns.find(one.shard, one.look, Waits()) == "there"  # type: ignore[arg-type]
 
 
 def test_a_lease_that_stands_still_is_taken_over(waiter: Make, place: Place) -> None:

@@ -142,12 +142,6 @@ class Leases:
             return False
         return holder_of(found) != self.holder and not self._has_expired(unit, found)
 
-    def last_holder(self, unit: str) -> str:
-        """Who had the lease of a unit when it was last looked at; "" if nobody had, or that isn't known."""
-        with self._change:
-            seen = self._seen.get(unit)
-        return "" if seen is None else holder_of(seen.content)
-
     def release(self, unit: str) -> None:
         """Give a lease back, if it is still this process's. Never raises: it would only expire later."""
         with self._change:

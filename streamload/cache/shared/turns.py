@@ -4,6 +4,9 @@ What several nodes want at the same moment one of them fetches, who has the leas
 stores; the others wait for it in the shared cache. A wait ends when the shard is there, when the holder gave
 its lease back or stands still, and in any case after some time: then the origin is asked, as it is whenever
 the shared cache is in trouble. So this only saves traffic: who goes on without a turn fetches the same bytes.
+
+All waits that were in vain come out of one budget of the process, whoever held the leases: it holds the
+longest wait for one shard, and fills again in ten times as long.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ _LEAST_PAUSE_SECONDS = 0.5
 _MOST_PAUSE_SECONDS = 2.0
 _PAUSE_SHARE = 0.1
 """A wait is at most so much longer than it has to be, and a long one asks seldom."""
-_SLOW_TIMES = 10
-"""A holder for whom the longest wait wasn't enough isn't waited for again in so many times that long."""
+_REFILL_TIMES = 10
+"""The budget for waits in vain, which holds the longest wait, fills again in so many times that long."""
+_LEAST_SHARE = 0.1
+"""With less of it left no wait is begun."""
 _FAILURES = 3
 """After so many in a row no lease is asked for …"""
 _REST_SECONDS = 60.0
@@ -92,7 +97,9 @@ class Turns:
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._kept: set[str] = set()  # digests of fetched shards that wait to be stored
-        self._slow: dict[str, float] = {}  # holders that took too long, until when they aren't waited for
+        self._vain_seconds = 0.0  # waited in vain, less what the budget has got back, at the time …
+        self._vain_at = clock()
+        self._said_until = clock()
         self._failures = 0
         self._rests_until = clock()
 
@@ -125,7 +132,8 @@ class Turns:
         """
         if self._wait_seconds <= 0 or not self._tier.is_absent(shard):
             return None
-        deadline = self._clock() + self._wait_seconds
+        began = self._clock()
+        deadline = began + self._budget(began)
         while True:
             may_take = takes and self._stores()
             is_mine = may_take and self._asked(shard, lambda: self._leases.take(shard.digest))
@@ -136,11 +144,12 @@ class Turns:
                 if found is not None:
                     self.end(shard)
                 return found
+            since = self._clock()
             waited = self._wait(shard, deadline, stop, aside)
-            if waited is not _Wait.OVER:
-                return None
-            found = look()
-            if found is not None or not may_take:
+            found = look() if waited is _Wait.OVER else None
+            if found is None and waited is not _Wait.NONE:
+                self._spend(shard, since, waited)
+            if found is not None or not may_take or waited is not _Wait.OVER:
                 return found
 
     def keep(self, shard: Shard) -> None:
@@ -190,10 +199,8 @@ class Turns:
         began, waited = self._clock(), _Wait.NONE
         with contextlib.ExitStack() as stack:
             while is_held := self._asked(shard, lambda: self._leases.is_held(shard.digest)):
-                holder, now = self._leases.last_holder(shard.digest), self._clock()
+                now = self._clock()
                 if now >= deadline:
-                    self._note_slow(shard, holder, now)
-                if now >= deadline or self._is_slow(holder, now):
                     return _Wait.IN_VAIN
                 if waited is _Wait.NONE:
                     waited = _Wait.OVER
@@ -210,19 +217,26 @@ class Turns:
         if is_stopped:
             raise OriginStopped(f"{shard.name}: the wait for another node was ended")
 
-    def _is_slow(self, holder: str, now: float) -> bool:
+    def _budget(self, now: float) -> float:
+        """For how many seconds a shard may be waited for now."""
         with self._lock:
-            return now < self._slow.get(holder, 0.0)
+            left = self._wait_seconds - max(0.0, self._vain_seconds - (now - self._vain_at) / _REFILL_TIMES)
+        return left if left >= _LEAST_SHARE * self._wait_seconds else 0.0
 
-    def _note_slow(self, shard: Shard, holder: str, now: float) -> None:
+    def _spend(self, shard: Shard, since: float, waited: _Wait) -> None:
+        """A wait since a moment was in vain; of those side by side each second counts once."""
+        now = self._clock()
         with self._lock:
-            self._slow = {one: until for one, until in self._slow.items() if now < until}
-            is_new = holder not in self._slow
-            self._slow[holder] = now + _SLOW_TIMES * self._wait_seconds
-        if is_new:
+            gained = (now - self._vain_at) / _REFILL_TIMES
+            spent = now - max(since, self._vain_at)
+            self._vain_seconds, self._vain_at = max(0.0, self._vain_seconds - gained) + spent, now
+            is_news = waited is _Wait.IN_VAIN and now >= self._said_until
+            if is_news:
+                self._said_until = now + _REFILL_TIMES * self._wait_seconds
+        if is_news:
             logger.warning(
                 "%s is being fetched by another node, which hasn't stored it in the shared cache in %g s "
-                "(STREAMLOAD_SHARED_WAIT): it is fetched here as well, and that node isn't waited for in the "
-                "next %g s",
-                *(shard.name, self._wait_seconds, _SLOW_TIMES * self._wait_seconds),
+                "(STREAMLOAD_SHARED_WAIT): it is fetched here as well, and in the next %g s no other node is "
+                "waited for in vain for more than a tenth of the time",
+                *(shard.name, self._wait_seconds, _REFILL_TIMES * self._wait_seconds),
             )
