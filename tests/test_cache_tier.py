@@ -424,6 +424,46 @@ def test_what_has_long_gone_is_not_remembered(tmp_path: Path, monkeypatch: pytes
     assert len(tier._measured) <= 2 * 1 + 3 + 1
 
 
+def delete_and_die(root: Path, after: int) -> None:
+    """Take a shard away, and be killed when so many of its files are deleted."""
+    unlink, deleted = os.unlink, 0
+
+    def killed_first(*args: Any, **named: Any) -> None:
+        nonlocal deleted
+        if deleted == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        deleted += 1
+        unlink(*args, **named)
+
+    os.unlink = killed_first
+    Tier(root).trash(root / "shards" / A)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_living_process_removes_what_a_killed_one_was_deleting(tmp_path: Path, after: int) -> None:
+    tier = Tier(tmp_path / "tier", 1 << 20, tend_seconds=0)
+    publish(tier, A, 100)
+    child = os.fork()
+    if not child:
+        delete_and_die(tier.root, after)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(list(tier.own("trash"))) == 1
+    tier.room.tend()
+    assert list(tier.own("trash")) == []
+
+
+def test_what_was_taken_away_while_it_was_read_goes_once_nobody_reads_it(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "tier", 1 << 20, tend_seconds=0)
+    reader = FileLock.acquire(publish(tier, A, 100) / "names", shared=True)
+    assert reader is not None
+    tier.trash(tier.published(A))
+    tier.room.tend()
+    assert len(list(tier.own("trash"))) == 1
+    reader.close()
+    tier.room.tend()
+    assert list(tier.own("trash")) == []
+
+
 def noted(tier: Tier) -> int | None:
     """What the tier takes at most, as its lock's file says."""
     return tier.room._noted_bytes()

@@ -138,10 +138,15 @@ class Directory:
         if is_unread(path):
             shutil.rmtree(path, ignore_errors=True)
 
+    def empty_trash(self) -> None:
+        """Delete what is out of sight and read by nobody: who put it there may have been killed since."""
+        for path in list(self.own("trash")):
+            self.delete(path)
+
     def trash(self, path: Path) -> bool:
         """Take a directory of the tier away: first out of sight, by one rename, then its files.
 
-        What somebody still reads stays in the trash, so that it counts, until he is through.
+        What somebody still reads stays in the trash, so that it counts, until some process finds it unread.
 
         Returns:
             False if the disk doesn't allow it.

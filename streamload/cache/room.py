@@ -201,7 +201,8 @@ class Room:
     def tend(self) -> None:
         """Keep to the limit and to the floor of free disk when nobody reserves. Call it often.
 
-        It looks every `tend_seconds`, at little cost where all is well. What is open stays in any case.
+        It empties the trash, too, and looks every `tend_seconds`, at little cost where all is well. What is
+        open stays in any case.
         """
         if time.monotonic() - self._tended_at < self._tend_seconds or not self._tending.acquire(
             blocking=False
@@ -211,6 +212,7 @@ class Room:
             self._tended_at = time.monotonic()
             with contextlib.suppress(OSError):  # whoever fills will say what is wrong with the tier
                 self._follow_limit()
+                self._directory.empty_trash()
                 if not self._is_surely_small():
                     self._shrink()
         finally:

@@ -156,9 +156,7 @@ class Tier(Directory):
             for part in list(self.own("parts")):
                 self._drop_if_useless(part)
             runs.waits(self.root / "runs", ())
-            leaving = list(self.own("trash"))
-        for path in leaving:
-            self.delete(path)
+        self.empty_trash()
 
     def _drop_if_useless(self, part: Path) -> None:
         """Under the lock: take an orphan away whose shard is published, or whose filler never began."""
