@@ -29,6 +29,7 @@ from benchmarks.faults import (
     resumed,
     stores,
     tampered,
+    tier,
     together,
 )
 from benchmarks.faults.data import Data
@@ -58,6 +59,7 @@ ROWS: list[Row] = sorted(
             guarded,
             images,
             nodes,
+            tier,
         )
         for row in module.ROWS
     ),

@@ -135,9 +135,9 @@ def pid_of(path: Path) -> int:
 def visits_of(path: Path) -> npt.NDArray[np.uint64]:
     """The shards that a run's file tells of, by `short` name: those that are open, then the next ones."""
     try:
-        with path.open("rb") as file:
-            count = int.from_bytes(file.read(_HEADER_BYTES), "little")
-            content = file.read(8 * min(count, VISITS_KEPT))
+        with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
+            count = int.from_bytes(os.pread(file.number, _HEADER_BYTES, 0), "little")
+            content = os.pread(file.number, 8 * min(count, VISITS_KEPT), _HEADER_BYTES)
     except FileNotFoundError:
         return np.empty(0, dtype="<u8")
     return np.frombuffer(content, dtype="<u8", count=len(content) // 8)
