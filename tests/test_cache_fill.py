@@ -9,6 +9,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from streamload.cache.follow import ShardView
 from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
-from streamload.errors import CacheCorrupt, CacheError, CacheFull
+from streamload.errors import CacheCorrupt, CacheError, CacheFull, DatasetChanged
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
 from streamload.shards.index import IndexWriter
@@ -181,6 +182,46 @@ def test_a_prefix_of_another_version_is_thrown_away(server: ShardServer, tmp_pat
     assert filler.fill().result is Filled.OUTDATED
     assert filler.fill().result is Filled.PUBLISHED
     assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
+
+
+def test_a_prefix_whose_version_another_backend_does_not_prove_is_fetched_anew(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    filler = Filler(server, tmp_path / "tier")
+    filler.abandon(server, 0.6)
+    server.misbehave("00000.tar", Fault(headers={"ETag": '"another"'}))
+    assert filler.fill().result is Filled.OUTDATED
+    assert filler.fill().result is Filled.PUBLISHED
+    assert samples(filler) == read_oracle(tmp_path / "data" / "00000.tar")
+
+
+@pytest.mark.parametrize("seed", [31, 32])
+def test_what_a_command_writes_for_a_second_filler_is_compared_with_what_was_read(
+    server: ShardServer, tmp_path: Path, seed: int
+) -> None:
+    path = tmp_path / "data" / "00000.tar"
+    filler = Filler(server, tmp_path / "tier")
+    filler.shard = shard_of(f"pipe:head -c 100000 {path}; sleep 60", None)
+    part = filler.claim()
+    arguments = {"wait": lambda: 0.0, "stop": filler.stop}
+    thread = threading.Thread(target=fill, args=(part, filler.shard, filler.origin), kwargs=arguments)
+    thread.start()
+    view = ShardView(filler.tier, filler.shard)
+    until(lambda: view.refresh() and view.count > 5)
+    filler.stop.set()
+    thread.join()
+    filler.stop.clear()
+    write_shards(tmp_path / "data", [COUNT], seed=seed)
+    whole = shard_of(f"pipe:cat {path} | cat", None)
+    filler.shard = replace(whole, digest=filler.shard.digest)  # a command that doesn't repeat itself
+    assert filler.fill().result is Filled.PUBLISHED
+    with contextlib.closing(view):
+        if seed == 31:
+            until(lambda: view.refresh() or view.ended)
+            assert contents(view) == read_oracle(path)
+        else:
+            with pytest.raises(DatasetChanged, match="other bytes when it was fetched again"):
+                until(lambda: view.refresh() or view.ended)
 
 
 def test_a_shard_that_cannot_be_had_leaves_a_verdict(server: ShardServer, tmp_path: Path) -> None:

@@ -39,8 +39,10 @@ from streamload.cache import spare
 from streamload.cache.tier import Tier
 from streamload.dataset import Batch, journey
 from streamload.dataset.messages import SealedStates
+from streamload.loader import recipe
 from streamload.loader.checks import Checks
 from streamload.metrics import Counters
+from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -659,6 +661,24 @@ def test_a_shard_that_changes_while_it_is_read_by_range_is_an_error(
             path.write_bytes(content[:1000] + b"x" + content[1001:])
         with pytest.raises(streamload.DatasetChanged):
             list(batches)
+
+
+def test_backends_that_each_have_an_etag_of_their_own_cost_no_shard(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = functools.partial(OriginOptions, first_get_bytes=20_000, backoff_seconds=0.01)
+    monkeypatch.setattr(recipe, "OriginOptions", quick)
+    backends = [Fault(first=1, headers={"ETag": f'"backend-{number % 2}"'}) for number in range(999)]
+    server.misbehave("*", *backends)
+    with make(urls(server), tmp_path) as loader:
+        batches = iter(loader)
+        keys = [key for _ in range(6) for key in next(batches)[2]["__key__"]]
+        state = loader.state_dict()
+        del batches
+    with make(urls(server), tmp_path, cache_dir=tmp_path / "another") as loader:
+        loader.load_state_dict(state)
+        assert sorted(keys + keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
+        assert not loader.stats().shards_given_up
 
 
 @pytest.fixture

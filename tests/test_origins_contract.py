@@ -16,6 +16,7 @@ from tally import Tally
 
 from streamload.errors import DatasetChanged, OriginNotFound, OriginStopped
 from streamload.origins.origin import Origin, OriginOptions, Version, open_origin
+from streamload.origins.protocol import Unproven
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
 
@@ -148,6 +149,10 @@ def test_a_resumed_read_is_the_same_version(place: Place) -> None:
     first = origin.open()
     head = next(iter(first.chunks()))
     first.close()
+    if not place.knows_versions:
+        with pytest.raises(Unproven, match="nothing tells its versions apart"):
+            origin.open(len(head), first.version)
+        return
     rest = origin.open(len(head), first.version)
     assert head + b"".join(rest.chunks()) == BODY
     rest.close()
@@ -159,7 +164,7 @@ def test_a_resumed_read_is_the_same_version_fails_after_an_overwrite(place: Plac
     got = [next(iter(first.chunks()))]
     first.close()
     place.put(OTHER)
-    with pytest.raises(DatasetChanged, match=r"a\.tar"):
+    with pytest.raises((DatasetChanged, Unproven), match=r"a\.tar"):
         got.extend(origin.open(len(got[0]), first.version).chunks())
     assert BODY.startswith(b"".join(got))
 
@@ -170,7 +175,7 @@ def test_a_shorter_version_is_another_version(place: Place) -> None:
     version = first.version
     first.close()
     place.put(BODY[:300_000])
-    with pytest.raises(DatasetChanged):
+    with pytest.raises((DatasetChanged, Unproven)):
         list(origin.open(500_000, version).chunks())
 
 

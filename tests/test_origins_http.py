@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from streamload.testing.server import ShardServer
 
 BODY = random.Random(1).randbytes(1_000_003)
 OTHER = random.Random(2).randbytes(1_000_003)
+BIG = 1 << 30
 QUICK = OriginOptions(
     attempts=4, backoff_seconds=0.01, stall_seconds=0.4, connect_seconds=2.0, chunk_bytes=64 * 1024
 )
@@ -232,9 +234,19 @@ def test_a_wrong_content_range_is_an_error(server: ShardServer, content_range: s
         Fault(body=OTHER, ignore_range=True),
         Fault(body=OTHER[:-1], ignore_range=True, headers={"ETag": "", "Last-Modified": ""}),
         Fault(body=OTHER[:1000]),
-        Fault(ignore_conditions=True, headers={"ETag": '"other"'}),
+        Fault(body=OTHER, headers={"ETag": "", "Last-Modified": ""}),
+        Fault(body=OTHER, headers={"ETag": 'W/"a"', "Last-Modified": ""}),
+        Fault(body=OTHER, headers={"ETag": '"other"', "Last-Modified": ""}),
     ],
-    ids=["If-Range", "ranges ignored", "only its size tells", "much shorter", "If-Range ignored"],
+    ids=[
+        "If-Range",
+        "ranges ignored",
+        "only its size tells",
+        "much shorter",
+        "no validators",
+        "a weak ETag",
+        "no date",
+    ],
 )
 def test_an_overwritten_object_is_an_error_and_never_a_mix(server: ShardServer, after: Fault) -> None:
     server.misbehave("a.tar", Fault(first=1, cut_after_bytes=300_000), after)
@@ -242,6 +254,117 @@ def test_an_overwritten_object_is_an_error_and_never_a_mix(server: ShardServer, 
     with pytest.raises(DatasetChanged, match=r"a\.tar"):
         got.extend(open_origin(f"{server.url}/a.tar", options=QUICK).open().chunks())
     assert BODY.startswith(b"".join(got))
+
+
+NOTHING = {"ETag": "", "Last-Modified": ""}
+WEAK = {"ETag": 'W/"a"', "Last-Modified": ""}
+
+
+@pytest.mark.parametrize("headers", [NOTHING, WEAK], ids=["no validators", "a weak ETag"])
+@pytest.mark.parametrize("framing", ["length", "chunked", "close"])
+def test_what_proves_no_version_is_read_again_from_its_first_byte_and_compared(
+    server: ShardServer, headers: dict[str, str], framing: Any
+) -> None:
+    cut = Fault(first=1, cut_after_bytes=300_000, headers=headers, framing=framing)
+    server.misbehave("a.tar", cut, cut, Fault(headers=headers))
+    assert read(server, first_get_bytes=BIG) == BODY
+    server.misbehave("a.tar", cut, Fault(body=OTHER, headers=headers))
+    got: list[bytes] = []
+    with pytest.raises(DatasetChanged, match="other bytes than it did before"):
+        got.extend(open_origin(f"{server.url}/a.tar", options=QUICK).open().chunks())
+    assert BODY.startswith(b"".join(got))
+
+
+@pytest.mark.parametrize("headers", [NOTHING, WEAK], ids=["no validators", "a weak ETag"])
+def test_what_proves_no_version_is_one_answer_and_no_ranges(
+    server: ShardServer, headers: dict[str, str]
+) -> None:
+    server.misbehave("a.tar", Fault(headers=headers))
+    assert read(server, first_get_bytes=100_000) == BODY
+    assert [request.start for request in server.log] == [0, None]
+
+
+@pytest.mark.parametrize("quick", [0.0, 1e15], ids=["one connection", "ranges side by side"])
+def test_backends_with_etags_of_their_own_give_one_answer_whole(server: ShardServer, quick: float) -> None:
+    backends = [Fault(first=1, headers={"ETag": f'"backend-{number % 2}"'}) for number in range(9)]
+    server.misbehave("a.tar", *backends)
+    assert read(server, first_get_bytes=100_000, quick_bytes_per_second=quick) == BODY
+    assert server.log[-1].start is None
+
+
+def test_backends_that_hold_different_bytes_are_never_mixed(server: ShardServer) -> None:
+    date = {"Last-Modified": "Mon, 05 Jan 2026 00:00:00 GMT"}
+    server.misbehave("a.tar", Fault(first=1, headers=date), Fault(body=OTHER, headers=date))
+    got: list[bytes] = []
+    options = replace(QUICK, first_get_bytes=100_000)
+    with pytest.raises(DatasetChanged, match="other bytes than it did before"):
+        got.extend(open_origin(f"{server.url}/a.tar", options=options).open().chunks())
+    assert BODY.startswith(b"".join(got))
+
+
+def test_a_range_is_taken_from_whichever_backend(server: ShardServer) -> None:
+    origin = open_origin(f"{server.url}/a.tar", options=QUICK)
+    version = origin.version()
+    server.misbehave("a.tar", Fault(headers={"ETag": '"another-backend"'}))
+    assert origin.read(700_000, 720_000, version) == BODY[700_000:720_000]
+    assert len(server.log) == 2
+    origin.close()
+
+
+@pytest.mark.parametrize("cut", [None, 400_000], ids=["whole", "cut"])
+def test_a_range_with_the_status_of_all_of_it_is_no_end(server: ShardServer, cut: int | None) -> None:
+    """Some servers answer ranges rightly but for the status: the shard isn't over with its first range."""
+
+    def ranged(start: int, stop: int, **more: Any) -> Fault:
+        return Fault(first=1, body=BODY[start:stop], ignore_range=True, **more)
+
+    version = {"ETag": '"1"', "Last-Modified": ""}
+    whole = Fault(first=1, headers=version, ignore_range=True, cut_after_bytes=cut)
+    resumed = [] if cut is None else [ranged(cut, BIG, headers=version)]
+    server.misbehave("a.tar", ranged(0, 100_000, headers=version), whole, *resumed)
+    assert read(server, first_get_bytes=100_000) == BODY
+
+
+@pytest.mark.parametrize("fault", [Fault(ignore_range=True), Fault(body=BODY[:20_000], ignore_range=True)])
+def test_a_read_by_range_is_read_from_the_first_byte_where_ranges_get_200(
+    server: ShardServer, fault: Fault
+) -> None:
+    origin = open_origin(f"{server.url}/a.tar", options=replace(QUICK, first_get_bytes=20_000))
+    version = replace(origin.version(), last_modified=None)
+    server.misbehave("a.tar", replace(fault, first=2), Fault(ignore_range=True))
+    assert origin.read(300_000, 320_000, version) == BODY[300_000:320_000]
+    origin.close()
+
+
+DRIPS = [
+    Fault(drip="header"),
+    Fault(drip="continue"),
+    Fault(drip="chunk size", framing="chunked"),
+    Fault(drip="trailers", framing="chunked", headers=NOTHING),
+]
+
+
+@pytest.mark.parametrize("fault", DRIPS, ids=lambda fault: fault.drip)
+def test_what_frames_the_bytes_and_never_ends_is_a_timeout(server: ShardServer, fault: Fault) -> None:
+    server.misbehave("a.tar", fault)
+    with pytest.raises(OriginTimeout, match=r"a\.tar.*given up after 2 attempts"):
+        read(server, attempts=2)
+    assert len(server.log) == 2
+
+
+@pytest.mark.parametrize("fault", DRIPS, ids=lambda fault: fault.drip)
+def test_what_frames_the_bytes_and_never_ends_once_is_mended(server: ShardServer, fault: Fault) -> None:
+    server.misbehave("a.tar", replace(fault, first=1, headers={}))
+    assert read(server) == BODY
+
+
+def test_a_range_that_crawls_is_asked_for_again(server: ShardServer) -> None:
+    origin = open_origin(f"{server.url}/a.tar", options=replace(QUICK, slow_seconds=0.3))
+    version = origin.version()
+    server.misbehave("a.tar", Fault(first=1, bytes_per_second=1000))
+    assert origin.read(300_000, 320_000, version) == BODY[300_000:320_000]
+    assert len(server.log) == 3
+    origin.close()
 
 
 def test_a_server_that_is_away_is_unavailable(tmp_path: Path) -> None:
@@ -442,8 +565,14 @@ def test_https_fails_where_the_certificate_is_not_trusted(
         Fault(silent=True),
         Fault(stall_after_bytes=100_000),
         Fault(status=503, headers={"Retry-After": "60"}),
+        *DRIPS,
     ],
-    ids=["for an answer", "for bytes", "before another attempt"],
+    ids=[
+        "for an answer",
+        "for bytes",
+        "before another attempt",
+        *("for the end of a header", "behind a 100 Continue", "for a chunk", "for the end of trailers"),
+    ],
 )
 def test_a_stopped_loader_ends_every_wait(server: ShardServer, fault: Fault, no_leaks: Any) -> None:
     server.misbehave("a.tar", fault)

@@ -37,7 +37,7 @@ class Flaky:
         good, error = self.script.pop(0) if self.script else (self.size, None)
         if error is not None and good < 0:
             raise error
-        return _Flaky(Version(self.size), start, min(self.size, start + good), error)
+        return _Flaky(Version(self.size, '"1"'), start, min(self.size, start + good), error)
 
 
 class _Flaky:

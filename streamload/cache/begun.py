@@ -87,8 +87,8 @@ class Recalled:
         if begun is None:
             return numbers, ended
         view = self._cache.view(self._first + shard)
-        version = _digest_of(view)
-        if begun.version and version and begun.version != version:
+        versions = _digests_of(view)
+        if begun.version and versions and begun.version not in versions:
             raise DatasetChanged(f"{view.shard.name} is another version than when the state was saved")
         if shard not in self._same:
             if not self._is_same(view, begun, ended):
@@ -146,7 +146,7 @@ class Recalled:
                 self._contents[shard] = entries, _contents_of(view, entries)
             except CacheCorrupt:  # what finds it when samples are read fetches it again
                 self._contents[shard] = 0, 0
-        return Begun(len(numbers), ended, given_up, _digest_of(view), *self._contents[shard])
+        return Begun(len(numbers), ended, given_up, next(iter(_digests_of(view)), 0), *self._contents[shard])
 
 
 def _contents_of(view: ShardView, count: int) -> int:
@@ -158,18 +158,21 @@ def _contents_of(view: ShardView, count: int) -> int:
     return xxhash.xxh3_64_intdigest(repr(said).encode()) >> 1
 
 
-def _digest_of(view: ShardView) -> int:
-    """A digest of what names a shard's version best; a local file's is its size: copies have other times."""
+def _digests_of(view: ShardView) -> list[int]:
+    """Digests of what names a shard's version, the best first.
+
+    Of a local file it is its size: copies have other times. Of one on a web server it is the date: backends
+    of a load balancer may each have an ETag of their own.
+    """
     if view.reader is None:
-        return 0
+        return []
+    version, names = version_of(view.reader), list[tuple[Any, ...]]()
     if view.shard.local is not None:
-        name: tuple[Any, ...] = ("size", view.reader.meta.get("size"))
-    else:
-        version = version_of(view.reader)
-        if version.etag is not None:
-            name = ("etag", version.etag)
-        elif version.last_modified is not None:
-            name = ("modified", version.last_modified, version.size)
-        else:
-            return 0
-    return xxhash.xxh3_64_intdigest(repr(name).encode()) >> 1 or 1
+        names = [("size", version.size)]
+    elif version.etag is not None:
+        names = [("etag", version.etag)]
+    if view.shard.local is None and version.last_modified is not None:
+        dated = ("modified", version.last_modified, version.size)
+        if version.etag is None or view.shard.name.startswith(("http://", "https://")):
+            names.insert(0, dated)
+    return [xxhash.xxh3_64_intdigest(repr(name).encode()) >> 1 or 1 for name in names]

@@ -21,7 +21,7 @@ from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.room import is_no_space
 from streamload.cache.shard import Shard
-from streamload.cache.takeover import Outdated, is_traceable, open_data, verified_prefix
+from streamload.cache.takeover import Outdated, open_data, verified_prefix
 from streamload.descriptors import Descriptor
 from streamload.errors import (
     CacheCorrupt,
@@ -35,7 +35,7 @@ from streamload.errors import (
     ShardFormatError,
     StreamloadError,
 )
-from streamload.origins.origin import Origin, Stream, Version
+from streamload.origins.origin import Origin, Stream, Unproven, Version
 from streamload.shards.index import COMPLETE, IndexWriter, Packed
 from streamload.shards.local import LocalVersion, index_local
 from streamload.shards.record import pack_header
@@ -135,7 +135,7 @@ def _cut_short(exc: BaseException, root: Path, taken_away: bool) -> Outcome:
         return Outcome(Filled.NO_ROOM, size_bytes=exc.args[0])
     if isinstance(exc, OriginStopped):
         return Outcome(Filled.STOPPED)
-    if isinstance(exc, Outdated) or (
+    if isinstance(exc, Outdated | Unproven) or (
         isinstance(exc, FileNotFoundError) and taken_away and not isinstance(exc, StreamloadError)
     ):
         return Outcome(Filled.OUTDATED)
@@ -362,7 +362,7 @@ class _Fill:
 
     def _copy(self, orphan: Path) -> tuple[ShardScanner, Version] | None:
         version, entries = verified_prefix(orphan)
-        if not entries or not is_traceable(version):
+        if not entries or not version.is_traceable:
             return None
         scanner = ShardScanner.after(entries[-1], prepared=self._is_prepared)
         size = None if self._is_prepared else version.size

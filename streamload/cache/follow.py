@@ -223,16 +223,16 @@ class ShardView:
         assert self._fetch is not None
         try:
             data = memoryview(self._fetch(self.shard, source.version, entry.start, entry.stop))
+            if is_whole(entry, data):
+                return data
+            raise DatasetChanged(
+                f"{self.shard.name} gives other bytes for sample {entry.key} than when it was indexed"
+            )
         except DatasetChanged:  # nobody can read by this index any more, nor could the next run
             for tier in self._tiers():
                 if source.path == tier.bare(self.shard.digest):
                     tier.trash(source.path)
             raise
-        if not is_whole(entry, data):
-            raise DatasetChanged(
-                f"{self.shard.name} gives other bytes for sample {entry.key} than when it was indexed"
-            )
-        return data
 
     def _look_elsewhere(self) -> None:
         """Go over to another source if it has more.
@@ -338,12 +338,29 @@ class ShardView:
                 return None
             if self._index is not None:
                 refuse_other(self.shard, self._index.version, found.version)
+                self._refuse_other_bytes(self._index.reader, found.reader)
             elif self._versions is not None and path.parent.name != "gone":
                 self._versions.agree(self.shard, found.version)
             unless_used.pop_all()
         with contextlib.suppress(OSError):
             os.utime(path)
         return found
+
+    def _refuse_other_bytes(self, known: IndexReader, found: IndexReader) -> None:
+        """Compare what has been read with the same samples of another source, whatever names its version.
+
+        Raises:
+            DatasetChanged: they have other bytes, as those of a command that doesn't repeat itself.
+        """
+        if known.meta.get("digest") != found.meta.get("digest"):
+            return  # the one is prepared, the other as it is
+        count = min(known.count, found.count)
+        for field in ("start", "stop", "checksum"):
+            if (known.records[field][:count] != found.records[field][:count]).any():
+                raise DatasetChanged(
+                    f"{self.shard.name} came with other bytes when it was fetched again; this run has begun "
+                    f"to read {known.count} samples of it"
+                )
 
     def _condemn(self, path: Path) -> None:
         """Take a copy away that can't be trusted, or, where the disk doesn't let go of it, pass it by.

@@ -24,13 +24,8 @@ def can_be_taken_up(orphan: Path) -> bool:
     """Whether a fill would go on behind what a dead filler left; else it begins anew. Reads one sample."""
     with contextlib.suppress(OSError):
         version, entries = verified_prefix(orphan, 1)
-        return bool(entries) and is_traceable(version)
+        return bool(entries) and version.is_traceable
     return False
-
-
-def is_traceable(version: Version) -> bool:
-    """Whether anything tells this version from another: of a pipe nothing does."""
-    return bool(version.etag or version.last_modified)
 
 
 def verified_prefix(orphan: Path, most: int | None = None) -> tuple[Version, list[Entry]]:

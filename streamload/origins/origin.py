@@ -17,6 +17,7 @@ from streamload.origins.protocol import (
     OriginOptions,
     Session,
     Stream,
+    Unproven,
     Version,
 )
 from streamload.origins.retrying import RetryingOrigin
@@ -27,6 +28,7 @@ __all__ = [
     "Origin",
     "OriginOptions",
     "Stream",
+    "Unproven",
     "Version",
     "has_ranges",
     "import_origins",

@@ -18,8 +18,6 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 
-import xxhash
-
 from streamload import descriptors
 from streamload.errors import (
     DatasetChanged,
@@ -53,17 +51,12 @@ _DENIED = re.compile(
 
 
 class PipeOrigin(Origin):
-    """A shard that a command writes to its standard output.
-
-    A command always begins at byte 0: to resume, what was read before is read again, compared by its hash
-    with what had been given out, and dropped.
-    """
+    """A shard that a command writes to its standard output, from its first byte each time."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = redact(url)
         self._command = url.removeprefix("pipe:")
         self._session = session
-        self._given = _Prefix()
 
     def __repr__(self) -> str:
         return f"PipeOrigin({self.url!r})"
@@ -83,18 +76,6 @@ class PipeOrigin(Origin):
         return Version()
 
 
-class _Prefix:
-    """How many bytes a command has written since its start, and their hash."""
-
-    def __init__(self) -> None:
-        self.stop = 0
-        self.hash = xxhash.xxh3_64()
-
-    def add(self, chunk: bytes | memoryview) -> None:
-        self.stop += len(chunk)
-        self.hash.update(chunk)
-
-
 class _PipeStream:
     def __init__(self, origin: PipeOrigin, process: _Process, start: int, expected: Version) -> None:
         self.version = expected
@@ -104,25 +85,13 @@ class _PipeStream:
 
     def chunks(self) -> Iterator[bytes]:
         """Give what the command writes; its exit status decides whether that is all."""
-        before, now = self._origin._given, _Prefix()
+        position = 0
         for chunk in self._process.read(self._session, self._origin.url):
             self._session.count("origin_bytes", len(chunk))
-            view = memoryview(chunk)
-            while view:
-                # The borders at which something happens: the end of what is known, and the byte asked for.
-                border = min(
-                    (b for b in (before.stop, self._start) if b > now.stop), default=now.stop + len(view)
-                )
-                piece, view = view[: border - now.stop], view[border - now.stop :]
-                begin = now.stop
-                now.add(piece)
-                if now.stop == before.stop and now.hash.digest() != before.hash.digest():
-                    raise DatasetChanged(f"{self._origin.url}: writes other bytes than it did before")
-                if now.stop >= before.stop:  # one that fails earlier says less than is known
-                    self._origin._given = now
-                if begin >= self._start:
-                    yield bytes(piece) if len(piece) < len(chunk) else chunk
-        self._check_end(now.stop)
+            before, position = position, position + len(chunk)
+            if position > self._start:
+                yield chunk[max(0, self._start - before) :]
+        self._check_end(position)
 
     def close(self) -> None:
         self._process.close()
@@ -133,9 +102,7 @@ class _PipeStream:
             message = f"{self._origin.url}: failed with status {status} after {stop} bytes{shown}"
             raise _failure(message, status, said)
         if stop < self._start:
-            raise DatasetChanged(
-                f"{self._origin.url}: wrote {stop} bytes, of which {self._start} had been read"
-            )
+            raise DatasetChanged(f"{self._origin.url}: wrote {stop} bytes, none from {self._start} on")
         if self.version.size is not None and stop != self.version.size:
             raise DatasetChanged(f"{self._origin.url}: wrote {stop} bytes instead of {self.version.size}")
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streamload.errors import DatasetChanged, OriginCut, OriginStopped
+from streamload.errors import DatasetChanged, OriginCut, OriginStopped, OriginTimeout
 from streamload.origins.credentials import Named
 
 _LEAST_READ_BYTES = 32 << 10
@@ -26,6 +27,11 @@ class Version:
     etag: str | None = None
     last_modified: str | None = None
 
+    @property
+    def is_traceable(self) -> bool:
+        """Whether anything but its size tells this version from another."""
+        return bool(self.etag or self.last_modified)
+
     def difference(self, other: Version) -> str | None:
         """Say in words why `other` is another version; None where nothing speaks against the same one."""
         facts = ["size", "etag"] if self.etag and other.etag else ["size", "last_modified"]
@@ -35,10 +41,26 @@ class Version:
                 return f"its {fact.replace('_', ' ')} was {mine} and is {theirs}"
         return None
 
+    def proves(self, other: Version) -> bool:
+        """Whether a validator that both have says that they are the same version."""
+        fact = "etag" if self.etag and other.etag else "last_modified"
+        return bool(getattr(self, fact) and getattr(other, fact)) and self.difference(other) is None
+
+    def without_etag(self) -> Version:
+        """Return what is compared where bytes are, too: each backend of a balancer may have its own ETag."""
+        return Version(self.size, None, self.last_modified)
+
     def completed(self, other: Version) -> Version:
         """Return this version with the facts that only `other` knows."""
         size = other.size if self.size is None else self.size
         return Version(size, self.etag or other.etag, self.last_modified or other.last_modified)
+
+
+class Unproven(Exception):
+    """Nothing proves that what would come next is of the version whose first bytes are there.
+
+    The shard has to be read from its first byte, over one connection, and compared with what is there.
+    """
 
 
 class Stream(Protocol):
@@ -72,6 +94,7 @@ class Origin(Protocol):
         Raises:
             OriginError: by its subclass: not found, denied, too slow, cut.
             DatasetChanged: the shard isn't the version `expected`.
+            Unproven: from a byte other than the first; here, or by the stream's chunks().
         """
         ...
 
@@ -86,16 +109,24 @@ class Origin(Protocol):
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Return the bytes from `start` up to `stop` of a shard of a known version.
 
+        Another size or date is found out here, other bytes by whoever has their checksums.
+
         Raises:
             OriginError, DatasetChanged: as for open().
         """
-        data = bytearray()
-        with contextlib.closing(self.open(start, version)) as stream:
+        return self.streamed(start, start, stop, version)
+
+    def streamed(self, begin: int, start: int, stop: int, version: Version) -> bytes:
+        """Return the same out of a stream from `begin` on."""
+        data, position = bytearray(), begin
+        with contextlib.closing(self.open(begin)) as stream:
+            same_version(self.url, version.without_etag(), stream.version)
             for chunk in stream.chunks():
-                data += chunk
-                if len(data) >= stop - start:
+                data += chunk[max(0, start - position) :]
+                position += len(chunk)
+                if position >= stop:
                     return bytes(data[: stop - start])
-        raise OriginCut(f"{self.url}: ended at byte {start + len(data)}, before {stop}")
+        raise OriginCut(f"{self.url}: ended at byte {position}, before {stop}")
 
     def close(self) -> None:
         """Give back what is kept from one read to the next; once is enough."""
@@ -198,6 +229,23 @@ class ReadSize:
             self.bytes = min(2 * got, self._most)
         elif 4 * got < self.bytes:
             self.bytes = max(self.bytes // 2, self._least)
+
+
+def no_crawl(url: str, chunks: Iterator[bytes], options: OriginOptions) -> Iterator[bytes]:
+    """Pass chunks on; raise OriginTimeout when too few bytes come in the time spent waiting for them."""
+    waited, got = 0.0, 0
+    while True:
+        began = time.monotonic()
+        chunk = next(chunks, None)
+        if chunk is None:
+            return
+        waited += time.monotonic() - began
+        got += len(chunk)
+        yield chunk
+        if waited >= options.slow_seconds:
+            if got < options.slow_bytes:
+                raise OriginTimeout(f"{url}: only {got} bytes in {waited:.0f} s")
+            waited, got = 0.0, 0
 
 
 def same_version(url: str, expected: Version | None, found: Version) -> None:

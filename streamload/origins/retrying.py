@@ -1,8 +1,9 @@
 """Another attempt at the byte where the last one failed: wraps any origin (step F).
 
-Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress, unless
-all of its endpoint is away (outages.py). Errors that another attempt can't mend pass at once; what nobody has
-foreseen is one of them, of this shard alone.
+Where nothing proves that the bytes there are of the same version, the attempt begins at the first byte and
+compares. Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress,
+unless all of its endpoint is away (outages.py). Errors that another attempt can't mend pass at once; what
+nobody has foreseen is one of them, of this shard alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from streamload.errors import OriginError, OriginOutage, OriginTimeout, StreamloadError
+import xxhash
+
+from streamload.errors import DatasetChanged, OriginCut, OriginError, OriginOutage, StreamloadError
 from streamload.origins.discretion import discreet
 from streamload.origins.outages import MENDABLE, Endpoint
-from streamload.origins.protocol import Origin, Session, Stream, Version
+from streamload.origins.protocol import Origin, Session, Stream, Unproven, Version, no_crawl
 
 _Result = TypeVar("_Result")
 _MOST_DOUBLINGS = 30
@@ -53,6 +56,8 @@ class RetryingOrigin(Origin):
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
         """Open the origin, as often as it takes."""
+        if start and expected is not None and not expected.is_traceable:
+            raise Unproven(f"{self.url}: nothing tells its versions apart")
         patience = self._patience()
         stream = patience.open(self._origin, start, expected)
         version = stream.version if expected is None else expected.completed(stream.version)
@@ -78,31 +83,86 @@ class RetryingOrigin(Origin):
 
 
 class _RetryingStream:
+    """Goes on at its byte, or from the first byte on where nothing proves that the next ones belong to it.
+
+    Then the bytes that come are compared with those that were given before, by their hash, and dropped. A
+    stream that didn't begin at the first byte raises Unproven: its caller has the bytes before it.
+    """
+
     def __init__(
         self, origin: Origin, patience: _Patience, stream: Stream, start: int, version: Version
     ) -> None:
         self.version = version
         self._origin, self._patience = origin, patience
-        self._stream, self._position = stream, start
+        self._stream = stream
+        self._found = stream.version.completed(version)  # what the next answer has to agree with
+        self._start = self._position = start
+        self._read = start  # behind the last byte that has come; before _position while bytes are compared
+        self._is_unproven = False
+        self._given, self._again = xxhash.xxh3_64(), xxhash.xxh3_64()
 
     def chunks(self) -> Iterator[bytes]:
         """Give the bytes, across breaks. At the end, at an error and when left early, all is closed."""
         while True:
             try:
                 for chunk in self._patience.watch(self._stream.chunks()):
-                    self._position += len(chunk)
-                    yield chunk
+                    if fresh := self._fresh(chunk):
+                        yield fresh
+                if self._read < self._position:
+                    raise DatasetChanged(
+                        f"{self._origin.url}: ended at byte {self._read}, and {self._position} had been read"
+                    )
                 return
-            except OriginError as error:
+            except (OriginError, Unproven) as error:
                 self._stream.close()
-                self._patience.wait(error)
+                self._failed(error)
             finally:
                 self._stream.close()
-            self._stream = self._patience.open(self._origin, self._position, self.version)
-            self.version = self.version.completed(self._stream.version)
+            self._reopen()
 
     def close(self) -> None:
         self._stream.close()
+
+    def _fresh(self, chunk: bytes) -> bytes:
+        """What of a chunk hasn't been given; what has been has to be the same."""
+        known = min(len(chunk), self._position - self._read)
+        self._read += len(chunk)
+        if known:
+            self._again.update(memoryview(chunk)[:known])
+            if self._read >= self._position and self._again.digest() != self._given.digest():
+                raise DatasetChanged(f"{self._origin.url}: gives other bytes than it did before")
+            chunk = chunk[known:]
+        self._given.update(chunk)
+        self._position += len(chunk)
+        self._patience.note(len(chunk))
+        return chunk
+
+    def _reopen(self) -> None:
+        if self._read < self._position or not self._found.is_traceable:
+            self._is_unproven = True
+        while True:
+            if self._is_unproven and self._start:
+                raise Unproven("nothing tells its versions apart")
+            start = 0 if self._is_unproven else self._position
+            expected = self._found.without_etag() if self._is_unproven else self._found
+            try:
+                self._stream = self._patience.open(self._origin, start, expected)
+                break
+            except Unproven as error:
+                self._failed(error)
+        self.version = self.version.completed(self._stream.version)
+        self._found = self._stream.version.completed(self._found)
+        self._read, self._is_unproven = start, False
+        self._again = xxhash.xxh3_64()
+
+    def _failed(self, error: OriginError | Unproven) -> None:
+        """Wait before the next attempt, or raise."""
+        if isinstance(error, Unproven):
+            if self._start:
+                raise error
+            self._is_unproven = True
+            error = OriginCut(f"{self._origin.url}: can't go on at byte {self._position}: {error}")
+        self._patience.wait(error)
 
 
 class _Patience:
@@ -129,25 +189,18 @@ class _Patience:
                 self.wait(error)
 
     def watch(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """Pass chunks on; raise OriginTimeout when too few come in the time spent waiting for them."""
-        waited, got = 0.0, 0
+        """Pass chunks on; raise OriginTimeout when too few bytes come in the time spent waiting for them."""
+        chunks, is_first = no_crawl(self._url, chunks, self._options), True
         while True:
             self._session.check(self._url)
-            began = time.monotonic()
             with self._foreseen():
                 chunk = next(chunks, None)
             if chunk is None:
                 return
-            waited += time.monotonic() - began
-            got += len(chunk)
-            if got == len(chunk):
+            if is_first:
                 self.got()
-            self._note(len(chunk))
+                is_first = False
             yield chunk
-            if waited >= self._options.slow_seconds:
-                if got < self._options.slow_bytes:
-                    raise OriginTimeout(f"{self._url}: only {got} bytes in {waited:.0f} s")
-                waited, got = 0.0, 0
 
     def wait(self, error: OriginError) -> None:
         """Sleep before the next attempt, or raise: the error can't be mended, or patience is at its end."""
@@ -197,7 +250,8 @@ class _Patience:
             self._waiting_since = now
         return now - self._waiting_since < self._options.outage_seconds  # else others were given bytes since
 
-    def _note(self, n: int) -> None:
+    def note(self, n: int) -> None:
+        """Take note of bytes that hadn't come before."""
         if self._failures:
             self._progress_bytes += n
             if self._progress_bytes >= self._options.slow_bytes:

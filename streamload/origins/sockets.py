@@ -1,7 +1,9 @@
 """HTTP connections whose waits end within a tenth of a second when the loader stops (step F).
 
-The sockets wake up ten times a second, look at the stop event and count towards the stall deadline; a read
-that gets bytes costs nothing more. Each address is looked at before it is connected to (addresses.py).
+The sockets wake up ten times a second, look at the stop event and count towards the stall deadline. A head,
+a chunk's size line and trailers may come a byte at a time and never stall: while one of these is read, an
+absolute deadline holds for all receives of the thread (`within`). Each address is looked at before it is
+connected to (addresses.py).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import select
 import socket
@@ -38,7 +41,10 @@ WAKE_SECONDS = 0.1
 
 
 class _Ours(threading.local):
+    """What holds for the request of this thread."""
+
     under_way = False
+    deadline = math.inf
 
 
 _ours = _Ours()
@@ -61,8 +67,18 @@ def unlogged() -> Iterator[None]:
         _ours.under_way = False
 
 
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """End all receives of this thread with a TimeoutError after so many seconds, however many bytes come."""
+    before, _ours.deadline = _ours.deadline, time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _ours.deadline = before
+
+
 class _Patient:
-    """A socket's reads: wait up to `stall_seconds` for the first byte, but not after `stop`."""
+    """A socket's reads: wait up to `stall_seconds` for a byte, but not beyond `stop` or the deadline."""
 
     stop = threading.Event()  # of those that no session has made: never set
     stall_seconds = OriginOptions().stall_seconds
@@ -76,12 +92,14 @@ class _Patient:
     def _patiently(self, act: Callable[..., Any], *args: Any) -> Any:
         deadline = None
         while True:
+            if self.stop.is_set() or time.monotonic() >= _ours.deadline:
+                raise TimeoutError("timed out")
             try:
                 return act(*args)
             except TimeoutError:
                 now = time.monotonic()
                 deadline = deadline or now - WAKE_SECONDS + self.stall_seconds
-                if self.stop.is_set() or now >= deadline:
+                if now >= deadline:
                     raise
 
 
@@ -123,6 +141,12 @@ class _PatientContext(ssl.SSLContext):
             tls.close()
             raise
         return tls  # type: ignore[no-any-return]
+
+
+def receive(response: urllib3.BaseHTTPResponse, most_bytes: int, session: Session) -> bytes:
+    """Give some bytes of a body, none at its end; their framing may take no longer than a stall."""
+    with within(session.options.stall_seconds):
+        return response.read1(most_bytes, decode_content=False) or b""
 
 
 class Pools:
@@ -235,12 +259,20 @@ class _Connecting:
     _dns_host: str
 
     def _new_conn(self) -> socket.socket:
-        return _connect(self._dns_host, self.port, self.session)
+        sock = _connect(self._dns_host, self.port, self.session)
+        _ours.deadline = time.monotonic() + 2 * self.session.options.connect_seconds  # proxy and handshake
+        return sock
+
+    def getresponse(self) -> Any:
+        """Read an answer's head, with all `100 Continue` before it, within the time of a stall."""
+        with within(self.session.options.stall_seconds):
+            return super().getresponse()  # type: ignore[misc]
 
     def connect(self) -> None:
         options = self.session.options
         try:
-            super().connect()  # type: ignore[misc]
+            with within(math.inf):
+                super().connect()  # type: ignore[misc]
         except TimeoutError as exc:
             if isinstance(exc, OriginError):
                 raise

@@ -30,7 +30,16 @@ from streamload.errors import (
 from streamload.origins import calls
 from streamload.origins.credentials import headers_for
 from streamload.origins.failures import of_store
-from streamload.origins.protocol import Origin, Session, Stream, Version, same_version, strong
+from streamload.origins.protocol import (
+    Origin,
+    Session,
+    Stream,
+    Unproven,
+    Version,
+    no_crawl,
+    same_version,
+    strong,
+)
 from streamload.origins.ranged import OrderedParts
 from streamload.urls import redact, scheme
 
@@ -76,6 +85,8 @@ class StoreOrigin(Origin):
         self.session.check(self.url)
         found = self.version()
         same_version(self.url, expected, found)
+        if start and expected is not None and not expected.proves(found):
+            raise Unproven("its store names no version")
         if found.size is None:
             raise OriginError(f"{self.url}: the store doesn't say how large it is")
         if start > found.size:
@@ -97,7 +108,8 @@ class StoreOrigin(Origin):
         """Ask for a range; the store's own version is asked for as well, unless the answer tells it."""
         if self._files is None:  # then it isn't known either whether S3 is to be asked anonymously
             same_version(self.url, version, self.version())
-        data = b"".join(_StorePart(self, start, stop, version).chunks())
+        chunks = _StorePart(self, start, stop, version).chunks()
+        data = b"".join(no_crawl(self.url, chunks, self.session.options))
         if not self.is_checked_by_part(version):
             same_version(self.url, version, self.version())
         return data
@@ -240,7 +252,11 @@ class HubOrigin(Origin):
 
         files = HfFileSystem(**{name: value for name, value in self._options.items() if name in _HUB_OPTIONS})
         try:
-            place: Any = files.resolve_path(self._target)
+            asked = calls.begin(files, "resolve_path", self._target)
+            session = self._session
+            place: Any = calls.result(
+                asked, files, session.options.stall_seconds, lambda: session.check(self.url)
+            )
         except Exception as exc:
             raise of_store(self.url, exc) from exc
         if not hasattr(place, "repo_id"):  # a bucket

@@ -33,8 +33,17 @@ from streamload.errors import (
 )
 from streamload.origins.addresses import refuse_host
 from streamload.origins.failures import of_status
-from streamload.origins.protocol import Origin, ReadSize, Session, Version, same_version, strong
-from streamload.origins.sockets import Pools, basic
+from streamload.origins.protocol import (
+    Origin,
+    ReadSize,
+    Session,
+    Unproven,
+    Version,
+    no_crawl,
+    same_version,
+    strong,
+)
+from streamload.origins.sockets import Pools, basic, receive
 from streamload.origins.web_stream import HttpStream
 from streamload.urls import redact, redact_text
 from streamload.urls.identity import DEFAULT_PORTS
@@ -55,6 +64,7 @@ class Answer(NamedTuple):
         first, stop: the body's first byte, and the one behind its last (None: not stated).
         start: the byte that was asked for.
         is_part: a range of a stated length was asked for and is given, so the shard may go on behind it.
+        is_unproven: it doesn't begin at `start`, or nothing says that it is of the version that was expected.
     """
 
     response: urllib3.BaseHTTPResponse | None
@@ -63,6 +73,7 @@ class Answer(NamedTuple):
     start: int
     stop: int | None
     is_part: bool = False
+    is_unproven: bool = False
 
 
 class _Place(NamedTuple):
@@ -72,6 +83,10 @@ class _Place(NamedTuple):
 
 class _NoRanges(Exception):
     """A request for a first range was answered in a way that one for all of it may not be."""
+
+
+class _All(OriginCut):
+    """A range is answered with 200."""
 
 
 class HttpOrigin(Origin):
@@ -111,9 +126,10 @@ class HttpOrigin(Origin):
             if self._at_once > 1:
                 with contextlib.suppress(_NoRanges):
                     answer = self._ask(pools, start, expected, self._session.options.first_get_bytes)
-                    return HttpStream(self, self._session, pools, answer)
+                    return HttpStream(self, self._session, pools, self.continued(answer))
                 self.keep_to_one_connection()
-            return HttpStream(self, self._session, pools, self.ask(pools, start, expected))
+            answer = self.ask(pools, start, expected)
+            return HttpStream(self, self._session, pools, self.continued(answer))
         except BaseException:
             pools.close()
             raise
@@ -127,7 +143,8 @@ class HttpOrigin(Origin):
             if response.status == 416:  # it has no byte
                 return Version(0, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
             self._refuse(response)
-            return self._place(response, 0)[0]
+            found = self._place(response, 0)[0]
+            return Version(None, found.etag, found.last_modified) if _is_as_long(response, 1) else found
         except HTTPError as exc:
             raise self.translated(exc, "no answer") from exc
         finally:
@@ -139,6 +156,19 @@ class HttpOrigin(Origin):
         """Ask for all from a byte to the end; the answer's head is checked."""
         return self._ask(pools, start, expected, None)
 
+    def continued(self, answer: Answer) -> Answer:
+        """Return an answer that may follow the bytes before it.
+
+        Raises:
+            Unproven: it begins elsewhere, or nothing says that it is of their version.
+        """
+        if answer.is_unproven:
+            self.keep_to_one_connection()
+            if answer.response is not None:
+                answer.response.close()
+            raise Unproven("its server answers with all of it, or names another version or none")
+        return answer
+
     def keep_to_one_connection(self) -> None:
         """Don't ask for ranges side by side again: this server doesn't do well with them."""
         self._at_once = 1
@@ -146,8 +176,12 @@ class HttpOrigin(Origin):
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Ask for a range over a connection that is kept; as a stream from a server that gives no ranges."""
         self._pools = self._pools or Pools(self._session)
+        # Not by ETag: another backend's range is as good, and its bytes are compared with their checksums.
+        chunks = self.read_range(self._pools, start, stop, version.without_etag(), is_proven=True)
         try:
-            data = b"".join(self.read_range(self._pools, start, stop, version))
+            data = b"".join(no_crawl(self.url, chunks, self._session.options))
+        except _All:  # ranges mean nothing to it
+            return self.streamed(0, start, stop, version)
         except OriginCut:
             return super().read(start, stop, version)  # or it says why not
         self._session.count("origin_bytes", len(data))
@@ -160,13 +194,17 @@ class HttpOrigin(Origin):
             pools.close()
 
     def read_range(
-        self, pools: Pools, start: int, stop: int, version: Version
+        self, pools: Pools, start: int, stop: int, version: Version, *, is_proven: bool = False
     ) -> Generator[bytes, None, None]:
         """Give exactly the bytes of a range, from where the first answer came from. For any thread.
+
+        Args:
+            is_proven: something else than the answer's head proves that they are of this version.
 
         Raises:
             OriginCut: they didn't come, or not as asked; a request over one connection finds out why.
             DatasetChanged: they are of another version.
+            Unproven: nothing says that they are of this one.
         """
         what = {"Range": f"bytes={start}-{stop - 1}"}
         if version.etag:
@@ -175,16 +213,19 @@ class HttpOrigin(Origin):
         try:
             response = self._request(pools, what, self._answered)
             if response.status == 412:
-                self._refuse(response)
+                raise Unproven("a range of it has another ETag")
             if response.status != 206:
-                raise OriginCut(f"{self.url}: a range of it is answered with {response.status}")
+                kind = _All if response.status == 200 else OriginCut
+                raise kind(f"{self.url}: a range of it is answered with {response.status}")
             self._refuse(response)
             found, _, end = self._place(response, start, stop - start)
-            same_version(self.url, version, found)
+            self._compare(version, found, start)
+            if not is_proven and not version.proves(found):
+                raise Unproven("a range of it has another ETag, or none")
             if end != stop or found.size != version.size:
                 raise _NoRanges
             size = ReadSize(self._session.options.chunk_bytes)
-            while chunk := response.read1(size.bytes, decode_content=False):
+            while chunk := receive(response, size.bytes, self._session):
                 size.came(len(chunk))
                 position += len(chunk)
                 if position > stop:
@@ -207,10 +248,16 @@ class HttpOrigin(Origin):
             if response.status == 416:
                 return self._nothing_left(response, start, expected, most)
             self._refuse(response)
+            if start and expected is not None and _is_as_long(response, (expected.size or 0) - start):
+                raise Unproven("its server answers a range with 200")
             found, first, stop = self._place(response, start, most)
-            same_version(self.url, expected, found)
+            self._compare(expected, found, start)
             is_part = response.status == 206 and most is not None
-            return Answer(response, found, first, start, stop, is_part)
+            if is_part and not found.is_traceable and stop != found.size:
+                raise _NoRanges  # nothing would tell whether what comes next belongs to it
+            continues = first == start and (expected is None or expected.proves(found))
+            is_unproven = start > 0 and expected is not None and not continues
+            return Answer(response, found, first, start, stop, is_part, is_unproven)
         except BaseException as exc:
             if response is not None:
                 response.close()
@@ -286,7 +333,7 @@ class HttpOrigin(Origin):
 
     def _refuse(self, response: urllib3.BaseHTTPResponse) -> None:
         if response.status not in {200, 206}:
-            detail = _said(response)
+            detail = self._said(response)
             raise of_status(f"{self.url}: {detail}", response.status, response.headers.get("Retry-After"))
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in {"", "identity"}:
@@ -303,6 +350,8 @@ class HttpOrigin(Origin):
         stated = response.headers.get("Content-Length", "")
         length = int(stated) if re.fullmatch(_NUMBER, stated) else None
         if response.status == 200:
+            if length is not None and length == most:  # it may be the range, with a status that isn't its own
+                raise _NoRanges
             if length is not None and length < start:
                 raise DatasetChanged(f"{self.url} has {length} bytes now, of which {start} had been read")
             return Version(length, etag, modified), 0, length
@@ -320,6 +369,12 @@ class HttpOrigin(Origin):
             raise OriginError(f"{self.url} contradicts itself: {given!r} with a Content-Length of {length}")
         return Version(size, etag, modified), start, stop
 
+    def _compare(self, expected: Version | None, found: Version, start: int) -> None:
+        """Refuse another size or date; of another ETag alone (a load balancer's) the bytes have to tell."""
+        if expected is not None and not expected.proves(found):
+            is_dated = expected.last_modified is not None and found.last_modified is not None
+            same_version(self.url, expected.without_etag() if start or is_dated else expected, found)
+
     def _nothing_left(
         self, response: urllib3.BaseHTTPResponse, start: int, expected: Version | None, most: int | None
     ) -> Answer:
@@ -334,9 +389,19 @@ class HttpOrigin(Origin):
             size = "an unknown number of" if total is None else total
             raise DatasetChanged(f"{self.url} has no byte {start} (416): it has {size} bytes now")
         found = Version(start, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
-        same_version(self.url, expected, found)
+        self._compare(expected, found, start)
         response.close()
         return Answer(None, found, start, start, start)
+
+    def _said(self, response: urllib3.BaseHTTPResponse) -> str:
+        """The status, and the error code that object stores put into the body."""
+        said = f"the server answers {response.status} {response.reason or ''}".rstrip()
+        try:
+            body = receive(response, 2048, self._session)
+        except HTTPError:
+            body = b""
+        code = re.search(rb"<Code>(\w{1,60})</Code>", body)
+        return f"{said} ({code[1].decode()})" if code else said
 
     def translated(self, exc: HTTPError, what: str) -> OriginError:
         """Return an error of urllib3 as ours; what is our own already (from connecting) gets the URL."""
@@ -356,15 +421,9 @@ class HttpOrigin(Origin):
         return OriginError(f"{self.url}: {reason}")
 
 
-def _said(response: urllib3.BaseHTTPResponse) -> str:
-    """The status, and the error code that object stores put into the body."""
-    said = f"the server answers {response.status} {response.reason or ''}".rstrip()
-    try:
-        body = response.read1(2048, decode_content=False) or b""
-    except HTTPError:
-        body = b""
-    code = re.search(rb"<Code>(\w{1,60})</Code>", body)
-    return f"{said} ({code[1].decode()})" if code else said
+def _is_as_long(response: urllib3.BaseHTTPResponse, range_bytes: int) -> bool:
+    """Whether an answer with status 200 may have a range of so many bytes, and not all of the shard."""
+    return response.status == 200 and response.headers.get("Content-Length") == str(range_bytes)
 
 
 def _is_same_host(before: str, target: str) -> bool:

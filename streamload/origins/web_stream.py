@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.protocol import ReadSize, Session, Version
 from streamload.origins.ranged import OrderedParts
-from streamload.origins.sockets import WAKE_SECONDS, Pools
+from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
 
 if TYPE_CHECKING:
     from streamload.origins.web import Answer, HttpOrigin
@@ -62,11 +62,11 @@ class HttpStream:
         self._pools.close()
 
     def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-        read1, size = response.read1, ReadSize(self._session.options.chunk_bytes)
+        size = ReadSize(self._session.options.chunk_bytes)
         while True:
             began = time.monotonic()
             try:
-                chunk = read1(size.bytes, decode_content=False)
+                chunk = receive(response, size.bytes, self._session)
             except HTTPError as exc:
                 raise self._broken(exc) from exc
             if not chunk:
@@ -82,8 +82,9 @@ class HttpStream:
                 yield chunk[self._start - before :]
 
     def _take(self, answer: Answer) -> None:
+        self._answer = self._origin.continued(answer)
         self.version = self.version.completed(answer.version)
-        self._answer, self._position, self._start = answer, answer.first, answer.start
+        self._position, self._start = answer.first, answer.start
 
     def _is_quick(self) -> bool:
         """Whether one connection has brought so much in the time spent waiting for it that it may go on."""

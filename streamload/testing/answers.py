@@ -22,6 +22,13 @@ from streamload.testing.link import Link
 if TYPE_CHECKING:
     from streamload.testing.server import ShardServer
 
+_DRIPS = {
+    "header": (b"HTTP/1.1 200 OK\r\nX-Drip: ", b"."),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "chunk size": (b"", b"0"),
+    "trailers": (b"0\r\n", b"X-Drip: .\r\n"),
+}
+_DRIP_SECONDS = 0.02
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
@@ -110,6 +117,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if fault.silent:
             self.shards.wait_while(lambda: True, self._client_is_there)
             self.close_connection = True
+        elif fault.drip in {"header", "continue"}:
+            self._drip(fault)
         elif fault.status is not None:
             self._say(request, fault.status, fault, fault.body or b"as you wish\n")
         else:
@@ -190,6 +199,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         cut = stop if fault.cut_after_bytes is None else min(stop, start + fault.cut_after_bytes)
         stall = None if fault.stall_after_bytes is None else start + fault.stall_after_bytes
         position = start
+        if fault.drip == "chunk size":
+            self._drip(fault)
+            return
         while position < cut:
             stalled = stall is not None and position >= stall
             allowed = self._may_send(position, size, stalled)
@@ -209,8 +221,17 @@ class Answers(http.server.BaseHTTPRequestHandler):
             position += sent
         if position < stop:
             self._break_off(fault)
+        elif fault.drip is not None:
+            self._drip(fault)
         elif fault.framing == "chunked":
             self.wfile.write(b"0\r\n\r\n")
+
+    def _drip(self, fault: Fault) -> None:
+        first, piece = _DRIPS[fault.drip or ""]
+        self.close_connection = True
+        self.wfile.write(first)
+        while self._client_is_there() and not self.shards.closed.wait(_DRIP_SECONDS):
+            self.wfile.write(piece)
 
     def _may_send(self, position: int, size: int, stalled: bool) -> int:
         """Up to which byte of the file may be sent; waits while nothing may."""

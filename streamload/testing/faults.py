@@ -23,6 +23,8 @@ class Fault:
         reset: … by resetting the connection instead of closing it.
         stall_after_bytes: be silent after so many bytes of the body, until the server closes.
         silent: don't even answer.
+        drip: send this part of an answer for ever, some bytes at a time: a header line, `100 Continue`, the
+            size of a chunk, or trailers (these two where the framing is "chunked").
         bytes_per_second: send this slowly.
     """
 
@@ -37,6 +39,7 @@ class Fault:
     reset: bool = False
     stall_after_bytes: int | None = None
     silent: bool = False
+    drip: Literal["header", "continue", "chunk size", "trailers"] | None = None
     bytes_per_second: float | None = None
 
 

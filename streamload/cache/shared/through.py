@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
-from streamload.cache.takeover import Outdated, is_traceable
+from streamload.cache.takeover import Outdated
 from streamload.errors import CacheCorrupt, DatasetChanged, OriginError, OriginStopped, ShardError
-from streamload.origins.origin import Origin, Stream, Version
+from streamload.origins.origin import Origin, Stream, Unproven, Version
 
 if TYPE_CHECKING:
     from streamload.cache.shared.copies import SharedShard
@@ -184,11 +184,13 @@ class _ThroughStream:
         self._stream.close()
 
     def _rest(self) -> Iterator[bytes]:
-        if not is_traceable(self.version):
+        if not self.version.is_traceable:
             self._tier.distrust(self._shard)
             raise Outdated
         try:
             self._stream = stream = self._origin.open(self._position, self.version)
+        except Unproven:
+            raise Outdated from None
         except DatasetChanged:
             self._tier.distrust(self._shard)
             raise Outdated from None
