@@ -42,6 +42,7 @@ from streamload.errors import (
     StateMismatch,
     StreamloadError,
     TooManyBadSamples,
+    TooManyBadShards,
     UrlError,
     WorkerDied,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "StateMismatch",
     "StreamloadError",
     "TooManyBadSamples",
+    "TooManyBadShards",
     "UrlError",
     "WorkerDied",
     "gather_state",

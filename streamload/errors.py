@@ -32,6 +32,7 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     ├── DataError (ValueError)              the data as a whole
     │   ├── NoValidSamples                  nothing usable among the first shards or samples
     │   ├── TooManyBadSamples               more than the allowed share can't be used
+    │   ├── TooManyBadShards                more than the allowed share of the shards was given up
     │   ├── OrderDiverged                   two workers would read the same data in different orders
     │   └── PlanError                       a published plan that can't be followed
     ├── NotSendable (TypeError)             a batch that can't go from its worker to the rank
@@ -192,6 +193,10 @@ class NoValidSamples(DataError):
 
 class TooManyBadSamples(DataError):
     """More samples than the allowed share could not be used."""
+
+
+class TooManyBadShards(DataError):
+    """More shards than the allowed share were given up: what is left isn't the data set any more."""
 
 
 class OrderDiverged(DataError):

@@ -76,6 +76,11 @@ class Counts(Protocol):
         ...
 
 
+def total(rows: NDArray[np.int64], name: str) -> int:
+    """What a counter of COUNTERS has come to over all processes; about 2 µs."""
+    return int(rows[:, _PLACES[name]].sum())
+
+
 class Counters:
     """One process's counters: a lock and a row of int64.
 

@@ -40,7 +40,7 @@ from streamload.cache.tier import Tier
 from streamload.dataset import Batch, journey
 from streamload.dataset.messages import SealedStates
 from streamload.loader import recipe
-from streamload.loader.checks import Checks
+from streamload.loader.checks import Checks, GivenUp
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
@@ -132,9 +132,60 @@ def test_missing_shards_say_nothing_of_keys(server: ShardServer, tmp_path: Path)
     bare = write_shards(tmp_path / "bare", [4], options=ShardOptions(without_text_every=1))
     missing = [f"{server.url}/nowhere/{n}.tar" for n in range(3)]
     mixed = [*missing, str(bare[0]), *(f"{server.url}/0000{n}.tar" for n in range(4))]
-    with make(mixed, tmp_path, train=False) as loader:
+    with make(mixed, tmp_path, train=False, max_bad_shards=None) as loader:
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
         assert loader.stats().shards_given_up == 3
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Iterator[ShardServer]:
+    write_shards(tmp_path / "data", [8] * 20, seed=12)
+    with ShardServer(tmp_path / "data") as server:
+        yield server
+
+
+def test_a_run_that_gives_up_more_than_a_few_shards_says_so_and_ends(
+    many: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{many.url}/{{00000..00019}}.tar"
+    for place in range(3):
+        many.misbehave(f"{place:05d}.tar", Fault(status=404))
+    said = "the training goes on without their samples"
+    with (
+        make(url, tmp_path, max_bad_shards=0.1) as loader,
+        pytest.raises(streamload.TooManyBadShards, match=r"3 of \d+ shards.*max_bad_shards=0\.1"),
+    ):
+        keys_of(loader)
+    assert caplog.text.count(said) == 1
+    for limit in (0.15, None):
+        with make(url, tmp_path, batch_size=8, max_bad_shards=limit) as loader:
+            assert len(keys_of(loader)) == 17 * 8
+            assert loader.stats().shards_given_up == 3
+    assert caplog.text.count(said) == 3
+    many.misbehave("00000.tar")
+    with make(url, tmp_path, batch_size=8, max_bad_shards=0.0, cache_dir=tmp_path / "another") as loader:
+        assert len(keys_of(loader)) == 18 * 8  # one or two may be any accident
+
+
+def test_a_share_of_shards_that_were_given_up_is_judged_across_states() -> None:
+    def judged(given_up: int, whole: int, before: list[int], most: float | None = 0.1) -> bool:
+        checks = GivenUp(most)
+        checks.recall(before, 0, 0)
+        assert checks.seen(0, 0) == before
+        try:
+            checks.judge(given_up, whole, 100_000)
+        except streamload.TooManyBadShards:
+            return True
+        return False
+
+    assert not judged(9, 0, [0, 0])  # of the first shards of many all may be on one bad disk
+    assert judged(12, 0, [0, 0])
+    assert not judged(12, 0, [0, 0], None)
+    assert not judged(120, 880, [0, 0])
+    assert judged(300, 1_700, [0, 0])
+    assert judged(120, 880, [1_200, 10_000])
+    assert not judged(20, 80, [0, 10_000])
+    assert judged(10_001, 10**6, [0, 0])
 
 
 def test_no_caption_anywhere_is_an_error_that_shows_what_is_there(tmp_path: Path) -> None:
@@ -379,6 +430,7 @@ def test_errors_of_the_users_functions_are_raised(workers: int, server: ShardSer
         ({"num_samples": 0}, "num_samples=0"),
         ({"shuffle": -5}, "shuffle=-5"),
         ({"output": "list"}, "'tuple', 'dict', 'hf'"),
+        ({"max_bad_shards": 1.5}, r"max_bad_shards=1\.5: it has to be a share"),
         ({"on_error": "ignore"}, "'skip', 'raise'"),
         ({"rank": 1}, "world_size"),
         ({"map_sample": fail, "preprocess": fail}, "map_sample"),

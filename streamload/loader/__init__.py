@@ -61,6 +61,7 @@ def make_loader(
     map_sample: MapSample | None = None,
     on_error: OnError = "skip",
     max_bad_samples: float | None = 0.1,
+    max_bad_shards: float | None = 0.1,
     device: str | torch.device | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -141,6 +142,8 @@ def make_loader(
         on_error: "skip" counts and reports what can't be used and goes on; "raise" stops at the first.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
             run, once bad samples of enough shards (ten at least) make that certain. None: there is no limit.
+        max_bad_shards: the largest share of shards that may be given up; above it TooManyBadShards ends the
+            run, once three were and it is certain. None: there is no limit.
         device: where batches are put, as torch names it. None: they stay in the memory of this process.
         rank, world_size: this process among all. None: from torch.distributed, torchrun, Slurm or MPI.
         cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).

@@ -1,4 +1,7 @@
-"""What a rank checks of each batch: that it is of the epoch, that workers agree, that few samples are bad."""
+"""What a rank checks of each batch: that it is of the epoch, that workers agree, that few samples are bad.
+
+And that few shards were given up, which may be many samples without one that is bad.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import math
 from collections.abc import Sequence
 
 from streamload.dataset import Batch, Trouble
-from streamload.errors import OrderDiverged, TooManyBadSamples
+from streamload.errors import OrderDiverged, TooManyBadSamples, TooManyBadShards
 from streamload.metrics import Counters
 
 logger = logging.getLogger("streamload")
 
 _CERTAIN = 3
-"""By so many standard deviations the share of bad samples has to be over the limit."""
+"""By so many standard deviations the share of bad samples, or shards, has to be over the limit."""
 _TROUBLES_KEPT = 1000
+_FREE_SHARDS = 2
+"""So many shards that were given up never end a run."""
+_LOUD_SHARE = 0.03
 
 
 class Checks:
@@ -111,3 +117,55 @@ class Checks:
         """Go on counting from what a state kept."""
         self._taken, self._bad, self._squares = seen
         self._bad_of = {}
+
+
+class GivenUp:
+    """Judges the share of a rank's shards that were given up.
+
+    Args:
+        most: the largest share that is allowed; None: any.
+    """
+
+    def __init__(self, most: float | None):
+        self._most = most
+        self._before = [0, 0]  # by the state that the run goes on from
+        self._judged = self._said = 0
+
+    def is_news(self, given_up: int) -> bool:
+        """Whether more shards were given up than at the last look."""
+        return given_up > self._judged
+
+    def judge(self, given_up: int, whole: int, shards: int) -> None:
+        """Compare the shards that were given up with those that came whole, and with all.
+
+        Args:
+            given_up: different shards that this loader has given up.
+            whole: those that it has seen whole.
+            shards: all that the rank reads in a pass.
+
+        Raises:
+            TooManyBadShards: more than the allowed share of all, or certainly more of those so far.
+        """
+        self._judged = given_up
+        if given_up <= _FREE_SHARDS:
+            return
+        bad, seen = self.seen(given_up, whole)
+        said = f"{bad:,} of {seen:,} shards so far were given up ({bad / seen:.0%}; there are {shards:,})"
+        if bad > _LOUD_SHARE * seen and given_up >= 2 * self._said:
+            self._said = given_up
+            logger.error("%s: the training goes on without their samples", said)
+        if self._most is None:
+            return
+        if given_up > self._most * shards or bad - _CERTAIN * math.sqrt(bad) > self._most * seen:
+            raise TooManyBadShards(
+                f"{said}, more than max_bad_shards={self._most:g} allows (None allows any share). The log "
+                f"says why each was; once they can be had, go on from the last state"
+            )
+
+    def seen(self, given_up: int, whole: int) -> list[int]:
+        """What a state keeps: the shards that were given up, and those with the whole ones."""
+        return [self._before[0] + given_up, self._before[1] + given_up + whole]
+
+    def recall(self, seen: Sequence[int], given_up: int, whole: int) -> None:
+        """Go on counting from what a state kept, whatever has been counted here."""
+        self._before = [seen[0] - given_up, seen[1] - given_up - whole]

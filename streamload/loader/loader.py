@@ -21,17 +21,17 @@ from torch.utils.data import DataLoader
 from streamload.dataset import Batch, Start, StreamDataset, Trouble
 from streamload.device import Feed, feed_for
 from streamload.handoff import Board, context_with_channels, slots_for
-from streamload.loader.checks import Checks
+from streamload.loader.checks import Checks, GivenUp
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.forks import here_only, watch_over
 from streamload.loader.options import LoaderOptions, at_least, read_device
-from streamload.loader.place import BAD_SAMPLES, Order, bad_samples_of
+from streamload.loader.place import BAD_SAMPLES, BAD_SHARDS, Order, counted_of
 from streamload.loader.recipe import counted_samples, recipe_for
 from streamload.loader.schedule import Schedule
 from streamload.loader.together import Watch, gathered, ranks_of
 from streamload.loader.waits import ShardWaits
-from streamload.metrics import Counters, Snapshot
+from streamload.metrics import Counters, Snapshot, total
 from streamload.origins.origin import import_origins
 from streamload.transforms.plan import Statistics
 
@@ -170,7 +170,11 @@ class Loader(DataLoaderInterface):
 
         JSON-able; nothing is read or communicated. On several nodes see `gather_state`.
         """
-        return {**self._schedule.state(), BAD_SAMPLES: self._checks.seen()}
+        return {
+            **self._schedule.state(),
+            BAD_SAMPLES: self._checks.seen(),
+            BAD_SHARDS: self._given_up.seen(*self._shards_counted()),
+        }
 
     def load_state_dict(
         self,
@@ -194,7 +198,8 @@ class Loader(DataLoaderInterface):
         """
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
-        self._checks.recall(bad_samples_of(state))
+        self._checks.recall(counted_of(state, BAD_SAMPLES, 3))
+        self._given_up.recall(counted_of(state, BAD_SHARDS, 2), *self._shards_counted())
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Give sources other weights, at the first step that no worker of any rank can have begun.
@@ -281,6 +286,7 @@ class Loader(DataLoaderInterface):
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
         self._schedule.course.take(batch.position + self._batch, batch.groups)
         self._checks.heed(batch)
+        self._judge_shards()
         if not batch.samples:
             return None
         self._counts.add("batches_yielded")
@@ -291,6 +297,7 @@ class Loader(DataLoaderInterface):
     def ran_out(self) -> None:
         """The epoch was given to its end."""
         self._schedule.course.run_out()
+        self._judge_shards()
 
     @contextlib.contextmanager
     def waiting(self, began: float) -> Iterator[None]:
@@ -312,6 +319,16 @@ class Loader(DataLoaderInterface):
         self._counts = Counters(self._board.counters[0])
         self._checks = Checks(self._counts, self.options.train, self.options.max_bad_samples)
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
+        self._given_up = GivenUp(self.options.max_bad_shards)
+
+    def _judge_shards(self) -> None:
+        if self._given_up.is_news(total(self._board.counters, "shards_given_up")):
+            self._given_up.judge(*self._shards_counted(), self._schedule.shards)
+
+    def _shards_counted(self) -> tuple[int, int]:
+        """Different shards that were given up, and that came whole."""
+        counters = self._board.counters
+        return total(counters, "shards_given_up"), total(counters, "shards_complete")
 
     def _begin(self, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""

@@ -78,6 +78,7 @@ class LoaderOptions:
     map_sample: MapSample | None
     on_error: OnError
     max_bad_samples: float | None
+    max_bad_shards: float | None
     device: torch.device | None
     rank: int | None
     world_size: int | None
@@ -120,6 +121,7 @@ class LoaderOptions:
         _one_of("output", self.output, ("tuple", "dict", "hf"))
         _one_of("on_error", self.on_error, ("skip", "raise"))
         _share("max_bad_samples", self.max_bad_samples)
+        _share("max_bad_shards", self.max_bad_shards)
         _one_of("image_dtype", self.image_dtype, ("float32", "uint8"))
         if self.revalidate is not None:
             _one_of("revalidate", self.revalidate, get_args(Revalidate))

@@ -11,8 +11,8 @@ from streamload.errors import OptionError, StateMismatch
 from streamload.order.mixture import UNIT, Change, in_effect
 
 FORMAT = 2
-BAD_SAMPLES = "bad_samples"
-"""What a rank has counted of its samples (Checks.seen): of states of one moment, any rank's will do."""
+BAD_SAMPLES, BAD_SHARDS = "bad_samples", "bad_shards"
+"""What a rank has counted (seen() of its checks): of states of one moment, any rank's will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def from_state(state: Any) -> tuple[Order, Place]:
             )
     merged = {**states[0], "at": {}}
     for one in states:
-        own = ("at", BAD_SAMPLES)
+        own = ("at", BAD_SAMPLES, BAD_SHARDS)
         other = sorted(name for name in merged if name not in own and one.get(name) != merged[name])
         if other:
             raise StateMismatch(
@@ -224,18 +224,20 @@ def from_state(state: Any) -> tuple[Order, Place]:
         raise StateMismatch(f"not a whole state of a loader: {exc!r:.200}") from exc
 
 
-def bad_samples_of(state: Any) -> list[int]:
-    """What was counted of the samples before a state, or a list of states of one moment; else zeros.
+def counted_of(state: Any, name: str, count: int) -> list[int]:
+    """What was counted before a state, or a list of states of one moment: so many numbers, else zeros.
 
     Raises:
         StateMismatch: it is something else.
     """
     one = state if isinstance(state, Mapping) else state[0]
     try:
-        taken, bad, squares = (_whole(number) for number in one.get(BAD_SAMPLES, (0, 0, 0)))
+        counted = [_whole(number) for number in one.get(name, [0] * count)]
+        if len(counted) != count:
+            raise OptionError(f"{len(counted)} numbers as {name}, not {count}")
     except (TypeError, ValueError) as exc:
         raise StateMismatch(f"not a whole state of a loader: {exc!r:.200}") from exc
-    return [taken, bad, squares]
+    return counted
 
 
 def _order(state: Mapping[str, Any]) -> Order:

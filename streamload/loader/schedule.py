@@ -121,6 +121,13 @@ class Schedule:
         batch = self.deal().batch
         return max(0, place.began + batches * batch - place.position) // batch
 
+    @property
+    def shards(self) -> int:
+        """How many shards this rank reads in a pass, about."""
+        deal, groups = self.deal(), self.order.groups
+        own = len(deal.groups_of(self.here.rank if self._options.train else 0))
+        return -(-len(self._options.urls) * own // groups)
+
     def state(self) -> dict[str, Any]:
         """Where this rank is."""
         return to_state(self.order, self.course.now())

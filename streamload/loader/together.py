@@ -20,7 +20,7 @@ import torch.distributed
 
 from streamload.errors import OrderDiverged, RankFailed
 from streamload.handoff import Board
-from streamload.loader.place import BAD_SAMPLES, bad_samples_of, from_state, to_state
+from streamload.loader.place import BAD_SAMPLES, BAD_SHARDS, counted_of, from_state, to_state
 
 if TYPE_CHECKING:
     from streamload.loader.loader import Loader
@@ -66,7 +66,8 @@ def gather_state(loader: Loader) -> dict[str, Any]:
             f"the ranks are not behind the same batch: by rank, {positions[:16]} samples are taken. Call "
             f"gather_state() on all of them after the same step"
         )
-    return {**to_state(*from_state(states)), BAD_SAMPLES: bad_samples_of(states)}
+    counted = {name: counted_of(states, name, count) for name, count in ((BAD_SAMPLES, 3), (BAD_SHARDS, 2))}
+    return {**to_state(*from_state(states)), **counted}
 
 
 class Ranks:

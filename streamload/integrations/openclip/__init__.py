@@ -68,7 +68,7 @@ def install(
     if legacy is not None:
         seams.append((legacy, "get_wds_dataset_legacy", True))
     originals = [(place, name, getattr(place, name)) for place, name, _ in seams]
-    kept = {"shared_cache": shared_cache, "max_bad_samples": None}
+    kept = {"shared_cache": shared_cache, "max_bad_samples": None, "max_bad_shards": None}
 
     def stand_in(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Data]:
         as_dict = is_legacy or "naflex_data_config" in inspect.signature(original).parameters
