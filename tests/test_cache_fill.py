@@ -279,6 +279,36 @@ def test_a_local_shard_is_indexed_and_not_copied(tmp_path: Path) -> None:
     assert not tier.published(shard.digest).exists()
 
 
+@pytest.mark.parametrize("way", ["by a rename", "in place"])
+def test_a_local_shard_that_is_replaced_by_one_of_equal_size_and_time_is_indexed_anew(
+    tmp_path: Path, way: str
+) -> None:
+    (path,) = write_shards(tmp_path / "data", [COUNT], seed=33)
+    (other,) = write_shards(tmp_path / "other", [COUNT + 1], seed=34)
+    before = path.stat()
+    os.truncate(path, max(before.st_size, other.stat().st_size))
+    os.truncate(other, path.stat().st_size)
+    tier = Tier(tmp_path / "tier", 1 << 20)
+    shard = shard_of(str(path), None)
+    for count in (COUNT, COUNT + 1):
+        part = tier.claim(shard.digest)
+        assert part is not None
+        fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
+        with contextlib.closing(ShardView(tier, shard)) as view:
+            assert contents(view) == read_oracle(path)
+            assert view.count == count
+        if count == COUNT:
+            times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+            if way == "in place":
+                path.write_bytes(other.read_bytes())
+            else:
+                other.rename(path)
+            os.utime(path, ns=times)
+            assert (path.stat().st_mtime_ns, path.stat().st_size) == (times[1], path.stat().st_size)
+            ShardView(tier, shard).close()
+            assert not tier.published(shard.digest).exists()
+
+
 @pytest.mark.parametrize("content", [b"no tar" * 900, None])
 def test_a_local_shard_that_was_given_up_and_then_removed_is_looked_at_anew(
     content: bytes | None, tmp_path: Path

@@ -12,6 +12,7 @@ from typing import Any, overload
 
 from streamload import urls
 from streamload.errors import DatasetChanged
+from streamload.origins.local import stamp
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
@@ -180,9 +181,9 @@ def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
     if shard.local is None or not (is_prepared or "mtime_ns" in meta):
         return False
     try:
-        now = LocalVersion.of(shard.local)
+        status = shard.local.stat()
     except OSError:
         return True
     if is_prepared:  # by way of origins/local.py
-        return (meta.get("size"), meta.get("last_modified")) != (now.size, str(now.mtime_ns))
-    return (meta.get("size"), meta.get("mtime_ns")) != now
+        return (meta.get("size"), meta.get("last_modified")) != (status.st_size, stamp(status))
+    return not LocalVersion.of_status(status).is_of(meta)

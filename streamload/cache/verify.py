@@ -207,8 +207,7 @@ class _Look:
         if self._known is None:
             return ""
         if self._known.local is not None:
-            now = LocalVersion.of(self._known.local)
-            is_same = now == (reader.meta.get("size"), reader.meta.get("mtime_ns"))
+            is_same = LocalVersion.of(self._known.local).is_of(reader.meta)
             return "" if is_same else "its file was changed since it was indexed"
         if "digest" not in reader.meta and urls.identity(named) != urls.identity(self._known.name):
             return f"it is another shard: {named} in place of {self._known.name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from streamload.descriptors import Descriptor
@@ -27,16 +27,26 @@ _TAIL_BYTES = 1 << 20
 
 
 class LocalVersion(NamedTuple):
-    """What tells one state of a local file from another."""
+    """What tells one state of a local file from another: a copy may keep size and time, but not the rest."""
 
     size: int
     mtime_ns: int
+    ctime_ns: int
+    inode: int
 
     @classmethod
     def of(cls, path: str | os.PathLike[str] | int) -> LocalVersion:
         """The version now of the file at a path, or of an open one."""
-        status = os.stat(path)  # noqa: PTH116 - also for paths in bytes, and descriptors
-        return cls(status.st_size, status.st_mtime_ns)
+        return cls.of_status(os.stat(path))  # noqa: PTH116 - also for paths in bytes, and descriptors
+
+    @classmethod
+    def of_status(cls, status: os.stat_result) -> LocalVersion:
+        """The version that a file has by its status."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def is_of(self, meta: Mapping[str, object]) -> bool:
+        """Whether an index was made of this version: its meta has all of `_asdict()`."""
+        return all(meta.get(name) == value for name, value in self._asdict().items())
 
 
 def index_local(
@@ -111,7 +121,8 @@ def _scan(
         raise
     if scanner.position < before.size and not found:
         found.append(f"{before.size - scanner.position:,} bytes behind the end marker were not read")
-    if LocalVersion.of(descriptor) != before:
+    after = LocalVersion.of(descriptor)
+    if (after.size, after.mtime_ns) != (before.size, before.mtime_ns):  # ctime: its name may have gone
         raise DatasetChanged("it was written to while it was indexed; start again when it is whole")
     yield entries + last
     if warnings is not None:
