@@ -114,6 +114,9 @@ class OriginUnavailable(OriginError, ConnectionError):
     retry_after_seconds: float | None = None
     """How long the origin asks to be left alone."""
 
+    is_unreachable: bool = False
+    """No host has its name, or nothing listens at its port."""
+
 
 class OriginOutage(OriginError, ConnectionError):
     """All of the server or bucket has been away for as long as it is waited for; it ends the run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ QUICK = OriginOptions(
 def _nothing_is_known() -> Iterator[None]:
     outages._gave.clear()
     outages._away.clear()
+    outages._failing.clear()
     yield
     outages._gave.clear()
     outages._away.clear()
@@ -200,6 +202,38 @@ def test_a_server_that_never_gave_anything_is_not_waited_for(server: ShardServer
         read(open_origin(f"{server.url}/a.tar", options=QUICK))
 
 
+@pytest.mark.parametrize("way", ["a closed port", "no such name", "a store's closed port"])
+def test_where_nobody_is_and_nothing_has_come_from_is_said_and_soon_given_up(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    monkeypatch.setattr(outages, "_FIRST_CONTACT_SECONDS", 0.2)
+    patient = replace(QUICK, attempts=10_000)
+    url, storage = f"{server.url}/a.tar", None
+    if way == "no such name":
+        gone = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(gone))
+    elif way != "a closed port":
+        url, storage = "s3://bucket/a.tar", {"anon": True, "endpoint_url": server.url}
+    server.close()
+    with pytest.raises(OriginUnavailable, match=r"a\.tar.*given up after \d+ attempts"):
+        read(open_origin(url, storage, patient))
+    assert [record.message.split(" (")[0] for record in caplog.records if record.name == "streamload"] == [
+        f"{endpoint(url)} gives nothing"
+    ]
+    with pytest.raises(OriginUnavailable, match=r"b\.tar"):  # and no other shard is tried for as long
+        read(open_origin(url.replace("a.tar", "b.tar"), storage, replace(patient, backoff_seconds=3600.0)))
+
+
+def test_a_closed_port_of_a_server_that_gave_something_is_an_outage(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outages, "_FIRST_CONTACT_SECONDS", 0.0)
+    assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
+    server.close()
+    with reading(f"{server.url}/b.tar") as future, ShardServer(server.root, port=server.port):
+        assert future.result(60) == BODY
+
+
 @pytest.mark.parametrize("status", [503, 404])
 def test_an_outage_has_one_deadline_for_all_its_shards(server: ShardServer, status: int) -> None:
     assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
@@ -278,6 +312,7 @@ def test_what_an_outage_costs_a_training(tmp_path: Path, monkeypatch: pytest.Mon
             lanes=1,
             shuffle=20,
             ahead="1KB",
+            max_bad_shards=None,
         ) as loader,
     ):
         batches = iter(loader)

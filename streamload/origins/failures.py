@@ -35,6 +35,7 @@ _CODES = {
 }
 _NETWORK_PACKAGES = {"aiohttp", "aiobotocore", "botocore", "httpcore", "httpx", "requests", "urllib3"}
 _NOT_NETWORK = {"ParamValidationError", "InvalidURL", "UnknownSignatureVersionError", "InvalidRegionError"}
+_UNREACHABLE = {"ClientConnectorDNSError", "ClientConnectorError", "ConnectError", "EndpointConnectionError"}
 _NO_CREDENTIALS = {
     "CredentialRetrievalError",
     "NoCredentialsError",
@@ -81,7 +82,9 @@ def of_store(url: str, exc: BaseException) -> StreamloadError:
         return OriginTimeout(message)
     package = type(exc).__module__.partition(".")[0]
     if isinstance(exc, ConnectionError) or (package in _NETWORK_PACKAGES and name not in _NOT_NETWORK):
-        return OriginUnavailable(message)
+        error = OriginUnavailable(message)
+        error.is_unreachable = name in _UNREACHABLE
+        return error
     return OriginUnavailable(message) if isinstance(exc, OSError) else OriginError(f"{message} ({name})")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -31,6 +32,8 @@ Reopen = Callable[[Session], Origin]
 
 MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 """Errors after which another attempt may help."""
+_FIRST_CONTACT_SECONDS = 5.0
+"""For so long an address is tried where nobody is, and from which nothing has ever come: by all transfers."""
 _FORGOTTEN_SECONDS = 180.0
 """An outage that no transfer has met for so long is over, as far as anybody knows."""
 _logger = logging.getLogger("streamload")
@@ -54,6 +57,7 @@ class Outage(NamedTuple):
 
 
 _away: dict[str, Outage] = {}  # by the name of the endpoint
+_failing: dict[str, float] = {}  # by name: since when it has been said that it gives nothing
 _listeners: list[tuple[int, Callable[[], None]]] = []  # each with its process: a fork isn't it
 
 
@@ -91,6 +95,7 @@ class Endpoint:
 
     def gave(self) -> None:
         """Take note that bytes of this shard have come."""
+        _failing.pop(self._name, None)
         if self._name:
             _gave[self._name] = (*self._others()[-1:], self)
         if _away and _away.pop(self._name, None) is not None:
@@ -101,6 +106,19 @@ class Endpoint:
     def outage(self) -> Outage | None:
         """The outage that is under way, if there is one."""
         return _away.get(self._name)
+
+    def fails(self, error: OriginError) -> None:
+        """Take note that one attempt after the other fails; said once while nothing has come from it."""
+        is_unreachable = getattr(error, "is_unreachable", False)
+        if self._name and self._name not in _failing and (is_unreachable or self._name not in _gave):
+            _failing[self._name] = time.monotonic()
+            _logger.warning("%s gives nothing (%s): it is asked again", self._name, error)
+
+    def is_nowhere(self, error: OriginError) -> bool:
+        """Whether it looks like a wrong address: nobody is there, and nothing has come from it for long."""
+        if self._name in _gave or not getattr(error, "is_unreachable", False):
+            return False
+        return time.monotonic() - _failing.get(self._name, math.inf) >= _FIRST_CONTACT_SECONDS
 
     def is_away(self, error: OriginError, session: Session) -> bool:
         """Ask for a shard that it gave before: whether that fails as well. False if it never gave one.

@@ -206,6 +206,10 @@ class _Patience:
         """Sleep before the next attempt, or raise: the error can't be mended, or patience is at its end."""
         self._failures += 1
         has_attempts = isinstance(error, MENDABLE) and self._failures < self._options.attempts
+        if self._endpoint is not None and has_attempts:
+            if self._failures > 1:
+                self._endpoint.fails(error)
+            has_attempts = not self._endpoint.is_nowhere(error)
         if not has_attempts and not self._has_time(error):
             if self._failures == 1:
                 raise error

@@ -40,6 +40,9 @@ from streamload.urls.identity import DEFAULT_PORTS
 WAKE_SECONDS = 0.1
 
 
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+
 class _Ours(threading.local):
     """What holds for the request of this thread."""
 
@@ -286,7 +289,9 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
-        raise OriginUnavailable(f"no address for the host {host!r}: {exc}") from exc
+        error = OriginUnavailable(f"no address for the host {host!r}: {exc}")
+        error.is_unreachable = isinstance(exc, socket.gaierror) and exc.errno in _NO_SUCH_NAME
+        raise error from exc
     failure: Exception | None = None
     for family, kind, protocol, _, address in found:
         refuse_address(host, port, str(address[0]), session.named)
@@ -305,7 +310,9 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
             return sock
     if isinstance(failure, TimeoutError):
         raise OriginTimeout(f"no connection to {host}:{port} in {session.options.connect_seconds:g} s")
-    raise OriginUnavailable(f"no connection to {host}:{port}: {failure}") from failure
+    error = OriginUnavailable(f"no connection to {host}:{port}: {failure}")
+    error.is_unreachable = isinstance(failure, ConnectionRefusedError)
+    raise error from failure
 
 
 def _finish_connecting(sock: socket.socket, address: Any, session: Session) -> None:

@@ -408,7 +408,10 @@ class HttpOrigin(Origin):
         self._session.check(self.url)
         for inner in (exc, *exc.args, exc.__cause__):
             if isinstance(inner, OriginError):
-                return type(inner)(f"{self.url}: {inner}")
+                error = type(inner)(f"{self.url}: {inner}")
+                if isinstance(error, OriginUnavailable):
+                    error.is_unreachable = getattr(inner, "is_unreachable", False)
+                return error
         if isinstance(exc, Urllib3Timeout):
             return OriginTimeout(f"{self.url}: {what} for {self._session.options.stall_seconds:g} s")
         reason = redact_text(str(exc.args[-1] if exc.args else exc))
