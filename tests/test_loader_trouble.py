@@ -652,6 +652,18 @@ def disk_bytes(directory: Path) -> int:
     return sum(taken.values())
 
 
+def test_a_limit_of_files_that_shared_memory_does_not_fit_in_is_named(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, before[1]))
+    try:
+        with pytest.raises(streamload.CacheError, match=r"10,000,000 bytes here; raise .*ulimit -f"):
+            make(urls(server), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shards_that_fit", [0.5, 2])
 def test_what_has_no_room_in_the_cache_is_read_by_range(

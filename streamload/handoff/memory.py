@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import resource
 from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
 import torch
+
+from streamload.errors import CacheFull
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -23,12 +27,30 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return own_empty(shape, dtype)
     descriptor = os.memfd_create("streamload", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, size_bytes)
+        grow(descriptor, size_bytes)
         # What torch itself does on the receiving side of such a tensor; there is no public way to it.
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
     finally:
         os.close(descriptor)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(*shape)
+
+
+def grow(descriptor: int, size_bytes: int) -> None:
+    """Make a shared file larger; it takes memory where it is written to.
+
+    Raises:
+        CacheFull: this process may have no file of that size.
+    """
+    try:
+        os.ftruncate(descriptor, size_bytes)
+    except OSError as exc:
+        if exc.errno != errno.EFBIG:
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        raise CacheFull(
+            f"shared memory of {size_bytes:,} bytes can't be made: it counts as a file, and files may have "
+            f"{limit:,} bytes here; raise that limit (ulimit -f)"
+        ) from exc
 
 
 def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.handoff.memory import SharedArray
+from streamload.handoff.memory import SharedArray, grow
 from streamload.metrics import Counts
 
 _MOST_SLOTS = 64
@@ -179,7 +179,7 @@ class Slots:
         """Memory at the end of the file, which grows by it."""
         region = Region(self._file_bytes, -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
         self._file_bytes += region.size
-        os.ftruncate(self._file, self._file_bytes)
+        grow(self._file, self._file_bytes)
         return self._mapped(region)
 
     def _bytes(self, indices: Iterable[int]) -> int:
