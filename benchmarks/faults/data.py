@@ -100,6 +100,9 @@ class Data(Truth):
         """A limit in which so many shards find room, with what is reserved beside their bytes."""
         return int(shards * (self.largest_bytes * 9 / 8 + (96 << 10)))
 
+    def close_server(self) -> None:
+        self.server.close()
+
     def close(self) -> None:
         self.server.close()
         shutil.rmtree(self.place)

@@ -31,6 +31,7 @@ from benchmarks.faults import (
     tampered,
     tier,
     together,
+    versions,
 )
 from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
@@ -60,6 +61,7 @@ ROWS: list[Row] = sorted(
             images,
             nodes,
             tier,
+            versions,
         )
         for row in module.ROWS
     ),

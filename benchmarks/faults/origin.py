@@ -7,7 +7,7 @@ import socket
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,15 @@ def overwritten(attempt: Attempt) -> None:
                 child.kill()
             os.replace(other, path)
             server.go_on()
-            seen, result = _reading(attempt, own)
+            seen, result = reading_of(attempt, own)
         else:
             fault = Fault(
                 first=1, cut_after_bytes=int(at * size), ignore_conditions="ignor" in attempt.variant
             )
             honest = Fault(first=1, ignore_conditions=True) if "ignor" in attempt.variant else Fault(first=1)
             server.misbehave(path.name, fault, honest)
-            with _replacing(server, other, path):
-                seen, result = _reading(attempt, own)
+            with replacing(server, other, path):
+                seen, result = reading_of(attempt, own)
         new = samples_of(path)
         attempt.happened[attempt.variant] += path.stat().st_ino != 0 and new != old
         whole = seen in (old, new)
@@ -79,13 +79,16 @@ def another_version(own: Truth, attempt: Attempt) -> Path:
 
 
 @contextlib.contextmanager
-def _replacing(server: Any, other: Path, path: Path) -> Iterator[None]:
-    """Replace a file once its first request was cut."""
+def replacing(
+    server: Any, other: Path, path: Path, prepare: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Replace a file once its first request was cut, right after `prepare`."""
     before = len(server.log)
 
     def replace_it() -> None:
         while len(server.log) <= before or not server.log[before].sent:
             time.sleep(0.0005)
+        prepare()
         os.replace(other, path)
 
     thread = threading.Thread(target=replace_it)
@@ -94,7 +97,8 @@ def _replacing(server: Any, other: Path, path: Path) -> Iterator[None]:
     thread.join()
 
 
-def _reading(attempt: Attempt, own: Data) -> tuple[Any, dict[str, Any]]:
+def reading_of(attempt: Attempt, own: Data) -> tuple[Any, dict[str, Any]]:
+    """The samples of the first shard, and the whole result."""
     result = read_in_child(Reading(attempt.root, own.shards))
     return result["seen"].get(own.shards[0].digest, []), result
 
