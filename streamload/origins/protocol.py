@@ -147,7 +147,8 @@ class OriginOptions:
 
     Args:
         connect_seconds: for a connection to be made, and for a TLS handshake.
-        stall_seconds: without a byte, after which the transfer begins anew at the byte where it is.
+        stall_seconds: without a byte of payload, or for a whole head, after which the transfer begins anew at
+            the byte where it is.
         slow_seconds: waiting time over which at least `slow_bytes` have to arrive.
         slow_bytes: fewer than these in `slow_seconds` count as a stall.
         attempts: that may fail one after the other, with fewer than `slow_bytes` of progress between them.
