@@ -280,3 +280,28 @@ def test_the_hub_is_read_as_plain_http_with_its_token_kept_to_itself(tmp_path: P
         asked = [request.headers for request in server.requests(place)]
         assert all(headers["Authorization"] == "Bearer hf_hunter2" for headers in asked)
         assert all("Authorization" not in request.headers for request in cdn.log)
+
+
+def drip(place: Path) -> ShardServer:
+    """A store whose every answer has a header without an end."""
+    server = ShardServer(place)
+    server.misbehave("*", Fault(drip="header"))
+    return server
+
+
+def test_a_head_that_never_ends_is_a_timeout_of_a_store(tmp_path: Path) -> None:
+    with drip(tmp_path) as server:
+        options = OriginOptions(attempts=1, stall_seconds=0.4)
+        origin = open_origin("s3://bucket/a.tar", {"anon": True, "endpoint_url": server.url}, options)
+        with pytest.raises(OriginTimeout, match=r"a\.tar"):
+            origin.open()
+
+
+def test_a_loader_that_stops_does_not_wait_for_the_head_of_a_store(tmp_path: Path) -> None:
+    stop = threading.Event()
+    with drip(tmp_path) as server:
+        storage = {"anon": True, "endpoint_url": server.url}
+        origin = open_origin("s3://bucket/a.tar", storage, OriginOptions(stall_seconds=3600), stop=stop)
+        threading.Timer(0.2, stop.set).start()
+        with pytest.raises(OriginStopped):
+            origin.open()
