@@ -114,8 +114,8 @@ class OriginUnavailable(OriginError, ConnectionError):
     retry_after_seconds: float | None = None
     """How long the origin asks to be left alone."""
 
-    is_unreachable: bool = False
-    """No host has its name, or nothing listens at its port."""
+    is_unreachable: bool | None = None
+    """True: no host has its name, or nothing listens at its port. False: no connection, which may pass."""
 
 
 class OriginOutage(OriginError, ConnectionError):

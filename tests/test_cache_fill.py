@@ -217,11 +217,11 @@ def test_what_a_command_writes_for_a_second_filler_is_compared_with_what_was_rea
     assert filler.fill().result is Filled.PUBLISHED
     with contextlib.closing(view):
         if seed == 31:
-            until(lambda: view.refresh() or view.ended)
+            until(lambda: (view.refresh(), view.ended)[1])
             assert contents(view) == read_oracle(path)
         else:
             with pytest.raises(DatasetChanged, match="other bytes when it was fetched again"):
-                until(lambda: view.refresh() or view.ended)
+                until(lambda: (view.refresh(), view.ended)[1])
 
 
 def test_a_shard_that_cannot_be_had_leaves_a_verdict(server: ShardServer, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_where_nobody_is_and_nothing_has_come_from_is_said_and_soon_given_up(
     with pytest.raises(OriginUnavailable, match=r"a\.tar.*given up after \d+ attempts"):
         read(open_origin(url, storage, patient))
     assert [record.message.split(" (")[0] for record in caplog.records if record.name == "streamload"] == [
-        f"{endpoint(url)} gives nothing"
+        f"{endpoint(url)} can't be reached"
     ]
     with pytest.raises(OriginUnavailable, match=r"b\.tar"):  # and no other shard is tried for as long
         read(open_origin(url.replace("a.tar", "b.tar"), storage, replace(patient, backoff_seconds=3600.0)))

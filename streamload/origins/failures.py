@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import errno
 import re
+import socket
 import time
 from typing import Any
 
@@ -35,7 +36,7 @@ _CODES = {
 }
 _NETWORK_PACKAGES = {"aiohttp", "aiobotocore", "botocore", "httpcore", "httpx", "requests", "urllib3"}
 _NOT_NETWORK = {"ParamValidationError", "InvalidURL", "UnknownSignatureVersionError", "InvalidRegionError"}
-_UNREACHABLE = {"ClientConnectorDNSError", "ClientConnectorError", "ConnectError", "EndpointConnectionError"}
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _NO_CREDENTIALS = {
     "CredentialRetrievalError",
     "NoCredentialsError",
@@ -83,9 +84,18 @@ def of_store(url: str, exc: BaseException) -> StreamloadError:
     package = type(exc).__module__.partition(".")[0]
     if isinstance(exc, ConnectionError) or (package in _NETWORK_PACKAGES and name not in _NOT_NETWORK):
         error = OriginUnavailable(message)
-        error.is_unreachable = name in _UNREACHABLE
+        # botocore's has aiohttp's in it, and that the system's own.
+        facts = getattr(exc, "kwargs", None)
+        cause = getattr(facts.get("error") if isinstance(facts, dict) else exc, "os_error", None)
+        error.is_unreachable = None if cause is None else is_nobody_there(cause)
         return error
     return OriginUnavailable(message) if isinstance(exc, OSError) else OriginError(f"{message} ({name})")
+
+
+def is_nobody_there(error: BaseException) -> bool:
+    """Whether no host has the name, or nothing listens at the port; else a connection may do next time."""
+    is_unknown = isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME
+    return is_unknown or isinstance(error, ConnectionRefusedError)
 
 
 def status_of(exc: BaseException) -> int | None:

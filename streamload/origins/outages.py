@@ -57,7 +57,7 @@ class Outage(NamedTuple):
 
 
 _away: dict[str, Outage] = {}  # by the name of the endpoint
-_failing: dict[str, float] = {}  # by name: since when it has been said that it gives nothing
+_failing: dict[str, float] = {}  # by name: since when it has been said that it is unreachable
 _listeners: list[tuple[int, Callable[[], None]]] = []  # each with its process: a fork isn't it
 
 
@@ -108,15 +108,14 @@ class Endpoint:
         return _away.get(self._name)
 
     def fails(self, error: OriginError) -> None:
-        """Take note that one attempt after the other fails; said once while nothing has come from it."""
-        is_unreachable = getattr(error, "is_unreachable", False)
-        if self._name and self._name not in _failing and (is_unreachable or self._name not in _gave):
+        """Take note that one attempt after the other fails; said once where it can't even be connected to."""
+        if self._name and self._name not in _failing and getattr(error, "is_unreachable", None) is not None:
             _failing[self._name] = time.monotonic()
-            _logger.warning("%s gives nothing (%s): it is asked again", self._name, error)
+            _logger.warning("%s can't be reached (%s): it is tried again", self._name, error)
 
     def is_nowhere(self, error: OriginError) -> bool:
         """Whether it looks like a wrong address: nobody is there, and nothing has come from it for long."""
-        if self._name in _gave or not getattr(error, "is_unreachable", False):
+        if self._name in _gave or not getattr(error, "is_unreachable", None):
             return False
         return time.monotonic() - _failing.get(self._name, math.inf) >= _FIRST_CONTACT_SECONDS
 

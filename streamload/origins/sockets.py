@@ -33,14 +33,12 @@ from urllib3.util import parse_url
 
 from streamload.errors import OriginError, OriginStopped, OriginTimeout, OriginUnavailable
 from streamload.origins.addresses import refuse_address, refuse_behind_proxy
+from streamload.origins.failures import is_nobody_there
 from streamload.origins.protocol import OriginOptions, Session
 from streamload.urls import redact
 from streamload.urls.identity import DEFAULT_PORTS
 
 WAKE_SECONDS = 0.1
-
-
-_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
 class _Ours(threading.local):
@@ -290,7 +288,7 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
         error = OriginUnavailable(f"no address for the host {host!r}: {exc}")
-        error.is_unreachable = isinstance(exc, socket.gaierror) and exc.errno in _NO_SUCH_NAME
+        error.is_unreachable = is_nobody_there(exc)
         raise error from exc
     failure: Exception | None = None
     for family, kind, protocol, _, address in found:
@@ -311,7 +309,7 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
     if isinstance(failure, TimeoutError):
         raise OriginTimeout(f"no connection to {host}:{port} in {session.options.connect_seconds:g} s")
     error = OriginUnavailable(f"no connection to {host}:{port}: {failure}")
-    error.is_unreachable = isinstance(failure, ConnectionRefusedError)
+    error.is_unreachable = failure is not None and is_nobody_there(failure)
     raise error from failure
 
 

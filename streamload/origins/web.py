@@ -410,7 +410,7 @@ class HttpOrigin(Origin):
             if isinstance(inner, OriginError):
                 error = type(inner)(f"{self.url}: {inner}")
                 if isinstance(error, OriginUnavailable):
-                    error.is_unreachable = getattr(inner, "is_unreachable", False)
+                    error.is_unreachable = getattr(inner, "is_unreachable", None)
                 return error
         if isinstance(exc, Urllib3Timeout):
             return OriginTimeout(f"{self.url}: {what} for {self._session.options.stall_seconds:g} s")
