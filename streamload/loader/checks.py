@@ -129,14 +129,13 @@ class GivenUp:
     def __init__(self, most: float | None):
         self._most = most
         self._before = [0, 0]  # by the state that the run goes on from
+        self._now = [0, 0]
         self._judged = self._said = 0
-
-    def is_news(self, given_up: int) -> bool:
-        """Whether more shards were given up than at the last look."""
-        return given_up > self._judged
 
     def judge(self, given_up: int, whole: int, shards: int) -> None:
         """Compare the shards that were given up with those that came whole, and with all.
+
+        To be called with each batch that is taken, once one was given up.
 
         Args:
             given_up: different shards that this loader has given up.
@@ -146,10 +145,11 @@ class GivenUp:
         Raises:
             TooManyBadShards: more than the allowed share of all, or certainly more of those so far.
         """
-        self._judged = given_up
-        if given_up <= _FREE_SHARDS:
+        self._now = [given_up, given_up + whole]
+        before, self._judged = self._judged, given_up
+        if given_up == before or given_up <= _FREE_SHARDS:
             return
-        bad, seen = self.seen(given_up, whole)
+        bad, seen = self.seen()
         said = f"{bad:,} of {seen:,} shards so far were given up ({bad / seen:.0%}; there are {shards:,})"
         if bad > _LOUD_SHARE * seen and given_up >= 2 * self._said:
             self._said = given_up
@@ -162,10 +162,10 @@ class GivenUp:
                 f"says why each was; once they can be had, go on from the last state"
             )
 
-    def seen(self, given_up: int, whole: int) -> list[int]:
-        """What a state keeps: the shards that were given up, and those with the whole ones."""
-        return [self._before[0] + given_up, self._before[1] + given_up + whole]
+    def seen(self) -> list[int]:
+        """What a state keeps: the shards that were given up, and all so far; zeros before the first one."""
+        return [before + now for before, now in zip(self._before, self._now, strict=True)]
 
-    def recall(self, seen: Sequence[int], given_up: int, whole: int) -> None:
+    def recall(self, seen: Sequence[int]) -> None:
         """Go on counting from what a state kept, whatever has been counted here."""
-        self._before = [seen[0] - given_up, seen[1] - given_up - whole]
+        self._before = [kept - now for kept, now in zip(seen, self._now, strict=True)]

@@ -173,7 +173,7 @@ class Loader(DataLoaderInterface):
         return {
             **self._schedule.state(),
             BAD_SAMPLES: self._checks.seen(),
-            BAD_SHARDS: self._given_up.seen(*self._shards_counted()),
+            BAD_SHARDS: self._given_up.seen(),
         }
 
     def load_state_dict(
@@ -199,7 +199,7 @@ class Loader(DataLoaderInterface):
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
         self._checks.recall(counted_of(state, BAD_SAMPLES, 3))
-        self._given_up.recall(counted_of(state, BAD_SHARDS, 2), *self._shards_counted())
+        self._given_up.recall(counted_of(state, BAD_SHARDS, 2))
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Give sources other weights, at the first step that no worker of any rank can have begun.
@@ -322,13 +322,9 @@ class Loader(DataLoaderInterface):
         self._given_up = GivenUp(self.options.max_bad_shards)
 
     def _judge_shards(self) -> None:
-        if self._given_up.is_news(total(self._board.counters, "shards_given_up")):
-            self._given_up.judge(*self._shards_counted(), self._schedule.shards)
-
-    def _shards_counted(self) -> tuple[int, int]:
-        """Different shards that were given up, and that came whole."""
         counters = self._board.counters
-        return total(counters, "shards_given_up"), total(counters, "shards_complete")
+        if given_up := total(counters, "shards_given_up"):
+            self._given_up.judge(given_up, total(counters, "shards_complete"), self._schedule.shards)
 
     def _begin(self, began: float) -> Epoch:
         """Give the order before the first batch is asked for."""
