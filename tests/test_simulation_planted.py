@@ -8,7 +8,7 @@ import pytest
 from simulation.planted import BUGS
 from test_simulation_seeds import simulation
 
-SEEDS = "0:200"
+SEEDS = "0:300"
 """Those that the modules pass as they are; see test_simulation_seeds.py."""
 
 
