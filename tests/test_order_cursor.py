@@ -5,9 +5,12 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from order_oracle import Case, Given, drain, sequence
 
 from streamload.errors import OptionError
+from streamload.order import group
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
 from streamload.order.plan import OrderOptions
@@ -134,6 +137,58 @@ def test_a_mark_costs_a_window_and_little_more():
         assert len(cursor.done) < 40
     with pytest.raises(ValueError, match="are kept for the last 65536"):
         order.mark_at(order.position - 200_000)
+
+
+class Full:
+    """Shards of these sizes, all of them there."""
+
+    def __init__(self, sizes):
+        self._entries = [np.arange(size) for size in sizes]
+
+    def arrived(self, shard):
+        return self._entries[shard], True
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    window=st.sampled_from([0, 1, 300, 3_000, 20_000, 2**31 - 1]) | st.integers(0, 6_000),
+    lanes=st.sampled_from([1, 8]) | st.integers(1, 400),
+    batch=st.sampled_from([1, 7, 256]) | st.integers(1, 3_000),
+    sizes=st.lists(st.sampled_from([1, 30, 1_000, 4_000]) | st.integers(0, 2_000), min_size=1, max_size=9),
+    epoch=st.integers(0, 1),
+    seed=st.integers(0, 2**32),
+)
+def test_the_cursor_after_a_batch_is_known_when_the_batch_is(window, lanes, batch, sizes, epoch, seed):
+    """A worker follows the order until its batch is known, then asks for the cursor after it."""
+    options, arrivals, passes = OrderOptions(seed, 1, lanes, window), Full(sizes), 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_HISTORY", 0)
+        order = GroupOrder(options, len(sizes), 0, epoch, passes=passes)
+    steps = min(-(-passes * sum(sizes) // batch), 3_000)
+    kept, cursors, found = range(0, steps, max(1, steps // 4)), [], [np.empty((3, 0), np.int64)]
+    for step in range(steps):
+        while order.position < (step + 1) * batch and not order.finished:
+            found.append(np.stack(order.advance(arrivals)))
+        cursor = order.mark_at(min((step + 1) * batch, order.position))
+        cursors += [cursor] if step in kept else []
+    whole = np.concatenate(found, axis=1)
+    for cursor in cursors:
+        resumed = GroupOrder(options, len(sizes), 0, epoch, through_json(cursor), passes=passes)
+        rest = [np.empty((3, 0), np.int64)]
+        while not resumed.finished and resumed.position < cursor.position + 500:
+            rest.append(np.stack(resumed.advance(arrivals)))
+        given_out = np.concatenate(rest, axis=1)
+        assert np.array_equal(given_out, whole[:, cursor.position :][:, : given_out.shape[1]])
+
+
+@pytest.mark.parametrize("window", [150_000, 400_000, 1_000_000])
+def test_the_window_of_a_large_data_set_may_be_most_of_it(window):
+    order, step = GroupOrder(OrderOptions(1, 1, 8, window), 60, 0, 1, passes=2), 0
+    while not order.finished:
+        step += 1
+        while order.position < step * 4_096 and not order.finished:
+            order.advance(Full([10_000] * 60))
+        order.mark_at(min(step * 4_096, order.position))
 
 
 def test_a_position_that_was_not_given_out_has_no_mark_fails():

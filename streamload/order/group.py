@@ -91,7 +91,6 @@ class GroupOrder:
         epoch: which epoch; another one is another order of the same pieces.
         start: where to go on; None begins the epoch.
         passes: after how many passes it is finished; None goes on for ever.
-        history: for how many references back `mark_at` works.
         pieces: the group's, where they are known: to compute them takes time and memory in O(shard_count).
 
     Attributes:
@@ -107,16 +106,20 @@ class GroupOrder:
         epoch: int,
         start: Cursor | None = None,
         passes: int | None = None,
-        history: int = _HISTORY,
         pieces: Pieces | None = None,
     ) -> None:
         if passes is not None and passes < 1:
             raise OptionError(f"passes must be at least 1, or None for endless ones, not {passes}.")
         start = Cursor.at(0) if start is None else start
         self._options, self._group, self._epoch = options, group, epoch
-        self._passes, self._history = passes, history
+        self._passes = passes
         self._pieces = pieces_of(options, shard_count, group) if pieces is None else pieces
         self._most = max(_FIRST_PORTION, options.window // 8)
+        # A consumer calls `advance` until its batch is known, and then asks for the cursor after the batch:
+        # less than one call's references back. A call gives out at most what waits in the window (less than
+        # `window`) and what it takes from the lanes: fewer than `_most`, then one last portion of at most
+        # `_FIRST_PORTION` and the rest of a round.
+        self._history = max(_HISTORY, options.window + self._most + _FIRST_PORTION + options.lanes)
         # Mutable state, besides the pass under way (see `_begin`).
         self.position = start.position
         self.finished = False
@@ -156,7 +159,8 @@ class GroupOrder:
     def advance(self, arrivals: Arrivals) -> References:
         """Give out the next references that are certain; none only when something has to arrive first.
 
-        One call gives out some hundred at the start, later at most an eighth of the window: call again.
+        One call takes some hundred from the lanes at the start, later an eighth of the window: call again. At
+        the end of a pass it also gives out the whole window.
         """
         parts = [_unpack(0, self._lanes.order, np.empty(0, np.int64))]
         before, room = self.position, self._portion
@@ -184,7 +188,7 @@ class GroupOrder:
         return References(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def mark_at(self, position: int) -> Cursor:
-        """The cursor of a position that has been given out, as far back as `history` references.
+        """The cursor of a position that the last `advance` gave out, or of one up to 65,536 before the end.
 
         Raises:
             ValueError: the position has not been given out yet, or lies too far back.
