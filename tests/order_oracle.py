@@ -196,8 +196,10 @@ class Walk:
     coming: list[int] = field(default_factory=list)
 
 
-def walk(case: Case, group: int, pass_: int, known) -> Walk:
-    todo = pieces(case, group)
+def walk(case: Case, group: int, pass_: int, known, everything: bool = False) -> Walk:
+    todo = (
+        [(shard, set(own)) for shard, own in enumerate(case.entries)] if everything else pieces(case, group)
+    )
     staggered = len(todo) > case.lanes
     if case.shuffle:
         todo = shuffled(chained(case.seed, 3, case.epoch, group, pass_), todo)
@@ -249,14 +251,19 @@ def due(case: Case, group: int, pass_: int, number: int) -> int:
 def sequence(case: Case, group: int, passes: int, known=None):
     """What is certain as (pass, shard, sample); the last pass's walk; the shards waiting in its window."""
     known = case.everything if known is None else known
-    handed_out = []
+    handed_out, everything = [], False
     for pass_ in range(passes):
-        walked = walk(case, group, pass_, known)
+        walked = walk(case, group, pass_, known, everything)
         timed = sorted((due(case, group, pass_, n), n) for n in range(len(walked.references)))
         horizon = float("inf") if walked.blocked is None else len(walked.references) * 65536
         certain = [n for time, n in timed if time < horizon]
         handed_out += [(pass_, *walked.references[n]) for n in certain]
-        if walked.blocked is not None or not walked.references:
+        gave_nothing = not walked.references and walked.blocked is None
+        if gave_nothing and not everything and case.groups > 1:
+            everything = True
+            continue
+        everything = False
+        if walked.blocked is not None or gave_nothing:
             waiting = {walked.references[n][0] for time, n in timed if time >= horizon}
             return handed_out, walked, waiting
     return handed_out, walked, set()

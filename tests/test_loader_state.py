@@ -632,3 +632,42 @@ def test_a_state_of_an_earlier_version_is_not_taken_for_moved_shards(
         pytest.raises(streamload.StateMismatch, match="of an earlier version"),
     ):
         loader.load_state_dict(old, moved={was: str(paths[0].parent)})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_group_whose_shards_cannot_be_had_takes_part_in_those_of_the_others(
+    workers: int, paths: list[Path], tmp_path: Path
+) -> None:
+    """Eight groups, one shard of seven samples that is there; the global batch is smaller than the groups."""
+    urls: list[Any] = [
+        *write_shards(tmp_path / "data", [7], seed=1),
+        *(tmp_path / f"{n}.tar" for n in range(3)),
+    ]
+
+    def rank(number: int, cache: str, **options: Any) -> streamload.Loader:
+        layout = {"groups": 8, "rank": number, "world_size": 2, "batch_size": 3, "num_batches": 30}
+        return make(urls, tmp_path / cache, num_workers=workers, **layout, **options)
+
+    there = {key for key, _ in read_oracle(urls[0])}
+    whole, states = [], []
+    for number in range(2):
+        with rank(number, f"c{number}") as loader:
+            found = []
+            for batch in loader:
+                found.append(list(batch["__key__"]))
+                states += [loader.state_dict()] if len(found) == 17 else []
+            whole.append(found)
+    assert [[len(batch) for batch in found] for found in whole] == [[3] * 30] * 2
+    assert {key for found in whole for batch in found for key in batch} == there
+    for number in range(2):
+        with rank(number, f"d{number}") as loader:
+            loader.load_state_dict(states)
+            assert keys(loader) == whole[number][17:]
+
+
+def test_a_run_of_fixed_length_without_any_sample_says_so_at_once(tmp_path: Path) -> None:
+    with (
+        make([tmp_path / "0.tar", tmp_path / "1.tar"], tmp_path / "cache", num_batches=5) as loader,
+        pytest.raises(streamload.NoValidSamples, match=r"none of 2 shards could be read: .*0\.tar"),
+    ):
+        next(iter(loader))

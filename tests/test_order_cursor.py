@@ -74,6 +74,16 @@ def test_shards_of_which_nothing_is_left_are_not_needed_to_go_on(number):
         assert named <= live | empty
 
 
+def test_a_group_that_reads_the_shards_of_all_groups_is_resumed_there():
+    case = Case(seed=4, entries=[[], list(range(90)), []], groups=3, lanes=2, window=30)
+    (group,) = [g for g in range(3) if len(sequence(case, g, 1)[0]) < len(sequence(case, g, 2)[0]) == 90][:1]
+    order, arrivals = case.order(group, passes=4), Given(case.everything)
+    found = drain(order, arrivals)
+    for position in range(len(found) + 1):
+        resumed = case.order(group, through_json(order.mark_at(position)), passes=4)
+        assert drain(resumed, arrivals) == found[position:]
+
+
 class Watched(Given):
     """Arrivals that know what was asked for."""
 

@@ -155,6 +155,18 @@ def test_endless_passes_go_on():
     assert all(len({r[1:] for r in found[i : i + 3]}) == 3 for i in range(0, 3000, 3))
 
 
+@pytest.mark.parametrize("hints", [None, [0, 3, 0, 9]])
+def test_a_group_without_samples_takes_every_second_pass_from_all_groups(hints):
+    case = Case(seed=4, entries=[[], [0, 2], [], [5]], groups=7, lanes=2, window=3, hints=hints)
+    passes = []
+    for group in range(7):
+        expected = sequence(case, group, 6)[0]
+        assert drain(case.order(group, passes=6), Given(case.everything)) == expected
+        passes.append([sorted(r[1:] for r in expected if r[0] == pass_) for pass_ in range(6)])
+    assert [[], [(1, 0), (1, 2), (3, 5)]] * 3 in passes
+    assert sorted(sample for own in passes for sample in own[0]) == [(1, 0), (1, 2), (3, 5)]
+
+
 def test_endless_passes_over_no_samples_end():
     for entries in ([], [[], [], []]):
         case = Case(seed=3, entries=entries, groups=2, lanes=4, window=100)

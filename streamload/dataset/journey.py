@@ -159,8 +159,14 @@ class Reading:
 
         Raises:
             NoValidSamples: it had no sample.
-            DataError: in training it has too few for one step.
+            DataError: in training it has too few for one step, or passes don't follow each other any more.
         """
+        if self._recipe.train and not self._recipe.one_pass:
+            self._supply.complain_if_barren()
+            raise DataError(
+                "a whole pass over the shards gave no usable sample, so this epoch can't go on: see whether "
+                "they can still be read"
+            )
         if start.position:
             return  # the rest of an epoch may be nothing
         is_share = not self._recipe.train and self._recipe.sources[0].order.groups > 1

@@ -45,6 +45,10 @@ _POLL_SHARE = 0.02
 look costs is the processor's time, which those want who fill."""
 _SLOW_SECONDS = 30.0
 _BLOCKED_SECONDS = 5.0
+_WITHOUT_SAMPLES = (
+    "group %d of %d has no usable sample in its own shards: it reads those of all groups, so their samples "
+    "come more often. See which shards are missing, or give fewer groups (by default: as many as nodes)"
+)
 _NO_ROOM_SECONDS = 10.0
 _NO_ROOM_AGAIN_SECONDS = 1.0
 _ORIGINS_KEPT = 32
@@ -107,6 +111,7 @@ class Supply:
         self._row = worker + 1 if workers else 0  # of this process, on the board
         self._itineraries: dict[tuple[int, int], Itinerary] = {}
         self._idle: set[int] = set()  # the sources without a share
+        self._without_samples: set[tuple[int, int]] = set()  # groups and sources of which that was logged
         self._origins: dict[str, Origin] = {}  # of shards whose samples are read by range
         self._full_seconds = _NO_ROOM_SECONDS
         self._fills_ahead = False
@@ -140,6 +145,9 @@ class Supply:
         itinerary = self.itinerary(group, source)
         while not itinerary.reaches(position):
             if not itinerary.follow():
+                if itinerary.reads_everything and (group, source) not in self._without_samples:
+                    self._without_samples.add((group, source))
+                    logger.warning(_WITHOUT_SAMPLES, group, self._recipe.deal.groups)
                 self._pause(waiting, itinerary.blocked(), source)
         return itinerary.has(position)
 

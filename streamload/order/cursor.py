@@ -40,6 +40,7 @@ class Cursor(NamedTuple):
         lanes: a state at least a window before the position; None for the beginning of the pass.
         done: of the shards that lanes read from that state on, those of which nothing is left to give: place
             in the pass and number of samples. They needn't be there to go on.
+        everything: whether that pass is over the shards of all groups (see group.py).
     """
 
     position: int
@@ -47,6 +48,7 @@ class Cursor(NamedTuple):
     skip: int
     lanes: LaneState | None = None
     done: tuple[tuple[int, int], ...] = ()
+    everything: bool = False
 
     @classmethod
     def at(cls, position: int) -> Cursor:
@@ -65,6 +67,8 @@ class Cursor(NamedTuple):
             value["lanes"] = [state.given, state.round, state.slot, state.next, lanes]
         if self.done:
             value["done"] = [list(pair) for pair in self.done]
+        if self.everything:
+            value["everything"] = True
         return value
 
     @classmethod
@@ -85,7 +89,7 @@ class Cursor(NamedTuple):
             done = tuple((_whole(place), _whole(samples)) for place, samples in value.get("done", ()))
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise OptionError(f"Not a cursor: {value!r:.200}; pass what Cursor.to_json() returned.") from exc
-        return cls(position, pass_, skip, state, done)
+        return cls(position, pass_, skip, state, done, value.get("everything", False) is True)
 
 
 def _whole(number: Any, least: int = 0) -> int:

@@ -2,6 +2,9 @@
 
 Every worker that needs a group follows it with a `GroupOrder` of its own and gets the same sequence, whatever
 arrives when. It reads nothing but the numbers of usable entries, and deals nothing out (E is deal.py).
+
+A group whose own shards give nothing in a pass, being missing or fewer than the groups, takes the next pass
+from the shards of all groups: so every rank has batches as long as there is any sample.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class _Mark(NamedTuple):
     before: int
     pass_: int
     lanes: LaneState
+    everything: bool
 
 
 class _Given:
@@ -95,7 +99,8 @@ class GroupOrder:
 
     Attributes:
         position: how many references of the epoch have been given out, those before `start` included.
-        finished: whether all passes have been given out. A pass without any sample is the last one.
+        finished: whether all passes have been given out. Without any sample in any shard there are no more.
+        everything: whether the pass under way is over the shards of all groups.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class GroupOrder:
         start = Cursor.at(0) if start is None else start
         self._options, self._group, self._epoch = options, group, epoch
         self._passes = passes
+        self._shard_count = shard_count
         self._pieces = pieces_of(options, shard_count, group) if pieces is None else pieces
         self._most = max(_FIRST_PORTION, options.window // 8)
         # A consumer calls `advance` until its batch is known, and then asks for the cursor after the batch:
@@ -123,6 +129,7 @@ class GroupOrder:
         # Mutable state, besides the pass under way (see `_begin`).
         self.position = start.position
         self.finished = False
+        self.everything = start.everything
         self._skip = start.skip
         self._portion = _FIRST_PORTION
         self._marks: deque[_Mark] = deque()
@@ -135,13 +142,15 @@ class GroupOrder:
         self, pass_: int, state: LaneState | None = None, done: Mapping[int, int] | None = None
     ) -> None:
         """Set up the lanes and the window of a pass; what the window held before has been given out."""
-        options, shards = self._options, self._pieces.shards
-        order = pass_order(options, shards, self._group, self._epoch, pass_)
+        options, own = self._options, self._pieces
+        if self.everything:
+            own = Pieces(np.arange(self._shard_count), {})
+        order = pass_order(options, own.shards, self._group, self._epoch, pass_)
         due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
         ramp = self._epoch == 0 and pass_ == 0
         self._pass = pass_
         self._done = {} if done is None else done
-        self._lanes = Lanes(order, self._pieces.parts, options.lanes, state, self._done)
+        self._lanes = Lanes(order, own.parts, options.lanes, state, self._done)
         self._given[pass_] = _Given(self._lanes)
         self._window = Window(due_key, options.window, ramp, order.size)
         self._following: NDArray[np.int64] | None = None
@@ -197,7 +206,8 @@ class GroupOrder:
             for mark in reversed(self._marks):
                 if self._precedes(mark, position):
                     done = self._given[mark.pass_].done(mark.lanes, position)
-                    return Cursor(position, mark.pass_, position - mark.before, mark.lanes, done)
+                    skip = position - mark.before
+                    return Cursor(position, mark.pass_, skip, mark.lanes, done, mark.everything)
         raise ValueError(
             f"No cursor for position {position}: given out are those up to {self.position}, and cursors are "
             f"kept for the last {self._history} of them. Take it when the batch is handed out."
@@ -247,9 +257,13 @@ class GroupOrder:
         return pass_order(self._options, self._pieces.shards, self._group, self._epoch, pass_)
 
     def _next_pass(self) -> None:
-        if self._lanes.given == 0 or self._pass + 1 == self._passes:
+        gave_nothing = self._lanes.given == 0
+        if self._pass + 1 == self._passes or (
+            gave_nothing and (self.everything or self._options.groups == 1)
+        ):
             self.finished = True
             return
+        self.everything = gave_nothing
         self._before_pass += self._lanes.given
         self._begin(self._pass + 1)
         self._mark()
@@ -276,7 +290,7 @@ class GroupOrder:
         if not self._marks or before - self._marks[-1].before >= max(
             _FIRST_PORTION, self._options.window // 8
         ):
-            self._marks.append(_Mark(before, self._pass, self._lanes.state()))
+            self._marks.append(_Mark(before, self._pass, self._lanes.state(), self.everything))
         while len(self._marks) > 1 and self._precedes(self._marks[1], self.position - self._history):
             self._marks.popleft()
         for pass_ in [pass_ for pass_ in self._given if pass_ < self._marks[0].pass_]:

@@ -155,6 +155,11 @@ class Itinerary:
         """The pass under way, and the place in it of the next shard that will be opened."""
         return self._order.front
 
+    @property
+    def reads_everything(self) -> bool:
+        """Whether the group's own shards gave nothing, so that it reads those of all groups."""
+        return self._order.everything
+
     def tell_progress(self) -> None:
         """Tell the other users of the tier what is open and what comes next, if that has changed."""
         in_use = self.shards_in_use()
