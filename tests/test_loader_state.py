@@ -15,6 +15,7 @@ import torch.multiprocessing
 from drawn import augmented
 
 import streamload
+from streamload.loader import place
 from streamload.prefetch.warm import warm
 from streamload.testing.faults import Fault
 from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
@@ -229,7 +230,7 @@ def test_a_rank_knows_its_own_group_and_a_list_knows_all(paths: list[Path], tmp_
         alone.load_state_dict(states)
         assert keys(alone) == [[key for part in parts for key in part] for parts in steps[5:]]
         with pytest.raises(streamload.StateMismatch, match="not of one moment"):
-            alone.load_state_dict([states[0], {**states[1], "position": 10}])
+            alone.load_state_dict([states[0], checked({**states[1], "position": 10})])
 
 
 def gather(rank: int, paths: list[Path], place: Path) -> None:
@@ -362,7 +363,7 @@ def test_a_state_of_other_options_is_refused(
 
 
 def test_a_state_of_other_shards_is_refused(state: dict[str, Any], paths: list[Path], tmp_path: Path) -> None:
-    for other in (paths[:-1], paths[::-1], [*paths, paths[0]]):
+    for other in (paths[:-1], paths[::-1], [*paths[1:], paths[0]]):
         mismatch = pytest.raises(streamload.StateMismatch, match="another data set")
         with make(other, tmp_path / "cache") as loader, mismatch:
             loader.load_state_dict(state)
@@ -391,6 +392,11 @@ def without(state: dict[str, Any], *path: Any) -> dict[str, Any]:
     return whole
 
 
+def checked(state: dict[str, Any]) -> dict[str, Any]:
+    """An altered state as if it had been saved like that."""
+    return {**state, "checksum": place._checksum(state)}
+
+
 def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], tmp_path: Path) -> None:
     with make(paths, tmp_path / "cache") as loader:
         for wrong, match in (
@@ -399,13 +405,13 @@ def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], t
             ([], "an empty list"),
             ("state", "not a state"),
             ({"epoch": 1}, "not a state"),
-            ({**state, "streamload_state": 99}, "of format 99; this version of streamload reads 2"),
+            ({**state, "streamload_state": 99}, "of format 99; this version of streamload reads 2 and 3"),
             ({**state, "position": "7"}, "not a whole state"),
             ({**state, "position": -1}, "not a whole state"),
             ({**state, "changes": []}, "not a whole state"),
             ({**state, "changes": [[0, [5]]]}, "not a whole state"),
             ({**state, "at": {"0": {}}}, "not a whole state"),
-            (without(state, "at", "0"), "lacks groups"),
+            (checked(without(state, "at", "0")), "lacks groups"),
             (without(state, "at", "0", "sources", 0, "cursor", "skip"), "not a whole state"),
             (without(state, "seed"), "not a whole state"),
             (without(state, "sources"), "not a whole state"),
@@ -468,6 +474,25 @@ def test_a_shard_that_changed_under_the_state_is_an_error(tmp_path: Path) -> Non
         with make(url, tmp_path / "empty") as loader:
             loader.load_state_dict(state)
             with pytest.raises(streamload.DatasetChanged, match="than when the state was saved"):
+                keys(loader)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_shard_that_is_gone_at_a_resume_is_named_with_the_cause(is_local: bool, tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "data", [40] * 4, seed=1)
+    with ShardServer(tmp_path / "data") as server:
+        urls: Any = paths if is_local else f"{server.url}/{{00000..00003}}.tar"
+        with make(urls, tmp_path / "cache") as loader:
+            taken(loader, 3)
+            state = loader.state_dict()
+        shard = int(next(iter(state["at"]["0"]["sources"][0]["begun"])))
+        paths[shard].unlink()
+        with make(urls, tmp_path / "empty") as loader:
+            loader.load_state_dict(state)
+            cause = "no such file" if is_local else "404 Not Found"
+            with pytest.raises(
+                streamload.DatasetChanged, match=rf"{shard:05d}\.tar can't be read .*: .*{cause}"
+            ):
                 keys(loader)
 
 
@@ -624,7 +649,9 @@ def test_a_state_of_an_earlier_version_is_not_taken_for_moved_shards(
     paths: list[Path], halfway: tuple[str, Any, list[list[str]]], tmp_path: Path
 ) -> None:
     was, state, _ = halfway
-    old = copy.deepcopy(state)
+    newer = ("shards", "sizes", "opens_after", "checksum")
+    old = {name: copy.deepcopy(value) for name, value in state.items() if name not in newer}
+    old["streamload_state"] = 2
     for source in old["at"]["0"]["sources"]:
         source["begun"] = {shard: begun[:4] for shard, begun in source["begun"].items()}
     with (

@@ -49,7 +49,7 @@ class Begun(NamedTuple):
         """
         is_known = isinstance(value, list) and len(value) in (4, 6)
         if not is_known or not all(isinstance(part, int) for part in value):
-            raise OptionError(f"not a shard of a state: {value!r:.100}")
+            raise OptionError("not a shard of a state: four or six whole numbers")
         samples, ended, *others = value
         return cls(samples, bool(ended), *others)
 
@@ -87,6 +87,12 @@ class Recalled:
         if begun is None:
             return numbers, ended
         view = self._cache.view(self._first + shard)
+        if view.gave_up and len(numbers) < begun.samples and view.reader is not None:
+            raise DatasetChanged(
+                f"{view.shard.name} can't be read as far as when the state was saved ({len(numbers)} of "
+                f"{begun.samples} usable samples): {view.reader.cause}. The state's epoch needs the rest "
+                f"of it: bring it back, or load no state and begin the next epoch by set_epoch()"
+            )
         versions = _digests_of(view)
         if begun.version and versions and begun.version not in versions:
             raise DatasetChanged(f"{view.shard.name} is another version than when the state was saved")

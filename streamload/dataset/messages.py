@@ -121,9 +121,9 @@ class GroupState(NamedTuple):
                 for state in value["sources"]
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise OptionError(f"not the state of a group: {value!r:.200}") from exc
+            raise OptionError(f"not the state of a group: {type(exc).__name__}") from exc
         if len(owed) != len(sources) or sum(owed) != 0:
-            raise OptionError(f"not the state of a group: its sources are owed {list(owed)}")
+            raise OptionError("not the state of a group: what its sources are owed doesn't add up to 0")
         return cls(owed, sources)
 
 

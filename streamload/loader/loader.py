@@ -170,11 +170,7 @@ class Loader(DataLoaderInterface):
 
         JSON-able; nothing is read or communicated. On several nodes see `gather_state`.
         """
-        return {
-            **self._schedule.state(),
-            BAD_SAMPLES: self._checks.seen(),
-            BAD_SHARDS: self._given_up.seen(),
-        }
+        return self._schedule.state({BAD_SAMPLES: self._checks.seen(), BAD_SHARDS: self._given_up.seen()})
 
     def load_state_dict(
         self,
@@ -198,8 +194,9 @@ class Loader(DataLoaderInterface):
         """
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
-        self._checks.recall(counted_of(state, BAD_SAMPLES, 3))
-        self._given_up.recall(counted_of(state, BAD_SHARDS, 2))
+        counted = counted_of(state)
+        self._checks.recall(counted[BAD_SAMPLES])
+        self._given_up.recall(counted[BAD_SHARDS])
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Give sources other weights, at the first step that no worker of any rank can have begun.

@@ -47,7 +47,8 @@ def order_of(
         widths = (1, 0) if listed else (math.ceil(lanes * part), math.ceil(window * part))
         sources.append((source.name, *widths))
     choice = ("map_sample",) if options.map_sample is not None else (options.image_key, options.text_key)
-    return Order(digest, choice, options.train, options.seed, groups, tuple(sources))
+    shards = tuple(len(source.urls) for source in options.sources)
+    return Order(digest, choice, options.train, options.seed, groups, tuple(sources), shards)
 
 
 def orders_of(order: Order, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:
@@ -79,12 +80,26 @@ def deal_of(options: LoaderOptions, here: Topology, groups: int) -> Deal:
     return Deal(options.batch_size * here.world_size, groups, here.world_size)
 
 
-def data_digest(options: LoaderOptions, moved: Mapping[str, str] = MappingProxyType({})) -> str:
+def sizes_digest(sizes: Sequence[Sequence[int] | None]) -> str:
+    """A digest of what sizes.json says of the shards of each source."""
+    said = xxhash.xxh3_64()
+    for own in sizes:
+        said.update(b"unknown" if own is None else np.array(own, "<i8").tobytes())
+        said.update(b"|")
+    return said.hexdigest()
+
+
+def data_digest(
+    options: LoaderOptions,
+    moved: Mapping[str, str] = MappingProxyType({}),
+    counts: Sequence[int] | None = None,
+) -> str:
     """Which shards the sources have, however they were listed.
 
     Args:
         options: they name the shards.
         moved: where these were before → where they are now: the digest is the former one.
+        counts: of each source, how many of its shards are looked at; None: all.
 
     Raises:
         OptionError: none of them is where one was moved to.
@@ -92,10 +107,10 @@ def data_digest(options: LoaderOptions, moved: Mapping[str, str] = MappingProxyT
     storage = dict(options.storage_options) if options.storage_options else None
     said = xxhash.xxh3_128()
     is_met = not moved
-    for source in options.sources:
-        count = len(source.urls)
+    for place, source in enumerate(options.sources):
+        count = len(source.urls) if counts is None else counts[place]
         step = max(1, -(-count // SHARDS_NAMED))
-        named = [source.urls[place] for place in range(0, count, step)]
+        named = [source.urls[number] for number in range(0, count, step)]
         former = [urls.former_digest(url, moved, storage) if moved else None for url in named]
         is_met = is_met or any(former)
         names = [before or urls.digest(url, storage) for before, url in zip(former, named, strict=True)]

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import xxhash
+
 from streamload.dataset.messages import GroupState, changes_from
 from streamload.errors import OptionError, StateMismatch
+from streamload.order.group import most_skipped
 from streamload.order.mixture import UNIT, Change, in_effect
+from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
 
-FORMAT = 2
+FORMAT = 3
+_WITHOUT_CHECKSUM = 2
+"""The format before: without the number of shards, the digest of sizes and the checksum."""
 BAD_SAMPLES, BAD_SHARDS = "bad_samples", "bad_shards"
-"""What a rank has counted (seen() of its checks): of states of one moment, any rank's will do."""
+_COUNTED = {BAD_SAMPLES: 3, BAD_SHARDS: 2}
+"""What a rank has counted (seen() of its checks), as so many numbers; of one moment, any rank's will do."""
+_NOT_A_STATE = (
+    AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError
+)  # fmt: skip
+"""What reading a value raises that isn't of the types and sizes that a state has."""
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,13 @@ class Place:
                 sources.append(source._replace(begun=known))
             groups[number] = group._replace(sources=tuple(sources))
         return replace(self, groups=groups)
+
+    def anew(self) -> Place:
+        """The beginning of the same epoch in a sequence of its own."""
+        changes = tuple(
+            change._replace(position=max(0, change.position - self.position)) for change in self.changes
+        )
+        return Place(self.epoch, self.epoch, 0, 0, {}, changes, self.weights)
 
 
 class Weights(NamedTuple):
@@ -163,6 +184,9 @@ class Order:
         seed: of the run.
         groups: how many sequences the samples are dealt into.
         sources: of each source its name, its lanes and its window.
+        shards: how many shards each source has; empty in states of format 2.
+        sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
+            where it isn't known.
     """
 
     data: str
@@ -171,13 +195,17 @@ class Order:
     seed: int
     groups: int
     sources: tuple[tuple[str, int, int], ...]
+    shards: tuple[int, ...] = ()
+    sizes: str | None = None
 
 
-def to_state(order: Order, place: Place) -> dict[str, Any]:
+def to_state(order: Order, place: Place, counted: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """A state: JSON-able, of a size that doesn't depend on that of the data set."""
-    return {
+    state = {
         "streamload_state": FORMAT,
         "data": order.data,
+        "shards": list(order.shards),
+        "sizes": order.sizes,
         "choice": list(order.choice),
         "train": order.train,
         "seed": order.seed,
@@ -190,83 +218,133 @@ def to_state(order: Order, place: Place) -> dict[str, Any]:
         "changes": [[change.position, list(change.shares)] for change in place.changes],
         "weights": list(place.weights),
         "at": {str(number): group.to_json() for number, group in sorted(place.groups.items())},
+        **{name: list(numbers) for name, numbers in counted.items()},
     }
+    return {**state, "checksum": _checksum(state)}
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    """Of all of a state, whatever JSON or YAML it went through. It finds damage; it isn't a signature."""
+    rest = {name: value for name, value in state.items() if name != "checksum"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def from_state(state: Any) -> tuple[Order, Place]:
     """The order and place that a state, or a list of states of one moment, tells of.
 
     Raises:
-        StateMismatch: it is no state of a loader, or of another format; or they are of different moments.
+        StateMismatch: it is no state of a loader, of another format, or altered; or they are of different
+            moments.
     """
     states = list(state) if isinstance(state, Sequence) and not isinstance(state, str) else [state]
     if not states:
         raise StateMismatch("an empty list of states: give what state_dict() of each rank returned")
-    for one in states:
-        if not isinstance(one, Mapping) or "streamload_state" not in one:
-            raise StateMismatch(f"not a state of a loader: {one!r:.200}")
-        if one["streamload_state"] != FORMAT:
-            raise StateMismatch(
-                f"a state of format {one['streamload_state']}; this version of streamload reads {FORMAT}"
-            )
+    try:
+        for one in states:
+            _check_whole(one)
+        merged = _merged(states)
+        counted_of(merged)
+        order = _order(merged)
+        return order, _place(merged, order)
+    except StateMismatch:
+        raise
+    except _NOT_A_STATE as exc:
+        raise StateMismatch(f"not a whole state of a loader: {type(exc).__name__}: {exc!s:.200}") from None
+
+
+def _check_whole(state: Any) -> None:
+    """Refuse what isn't a state of a format that is known, as it was saved."""
+    if not isinstance(state, Mapping) or "streamload_state" not in state:
+        raise StateMismatch(f"not a state of a loader, but a {type(state).__name__}")
+    form = state["streamload_state"]
+    if form not in (FORMAT, _WITHOUT_CHECKSUM):
+        said = form if isinstance(form, int) and abs(form) < _MOST else f"of type {type(form).__name__}"
+        raise StateMismatch(
+            f"a state of format {said}; this version of streamload reads {_WITHOUT_CHECKSUM} and {FORMAT}"
+        )
+    has_checksum = form == FORMAT or "checksum" in state
+    if has_checksum and state.get("checksum") != _checksum(state):
+        raise StateMismatch(
+            "not a whole state of a loader: it was altered, or damaged, after it was saved (its checksum is "
+            "of other content). Give what state_dict() returned; other options go to make_loader"
+        )
+
+
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of those of several ranks."""
     merged = {**states[0], "at": {}}
     for one in states:
-        own = ("at", BAD_SAMPLES, BAD_SHARDS)
-        other = sorted(name for name in merged if name not in own and one.get(name) != merged[name])
-        if other:
+        compared = merged.keys() - {"at", "checksum", *_COUNTED}
+        if other := sorted(name for name in compared if one.get(name) != merged[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
             )
         merged["at"] = {**one["at"], **merged["at"]}
-    try:
-        return _order(merged), _place(merged)
-    except (KeyError, TypeError, ValueError) as exc:
-        raise StateMismatch(f"not a whole state of a loader: {exc!r:.200}") from exc
+    return merged
 
 
-def counted_of(state: Any, name: str, count: int) -> list[int]:
-    """What was counted before a state, or a list of states of one moment: so many numbers, else zeros.
+def counted_of(state: Any) -> dict[str, list[int]]:
+    """What was counted before a state, or a list of states of one moment; zeros where it says nothing.
 
     Raises:
         StateMismatch: it is something else.
     """
     one = state if isinstance(state, Mapping) else state[0]
     try:
-        counted = [_whole(number) for number in one.get(name, [0] * count)]
-        if len(counted) != count:
-            raise OptionError(f"{len(counted)} numbers as {name}, not {count}")
+        found = {
+            name: [_whole(number) for number in one.get(name, [0] * count)]
+            for name, count in _COUNTED.items()
+        }
     except (TypeError, ValueError) as exc:
         raise StateMismatch(f"not a whole state of a loader: {exc!r:.200}") from exc
-    return counted
+    for name, count in _COUNTED.items():
+        if len(found[name]) != count:
+            raise StateMismatch(f"not a whole state of a loader: {len(found[name])} numbers as {name}")
+    return found
 
 
 def _order(state: Mapping[str, Any]) -> Order:
-    sources = tuple((str(name), _whole(lanes, 1), _whole(window)) for name, lanes, window in state["sources"])
-    choice = tuple(str(part) for part in state["choice"])
-    groups = _whole(state["groups"], 1)
-    return Order(str(state["data"]), choice, bool(state["train"]), int(state["seed"]), groups, sources)
+    sources = tuple(
+        (str(name), _whole(lanes, 1, WIDEST_LANES), _whole(window, 0, WIDEST_WINDOW))
+        for name, lanes, window in state["sources"]
+    )
+    sizes = state.get("sizes")
+    return Order(
+        str(state["data"]),
+        tuple(str(part) for part in state["choice"]),
+        bool(state["train"]),
+        int(state["seed"]),
+        _whole(state["groups"], 1),
+        sources,
+        tuple(_whole(count) for count in state.get("shards", ())),
+        None if sizes is None else str(sizes),
+    )
 
 
-def _place(state: Mapping[str, Any]) -> Place:
+def _place(state: Mapping[str, Any], order: Order) -> Place:
     changes = tuple(changes_from(state["changes"]))
-    sources = len(state["sources"])
-    if not changes or any(len(change.shares) != sources or sum(change.shares) != UNIT for change in changes):
-        raise OptionError(f"shares of {sources} sources that don't add up: {changes}")
+    sources = len(order.sources)
+    for position, shares in changes:
+        _whole(position)
+        if len(shares) != sources or sum(_whole(share) for share in shares) != UNIT:
+            raise OptionError(f"shares of {sources} sources that don't add up")
     weights = tuple(float(weight) for weight in state["weights"])
-    if len(weights) != sources:
-        raise OptionError(f"weights of {len(weights)} sources, not of {sources}")
+    if not changes or len(weights) != sources or not all(0 <= weight < math.inf for weight in weights):
+        raise OptionError(f"not the weights and shares of {sources} sources")
     groups = {int(number): GroupState.from_json(group) for number, group in state["at"].items()}
-    if any(len(group.sources) != sources for group in groups.values()):
-        raise OptionError(f"a group that isn't of {sources} sources")
+    for group in groups.values():
+        for (_, lanes, window), own in zip(order.sources, group.sources, strict=True):
+            if own.cursor.skip > min(own.cursor.position, most_skipped(lanes, window)):
+                raise OptionError(f"a cursor that skips {own.cursor.skip} samples")
     epoch, sequence, began, position = (
         _whole(state[name]) for name in ("epoch", "sequence", "began", "position")
     )
     return Place(epoch, sequence, began, position, groups, changes, weights)
 
 
-def _whole(number: Any, least: int = 0) -> int:
-    if type(number) is not int or number < least:
-        raise OptionError(f"{number!r} is not a whole number from {least}")
+def _whole(number: Any, least: int = 0, most: int = _MOST) -> int:
+    if type(number) is not int or not least <= number <= most:
+        raise OptionError(f"a {type(number).__name__} that is not a whole number from {least} to {most}")
     return number
 
 
@@ -294,6 +372,12 @@ def check_fits(saved: Order, ours: Order, place: Place, needed: set[int]) -> Non
         raise StateMismatch(
             "the state is of another data set: the URLs of its shards are others, or in another order. If "
             "the same shards are in another place now, say moved={old: new}, what their URLs begin with"
+        )
+    if place.position and None not in (saved.sizes, ours.sizes) and saved.sizes != ours.sizes:
+        raise StateMismatch(
+            f"sizes.json beside the shards was changed, added or removed since the state was saved: by its "
+            f"counts the {saved.groups} groups would be cut differently in the middle of a pass. Put it back "
+            f"as it was, or load a state of an epoch's beginning"
         )
     if place.position and (missing := sorted(needed - place.groups.keys())):
         raise StateMismatch(

@@ -6,19 +6,23 @@ between, and the number of samples may have to be read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamload.errors import OptionError, StateMismatch
+from streamload.errors import OptionError, OrderDiverged, StateMismatch
 from streamload.loader.options import LoaderOptions
-from streamload.loader.orders import data_digest, deal_of, order_of, orders_of
+from streamload.loader.orders import data_digest, deal_of, order_of, orders_of, sizes_digest
 from streamload.loader.place import Course, Order, Place, Weights, check_fits, from_state, to_state
 from streamload.loader.sizes import listed_sizes
+from streamload.loader.together import can_compare, first_told
 from streamload.order.deal import Deal
 from streamload.order.mixture import shares_of
 from streamload.order.plan import OrderOptions
 from streamload.topology import Topology, read_topology
+
+logger = logging.getLogger("streamload")
 
 
 class Schedule:
@@ -37,6 +41,7 @@ class Schedule:
         self._settled: tuple[Topology, Order] | None = None
         self._saved: Order | None = None
         self._digest: str | None = None
+        self._cut_by: str | None = None  # a digest of the sizes by which the groups are cut
         self._sizes: list[list[int] | None] | None = None
 
     @property
@@ -94,9 +99,16 @@ class Schedule:
         return self.settle() if self._settled is None else self._settled[1]
 
     def orders(self) -> list[OrderOptions]:
-        """Of each source's own sequence."""
+        """Of each source's own sequence.
+
+        Raises:
+            OrderDiverged: another rank found another sizes.json.
+        """
         order = self.order
-        return orders_of(order, self._listed() if order.groups > 1 else [None] * len(order.sources))
+        sizes: list[list[int] | None] = self._listed() if order.groups > 1 else [None] * len(order.sources)
+        self._compare(order)
+        self._cut_by = sizes_digest(sizes) if order.groups > 1 else ""
+        return orders_of(order, sizes)
 
     def deal(self) -> Deal:
         """How steps are dealt to ranks."""
@@ -128,9 +140,9 @@ class Schedule:
         own = len(deal.groups_of(self.here.rank if self._options.train else 0))
         return -(-len(self._options.urls) * own // groups)
 
-    def state(self) -> dict[str, Any]:
-        """Where this rank is."""
-        return to_state(self.order, self.course.now())
+    def state(self, counted: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Where this rank is, with what it has counted."""
+        return to_state(replace(self.order, sizes=self._cut_by), self.course.now(), counted)
 
     def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], moved: Mapping[str, str]) -> None:
         """Go on from a state.
@@ -146,14 +158,19 @@ class Schedule:
         here, ours = self.here, self.settle()
         if moved:
             ours, place = replace(ours, data=data_digest(self._options, moved)), place.moved()
+        if saved.data != ours.data and self._is_extended(saved, moved):
+            saved, place = replace(saved, data=ours.data, shards=ours.shards), self._with_more(saved, place)
         if place.position:
             ours = replace(ours, groups=saved.groups)
+            if saved.groups > 1 and saved.sizes is not None:
+                ours = replace(ours, sizes=sizes_digest(self._listed(saved.groups)))
         first, rank = (0, here.rank) if ours.train else (here.rank, 0)
         deal = deal_of(self._options, self.here, ours.groups)
         needed = {first + group for group in deal.groups_of(rank)}
         check_fits(saved, ours, place, needed)
         self._refuse_other_options(saved, place)
         self._saved = saved if place.position else replace(saved, groups=ours.groups)
+        self._cut_by = saved.sizes if place.position else None
         self._settled = None
         self.course.load(place)
 
@@ -182,11 +199,61 @@ class Schedule:
         options, saved = self._options, self._saved
         if self._digest is None:
             self._digest = data_digest(options)
-        groups = (options.groups or here.nodes) if options.train else here.world_size
-        if saved is not None:
-            groups = saved.groups
-        order = order_of(options, here, groups, shares, self._digest)
+        order = order_of(options, here, self._groups(), shares, self._digest)
         return order if saved is None else replace(order, sources=saved.sources)
+
+    def _groups(self) -> int:
+        """How many sequences there are."""
+        if self._saved is not None:
+            return self._saved.groups
+        here = self.here
+        return (self._options.groups or here.nodes) if self._options.train else here.world_size
+
+    def _is_extended(self, saved: Order, moved: Mapping[str, str]) -> bool:
+        """Whether the sources are those of a state, where they were moved to, with more shards."""
+        counts = [len(source.urls) for source in self._options.sources]
+        return (
+            len(saved.shards) == len(counts)
+            and all(before <= now for before, now in zip(saved.shards, counts, strict=True))
+            and data_digest(self._options, moved, saved.shards) == saved.data
+        )
+
+    def _with_more(self, saved: Order, place: Place) -> Place:
+        """Where to go on over more shards than a state has.
+
+        Raises:
+            StateMismatch: in the middle of an epoch, which is over the shards that it began with.
+        """
+        now = sum(len(source.urls) for source in self._options.sources)
+        said = f"{now - sum(saved.shards)} shards were appended to the {sum(saved.shards)} of the state"
+        if place.position != place.began:
+            raise StateMismatch(
+                f"{said}, which is of the middle of epoch {place.epoch}: an epoch is over the shards that it "
+                f"began with. Finish it with these and go on from the state after its end; or load no state "
+                f"and call set_epoch({place.epoch + 1}), which leaves out the rest of the epoch"
+            )
+        logger.info("%s: epoch %d begins a new pass, over all of them", said, place.epoch)
+        return place.anew()
+
+    def _compare(self, order: Order) -> None:
+        """See that all ranks found the same sizes.json, where the order follows from it.
+
+        Raises:
+            OrderDiverged: the first rank to look, by its own word, found another.
+        """
+        if order.groups == 1 and all(source.per == "source" for source in self._options.sources):
+            return
+        here, sizes = self.here, self._listed()
+        counts = ", ".join(
+            "none" if own is None else f"{len(own)} shards, {sum(own):,} samples" for own in sizes
+        )
+        own = f"rank {here.rank} found {counts} ({sizes_digest(sizes)})"
+        first = first_told(f"sizes {order.data} {order.seed} {order.train}", own, here.world_size)
+        if first.rpartition(" found ")[2] != own.rpartition(" found ")[2]:
+            raise OrderDiverged(
+                f"the ranks found different sizes.json files, by which samples are divided among them: "
+                f"{first}, {own}. All nodes have to see the same file, or none"
+            )
 
     def _refuse_other_options(self, saved: Order, place: Place) -> None:
         """Lanes, window and groups are the state's; whoever asks for others means another run.
@@ -219,9 +286,14 @@ class Schedule:
         sizes = self._listed()
         return None if None in sizes else sum(sum(own or ()) for own in sizes)
 
-    def _listed(self) -> list[list[int] | None]:
-        """Of each source the samples of each shard by sizes.json, read once."""
+    def _listed(self, groups: int | None = None) -> list[list[int] | None]:
+        """Of each source the samples of each shard by sizes.json, read once.
+
+        With more than one group no node may miss a file: what isn't a clear answer is an error, unless the
+        ranks compare what they found.
+        """
         if self._sizes is None:
+            strict = (groups or self._groups()) > 1 and not can_compare(self.here.world_size)
             storage = dict(self._options.storage_options or {}) or None
-            self._sizes = [listed_sizes(source.urls, storage) for source in self._options.sources]
+            self._sizes = [listed_sizes(source.urls, storage, strict) for source in self._options.sources]
         return self._sizes

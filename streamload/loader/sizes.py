@@ -8,21 +8,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamload import urls
-from streamload.errors import OriginDenied, OriginNotFound
+from streamload.errors import DataError, OriginDenied, OriginNotFound
 from streamload.origins.origin import open_origin
 
 logger = logging.getLogger("streamload")
 
 _LIMIT_BYTES = 64 << 20
+_LIMIT_SAMPLES = 1 << 40
+_STRICT = (
+    ". By sizes.json the samples are divided among nodes, so none may miss it: let it be read, or answered "
+    "with 404, or initialise torch.distributed before, by which the ranks compare what they found"
+)
 
 
-def listed_sizes(shards: Sequence[str], storage_options: dict[str, Any] | None) -> list[int] | None:
+def listed_sizes(
+    shards: Sequence[str], storage_options: dict[str, Any] | None, strict: bool = False
+) -> list[int] | None:
     """The number of samples in each shard; None if a shard isn't listed, or can't be (a pipe).
 
     A sizes.json is `{shard's base name: samples}`, in the folder of the shards, as OpenCLIP reads it.
 
+    Args:
+        shards: their URLs.
+        storage_options: for their origins.
+        strict: only a missing file counts as no sizes.json; else one that can't be read does, too.
+
     Raises:
         OriginError: a sizes.json can't be read for another reason than that there is none.
+        DataError: strict, and it isn't JSON.
     """
     known: dict[str, dict[str, Any]] = {}
     sizes = []
@@ -31,18 +44,12 @@ def listed_sizes(shards: Sequence[str], storage_options: dict[str, Any] | None) 
             return None
         beside = _beside(shard)
         if beside not in known:
-            known[beside] = _read(beside, storage_options)
+            known[beside] = _read(beside, storage_options, strict)
         samples = known[beside].get(urls.basename(shard))
-        if not isinstance(samples, int):
+        if type(samples) is not int or not 0 <= samples < _LIMIT_SAMPLES:
             return None
         sizes.append(samples)
     return sizes
-
-
-def listed_samples(shards: Sequence[str], storage_options: dict[str, Any] | None) -> int | None:
-    """The number of samples in all shards, by the same files; None where one isn't known."""
-    sizes = listed_sizes(shards, storage_options)
-    return None if sizes is None else sum(sizes)
 
 
 def _beside(shard: str) -> str:
@@ -52,17 +59,27 @@ def _beside(shard: str) -> str:
     return f"{shard.partition('?')[0].rpartition('/')[0]}/sizes.json"
 
 
-def _read(url: str, storage_options: dict[str, Any] | None) -> dict[str, Any]:
+def _read(url: str, storage_options: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
     """The content of a sizes.json; empty if there is none, or if it is no such thing."""
     try:
         text = urls.local_path(url).read_bytes() if urls.is_local(url) else _fetch(url, storage_options)
         sizes = json.loads(text)
-    except (FileNotFoundError, OriginNotFound, OriginDenied):
+        if not isinstance(sizes, dict):
+            raise ValueError(f"a {type(sizes).__name__}")  # noqa: TRY004
+    except (FileNotFoundError, OriginNotFound):
         return {}
-    except ValueError as exc:
-        logger.warning("%s is not JSON (%s): the number of samples stays unknown", urls.redact(url), exc)
+    except OriginDenied as exc:
+        # A store may refuse to say that an object is missing.
+        if strict:
+            raise OriginDenied(f"{exc}{_STRICT}") from exc
         return {}
-    return sizes if isinstance(sizes, dict) else {}
+    except (ValueError, RecursionError) as exc:
+        said = f"{urls.redact(url)} is not a JSON object ({exc})"
+        if strict:
+            raise DataError(f"{said}{_STRICT}") from exc
+        logger.warning("%s: the number of samples stays unknown", said)
+        return {}
+    return sizes
 
 
 def _fetch(url: str, storage_options: dict[str, Any] | None) -> bytes:

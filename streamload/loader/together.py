@@ -1,9 +1,10 @@
 """What the ranks of a run settle among each other, where torch.distributed joins them.
 
-`gathered` and `gather_state` are collectives: all ranks have to call. A rank that sits in a collective of the
-training's own can't be asked by one. `Ranks` goes through the store of torch.distributed instead: a rank
-whose data doesn't come writes down for what it waits, and one that has failed, why; a thread of each looks
-there while its training stands still.
+`gathered` and `gather_state` are collectives: all ranks have to call. The others go through the store of
+torch.distributed, for which nobody has to wait. By `first_told` ranks compare what they found. `Ranks` is for
+a rank that sits in a collective of the training's own, which can't be asked by one: a rank whose data doesn't
+come writes down for what it waits, and one that has failed, why; a thread of each looks there while its
+training stands still.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +22,7 @@ import torch.distributed
 
 from streamload.errors import OrderDiverged, RankFailed
 from streamload.handoff import Board
-from streamload.loader.place import BAD_SAMPLES, BAD_SHARDS, counted_of, from_state, to_state
+from streamload.loader.place import counted_of, from_state, to_state
 
 if TYPE_CHECKING:
     from streamload.loader.loader import Loader
@@ -35,6 +37,8 @@ _WAIT_SECONDS = 30.0
 _AWAY_SECONDS = 5.0
 """A rank tells that it waits for data after so long; after the other where a server is known to be away."""
 _KEY = "streamload/told"
+_compared: Counter[str] = Counter()
+"""How often this process has compared a value of each name."""
 
 
 def gathered(value: T, world_size: int) -> list[T]:
@@ -66,8 +70,25 @@ def gather_state(loader: Loader) -> dict[str, Any]:
             f"the ranks are not behind the same batch: by rank, {positions[:16]} samples are taken. Call "
             f"gather_state() on all of them after the same step"
         )
-    counted = {name: counted_of(states, name, count) for name, count in ((BAD_SAMPLES, 3), (BAD_SHARDS, 2))}
-    return {**to_state(*from_state(states)), **counted}
+    return to_state(*from_state(states), counted_of(states))
+
+
+def first_told(name: str, value: str, world_size: int) -> str:
+    """The value that the first rank told under a name; this rank's if it is the first, or none can compare.
+
+    Nobody is waited for: a rank may call it alone, and only those that have called it are compared.
+    """
+    store = _store_of(world_size)
+    if store is None:
+        return value
+    _compared[name] += 1
+    told: bytes = store.compare_set(f"streamload/{name}/{_compared[name]}", "", value)
+    return told.decode()
+
+
+def can_compare(world_size: int) -> bool:
+    """Whether `first_told` compares the ranks of a run."""
+    return _store_of(world_size) is not None
 
 
 class Ranks:
@@ -234,15 +255,21 @@ _ranks: Ranks | None = None
 def ranks_of(world_size: int) -> Ranks | None:
     """The ranks of a run; None where nothing joins them."""
     global _ranks
-    if not _are_joined(world_size):
+    store = _store_of(world_size)
+    if store is None:
         return None
-    find: Callable[[], Any] | None = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
-    if find is None:  # it isn't public; without it ranks are told nothing
-        return None
-    store = find()
     if _ranks is None or _ranks._store is not store:
         _ranks = Ranks(store, torch.distributed.get_rank(), world_size)
     return _ranks
+
+
+def _store_of(world_size: int) -> Any:
+    """The store of torch.distributed; None where it joins no ranks of the run."""
+    if not _are_joined(world_size):
+        return None
+    # It isn't public; without it ranks are told nothing.
+    find: Callable[[], Any] | None = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()
 
 
 def _are_joined(world_size: int) -> bool:

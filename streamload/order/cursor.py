@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 from streamload.errors import OptionError
 
+_MOST = 1 << 62
+_MOST_OF_A_PASS = 1 << 40
+"""So that the arithmetic of lanes.py stays within 64 bits."""
+
 
 class LaneState(NamedTuple):
     """The lanes of a group between two of their turns.
@@ -83,16 +87,20 @@ class Cursor(NamedTuple):
             state = None
             if value.get("lanes") is not None:
                 *head, lanes = value["lanes"]
-                given, round_, slot, next_ = (_whole(number) for number in head)
-                triples = tuple((_whole(o, -1), _whole(t), _whole(s)) for o, t, s in lanes)
+                given, round_, slot, next_ = (_whole(number, most=_MOST_OF_A_PASS) for number in head)
+                triples = tuple(
+                    (_whole(o, -1, next_ - 1), _whole(t, most=given), _whole(s)) for o, t, s in lanes
+                )
                 state = LaneState(given, round_, slot, next_, triples)
             done = tuple((_whole(place), _whole(samples)) for place, samples in value.get("done", ()))
+            if sum(samples for _, samples in done) > position:
+                raise ValueError("more samples of shards that are done with than there were")
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise OptionError(f"Not a cursor: {value!r:.200}; pass what Cursor.to_json() returned.") from exc
+            raise OptionError("Not a cursor: pass what Cursor.to_json() returned.") from exc
         return cls(position, pass_, skip, state, done, value.get("everything", False) is True)
 
 
-def _whole(number: Any, least: int = 0) -> int:
-    if type(number) is not int or number < least:
-        raise ValueError(f"{number!r} is not a whole number from {least}")
+def _whole(number: Any, least: int = 0, most: int = _MOST) -> int:
+    if type(number) is not int or not least <= number <= most:
+        raise ValueError(f"not a whole number from {least} to {most}")
     return number

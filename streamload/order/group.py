@@ -28,6 +28,22 @@ _FIRST_PORTION = 256
 _HISTORY = 65_536
 
 
+def most_skipped(lanes: int, window: int) -> int:
+    """No cursor of `mark_at` skips more references than this."""
+    # Marks are a portion and a last portion apart at most, and the one that is taken lies a window back.
+    return window + 2 * _most_taken(lanes, window)
+
+
+def _most_taken(lanes: int, window: int) -> int:
+    """How many references one `advance` takes from the lanes, at most."""
+    # Fewer than a portion, then one last portion of at most `_FIRST_PORTION` and the rest of a round.
+    return _portion_of(window) + _FIRST_PORTION + lanes
+
+
+def _portion_of(window: int) -> int:
+    return max(_FIRST_PORTION, window // 8)
+
+
 class References(NamedTuple):
     """Samples in the order of training: three int64 arrays of one length."""
 
@@ -120,12 +136,11 @@ class GroupOrder:
         self._passes = passes
         self._shard_count = shard_count
         self._pieces = pieces_of(options, shard_count, group) if pieces is None else pieces
-        self._most = max(_FIRST_PORTION, options.window // 8)
+        self._most = _portion_of(options.window)
         # A consumer calls `advance` until its batch is known, and then asks for the cursor after the batch:
         # less than one call's references back. A call gives out at most what waits in the window (less than
-        # `window`) and what it takes from the lanes: fewer than `_most`, then one last portion of at most
-        # `_FIRST_PORTION` and the rest of a round.
-        self._history = max(_HISTORY, options.window + self._most + _FIRST_PORTION + options.lanes)
+        # `window`) and what it takes from the lanes.
+        self._history = max(_HISTORY, options.window + _most_taken(options.lanes, options.window))
         # Mutable state, besides the pass under way (see `_begin`).
         self.position = start.position
         self.finished = False
@@ -287,9 +302,7 @@ class GroupOrder:
     def _mark(self) -> None:
         """Keep the state of the lanes now and then, and forget what is too old to be asked for."""
         before = self._before_pass + self._lanes.given
-        if not self._marks or before - self._marks[-1].before >= max(
-            _FIRST_PORTION, self._options.window // 8
-        ):
+        if not self._marks or before - self._marks[-1].before >= self._most:
             self._marks.append(_Mark(before, self._pass, self._lanes.state(), self.everything))
         while len(self._marks) > 1 and self._precedes(self._marks[1], self.position - self._history):
             self._marks.popleft()

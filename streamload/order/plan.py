@@ -18,7 +18,8 @@ from streamload.order.keys import PASS_ORDER, PIECES, key, permutation, permutat
 
 _GOLDEN = 0.6180339887498949
 _WIDEST_HINT_BITS = 31
-_WIDEST_WINDOW = 2**31 - 1
+WIDEST_WINDOW = 2**31 - 1
+WIDEST_LANES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class OrderOptions:
     def __post_init__(self) -> None:
         if self.groups < 1:
             raise OptionError(f"groups must be at least 1, not {self.groups}.")
-        if self.lanes < 1:
-            raise OptionError(f"lanes must be at least 1, not {self.lanes}.")
-        if not 0 <= self.window <= _WIDEST_WINDOW:
-            raise OptionError(f"window must be from 0 to {_WIDEST_WINDOW}, not {self.window}.")
+        if not 1 <= self.lanes <= WIDEST_LANES:
+            raise OptionError(f"lanes must be from 1 to {WIDEST_LANES}, not {self.lanes}.")
+        if not 0 <= self.window <= WIDEST_WINDOW:
+            raise OptionError(f"window must be from 0 to {WIDEST_WINDOW}, not {self.window}.")
         if self.hints is None:
             return
         if self.hints.ndim != 1 or self.hints.dtype.kind not in "iu":
