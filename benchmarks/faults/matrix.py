@@ -21,6 +21,7 @@ from benchmarks.faults import (
     images,
     killed,
     nodes,
+    ordering,
     origin,
     peer,
     pipe,
@@ -62,6 +63,7 @@ ROWS: list[Row] = sorted(
             nodes,
             tier,
             versions,
+            ordering,
         )
         for row in module.ROWS
     ),
