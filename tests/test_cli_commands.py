@@ -143,7 +143,7 @@ def test_help_needs_nothing_heavy():
 
 def test_pack_makes_the_shards_that_tarfile_reads(streamload, folder, tmp_path):
     target = tmp_path / "shards"
-    done = streamload("pack", folder, target, "--samples-per-shard", 2, "--prefix", "train-")
+    done = streamload("pack", folder, target, "--samples-per-shard", 2, "--prefix", "train-", "--no-shuffle")
     assert done.returncode == 0, done.stderr
     assert json.loads((target / "sizes.json").read_text()) == {"train-00000.tar": 2, "train-00001.tar": 1}
     assert sorted(path.name for path in target.iterdir()) == [
@@ -187,8 +187,22 @@ def test_pack_reads_tables(streamload, folder, tmp_path, kind):
     assert "1 whose image is not one of" in done.stdout
 
 
+def test_pack_shuffles_samples_over_all_shards_and_always_alike(streamload, tmp_path):
+    table = tmp_path / "table.csv"
+    (tmp_path / "a.jpg").write_bytes(a_jpeg())
+    table.write_text("image,caption\n" + "".join(f"a.jpg,{number}\n" for number in range(100)))
+    packed = []
+    for target in (tmp_path / "one", tmp_path / "two"):
+        done = streamload("pack", table, target, "--samples-per-shard", 50)
+        assert done.returncode == 0, done.stderr
+        texts = [members(target / name) for name in ("00000.tar", "00001.tar")]
+        packed.append([int(text) for own in texts for name, text in own.items() if name.endswith(".txt")])
+    assert packed[0] == packed[1] != sorted(packed[0]) == list(range(100))
+    assert 10 < sum(number < 50 for number in packed[0][:50]) < 40
+
+
 def test_what_pack_makes_webdataset_reads(streamload, folder, tmp_path):
-    done = streamload("pack", folder, tmp_path / "shards")
+    done = streamload("pack", folder, tmp_path / "shards", "--no-shuffle")
     assert done.returncode == 0, done.stderr
     from webdataset.tariterators import group_by_keys, tar_file_expander
 

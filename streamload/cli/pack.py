@@ -6,6 +6,7 @@ Images go in as they are, byte by byte: nothing is decoded, resized or encoded a
 import csv
 import itertools
 import json
+import random
 import signal
 import sys
 import tempfile
@@ -53,14 +54,21 @@ def pack(
     no_quotes: Annotated[
         bool, typer.Option("--no-quotes", help="Quotes in a .csv or .tsv are characters like others.")
     ] = False,
+    shuffle: Annotated[
+        bool, typer.Option(help="Pack in a random order, the same each time, or as the source lists them.")
+    ] = True,
 ) -> None:
     """Pack images and captions into shards.
+
+    They are shuffled: a training mixes neighbours of a shard less well than samples of different shards.
 
     A sizes.json counts their samples. Paths in a table are taken from the table's folder. A sample's key is
     the image's path without its suffix. The shards appear all at once, when the last one is done.
     """
     packed = Packed()
     pairs = _pairs(source, image_column, caption_column, packed, no_quotes)
+    if shuffle:
+        pairs = _shuffled(pairs)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what isn't done goes with it
     try:
         write_shards(pairs, target, samples_per_shard, prefix, packed)
@@ -106,6 +114,12 @@ def write_shards(
         for name in packed.sizes:
             (Path(folder) / name).rename(target / name)
         (target / "sizes.json").write_text(json.dumps(packed.sizes, indent=1))
+
+
+def _shuffled(pairs: Iterator[tuple[str, Path, str]]) -> Iterator[tuple[str, Path, str]]:
+    listed = list(pairs)
+    random.Random(0).shuffle(listed)
+    yield from listed
 
 
 def _pairs(
