@@ -50,6 +50,8 @@ def measures(first: Epoch, later: Epoch, sizes: Sequence[int], ranks: int) -> di
         spread: the standard deviation of a shard's samples over the epoch × √12, the median of the shards:
             1 if they are spread evenly over all of it, x if evenly over a share x of it.
         again: pairs of samples that share a global batch in both epochs, × what chance would make of them.
+        place_correlation, first_epoch_place_correlation: of a sample's place in its shard with that in the
+            epoch: 1 if samples come as they lie in shards that are read side by side.
         unseen, doubled: samples that the later epoch never gave, and gave once more than needed, of all.
     """
     count = len(sizes)
@@ -79,10 +81,18 @@ def measures(first: Epoch, later: Epoch, sizes: Sequence[int], ranks: int) -> di
         "span": span,
         "spread": spread,
         "again": together_again(first_numbers, numbers, sum(sizes)),
+        "place_correlation": place_correlation(later, sizes),
+        "first_epoch_place_correlation": place_correlation(first, sizes),
         "unseen": 1 - seen / sum(sizes),
         "doubled": (numbers.size - seen) / sum(sizes),
     }
     return {name: round(float(value), _DIGITS) for name, value in found.items()}
+
+
+def place_correlation(epoch: Epoch, sizes: Sequence[int]) -> float:
+    """Pearson's correlation of the places of samples in their shards with those in an epoch."""
+    places = epoch.samples.ravel() / np.asarray(sizes)[epoch.shards.ravel()]
+    return float(np.corrcoef(np.arange(places.size), places)[0, 1])
 
 
 def together_again(one: NDArray[np.int64], other: NDArray[np.int64], count: int) -> float:

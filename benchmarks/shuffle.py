@@ -15,6 +15,9 @@ two epochs; order_measures.py says what is measured. Numbers are medians over th
 its own, except the worst batch: that is the worst of all rounds.
 
 - open: the most shards that are open at once, as `GroupOrder.open_shards` has it, of one node.
+- first batch, next batch: how many samples lanes have to have given before the first global batch of a run is
+  certain, and before the second one, in batches. That is what has to arrive for them.
+- at the end: the share of the samples of a run's first pass that come only when its last one has arrived.
 - held: the most samples that a worker's shuffle buffer holds in memory, × the workers of all ranks.
 - cost: CPU time of a process that follows a pass of a whole group, as each worker does, and deals it out; the
   least of three times, since a busy machine can only add to it.
@@ -39,7 +42,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +52,9 @@ from benchmarks.contenders.workload import versions
 from benchmarks.following import epoch_of, seconds_of
 from benchmarks.order_measures import Epoch, measures
 from streamload.order.deal import default_lanes, default_window
-from streamload.order.plan import OrderOptions
+from streamload.order.keys import DUE, key
+from streamload.order.plan import OrderOptions, pieces
+from streamload.order.window import Opening, due_times
 
 CONTENDERS = ("permutation", "open_clip", "streamload", "cost")
 EPOCHS = 2
@@ -58,6 +63,8 @@ COST_LIMIT_US = 1.0
 COST_SAMPLES, COST_TIMES = 400_000, 3
 DEFAULT = "streamload, default"
 BESIDE = "open_clip, 64 workers"
+SMALL = ("4 × 500", "20 × 100", "10 × 1,000", "200 × 1,000")
+"""Of these the first epoch is compared with the second."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +79,32 @@ class Data:
 
 @dataclass(frozen=True)
 class Ours:
-    """An order of streamload's; None is the default for the slice. No window: as listed."""
+    """An order of streamload's; None is the default for the slice. No window: as listed.
+
+    The window opens after the first batch, as for remote shards; or at once, or slowly (see order/window.py).
+    """
 
     lanes: int | None = None
     window: int | None = None
     groups: int = 1
+    opens: Literal["", "local", "format 2"] = ""
 
     def options(self, data: Data, seed: int) -> OrderOptions:
         if self.window == 0:
             return OrderOptions(seed, self.groups, lanes=1, window=0, shuffle_shards=False)
         slice_ = data.ranks * data.batch // self.groups
         lanes = default_lanes(slice_) if self.lanes is None else self.lanes
-        return OrderOptions(
-            seed, self.groups, lanes, default_window(slice_) if self.window is None else self.window
-        )
+        window = default_window(slice_) if self.window is None else self.window
+        opens_after = {"": slice_, "local": 0, "format 2": None}[self.opens]
+        return OrderOptions(seed, self.groups, lanes, window, opens_after=opens_after)
 
     @property
     def name(self) -> str:
         nodes = "" if self.groups == 1 else f", {self.groups} nodes"
         if self.window == 0:
             return f"streamload, shuffle=0{nodes}"
+        if self.opens:
+            return f"{DEFAULT}, {self.opens}"
         if self.lanes is None:
             return f"{DEFAULT}{nodes}"
         return f"streamload, lanes {self.lanes}, window {self.window:,}{nodes}"
@@ -101,8 +114,12 @@ Plan = list[tuple[Data, list[int], list[Ours]]]  # data, workers of a rank, orde
 
 
 def plan(quick: bool) -> Plan:
+    opened = [Ours(opens=opens) for opens in ("", "local", "format 2")]
     if quick:
-        return [(Data("8 ranks", (300,) * 16, 2, 32), [8], [Ours(), Ours(4, 500), Ours(window=0)])]
+        return [
+            (Data("8 ranks", (300,) * 16, 2, 32), [8], [Ours(), Ours(4, 500), Ours(window=0)]),
+            (Data(SMALL[0], (50,) * 4, batch=8), [], opened),
+        ]
     grid = [Ours(lanes, window) for lanes in (1, 4, 8, 16) for window in (1000, 5000, 10_000, 100_000)]
     draws = random.Random(0)
     uneven = tuple(draws.randint(300, 3000) for _ in range(200))
@@ -119,6 +136,12 @@ def plan(quick: bool) -> Plan:
         (Data("large shards, 8 ranks", (10_000,) * 80, ranks=8), [8], [Ours(), Ours(64, 400_000)]),
         (Data("uneven shards", uneven), [1, 8], [Ours(), Ours(16, 10_000)]),
         (Data("few shards", (10_000,) * 8), [1, 8], [Ours(), Ours(8, 40_000)]),
+        *(
+            (Data(name, sizes, batch=batch), [1, 8] if batch == 64 else [], opened)
+            for name, sizes, batch in zip(
+                SMALL, ((500,) * 4, (100,) * 20, (1000,) * 10, (1000,) * 200), (64, 64, 64, 256), strict=True
+            )
+        ),
     ]
 
 
@@ -255,6 +278,27 @@ def ours(data: Data, order: Ours, seed: int) -> dict[str, Any]:
         "window": options.window,
         **measures(*epochs, data.sizes, data.ranks),
         "open": max(opened),
+        **_cold(data, options),
+    }
+
+
+def _cold(data: Data, options: OrderOptions) -> dict[str, float]:
+    """What a run's first pass needs to have arrived: for its first batches, in batches, and at its end."""
+    batch = data.batch * data.ranks
+    given, at_the_end = [0, 0], 0
+    for group in range(options.groups):
+        opening = Opening(options.opens_after, pieces(options, len(data.sizes), group).shards.size)
+        numbers = np.arange(sum(data.sizes) // options.groups)
+        due_key = key(options.seed, DUE, 0, group, 0)
+        due = due_times(due_key, numbers, options.window, opening if options.opens_after != 0 else None)
+        due = np.sort(due) >> 16
+        for step in (1, 2):
+            given[step - 1] += min(int(due[step * batch // options.groups - 1]) + 1, numbers.size)
+        at_the_end += int(np.count_nonzero(due >= numbers.size))
+    return {
+        "first_batch": round(given[0] / batch, 2),
+        "next_batch": round(given[1] / batch, 2),
+        "at_the_end": round(at_the_end / sum(data.sizes), 3),
     }
 
 

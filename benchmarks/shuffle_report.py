@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.markdown import filled, table, when
-from benchmarks.shuffle import DEFAULT
+from benchmarks.shuffle import DEFAULT, SMALL
 from benchmarks.turns import RESULTS, ROOT
 
 PAGE = ROOT / "docs/order.md"
@@ -31,6 +31,7 @@ def tables_of(result: dict[str, Any]) -> dict[str, str]:
             result, lambda row: f"{_gap(row, result, GRID)} / {row['span']:.2f} / {row['again']:.1f}"
         ),
         "others": mixing(result, OTHERS),
+        "opening": opening(result),
         "cost": cost(result),
         "machine": machine(result),
     }
@@ -88,6 +89,25 @@ def orders(result: dict[str, Any], data: str) -> dict[str, Row]:
         for label, row in result["medians"].items()
         if label.startswith(f"{data}: ")
     }
+
+
+def opening(result: dict[str, Any]) -> str:
+    """How the first epoch of a few shards compares with the second, and what it needs to have arrived."""
+    head = ["shards", "order", "first epoch", "second epoch", "first batch", "next batch", "at the end"]
+    names = {
+        DEFAULT: "**remote shards**",
+        f"{DEFAULT}, local": "**local shards**",
+        f"{DEFAULT}, format 2": "states of format 2",
+    }
+    body = []
+    for which in SMALL:
+        for name, row in orders(result, which).items():
+            line = [which, names.get(name, called(name, row))]
+            found = (row[f"{epoch}place_correlation"] for epoch in ("first_epoch_", ""))
+            line += [f"{round(value, 2) + 0:.2f}" for value in found]  # no "-0.00"
+            needs = [f"{row[batch]:.1f}" if batch in row else "–" for batch in ("first_batch", "next_batch")]
+            body.append([*line, *needs, f"{row['at_the_end']:.0%}" if "at_the_end" in row else "–"])
+    return table(head, body)
 
 
 def called(name: str, row: dict[str, Any]) -> str:

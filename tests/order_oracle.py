@@ -54,6 +54,7 @@ class Case:
     epoch: int = 0
     shuffle: bool = True
     hints: list[int] | None = None
+    opens_after: int | None = 0
 
     @classmethod
     def drawn(cls, number: int, largest: int = 60) -> Case:
@@ -90,12 +91,15 @@ class Case:
             epoch=rng.choice([0, 0, 3]),
             shuffle=rng.random() < 0.85,
             hints=hints,
+            opens_after=rng.choice([None, 0, rng.randint(1, 90)]),
         )
 
     @property
     def options(self) -> OrderOptions:
         hints = None if self.hints is None else np.array(self.hints, np.int64)
-        return OrderOptions(self.seed, self.groups, self.lanes, self.window, self.shuffle, hints)
+        return OrderOptions(
+            self.seed, self.groups, self.lanes, self.window, self.shuffle, hints, self.opens_after
+        )
 
     @property
     def everything(self) -> list[tuple[list[int], bool]]:
@@ -240,10 +244,13 @@ def walk(case: Case, group: int, pass_: int, known, everything: bool = False) ->
     return ended()
 
 
-def due(case: Case, group: int, pass_: int, number: int) -> int:
+def due(case: Case, group: int, pass_: int, number: int, shards: int) -> int:
     width = case.window
-    if case.epoch == 0 and pass_ == 0:
-        width = min(width, number // 8 if number < 4096 else number // 4 - 512)
+    if case.epoch == 0 and pass_ == 0 and case.opens_after != 0:
+        opened = number // 8 if number < 4096 else number // 4 - 512
+        if case.opens_after is not None and number > case.opens_after:
+            opened = max(opened, (number - case.opens_after) * width // (50 * shards))
+        width = min(width, opened)
     u = draw(chained(case.seed, 4, case.epoch, group, pass_), number) >> 32
     return number * 65536 + u * width // 65536
 
@@ -254,7 +261,8 @@ def sequence(case: Case, group: int, passes: int, known=None):
     handed_out, everything = [], False
     for pass_ in range(passes):
         walked = walk(case, group, pass_, known, everything)
-        timed = sorted((due(case, group, pass_, n), n) for n in range(len(walked.references)))
+        shards = len(case.entries) if everything else len(pieces(case, group))
+        timed = sorted((due(case, group, pass_, n, shards), n) for n in range(len(walked.references)))
         horizon = float("inf") if walked.blocked is None else len(walked.references) * 65536
         certain = [n for time, n in timed if time < horizon]
         handed_out += [(pass_, *walked.references[n]) for n in certain]

@@ -83,6 +83,10 @@ def test_every_measure_is_what_counting_one_by_one_gives(number):
     met = [[place[one] == place[other] for one, other in both] for place in places]
     chance = sum(met[0]) * sum(met[1]) / len(both)
     wanted["again"] = sum(a and b for a, b in zip(*met, strict=True)) / chance
+    for prefix, epoch in (("", later), ("first_epoch_", first)):
+        every = [sample for batch in batches_of(epoch) for sample in batch]
+        in_shard = [number / sizes[shard] for shard, number in every]
+        wanted[f"{prefix}place_correlation"] = statistics.correlation(range(len(every)), in_shard)
     seen = len(places[1])
     wanted |= {"unseen": 1 - seen / sum(sizes), "doubled": (steps * batch - seen) / sum(sizes)}
     assert found == pytest.approx(wanted, abs=1e-5)

@@ -95,7 +95,14 @@ def test_whatever_has_arrived_gives_exactly_what_it_determines(number):
 
 
 def test_the_first_reference_comes_when_the_first_sample_has_arrived():
-    case = Case(seed=1, entries=[list(range(1000)) for _ in range(20)], groups=1, lanes=8, window=10_000)
+    case = Case(
+        seed=1,
+        entries=[list(range(1000)) for _ in range(20)],
+        groups=1,
+        lanes=8,
+        window=10_000,
+        opens_after=256,
+    )
     first = shard_order(case.options, 20, 0, 0, 0)[0]
     known = [([], False)] * 20
     known[first] = ([0], False)
@@ -103,7 +110,14 @@ def test_the_first_reference_comes_when_the_first_sample_has_arrived():
 
 
 def test_the_first_reference_does_not_come_when_another_shard_has_arrived_fails():
-    case = Case(seed=1, entries=[list(range(1000)) for _ in range(20)], groups=1, lanes=8, window=10_000)
+    case = Case(
+        seed=1,
+        entries=[list(range(1000)) for _ in range(20)],
+        groups=1,
+        lanes=8,
+        window=10_000,
+        opens_after=256,
+    )
     first, second = shard_order(case.options, 20, 0, 0, 0)[:2].tolist()
     known = [([], False)] * 20
     known[second] = (list(range(1000)), True)
@@ -113,13 +127,27 @@ def test_the_first_reference_does_not_come_when_another_shard_has_arrived_fails(
 
 
 def test_the_first_batch_needs_few_samples_of_each_lane():
-    case = Case(seed=3, entries=[list(range(1000)) for _ in range(20)], groups=1, lanes=8, window=10_000)
+    case = Case(
+        seed=3,
+        entries=[list(range(1000)) for _ in range(20)],
+        groups=1,
+        lanes=8,
+        window=10_000,
+        opens_after=256,
+    )
     known = [(list(range(40)), False)] * 20
     assert len(drain(case.order(0), Given(known))) >= 256
 
 
 def test_nothing_new_costs_one_look():
-    case = Case(seed=3, entries=[list(range(1000)) for _ in range(200)], groups=1, lanes=64, window=10_000)
+    case = Case(
+        seed=3,
+        entries=[list(range(1000)) for _ in range(200)],
+        groups=1,
+        lanes=64,
+        window=10_000,
+        opens_after=256,
+    )
     order = case.order(0)
     arrivals = Given([(list(range(40)), False)] * 200)
     drain(order, arrivals)
@@ -129,7 +157,7 @@ def test_nothing_new_costs_one_look():
 
 
 def test_an_advance_without_references_means_that_something_has_to_arrive():
-    # A late epoch has no ramp: among the first few hundred references of the lanes' order none may be due.
+    # The window is open: among the first few hundred references of the lanes' order none may be due.
     order = GroupOrder(OrderOptions(1, 1, 8, 2**31 - 1), 20, 0, 5)
     assert order.advance(Equal(1000)).shards.size == 20_000
 
@@ -220,7 +248,7 @@ def test_shards_of_the_window_stay_open_until_their_last_reference_is_out():
 
 
 def test_a_million_shards_are_no_more_than_arrays():
-    order = GroupOrder(OrderOptions(7, 128, 8, 10_000), 1_000_000, 127, 0)
+    order = GroupOrder(OrderOptions(7, 128, 8, 10_000, opens_after=256), 1_000_000, 127, 0)
     references = order.advance(Equal(10))
     assert references.shards.size > 100
     assert len(order.coming_shards(10_000)) == 10_000
@@ -235,9 +263,10 @@ def test_hints_are_one_for_each_shard_fails():
     ("options", "message"),
     [
         ({"groups": 0}, "groups must be at least 1, not 0"),
-        ({"lanes": 0}, "lanes must be at least 1, not 0"),
+        ({"lanes": 0}, "lanes must be from 1 to 1048576, not 0"),
         ({"window": -1}, "window must be from 0"),
         ({"window": 2**31}, "window must be from 0"),
+        ({"opens_after": -1}, "opens_after must be at least 0, or None"),
         ({"hints": np.array([3, -1])}, "shard 1 has -1"),
         ({"hints": np.array([0.5])}, "one integer for each shard"),
     ],

@@ -41,14 +41,19 @@ def order_of(
     slice_ = max(1, options.batch_size * here.world_size // groups)
     lanes = options.lanes if options.lanes is not None else default_lanes(slice_)
     window = options.shuffle if options.shuffle is not None else default_window(slice_)
-    sources = []
+    sources: list[tuple[str, int, int]] = []
+    opens_after: list[int | None] = []
     for source, share in zip(options.sources, shares, strict=True):
         part = max(share / UNIT, _LEAST_PART)
         widths = (1, 0) if listed else (math.ceil(lanes * part), math.ceil(window * part))
         sources.append((source.name, *widths))
+        is_here = listed or all(urls.is_local(url) for url in source.urls.kinds())
+        opens_after.append(0 if is_here else None)
     choice = ("map_sample",) if options.map_sample is not None else (options.image_key, options.text_key)
     shards = tuple(len(source.urls) for source in options.sources)
-    return Order(digest, choice, options.train, options.seed, groups, tuple(sources), shards)
+    return Order(
+        digest, choice, options.train, options.seed, groups, tuple(sources), tuple(opens_after), shards
+    )
 
 
 def orders_of(order: Order, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:
@@ -68,8 +73,11 @@ def orders_of(order: Order, sizes: Sequence[Sequence[int] | None]) -> list[Order
             window,
             shuffle_shards=window > 0,
             hints=None if own is None else np.array(own, np.int64),
+            opens_after=opens_after,
         )
-        for (name, lanes, window), own in zip(order.sources, sizes, strict=True)
+        for (name, lanes, window), opens_after, own in zip(
+            order.sources, order.opens_after, sizes, strict=True
+        )
     ]
 
 

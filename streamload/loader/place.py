@@ -18,7 +18,7 @@ from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
 
 FORMAT = 3
 _WITHOUT_CHECKSUM = 2
-"""The format before: without the number of shards, the digest of sizes and the checksum."""
+"""The format before: without the numbers of shards, the digest of sizes, openings and the checksum."""
 BAD_SAMPLES, BAD_SHARDS = "bad_samples", "bad_shards"
 _COUNTED = {BAD_SAMPLES: 3, BAD_SHARDS: 2}
 """What a rank has counted (seen() of its checks), as so many numbers; of one moment, any rank's will do."""
@@ -184,6 +184,8 @@ class Order:
         seed: of the run.
         groups: how many sequences the samples are dealt into.
         sources: of each source its name, its lanes and its window.
+        opens_after: of each source, after how many samples of a run's first pass the window opens; 0: at once
+            (local files); None: slowly, as all did in states of format 2.
         shards: how many shards each source has; empty in states of format 2.
         sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
             where it isn't known.
@@ -195,6 +197,7 @@ class Order:
     seed: int
     groups: int
     sources: tuple[tuple[str, int, int], ...]
+    opens_after: tuple[int | None, ...]
     shards: tuple[int, ...] = ()
     sizes: str | None = None
 
@@ -211,6 +214,7 @@ def to_state(order: Order, place: Place, counted: Mapping[str, Sequence[int]]) -
         "seed": order.seed,
         "groups": order.groups,
         "sources": [list(source) for source in order.sources],
+        "opens_after": list(order.opens_after),
         "epoch": place.epoch,
         "sequence": place.sequence,
         "began": place.began,
@@ -309,6 +313,11 @@ def _order(state: Mapping[str, Any]) -> Order:
         for name, lanes, window in state["sources"]
     )
     sizes = state.get("sizes")
+    opens_after = tuple(
+        None if after is None else _whole(after) for after in state.get("opens_after", [None] * len(sources))
+    )
+    if len(opens_after) != len(sources):
+        raise OptionError(f"openings of {len(opens_after)} sources, not of {len(sources)}")
     return Order(
         str(state["data"]),
         tuple(str(part) for part in state["choice"]),
@@ -316,6 +325,7 @@ def _order(state: Mapping[str, Any]) -> Order:
         int(state["seed"]),
         _whole(state["groups"], 1),
         sources,
+        opens_after,
         tuple(_whole(count) for count in state.get("shards", ())),
         None if sizes is None else str(sizes),
     )

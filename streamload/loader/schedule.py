@@ -200,7 +200,9 @@ class Schedule:
         if self._digest is None:
             self._digest = data_digest(options)
         order = order_of(options, here, self._groups(), shares, self._digest)
-        return order if saved is None else replace(order, sources=saved.sources)
+        if saved is None:
+            return order
+        return replace(order, sources=saved.sources, opens_after=saved.opens_after)
 
     def _groups(self) -> int:
         """How many sequences there are."""
@@ -210,7 +212,7 @@ class Schedule:
         return (self._options.groups or here.nodes) if self._options.train else here.world_size
 
     def _is_extended(self, saved: Order, moved: Mapping[str, str]) -> bool:
-        """Whether the sources are those of a state, where they were moved to, with more shards."""
+        """Whether the sources are those of a state, moved or not, with shards appended."""
         counts = [len(source.urls) for source in self._options.sources]
         return (
             len(saved.shards) == len(counts)

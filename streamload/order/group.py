@@ -22,7 +22,7 @@ from streamload.order.keys import DUE, key
 from streamload.order.lanes import SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
 from streamload.order.plan import OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
-from streamload.order.window import Window
+from streamload.order.window import Opening, Window
 
 _FIRST_PORTION = 256
 _HISTORY = 65_536
@@ -162,12 +162,14 @@ class GroupOrder:
             own = Pieces(np.arange(self._shard_count), {})
         order = pass_order(options, own.shards, self._group, self._epoch, pass_)
         due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
-        ramp = self._epoch == 0 and pass_ == 0
+        opening = None
+        if self._epoch == 0 and pass_ == 0 and options.opens_after != 0:
+            opening = Opening(options.opens_after, order.size)
         self._pass = pass_
         self._done = {} if done is None else done
         self._lanes = Lanes(order, own.parts, options.lanes, state, self._done)
         self._given[pass_] = _Given(self._lanes)
-        self._window = Window(due_key, options.window, ramp, order.size)
+        self._window = Window(due_key, options.window, order.size, opening)
         self._following: NDArray[np.int64] | None = None
 
     @property

@@ -34,6 +34,8 @@ class OrderOptions:
         shuffle_shards: False takes the shards as listed, in every pass.
         hints: int64[shards], the relative size of each shard (samples, or bytes), the same on every rank;
             None where nothing is known: then every shard counts alike.
+        opens_after: after how many references of a run's first pass its window opens; 0: it is open. None: it
+            opens slowly, as in all states of format 2 (see window.py).
     """
 
     seed: int
@@ -42,6 +44,7 @@ class OrderOptions:
     window: int
     shuffle_shards: bool = True
     hints: NDArray[np.int64] | None = field(default=None, compare=False)
+    opens_after: int | None = 0
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -50,6 +53,8 @@ class OrderOptions:
             raise OptionError(f"lanes must be from 1 to {WIDEST_LANES}, not {self.lanes}.")
         if not 0 <= self.window <= WIDEST_WINDOW:
             raise OptionError(f"window must be from 0 to {WIDEST_WINDOW}, not {self.window}.")
+        if self.opens_after is not None and self.opens_after < 0:
+            raise OptionError(f"opens_after must be at least 0, or None, not {self.opens_after}.")
         if self.hints is None:
             return
         if self.hints.ndim != 1 or self.hints.dtype.kind not in "iu":

@@ -7,6 +7,8 @@ begin again so that a position comes out the same. Knows nothing of where refere
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,26 +17,51 @@ from streamload.order.lanes import SAMPLE_BITS
 
 # Due times count in 1/65536 of a reference.
 _FRACTION_BITS = 16
-# A ramp opens the window to an eighth of the first so many numbers, and by a quarter of what follows.
+# At least, the window opens to an eighth of the first so many numbers, and by a quarter of what follows.
 _SLOW_NUMBERS = 4096
+# After the first batch it opens fully within so many numbers a shard: a twentieth of shards of 1,000 samples.
+_OPENING = 50
+_MOST_SHARDS = 1 << 24
 _FEWEST_SORTED = 4096
 _NOTHING = np.empty(0, np.int64)
 
 
-def due_times(key: int, numbers: NDArray[np.int64], window: int, ramp: bool) -> NDArray[np.int64]:
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How the window opens in the first pass of a run, so that the first references need few.
+
+    Attributes:
+        after: the first so many references come nearly as lanes give them; then the window opens, the more
+            slowly the more shards the pass has. None: it opens slowly in any case, as in states of format 2.
+        shards: of the pass.
+    """
+
+    after: int | None
+    shards: int
+
+    def width(self, numbers: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+        """How late the references with these numbers in the lanes' order may come."""
+        opened = (numbers + np.maximum(numbers - _SLOW_NUMBERS, 0)) >> 3
+        if self.after is not None:
+            stretch = _OPENING * min(max(self.shards, 1), _MOST_SHARDS)
+            beyond = np.clip(numbers - self.after, 0, stretch)
+            opened = np.maximum(opened, beyond * window // stretch)
+        width: NDArray[np.int64] = np.minimum(opened, window)
+        return width
+
+
+def due_times(
+    key: int, numbers: NDArray[np.int64], window: int, opening: Opening | None = None
+) -> NDArray[np.int64]:
     """When the references with these numbers in the lanes' order are due, int64, 65536 to a reference.
 
     Args:
         key: of the pass.
         numbers: places in the lanes' order of the pass.
         window: how late a reference may come.
-        ramp: whether the window only opens with the number, so that the first references need few: to an
-            eighth of it up to 4,096, and by a quarter of what follows.
+        opening: how the window opens; None: it is open from the beginning.
     """
-    width = np.full_like(numbers, window)
-    if ramp:
-        opened = (numbers + np.maximum(numbers - _SLOW_NUMBERS, 0)) >> 3
-        width = np.minimum(width, opened)
+    width = np.full_like(numbers, window) if opening is None else opening.width(numbers, window)
     late = hash32(key, numbers) * width.astype(np.uint64) >> np.uint64(32 - _FRACTION_BITS)
     due: NDArray[np.int64] = (numbers << _FRACTION_BITS) + late.astype(np.int64)
     return due
@@ -49,12 +76,12 @@ class Window:
     Args:
         key: of the pass.
         window: how late a reference may come.
-        ramp: see `due_times`.
         shards: how many shards the pass has.
+        opening: see `due_times`.
     """
 
-    def __init__(self, key: int, window: int, ramp: bool, shards: int) -> None:
-        self._key, self._window, self._ramp = key, window, ramp
+    def __init__(self, key: int, window: int, shards: int, opening: Opening | None = None) -> None:
+        self._key, self._window, self._opening = key, window, opening
         self._portion = max(_FEWEST_SORTED, window // 8)
         # Mutable state: both runs as due times and references; the last due time of each shard's references;
         # everything due before `_now` has been handed out; all shards before place `_oldest` are done with.
@@ -65,7 +92,7 @@ class Window:
 
     def push(self, first: int, references: NDArray[np.int64]) -> None:
         """Take the references with the numbers `first`, `first` + 1, … of the lanes' order."""
-        due = due_times(self._key, np.arange(first, first + references.size), self._window, self._ramp)
+        due = due_times(self._key, np.arange(first, first + references.size), self._window, self._opening)
         np.maximum.at(self._last_due, references >> SAMPLE_BITS, due)
         self._latest_due = np.concatenate([self._latest_due, due])
         self._latest = np.concatenate([self._latest, references])
