@@ -44,7 +44,7 @@ def place_correlation(samples: list[tuple[int, int]]) -> float:
     return float(np.corrcoef(np.arange(len(samples)), [number for _, number in samples])[0, 1])
 
 
-@pytest.mark.parametrize(("is_local", "most"), [(True, 0.3)])
+@pytest.mark.parametrize(("is_local", "most"), [(True, 0.3), (False, 0.5)])
 def test_a_small_data_set_is_shuffled_in_its_first_epoch(is_local: bool, most: float, tmp_path: Path) -> None:
     """The same order cold and warm."""
     paths = write_shards(tmp_path / "data", [COUNT] * 4, options=ShardOptions(image_side=(1, 1)))
@@ -91,3 +91,19 @@ def test_a_state_of_format_2_goes_on_in_the_order_that_its_epoch_began_with(tmp_
     assert saved["opens_after"] == [None]
     with make(paths, tmp_path / "cache", **options) as loader:
         assert epoch(loader) != expected
+
+
+def test_where_shards_are_read_over_a_link_the_window_opens_after_the_first_batch(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path / "data", [3])
+    remote, layout = "http://host/{00000..00009}.tar", {"batch_size": 100, "rank": 0, "world_size": 4}
+    mixed = [streamload.Source(remote, 3), streamload.Source([str(path)], 1)]
+    for urls, options, expected in (
+        ([str(path)], {}, [0]),
+        (remote, {}, [400]),
+        (remote, {"groups": 4}, [100]),
+        ([str(path), "http://host/0.tar"], {}, [400]),
+        (remote, {"shuffle": 0}, [0]),
+        (mixed, {}, [300, 0]),
+    ):
+        with make(urls, tmp_path / "cache", **layout, **options) as loader:
+            assert loader.state_dict()["opens_after"] == expected

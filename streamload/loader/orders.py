@@ -42,13 +42,13 @@ def order_of(
     lanes = options.lanes if options.lanes is not None else default_lanes(slice_)
     window = options.shuffle if options.shuffle is not None else default_window(slice_)
     sources: list[tuple[str, int, int]] = []
-    opens_after: list[int | None] = []
+    opens_after: list[int] = []
     for source, share in zip(options.sources, shares, strict=True):
         part = max(share / UNIT, _LEAST_PART)
         widths = (1, 0) if listed else (math.ceil(lanes * part), math.ceil(window * part))
         sources.append((source.name, *widths))
         is_here = listed or all(urls.is_local(url) for url in source.urls.kinds())
-        opens_after.append(0 if is_here else None)
+        opens_after.append(0 if is_here else math.ceil(slice_ * part))
     choice = ("map_sample",) if options.map_sample is not None else (options.image_key, options.text_key)
     shards = tuple(len(source.urls) for source in options.sources)
     return Order(
