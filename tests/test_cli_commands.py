@@ -268,6 +268,35 @@ def test_pack_leaves_nothing_when_it_is_terminated(folder):
     assert list(target.iterdir()) == []
 
 
+@pytest.mark.parametrize("kept", ["width,note", "*"])
+def test_pack_keeps_columns_of_a_table_as_json(streamload, folder, tmp_path, kept):
+    table = folder / "table.csv"
+    table.write_text("image,caption,width,note\na.jpg,an a,8,\nb.JPG,a b,9,odd\n")
+    done = streamload(
+        "pack", str(table), str(tmp_path / "out"), "--keep-columns", kept, "--no-shuffle", "--json"
+    )
+    report = json.loads(done.stdout)
+    assert report == {"target": str(tmp_path / "out"), "shards": {"00000.tar": 2}, "left_out": {}}
+    found = members(tmp_path / "out" / "00000.tar")
+    notes = [json.loads(found[f"{key}.json"]) for key in "ab"]
+    asked = [{"width": "8", "note": ""}, {"width": "9", "note": "odd"}]
+    more = [{"image": "a.jpg", "caption": "an a"}, {"image": "b.JPG", "caption": "a b"}]
+    assert notes == ([{**m, **a} for m, a in zip(more, asked, strict=True)] if kept == "*" else asked)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "says"),
+    [
+        ("s3://bucket/shards", [], "no local folder"),
+        ("out", ["--keep-columns", "width"], "for tables"),
+    ],
+)
+def test_pack_refuses_what_it_can_not_do(streamload, folder, tmp_path, target, options, says):
+    done = streamload("pack", str(folder), target, *options)
+    assert says in one_line(done)
+    assert not (tmp_path / "s3:").exists()
+
+
 def test_pack_does_not_write_over_shards(streamload, folder, tmp_path):
     target = tmp_path / "shards"
     assert streamload("pack", folder, target).returncode == 0
@@ -475,6 +504,15 @@ def test_version_prints_the_installed_version(streamload):
     from importlib.metadata import version
 
     assert streamload("version").stdout.strip() == version("streamload")
+
+
+def test_doctor_prints_its_findings_as_json(streamload, tmp_path):
+    done = streamload("doctor", "--json", STREAMLOAD_CACHE_DIR=str(tmp_path / "cache"))
+    report = json.loads(done.stdout)
+    assert report["ok"] is (done.returncode == 0) is True
+    found = {finding["subject"]: finding for finding in report["findings"]}
+    assert found["cache directory"]["value"] == str(tmp_path / "cache")
+    assert found["cache directory"]["source"] == "STREAMLOAD_CACHE_DIR"
 
 
 def test_version_is_an_option_and_a_command(streamload):

@@ -1,15 +1,16 @@
 """`streamload doctor`: every setting with where it came from, what is installed, and what would not work."""
 
+import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.options import StorageOptions, storage_options_of
+from streamload.cli.options import AsJson, StorageOptions, storage_options_of
 
 if TYPE_CHECKING:
     from streamload.settings import Settings
@@ -56,12 +57,24 @@ def doctor(
         typer.Argument(help="Shards, as for make_loader: can they be had, and how far does the cache go?"),
     ] = None,
     storage_options: StorageOptions = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show every setting, check the machine.
 
     Each value comes with where it was set. Of URLs the first and the last shard of each source are asked for.
     The exit code is 1 if something can't be used, or a shard can't be had; the report then says what to do.
     """
+    findings = [*examine(), *_data(urls or []), *_shards(urls or [], storage_options)]
+    is_ok = not any(finding.unusable for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        _show(findings)
+    if not is_ok:
+        raise typer.Exit(1)
+
+
+def _show(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -69,7 +82,6 @@ def doctor(
     table = Table(box=None, pad_edge=False)
     for title in ("", "", "value", "from"):
         table.add_column(title, overflow="fold")
-    findings = [*examine(), *_data(urls or []), *_shards(urls or [], storage_options)]
     for finding in findings:
         mark = "[red]✗[/]" if finding.unusable else "[yellow]![/]" if finding.advice else "[green]✓[/]"
         table.add_row(mark, finding.subject, escape(finding.value), finding.source)
@@ -78,8 +90,6 @@ def doctor(
     for finding in findings:
         if finding.advice:
             console.print(f"\n[bold]{finding.subject}[/]: {escape(finding.advice)}")
-    if any(finding.unusable for finding in findings):
-        raise typer.Exit(1)
 
 
 def examine() -> list[Finding]:

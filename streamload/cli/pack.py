@@ -7,20 +7,24 @@ import csv
 import itertools
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from streamload.cli.options import AsJson
 from streamload.errors import OptionError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 _TABLES = {".csv": ",", ".tsv": "\t"}
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _TOO_MUCH = "\0"  # what a row has beyond its columns; no column is called so
 
 
@@ -57,6 +61,10 @@ def pack(
     shuffle: Annotated[
         bool, typer.Option(help="Pack in a random order, the same each time, or as the source lists them.")
     ] = True,
+    keep_columns: Annotated[
+        str, typer.Option(help='Columns of a table for a .json beside each image: "width,source", or "*".')
+    ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Pack images and captions into shards.
 
@@ -65,25 +73,57 @@ def pack(
     A sizes.json counts their samples. Paths in a table are taken from the table's folder. A sample's key is
     the image's path without its suffix. The shards appear all at once, when the last one is done.
     """
+    if _REMOTE.match(str(target)):
+        raise OptionError(
+            f"{target} is no local folder: pack into one, and copy it (aws s3 cp --recursive, …)"
+        )
+    if keep_columns and source.is_dir():
+        raise OptionError("--keep-columns is for tables; a folder of images has no columns")
     packed = Packed()
-    pairs = _pairs(source, image_column, caption_column, packed, no_quotes)
+    columns = _Columns(image_column, caption_column, tuple(keep_columns.split(",")) if keep_columns else ())
+    pairs = _pairs(source, columns, packed, no_quotes)
     if shuffle:
         pairs = _shuffled(pairs)
+    pairs = _with_bar(pairs)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what isn't done goes with it
     try:
         write_shards(pairs, target, samples_per_shard, prefix, packed)
     finally:
         signal.signal(signal.SIGTERM, before)
+    if as_json:
+        print(json.dumps({"target": str(target), "shards": packed.sizes, "left_out": packed.left_out}))
+        return
     total = sum(packed.sizes.values())
     print(f"{total:,} samples in {len(packed.sizes):,} shards: {target / next(iter(packed.sizes))} …")
     for why, count in packed.left_out.items():
         print(f"left out: {count:,} {why}")
 
 
+class _Columns(NamedTuple):
+    """The columns of a table that are read: of the image, of the caption, and those that are kept."""
+
+    image: str
+    caption: str
+    kept: tuple[str, ...]
+
+
+class Pair(NamedTuple):
+    """A sample to be packed.
+
+    Attributes:
+        kept: what goes beside it as JSON; empty: nothing.
+    """
+
+    key: str
+    image: Path
+    caption: str
+    kept: Mapping[str, Any] = MappingProxyType({})
+
+
 def write_shards(
-    pairs: Iterator[tuple[str, Path, str]], target: Path, samples_per_shard: int, prefix: str, packed: Packed
+    pairs: Iterator[Pair], target: Path, samples_per_shard: int, prefix: str, packed: Packed
 ) -> None:
-    """Write (key, image, caption) into shards in `target`, and count them in `packed` and sizes.json.
+    """Write samples into shards in `target`, and count them in `packed` and sizes.json.
 
     Raises:
         OptionError: nothing to pack, or `target` has shards already.
@@ -101,9 +141,10 @@ def write_shards(
             f"{folder}/{prefix}%05d.tar", maxcount=samples_per_shard, maxsize=2**62, verbose=0
         )
         with writer:
-            for number, (key, image, caption) in enumerate(pairs):
+            for number, (key, image, caption, kept) in enumerate(pairs):
                 extension = image.suffix[1:].lower()
-                writer.write({"__key__": key, extension: image.read_bytes(), "txt": caption.encode()})
+                sample = {"__key__": key, extension: image.read_bytes(), "txt": caption.encode()}
+                writer.write({**sample, "json": json.dumps(kept).encode()} if kept else sample)
                 name = f"{prefix}{number // samples_per_shard:05d}.tar"
                 packed.sizes[name] = packed.sizes.get(name, 0) + 1
         if not packed.sizes:
@@ -116,25 +157,40 @@ def write_shards(
         (target / "sizes.json").write_text(json.dumps(packed.sizes, indent=1))
 
 
-def _shuffled(pairs: Iterator[tuple[str, Path, str]]) -> Iterator[tuple[str, Path, str]]:
+def _shuffled(pairs: Iterator[Pair]) -> Iterator[Pair]:
     listed = list(pairs)
     random.Random(0).shuffle(listed)
     yield from listed
 
 
-def _pairs(
-    source: Path, image_column: str, caption_column: str, packed: Packed, no_quotes: bool = False
-) -> Iterator[tuple[str, Path, str]]:
-    """(key, image, caption) in a fixed order; what can't be packed is counted."""
+def _with_bar(pairs: Iterator[Pair]) -> Iterator[Pair]:
+    """Count samples on a terminal while they are packed."""
+    if not sys.stderr.isatty():
+        yield from pairs
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,} samples packed"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        for pair in pairs:
+            yield pair
+            bar.advance(task)
+
+
+def _pairs(source: Path, columns: _Columns, packed: Packed, no_quotes: bool = False) -> Iterator[Pair]:
+    """Samples in a fixed order; what can't be packed is counted."""
     if source.is_dir():
-        found = _folder(source, packed)
+        found: Iterator[tuple[Path, str, Mapping[str, Any]]]
+        found = ((image, caption, {}) for image, caption in _folder(source, packed))
     elif source.suffix in (*_TABLES, ".jsonl"):
-        found = _table(source, image_column, caption_column, no_quotes)
+        found = _table(source, columns, no_quotes)
     else:
         raise OptionError(f"{source} is neither a folder of images nor a .csv, .tsv or .jsonl file")
     folder = source if source.is_dir() else source.parent
     taken: dict[str, int] = {}
-    for image, caption in found:
+    for image, caption, kept in found:
         if image.suffix.lower() not in IMAGE_SUFFIXES:
             packed.leave_out(f"whose image is not one of {', '.join(IMAGE_SUFFIXES)}")
         elif not image.is_file():
@@ -142,7 +198,7 @@ def _pairs(
         elif not caption.strip():
             packed.leave_out("without a caption")
         else:
-            yield _key(image, folder, taken), image, caption.strip()
+            yield Pair(_key(image, folder, taken), image, caption.strip(), kept)
 
 
 def _folder(folder: Path, packed: Packed) -> Iterator[tuple[Path, str]]:
@@ -155,9 +211,7 @@ def _folder(folder: Path, packed: Packed) -> Iterator[tuple[Path, str]]:
                 packed.leave_out("whose caption is not UTF-8 text")
 
 
-def _table(
-    table: Path, image_column: str, caption_column: str, no_quotes: bool
-) -> Iterator[tuple[Path, str]]:
+def _table(table: Path, columns: _Columns, no_quotes: bool) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
     with table.open(encoding="utf-8-sig", newline="") as lines:
         text = _decoded(table, lines)
         rows: Iterator[Mapping[str, Any]]
@@ -166,13 +220,15 @@ def _table(
         else:
             rows = _csv_rows(table, text, no_quotes)
         for number, row in enumerate(rows, start=1):
-            for column in (image_column, caption_column):
+            kept = tuple(row) if columns.kept == ("*",) else columns.kept
+            for column in (columns.image, columns.caption, *kept):
                 if column not in row:
                     raise OptionError(
                         f"{table} has no {column!r} in row {number}, only {', '.join(map(repr, row))}; "
-                        f"name the columns with --image-column and --caption-column"
+                        f"name the columns with --image-column, --caption-column and --keep-columns"
                     )
-            yield table.parent / str(row[image_column]), str(row[caption_column] or "")
+            image, caption = table.parent / str(row[columns.image]), str(row[columns.caption] or "")
+            yield image, caption, {column: row[column] for column in kept}
 
 
 def _decoded(table: Path, lines: Iterator[str]) -> Iterator[str]:

@@ -30,7 +30,7 @@ from streamload.loader.place import BAD_SAMPLES, BAD_SHARDS, Order, counted_of
 from streamload.loader.recipe import counted_samples, recipe_for
 from streamload.loader.schedule import Schedule
 from streamload.loader.together import Watch, gathered, ranks_of
-from streamload.loader.waits import ShardWaits
+from streamload.loader.waits import ShardWaits, report_waiting
 from streamload.metrics import Counters, Snapshot, total
 from streamload.origins.origin import import_origins
 from streamload.transforms.plan import Statistics
@@ -60,6 +60,7 @@ class Loader(DataLoaderInterface):
         self._statistics: Statistics | None = None  # of images that come as bytes and leave as floats
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
+        self._epoch_began = 0.0, Snapshot(), 0  # when, after what, and which it is
         self._dataset: StreamDataset | None = None
         self._batches: DataLoader[Batch] | None = None
         self._feed: Feed | None = None
@@ -293,6 +294,9 @@ class Loader(DataLoaderInterface):
 
     def ran_out(self) -> None:
         """The epoch was given to its end."""
+        began, before, epoch = self._epoch_began
+        done = self.stats().since(before)
+        report_waiting(epoch, time.monotonic() - began, done, self.options.num_workers)
         self._schedule.course.run_out()
         self._judge_shards()
 
@@ -350,6 +354,7 @@ class Loader(DataLoaderInterface):
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)
         schedule.course.begin()
+        self._epoch_began = began, self.stats(), place.epoch
         expected = None  # known where len() was asked for
         if self._length is not None and schedule.is_one_pass:
             expected = self._length - (place.position - place.began) // self._batch

@@ -1,4 +1,4 @@
-"""For which shards a training loop has waited, added up over batches (step K).
+"""For what a training loop has waited: for which shards, added up over batches, and in an epoch (step K).
 
 One slow shard holds up its lane, and so every batch, each for a moment. A batch brings along for which shards
 its worker stood still while the training loop waited; the time that the loop waited for the batch is theirs.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from streamload.metrics import Snapshot, format_bytes
 from streamload.urls import redact
 
 logger = logging.getLogger("streamload")
 
+_SHORT_SECONDS = 10.0
+_MUCH = 0.5
+"""An epoch that takes longer than the one, and waits for a larger share of it than the other, is reported."""
 _SAID_SECONDS = 30.0
 _SAID_SHARE = 0.5
 """A shard is logged once it has cost so much, and such a share of all waiting; then at twice as much."""
@@ -61,3 +65,33 @@ class ShardWaits:
         """The nanoseconds of the shards that cost the most, by their URLs without secrets, most first."""
         most = sorted(self._by_shard_ns.items(), key=lambda item: -item[1])[:_SHOWN]
         return {redact(self._url(shard)): ns for shard, ns in most}
+
+
+def report_waiting(epoch: int, seconds: float, done: Snapshot, workers: int) -> None:
+    """Log at the end of an epoch that most of it was waiting for data, and for what.
+
+    Args:
+        epoch: its number.
+        seconds: how long it took.
+        done: what happened in it.
+        workers: processes that decode; 0: the training's own.
+    """
+    waited = done.data_wait_seconds
+    if seconds < _SHORT_SECONDS or waited < _MUCH * seconds:
+        return
+    busy = max(1, workers) * seconds
+    for_bytes, at_work = done.bytes_wait_seconds / busy, done.transform_seconds / busy
+    came = (done.origin_bytes + done.shared_bytes) / seconds
+    if for_bytes >= at_work:
+        why = (
+            f"bytes: workers waited for them {min(1.0, for_bytes):.0%} of the time, while "
+            f"{format_bytes(came)}/s came"
+        )
+    else:
+        why = (
+            f"decoding: the {max(1, workers)} workers were busy {min(1.0, at_work):.0%} of the time; give "
+            f"more num_workers, a lighter preprocess, or prepared shards"
+        )
+    logger.warning(
+        "epoch %d: training waited for data %.0f of %.0f s, mostly for %s", epoch, waited, seconds, why
+    )
