@@ -176,12 +176,12 @@ def test_a_tunnel_that_wants_another_password_denies(
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ("socks5://me:hunter2@127.0.0.1:1", r"http_proxy is socks5://127\.0\.0\.1:1,"),
-        ("http://me:hunter2@127.0.0.1:x", r"http_proxy is http://\*\*\*,"),
-        ("http://me:hunter2/3@127.0.0.1:1", r"http_proxy is http://127\.0\.0\.1:1,"),
-        ("http://me:12/hunter2@127.0.0.1:1", r"http_proxy is http://127\.0\.0\.1:1,"),
-        ("hunter2:a://b@127.0.0.1:1", r"http_proxy is \*\*\*://127\.0\.0\.1:1,"),
-        ("http://", r"http_proxy is http://,"),
+        ("socks5://me:hunter2@127.0.0.1:1", r"http_proxy is socks5://127\.0\.0\.1:1 "),
+        ("http://me:hunter2@127.0.0.1:x", r"http_proxy is http://\*\*\* "),
+        ("http://me:hunter2/3@127.0.0.1:1", r"http_proxy is http://127\.0\.0\.1:1 "),
+        ("http://me:12/hunter2@127.0.0.1:1", r"http_proxy is http://127\.0\.0\.1:1 "),
+        ("hunter2:a://b@127.0.0.1:1", r"http_proxy is \*\*\*://127\.0\.0\.1:1 "),
+        ("http://", r"http_proxy is http:// "),
     ],
 )
 def test_a_proxy_that_cannot_be_used_is_an_error_without_its_password(
@@ -191,5 +191,5 @@ def test_a_proxy_that_cannot_be_used_is_an_error_without_its_password(
     with pytest.raises(OriginError, match=shown) as caught:
         read("http://far-away.invalid/a.tar")
     assert type(caught.value) is OriginError
-    assert "give http://HOST:PORT" in str(caught.value)
+    assert "has to be an http:// or https:// URL of host and port" in str(caught.value)
     assert "hunter2" not in str(caught.value)

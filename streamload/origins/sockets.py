@@ -351,8 +351,8 @@ def _proxy_for(url: str) -> str | None:
     kind, _, rest = proxy.partition("://")
     shown = redact(f"http://{rest.rpartition('@')[2]}").removeprefix("http")
     raise OriginError(
-        f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown}, and can't be used: give "
-        "http://HOST:PORT or https://HOST:PORT, with user and password percent-encoded"
+        f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown} and can't be used: it "
+        "has to be an http:// or https:// URL of host and port, with user and password percent-encoded"
     )
 
 
