@@ -120,8 +120,8 @@ def test_memory_that_nobody_has_any_more_is_let_go():
 
 def test_what_else_the_tokenizer_gives_is_kept_where_it_is_asked_for():
     tokenizer = adapt_tokenizer(lambda captions: {"input_ids": [[7, 0]] * len(captions), "mask": [[1, 0]]})
-    for all_of_text, expected in ((True, {"mask": [[1, 0]]}), (False, {})):
-        of = dataclasses.replace(clip_examples(), tokenizer=tokenizer, all_of_text=all_of_text)
+    for as_model_inputs, expected in ((True, {"mask": [[1, 0]]}), (False, {})):
+        of = dataclasses.replace(clip_examples(), tokenizer=tokenizer, as_model_inputs=as_model_inputs)
         batch = of.ready()(1, own_empty)
         batch.add(batch.look_at(sample("", FILES["a JPEG"]), 0))
         values = batch.finish()

@@ -20,9 +20,9 @@ from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms import kernel
 from streamload.transforms.normalise import normalise_into
-from streamload.transforms.plan import OPENAI, clip_plan
+from streamload.transforms.plan import OPENAI, NotRecognised, clip_plan
 from streamload.transforms.planned import PlannedTransform
-from streamload.transforms.recognise import NotRecognised, recognise
+from streamload.transforms.recognise import recognise
 from streamload.transforms.user import SeededGenerators
 
 define_torchvision_schemas()
@@ -315,7 +315,7 @@ def test_a_transform_that_is_not_recognised_runs_as_given_and_the_log_says_why(s
 
 def test_recognising_imports_neither_torchvision_nor_open_clip():
     code = (
-        "import sys, streamload; from streamload.transforms.recognise import NotRecognised, recognise\n"
+        "import sys, streamload; from streamload.transforms.recognise import recognise\n"
         "try: recognise(lambda image: image)\n"
         "except NotRecognised: print(sorted({'torchvision', 'open_clip'} & set(sys.modules)))"
     )

@@ -93,8 +93,9 @@ def make_loader(
         preprocess: PIL image to tensor. A chain of torchvision's and open_clip's functions as open_clip's
             `preprocess_train` and `preprocess_val` is compiled if all of it is known (docs/transforms.md has
             the list): a faster path to the same batch, to the bit where the package was built with a C
-            compiler, else within one level of 255. Anything else runs as given, its random generators seeded
-            by the sample; the log says which. None: open_clip's default for 224 pixels (in training a random
+            compiler, else within one level of 255. So is an image processor of transformers, where that gives
+            the same bits. Anything else runs as given, its random generators seeded by the sample; the log
+            says which. None: open_clip's default for 224 pixels (in training a random
             resized crop, else resize and centre crop), compiled.
         compile: False runs `preprocess` as given in any case.
         image_dtype: "uint8" leaves a compiled transform's images as levels, a quarter of the bytes, to be

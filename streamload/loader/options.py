@@ -19,8 +19,9 @@ from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
 from streamload.transforms.examples import MapSample, Preprocess
+from streamload.transforms.plan import NotRecognised
 from streamload.transforms.prepare import Preparation
-from streamload.transforms.recognise import NotRecognised, recognise
+from streamload.transforms.recognise import recognise
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]

@@ -29,9 +29,9 @@ from streamload.shards.keys import KeySpec
 from streamload.topology import Topology, run_name
 from streamload.transforms import kernel
 from streamload.transforms.examples import Examples, Preprocess
-from streamload.transforms.plan import ImagePlan, clip_plan
+from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
 from streamload.transforms.prepare import Preparation
-from streamload.transforms.recognise import NotRecognised, recognise
+from streamload.transforms.recognise import recognise
 from streamload.transforms.tokenize import adapt_tokenizer
 
 logger = logging.getLogger("streamload")
@@ -198,7 +198,7 @@ def _examples(options: LoaderOptions, preparation: Preparation | None, most_pixe
         map_sample=options.map_sample,
         as_bytes=on_device or options.image_dtype == "uint8",
         preparation=preparation,
-        all_of_text=options.output == "hf",
+        as_model_inputs=options.output == "hf",
         blank_captions=options.blank_captions,
         most_pixels=most_pixels,
     )

@@ -10,6 +10,9 @@ import torch
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
+_STACKED = (torch.Tensor, np.ndarray, np.generic, bool, int, float)
+"""What becomes a tensor where all values of a batch are alike."""
+
 
 def collate(samples: Sequence[Mapping[str, Any]], allocate: Allocate) -> dict[str, Any]:
     """Join the values of each key.
@@ -32,6 +35,59 @@ def collate(samples: Sequence[Mapping[str, Any]], allocate: Allocate) -> dict[st
                 f"expected the same keys in all samples of a batch"
             )
     return {key: _join([sample[key] for sample in samples], allocate) for key in keys}
+
+
+def collate_images(
+    values: list[Any],
+    keys: Sequence[str],
+    allocate: Allocate,
+    *,
+    name: str = "image",
+    only_tensors: bool = False,
+) -> Any:
+    """Join what `preprocess=` made of the images of a batch: as `collate`, but what is a mistake is an error.
+
+    Args:
+        values: at least one.
+        keys: of their samples.
+        allocate: as for `collate`.
+        name: of these values.
+        only_tensors: whether anything else than a tensor is a mistake.
+
+    Raises:
+        ValueError: tensors or numbers of several shapes or dtypes.
+        TypeError: dicts; or anything else that isn't a tensor, where only these are asked for.
+    """
+    joined = _join(values, allocate)
+    if isinstance(joined, torch.Tensor):
+        return joined
+    forms = [_form(value) for value in values]
+    gave = f"preprocess= gave {'' if name == 'image' else f'as {name} '}{forms[0]} for sample {keys[0]!r}"
+    other = next((place for place, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None and any(isinstance(value, _STACKED) for value in values):
+        raise ValueError(
+            f"{gave}, and {forms[other]} for sample {keys[other]!r}; expected one shape and dtype: resize to "
+            f"one size in preprocess=, or make lists on purpose by map_sample="
+        )
+    if isinstance(values[0], Mapping):
+        raise TypeError(
+            f"{gave}; expected a tensor: give an image processor of transformers itself as preprocess=, or "
+            f"make dicts by map_sample="
+        )
+    if only_tensors:
+        raise TypeError(
+            f'{gave}; output="hf" has tensors: end preprocess= with ToTensor or the like, or give '
+            f'output="tuple" or "dict", where it is a list'
+        )
+    return joined
+
+
+def _form(value: Any) -> str:
+    """What has to be alike for values to be stacked."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        kind = "" if isinstance(value, torch.Tensor) else "an array "
+        return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"a value of type {type(value).__name__}"
 
 
 def _join(values: list[Any], allocate: Allocate) -> Any:

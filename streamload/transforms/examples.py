@@ -12,7 +12,7 @@ import torch
 
 from streamload.errors import BlankCaption, add_note
 from streamload.transforms.captions import read_caption
-from streamload.transforms.collate import Allocate, collate
+from streamload.transforms.collate import Allocate, collate, collate_images
 from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,
@@ -26,6 +26,7 @@ from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.planned import PlannedTransform, Put
 from streamload.transforms.prepare import Preparation
+from streamload.transforms.processors import GivenProcessor, image_processor_of
 from streamload.transforms.tokenize import BatchTokenizer
 from streamload.transforms.user import SeededGenerators, UserTransform
 
@@ -103,7 +104,8 @@ class Examples:
         blank_captions: whether samples with a caption of nothing but white space are used.
         map_sample: in place of all of the above: the raw sample to a dict of values.
         as_bytes: leave a plan's images as uint8, to be normalised where they are used.
-        all_of_text: give whatever else the tokenizer gives beside ids, too: its `attention_mask`, say.
+        as_model_inputs: give whatever else the tokenizer and an image processor give, too (`attention_mask`,
+            say), and refuse images that aren't tensors.
         most_pixels: of an image that is decoded (limits.py); a preparation has its own.
     """
 
@@ -114,7 +116,7 @@ class Examples:
     map_sample: MapSample | None
     as_bytes: bool
     preparation: Preparation | None = None
-    all_of_text: bool = False
+    as_model_inputs: bool = False
     blank_captions: bool = True
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 
@@ -142,19 +144,13 @@ class Examples:
             return lambda size, allocate: _CaptionedBatch(
                 _PlannedImages(transform, self, places, size, allocate), self
             )
-        prepare = None if self.preparation is None else self.pixels
-        given = UserTransform(preprocess, self.most_pixels)
-        return lambda size, allocate: _CaptionedBatch(_GivenImages(given, prepare, allocate), self)
+        return lambda size, allocate: _CaptionedBatch(_GivenImages(preprocess, self, allocate), self)
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The pixels that the transform gets, needed only until the next image."""
         if self.preparation is None or is_prepared:
             return decode_jpeg_or_image(data, in_scratch=True, most_pixels=self.most_pixels)
         return self.preparation.pixels(data)
-
-
-_ToPixels = Callable[[memoryview, bool], Pixels]
-"""Image file, and whether it is prepared → pixels."""
 
 
 class _Images(Protocol):
@@ -164,7 +160,9 @@ class _Images(Protocol):
 
     def add(self, seen: Any) -> None: ...
 
-    def finish(self) -> Any: ...
+    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The values, `image` among them, of the samples with these keys."""
+        ...
 
     def close(self) -> None: ...
 
@@ -212,21 +210,21 @@ class _CaptionedBatch:
         return layout
 
     def finish(self) -> dict[str, Any]:
-        try:
-            values = self._values()
-        except Exception as exc:
-            add_note(exc, _batch_of([one.key for one in self._added]))
-            raise
         keys, urls = [one.key for one in self._added], [one.url for one in self._added]
+        try:
+            values = self._values(keys)
+        except Exception as exc:
+            add_note(exc, _batch_of(keys))
+            raise
         return {**values, "__key__": keys, "__url__": urls}
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, keys: Sequence[str]) -> dict[str, Any]:
         captions = [one.caption for one in self._added]
-        values: dict[str, Any] = {"image": self._images.finish(), "text": captions}
+        values = {**self._images.finish(keys), "text": captions}
         if self._examples.tokenizer is not None and captions:
             texts = self._examples.tokenizer(captions, [one.seed for one in self._added])
             values["text"] = texts.ids
-            if self._examples.all_of_text:
+            if self._examples.as_model_inputs:
                 values |= texts.others
         return values
 
@@ -331,8 +329,8 @@ class _PlannedImages:
         height, width, _ = pixels.shape
         return self._transform.put(pixels, self._transform.draw(height, width, seed))
 
-    def finish(self) -> torch.Tensor:
-        return self._batch[: self._count]
+    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
+        return {"image": self._batch[: self._count]}
 
     def close(self) -> None:
         self._borrowed.close()
@@ -341,9 +339,14 @@ class _PlannedImages:
 class _GivenImages:
     """The user's own transform, run as given."""
 
-    def __init__(self, transform: UserTransform, prepare: _ToPixels | None, allocate: Allocate):
-        self._transform = transform
-        self._prepare = prepare
+    def __init__(self, preprocess: Preprocess, examples: Examples, allocate: Allocate):
+        processor = image_processor_of(preprocess)
+        self._is_processor = processor is not None
+        self._transform = UserTransform(
+            GivenProcessor(processor) if self._is_processor else preprocess, examples.most_pixels
+        )
+        self._prepare = None if examples.preparation is None else examples.pixels
+        self._as_model_inputs = examples.as_model_inputs
         self._allocate = allocate
         self._values: list[Any] = []
         self._borrowed = ExitStack()
@@ -363,8 +366,26 @@ class _GivenImages:
             value = self._transform.of_pixels(pixels, self._generators, seed)
         self._values.append(value)
 
-    def finish(self) -> Any:
-        return collate([{"": value} for value in self._values], self._allocate)[""] if self._values else []
+    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
+        if not self._values:
+            return {"image": []}
+        return {
+            name: collate_images(
+                values,
+                keys,
+                self._allocate,
+                name=name,
+                only_tensors=self._is_processor or self._as_model_inputs,
+            )
+            for name, values in self._columns().items()
+        }
+
+    def _columns(self) -> dict[str, list[Any]]:
+        """The values of all samples by name: of an image processor without those that nobody asked for."""
+        if not self._is_processor:
+            return {"image": self._values}
+        names = self._values[0] if self._as_model_inputs else ("image",)
+        return {name: [value[name] for value in self._values] for name in names}
 
     def close(self) -> None:
         self._borrowed.close()

@@ -30,6 +30,17 @@ def normalise_into(
     destination.copy_(image).div_(255).sub_(means).div_(stds)
 
 
+def normalise_levels_into(
+    image: torch.Tensor, destination: torch.Tensor, mean: Channels, std: Channels
+) -> None:
+    """The same with the bits of transformers' processors of tensors: (x − 255 mean) / (255 std).
+
+    Args: as for `normalise_into`.
+    """
+    means, stds = _as_given(mean, std)
+    destination.copy_(image).sub_(means * 255).div_(stds * 255)
+
+
 @functools.cache
 def packed(mean: Channels, std: Channels) -> bytes:
     """What `normalise_into` subtracts and divides by, as fused.py takes it: float32[2, C]."""

@@ -25,6 +25,10 @@ Given = Callable[[Image.Image], Image.Image]
 """A function from an RGB Pillow image to another one of its size."""
 
 
+class NotRecognised(Exception):
+    """Why a transform runs as given."""
+
+
 class Statistics(NamedTuple):
     """What floats are normalised by: (x / 255 − mean) / std."""
 
@@ -143,6 +147,10 @@ class ImagePlan:
         given: functions that run as they are behind all that; where there are any, pixels have to be Pillow's
             to the bit.
         statistics: of the floats that come of it; None leaves levels of uint8.
+        rounds_down: where the middle is cut out of an odd rest, as by transformers; torchvision rounds half
+            to even.
+        on_tensors: resize and normalise as torchvision does with tensors of uint8 in place of Pillow images:
+            by torch's kernel, rows first, and as (x − 255 mean) / (255 std).
     """
 
     size: Size
@@ -152,6 +160,8 @@ class ImagePlan:
     colour: tuple[Flip | Grey, ...] = ()
     given: tuple[Given, ...] = ()
     statistics: Statistics | None = OPENAI
+    rounds_down: bool = False
+    on_tensors: bool = False
 
 
 def clip_plan(train: bool, size: int = 224) -> ImagePlan:

@@ -14,10 +14,10 @@ from streamload.transforms.augment import Box, RandomBox
 from streamload.transforms.decode import Pixels
 from streamload.transforms.draws import Draws
 from streamload.transforms.fused import Place
-from streamload.transforms.normalise import normalise_into, packed
+from streamload.transforms.normalise import normalise_into, normalise_levels_into, packed
 from streamload.transforms.plan import ImagePlan, RandomCrop, Size
 from streamload.transforms.resize import Put as Put
-from streamload.transforms.resize import empty, resizing, resizing_to_floats
+from streamload.transforms.resize import empty, resizing, resizing_tensor, resizing_to_floats
 from streamload.transforms.user import SeededGenerators
 
 
@@ -52,6 +52,7 @@ class PlannedTransform:
     def __init__(self, plan: ImagePlan, as_bytes: bool = True) -> None:
         self.plan = plan
         self._statistics = None if as_bytes else plan.statistics
+        self._normalise = normalise_levels_into if plan.on_tensors else normalise_into
         self._levels: torch.Tensor | None = None
         self._whole = Box(0, 0, *plan.size)
         self._boxes = RandomBox(plan.fit.scale, plan.fit.ratio) if isinstance(plan.fit, RandomCrop) else None
@@ -94,6 +95,10 @@ class PlannedTransform:
         plan, statistics = self.plan, self._statistics
         box, size, part = self._fitted(pixels, choices.box)
         is_all = not (plan.given or any(choices.colour)) and part[2:] == plan.size
+        if plan.on_tensors:
+            return functools.partial(
+                self._finished, resizing_tensor(pixels, size, plan.by, part), part, choices
+            )
         if is_all and statistics is not None:
             put = resizing_to_floats(pixels, box, size, plan.by, part, packed(*statistics))
             if put is not None:
@@ -113,7 +118,8 @@ class PlannedTransform:
         size = plan.fit.resized(height, width)
         if not all(size):
             raise DecodeError(f"image of {width}×{height} can't be resized to {size[1]}×{size[0]}")
-        (top, down), (left, across) = map(_middle, size, plan.size)
+        cut = _middle_rounded_down if plan.rounds_down else _middle
+        (top, down), (left, across) = map(cut, size, plan.size)
         return Box(0, 0, height, width), size, Box(max(top, 0), max(left, 0), down, across)
 
     def _finished(self, put: Put, part: Box, choices: Choices, *, out: Place) -> None:
@@ -138,7 +144,7 @@ class PlannedTransform:
         if self._statistics is None:
             out.tensor.copy_(image)
         else:
-            normalise_into(image, out.tensor, *self._statistics)
+            self._normalise(image, out.tensor, *self._statistics)
 
     def _as_given(self, levels: torch.Tensor, choices: Choices) -> torch.Tensor:
         """What functions as given make of uint8[3, H, W], with the numbers that they would have drawn."""
@@ -163,3 +169,8 @@ def _middle(length: int, wanted: int) -> tuple[int, int]:
     if length < wanted:
         return -((wanted - length) // 2), length
     return round((length - wanted) / 2), wanted
+
+
+def _middle_rounded_down(length: int, wanted: int) -> tuple[int, int]:
+    """The same, rounded as by transformers' image processors, of a side that is long enough."""
+    return (length - wanted) // 2, wanted

@@ -20,12 +20,14 @@ from streamload.transforms.plan import (
     Grey,
     ImagePlan,
     KeepRatio,
+    NotRecognised,
     RandomCrop,
     ShortSide,
     Size,
     Squash,
     Statistics,
 )
+from streamload.transforms.processors import image_processor_of, plan_of
 
 _TORCHVISION = "torchvision.transforms.transforms"
 _AUTOAUGMENT = "torchvision.transforms.autoaugment"
@@ -60,10 +62,6 @@ _KEEP_SIZE = {
 _OF_SEVERAL = {(_TORCHVISION, name) for name in ("Compose", "RandomApply", "RandomChoice", "RandomOrder")}
 
 
-class NotRecognised(Exception):
-    """Why a transform runs as given."""
-
-
 def recognise(transform: Any) -> ImagePlan:
     """The plan that does the same as a transform of RGB Pillow images.
 
@@ -71,11 +69,15 @@ def recognise(transform: Any) -> ImagePlan:
     open_clip's CenterCropOrPad; bicubic or bilinear; conversion to RGB anywhere; then RandomHorizontalFlip,
     Grayscale, RandomGrayscale or open_clip's gray_scale; where pixels are Pillow's to the bit (fused.py), any
     of torchvision's and open_clip's functions that keep an image's size, run as given; then ToTensor,
-    open_clip's MaybeToTensor or PILToTensor; and Normalize.
+    open_clip's MaybeToTensor or PILToTensor; and Normalize. And image processors of transformers, where the
+    plan gives the same bits (processors.py).
 
     Raises:
         NotRecognised: it holds something else.
     """
+    processor = image_processor_of(transform)
+    if processor is not None:
+        return plan_of(processor)
     steps = _Steps(transform)
     size, fit, by, fill = _geometry(steps)
     behind = steps.all(lambda step, name: (step, _colour(step, name)) if _keeps_size(step, name) else None)

@@ -63,6 +63,23 @@ def crop(pixels: Pixels, box: Box) -> torch.Tensor:
     )
 
 
+def resizing_tensor(pixels: Pixels, size: tuple[int, int], by: Filter, part: Box) -> Put:
+    """What resizes an image as torchvision resizes tensors: by torch's kernel, rows first.
+
+    Args:
+        pixels: uint8[H, W, 3], writable; needn't be there yet.
+        size: height and width of the result.
+        by: the filter.
+        part: of the resized image.
+
+    Returns:
+        It puts the part into `out`, a Place.
+    """
+    height, width, _ = pixels.shape
+    image = crop(pixels, Box(0, 0, height, width))
+    return functools.partial(_resize_tensor_and_cut, image, size, part, by)
+
+
 def resizing(
     pixels: Pixels, box: Box, size: tuple[int, int], by: Filter = "bicubic", part: Box | None = None
 ) -> Put:
@@ -122,6 +139,16 @@ def _resize_and_cut(image: torch.Tensor, size: tuple[int, int], part: Box, by: F
     resized = empty(*size)
     _by_torch(image, size, by)(out=Place.of(resized))
     out.tensor.copy_(resized[:, :, top : top + height, left : left + width])
+
+
+def _resize_tensor_and_cut(
+    image: torch.Tensor, size: tuple[int, int], part: Box, by: Filter, *, out: Place
+) -> None:
+    top, left, height, width = part
+    if image.shape[2:] != size:
+        _resize(image, size, by, out=Place.of(resized := empty(*size)))
+        image = resized
+    out.tensor.copy_(image[:, :, top : top + height, left : left + width])
 
 
 def _resize(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
