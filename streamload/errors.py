@@ -22,8 +22,9 @@ crosses from a DataLoader worker is rebuilt as ``type(message)``.
     ├── SampleError (ValueError)            one sample that can't be used
     │   ├── DecodeError                     its image
     │   │   └── ImageTooLarge               which would take too much memory or time to decode
-    │   └── CaptionError                    its caption
-    │       └── BlankCaption                there is nothing in it, where that isn't allowed
+    │   ├── CaptionError                    its caption
+    │   │   └── BlankCaption                there is nothing in it, where that isn't allowed
+    │   └── LabelError                      its label
     ├── CacheError (OSError)                the tier can't be used
     │   ├── CacheFull                       no room, and nothing may be evicted
     │   ├── CacheCorrupt                    bytes that fail their checksum
@@ -164,6 +165,10 @@ class CaptionError(SampleError):
 
 class BlankCaption(CaptionError):
     """The caption of a sample is empty or only white space; the sample counts as one without a caption."""
+
+
+class LabelError(SampleError):
+    """The label of a sample can't be read."""
 
 
 class CacheError(StreamloadError, OSError):

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 # Why a sample was left out or replaced.
 CAUSES = {
-    "missing": "it has no image or no caption where they were asked for, or one of more than 64 MiB, or a "
-    "blank caption where these are left out",
+    "missing": "it has no image, caption or label where they were asked for, or one of more than 64 MiB, or "
+    "a blank caption where these are left out",
     "decode": "its image can't be decoded",
     "too_large": "its image would take more memory or time to decode than max_image_pixels allows",
     "caption": "its caption can't be read as text, or lacks the field asked for",
+    "label": "its label isn't a whole number, or lacks the field asked for",
 }
 
 # The order is the layout of a row. Names that end in _ns are times; a Snapshot shows them as seconds.

@@ -244,12 +244,8 @@ def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(
     def images(workers: int) -> tuple[list[str], torch.Tensor]:
         with make(str(tmp_path / "bad.tar"), tmp_path, num_workers=workers, batch_size=6) as loader:
             batches = list(loader)
-            assert loader.stats().samples_replaced == {
-                "missing": 0,
-                "decode": 4,
-                "too_large": 0,
-                "caption": 0,
-            }
+            causes = {cause: count for cause, count in loader.stats().samples_replaced.items() if count}
+            assert causes == {"decode": 4}
             assert [trouble.cause for trouble in loader.troubles] == ["decode"] * 4
             return [k for _, _, o in batches for k in o["__key__"]], torch.cat([b[0] for b in batches])
 

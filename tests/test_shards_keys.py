@@ -50,20 +50,20 @@ def test_the_first_choice_that_a_sample_has_is_taken():
 
 
 def test_usable_entries_have_an_image_and_a_text(reader):
-    assert usable(reader, IMAGE, TEXT).tolist() == [True, False, False, True, False, True, False, True] * 2
-    assert usable(reader, IMAGE, None).tolist() == [True, True, False, True, False, True, False, True] * 2
-    assert usable(reader, None, TEXT).tolist() == [True, False, True, True, True, True, False, True] * 2
+    assert usable(reader, [IMAGE, TEXT]).tolist() == [True, False, False, True, False, True, False, True] * 2
+    assert usable(reader, [IMAGE]).tolist() == [True, True, False, True, False, True, False, True] * 2
+    assert usable(reader, [TEXT]).tolist() == [True, False, True, True, True, True, False, True] * 2
 
 
 def test_without_keys_all_entries_are_usable(reader):
-    assert usable(reader, None, None).tolist() == [True] * 16
+    assert usable(reader, []).tolist() == [True] * 16
 
 
 @pytest.mark.parametrize("start", [0, 3, 8, 15, 16])
 def test_usable_entries_can_be_asked_for_from_a_number_on(reader, start):
-    assert usable(reader, IMAGE, TEXT, start).tolist() == usable(reader, IMAGE, TEXT).tolist()[start:]
+    assert usable(reader, [IMAGE, TEXT], start).tolist() == usable(reader, [IMAGE, TEXT]).tolist()[start:]
 
 
 def test_an_index_without_entries_has_none(tmp_path):
     with IndexWriter(tmp_path, {}), IndexReader(tmp_path) as reader:
-        assert usable(reader, IMAGE, TEXT).tolist() == []
+        assert usable(reader, [IMAGE, TEXT]).tolist() == []

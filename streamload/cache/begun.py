@@ -106,7 +106,7 @@ class Recalled:
             raise DatasetChanged(
                 f"{view.shard.name} has {len(numbers)} usable samples{'' if ended else ' or more'}; when the "
                 f"state was saved it had {begun.samples}{'' if begun.ended else ' or more'}: it has changed, "
-                f"or can't be read to the same end, or keep, image_key or text_key choose others"
+                f"or can't be read to the same end, or keep, image_key, text_key or label_key choose others"
             )
         return numbers, ended
 

@@ -242,7 +242,8 @@ class _Barren:
         raise errors.NoValidSamples(
             f"no usable sample in {len(self._read)} shards and {self._samples} samples "
             f"(first: {', '.join(sorted(self._read)[:2]) or 'unfinished'}). Seen: {'; '.join(self._keys)}"
-            f"{'; given up: ' + causes if causes else ''}. Check image_key, text_key and keep"
+            f"{'; given up: ' + causes if causes else ''}. Check image_key, "
+            f"text_key (None: there are no captions), label_key and keep"
         )
 
 

@@ -29,6 +29,7 @@ from streamload.errors import (
     CaptionError,
     DataError,
     ImageTooLarge,
+    LabelError,
     SampleError,
     TooManyBadSamples,
     add_note,
@@ -318,6 +319,10 @@ def _place_of(sample: Sample) -> str:
 
 def _trouble(sample: Sample, error: SampleError) -> Trouble:
     """What is told of an error, which itself has hold of all that was there when it was raised."""
-    causes = {BlankCaption: "missing", CaptionError: "caption", ImageTooLarge: "too_large"}
-    cause = causes.get(type(error), "decode")
-    return Trouble(cause, sample.url, sample.key, str(error))
+    causes = {
+        BlankCaption: "missing",
+        CaptionError: "caption",
+        LabelError: "label",
+        ImageTooLarge: "too_large",
+    }
+    return Trouble(causes.get(type(error), "decode"), sample.url, sample.key, str(error))

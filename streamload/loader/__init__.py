@@ -26,7 +26,7 @@ from streamload.loader.options import (
 from streamload.loader.sources import Factors, Source, read_sources
 from streamload.loader.together import gather_state
 from streamload.settings import Eviction, Revalidate, Where
-from streamload.transforms.examples import MapSample, Preprocess
+from streamload.transforms.examples import Collate, MapSample, Preprocess
 from streamload.urls import Urls
 
 __all__ = ["Loader", "LoaderOptions", "Source", "gather_state", "make_loader"]
@@ -55,10 +55,12 @@ def make_loader(
     output: Output = "tuple",
     with_keys: bool = False,
     image_key: str = "jpg;png;jpeg;webp",
-    text_key: str = "txt",
+    text_key: str | None = "txt",
+    label_key: str | None = None,
     blank_captions: bool = True,
     keep: Keep | None = None,
     map_sample: MapSample | None = None,
+    collate: Collate | None = None,
     on_error: OnError = "skip",
     max_bad_samples: float | None = 0.1,
     max_bad_shards: float | None = 0.1,
@@ -128,18 +130,24 @@ def make_loader(
             Their shares are equal to one sample by a sizes.json, else as if all shards were of one size.
             Samples that can't be used are left out of their batch, and a batch of nothing else isn't given:
             there may be fewer than `len()`.
-        output: "tuple": (images float32[N, 3, H, W], texts); "dict": {"image", "text"}; "hf":
-            {"pixel_values", "input_ids"} and whatever else the tokenizer gives: its "attention_mask", say.
+        output: "tuple": (images float32[N, 3, H, W], texts, labels int64[N]), of these what there are keys
+            for; "dict": {"image", "text", "label"}; "hf": {"pixel_values", "input_ids", "labels"} and
+            whatever else tokenizer and image processor give: an "attention_mask", say.
         with_keys: add the samples' `__key__` and `__url__` lists: a dict as third element, or two entries.
         image_key: extensions that hold the image, in order of preference.
-        text_key: the same for the caption; `json:caption` is a field of a JSON member.
+        text_key: the same for the caption; `json:caption` is a field of a JSON member. None: there are no
+            captions, and batches have none.
+        label_key: the same for a label, a whole number: `cls`, `json:label`. None: there are no labels.
         blank_captions: False leaves out samples whose caption is empty or only white space, like those that
             have none.
         keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves it
             out.
         map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,
-            in place of image and caption. A `__key__` or `__url__` that it returns is left out: those of the
-            samples come by with_keys.
+            in place of image and caption. With preprocess= the sample has `image`, too: the image as a batch
+            would have it, in the batch's memory (clone what you keep). A `__key__` or `__url__` that it
+            returns is left out: those of the samples come by with_keys.
+        collate: takes the list of what map_sample returned for a batch and returns the batch, a dict or a
+            tuple, in the worker. None: values of one shape are stacked, others are a list.
         on_error: "skip" counts and reports what can't be used and goes on; "raise" stops at the first.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
             run, once bad samples of enough shards (ten at least) make that certain. None: there is no limit.

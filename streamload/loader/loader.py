@@ -33,10 +33,13 @@ from streamload.loader.together import Watch, gathered, ranks_of
 from streamload.loader.waits import ShardWaits, report_waiting
 from streamload.metrics import Counters, Snapshot, total
 from streamload.origins.origin import import_origins
+from streamload.transforms.collate import unnamed
 from streamload.transforms.plan import Statistics
 
 _BATCHES_HELD = 3
 """How many batches of one worker a training loop has at a time, at most, as a rule."""
+_NAMES_OF_MODELS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
+"""What transformers' models call the values of a batch."""
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 """What pickling raises, by what it meets and by Python's release."""
 
@@ -412,12 +415,12 @@ class Loader(DataLoaderInterface):
         options = self.options
         extra = {name: values.pop(name) for name in ("__key__", "__url__")} if options.with_keys else {}
         if options.map_sample is not None:
-            return {**values, **extra}
-        if options.output == "dict":
-            return {"image": values["image"], "text": values["text"], **extra}
+            return unnamed(values, extra)
         if options.output == "hf":
-            return {"pixel_values": values.pop("image"), "input_ids": values.pop("text"), **values, **extra}
-        return (values["image"], values["text"], extra) if extra else (values["image"], values["text"])
+            return {_NAMES_OF_MODELS.get(name, name): value for name, value in values.items()} | extra
+        if options.output == "dict":
+            return {**values, **extra}
+        return (*values.values(), extra) if extra else tuple(values.values())
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[object]:

@@ -18,7 +18,7 @@ from streamload.cache.shared.objects import refuse_url
 from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
-from streamload.transforms.examples import MapSample, Preprocess
+from streamload.transforms.examples import Collate, MapSample, Preprocess
 from streamload.transforms.plan import NotRecognised
 from streamload.transforms.prepare import Preparation
 from streamload.transforms.recognise import recognise
@@ -28,13 +28,15 @@ Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
 ImageDtype = Literal["float32", "uint8"]
 
-_SENT = ("tokenizer", "preprocess", "keep", "map_sample", "storage_options", "shared_cache_options")
+_SENT = (
+    "tokenizer", "preprocess", "keep", "map_sample", "collate", "storage_options", "shared_cache_options"
+)  # fmt: skip
 """What is the user's own and goes to the workers as it is."""
 
 
 _OF_DATALOADER = {
     "dataset": "give the shards as urls=",
-    "collate_fn": "map_sample= makes examples of any form, which are stacked; output= shapes batches",
+    "collate_fn": "map_sample= makes examples of any form, and collate= batches of them, in the workers",
     "drop_last": "in training only full batches are given (train=True), in evaluation the last one, too",
     "sampler": "shuffle=, keep=, Source(weight=…) and seed= decide which samples come, and in which order",
     "batch_sampler": "batch_size=, shuffle= and seed= decide how batches are made",
@@ -73,10 +75,12 @@ class LoaderOptions:
     output: Output
     with_keys: bool
     image_key: str
-    text_key: str
+    text_key: str | None
+    label_key: str | None
     blank_captions: bool
     keep: Keep | None
     map_sample: MapSample | None
+    collate: Collate | None
     on_error: OnError
     max_bad_samples: float | None
     max_bad_shards: float | None
@@ -104,12 +108,7 @@ class LoaderOptions:
                 f"shuffle={self.shuffle}: give the number of samples that one may move from its place, 0 for "
                 f"the order as listed, or None for the default"
             )
-        for name in ("image_key", "text_key"):
-            if not isinstance(getattr(self, name), str):
-                raise OptionError(
-                    f"{name}={getattr(self, name)!r}: it has to be a string such as 'jpg;png'. For samples "
-                    f"without image or caption give map_sample=, a function from the raw sample to a dict"
-                )
+        self._refuse_keys()
         if self.batch_size is None:
             raise OptionError(
                 "batch_size=None: batches are made here; give 1 for batches of one sample, and take it out"
@@ -157,12 +156,6 @@ class LoaderOptions:
             raise OptionError(
                 f"give rank and world_size together, not rank={self.rank} world_size={self.world_size}"
             )
-        if self.output == "hf" and self.tokenizer is None and self.map_sample is None:
-            raise OptionError('output="hf" has input_ids: it needs a tokenizer')
-        if self.map_sample is not None and (self.preprocess is not None or self.tokenizer is not None):
-            raise OptionError(
-                "map_sample= makes the whole example: preprocess= and tokenizer= have no place beside it"
-            )
         if self.prepare is not None:
             Preparation.parse(self.prepare)
             if self.map_sample is not None:
@@ -195,7 +188,8 @@ class LoaderOptions:
 
     def _refuse_floats(self) -> None:
         """Refuse a transform that can't be stopped in front of its floats."""
-        if self.map_sample is not None or (self.preprocess is not None and not self.compile):
+        is_mapped = self.map_sample is not None and self.preprocess is None
+        if is_mapped or (self.preprocess is not None and not self.compile):
             raise OptionError(
                 'image_dtype="uint8" is for images that streamload makes, not for functions as given'
             )
@@ -206,6 +200,56 @@ class LoaderOptions:
                 raise OptionError(
                     f'image_dtype="uint8" is for a preprocess= that can be compiled: {exc}'
                 ) from exc
+
+    def _refuse_keys(self) -> None:
+        """Refuse keys that can't be, and arguments that have no use for what they choose."""
+        if not isinstance(self.image_key, str):
+            raise OptionError(
+                f"image_key={self.image_key!r}: it has to be a string such as 'jpg;png'. For samples "
+                f"without images give map_sample=, a function from the raw sample to a dict"
+            )
+        for name, example in (("text_key", "txt;json:caption"), ("label_key", "cls")):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, str)):
+                raise OptionError(f"{name}={value!r}: it has to be a string such as {example!r}, or None")
+        if self.map_sample is not None:
+            for name in ("tokenizer", "label_key"):
+                if getattr(self, name) is not None:
+                    raise OptionError(
+                        f"map_sample= makes the whole example: {name}= has no place beside it (preprocess= "
+                        f"has: it decodes the sample's image)"
+                    )
+        elif self.collate is not None:
+            raise OptionError(
+                "collate= makes batches of the examples of map_sample=, which is missing; other batches are "
+                "made in their memory, image by image"
+            )
+        elif self.text_key is None and self.tokenizer is not None:
+            raise OptionError("text_key=None asks for no captions: tokenizer= has no place beside it")
+        elif self.output == "hf" and self.tokenizer is None and self.text_key is not None:
+            raise OptionError(
+                'output="hf" has input_ids: it needs a tokenizer, or text_key=None if there are no captions'
+            )
+        if self.collate is not None and not callable(self.collate):
+            raise OptionError(
+                f"collate is a {type(self.collate).__name__}: it has to be a function from a list of dicts "
+                f"to a dict or tuple"
+            )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys by which samples are chosen: each has to have a member of every one."""
+        if self.map_sample is not None:
+            return () if self.preprocess is None else (self.image_key,)
+        return tuple(key for key in (self.image_key, self.text_key, self.label_key) if key is not None)
+
+    @property
+    def choice(self) -> tuple[str, ...]:
+        """Which samples these keys choose, as a state has it."""
+        if self.map_sample is not None:
+            return ("map_sample", *self.keys)
+        label = () if self.label_key is None else (self.label_key,)
+        return (self.image_key, self.text_key or "", *label)
 
     @property
     def goes_on(self) -> bool:

@@ -49,10 +49,16 @@ def order_of(
         sources.append((source.name, *widths))
         is_here = listed or all(urls.is_local(url) for url in source.urls.kinds())
         opens_after.append(0 if is_here else math.ceil(slice_ * part))
-    choice = ("map_sample",) if options.map_sample is not None else (options.image_key, options.text_key)
     shards = tuple(len(source.urls) for source in options.sources)
     return Order(
-        digest, choice, options.train, options.seed, groups, tuple(sources), tuple(opens_after), shards
+        digest,
+        options.choice,
+        options.train,
+        options.seed,
+        groups,
+        tuple(sources),
+        tuple(opens_after),
+        shards,
     )
 
 

@@ -179,7 +179,7 @@ class Order:
 
     Attributes:
         data: a digest of the shards, source by source.
-        choice: which members are image and caption.
+        choice: which members are image, caption and label.
         train: whether it is shuffled.
         seed: of the run.
         groups: how many sequences the samples are dealt into.
@@ -374,7 +374,7 @@ def check_fits(saved: Order, ours: Order, place: Place, needed: set[int]) -> Non
         ("train", saved.train, ours.train),
         ("seed", saved.seed, ours.seed),
         ("the names of the sources", [name for name, *_ in saved.sources], [n for n, *_ in ours.sources]),
-        ("image_key and text_key", saved.choice, ours.choice),
+        ("choice of image_key, text_key and label_key", saved.choice, ours.choice),
     ):
         if before != now:
             raise StateMismatch(f"the state was saved with another {what}: {before}, and this is {now}")

@@ -28,7 +28,7 @@ from streamload.settings import Settings, read_settings
 from streamload.shards.keys import KeySpec
 from streamload.topology import Topology, run_name
 from streamload.transforms import kernel
-from streamload.transforms.examples import Examples, Preprocess
+from streamload.transforms.examples import Choose, Examples, Preprocess
 from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
 from streamload.transforms.prepare import Preparation
 from streamload.transforms.recognise import recognise
@@ -175,13 +175,13 @@ def _sources(
 
 
 def _selection(options: LoaderOptions) -> Selection:
-    if options.map_sample is not None:
-        return Selection(None, None, options.keep)
-    return Selection(KeySpec.parse(options.image_key), KeySpec.parse(options.text_key), options.keep)
+    keys = tuple(KeySpec.parse(key) for key in options.keys)
+    return Selection(keys, options.keep, reads_all=options.map_sample is not None)
 
 
 def _examples(options: LoaderOptions, preparation: Preparation | None, most_pixels: int) -> Examples:
-    on_device = options.device is not None and options.device.type != "cpu"
+    is_mapped = options.map_sample is not None
+    on_device = options.device is not None and options.device.type != "cpu" and not is_mapped
     planned = _planned(options)
     if preparation is not None:
         logger.info("prepare: images as by %s, from prepared shards where there are any", preparation.name)
@@ -192,7 +192,7 @@ def _examples(options: LoaderOptions, preparation: Preparation | None, most_pixe
             )
     return Examples(
         image=KeySpec.parse(options.image_key).choose,
-        text=KeySpec.parse(options.text_key).choose,
+        text=_choose(options.text_key),
         tokenizer=adapt_tokenizer(options.tokenizer),
         preprocess=planned,
         map_sample=options.map_sample,
@@ -201,6 +201,8 @@ def _examples(options: LoaderOptions, preparation: Preparation | None, most_pixe
         as_model_inputs=options.output == "hf",
         blank_captions=options.blank_captions,
         most_pixels=most_pixels,
+        label=_choose(options.label_key),
+        collate=options.collate,
     )
 
 
@@ -211,12 +213,16 @@ def _say_what_is_lost() -> None:
         logger.warning("%s", lost)
 
 
-def _planned(options: LoaderOptions) -> ImagePlan | Preprocess:
-    """The plan of what was asked for; the function itself if there is none."""
-    if options.map_sample is None:
+def _choose(key: str | None) -> Choose | None:
+    return None if key is None else KeySpec.parse(key).choose
+
+
+def _planned(options: LoaderOptions) -> ImagePlan | Preprocess | None:
+    """The plan of what was asked for; the function itself if there is none; None: images stay bytes."""
+    if options.map_sample is None or options.preprocess is not None:
         _say_what_is_lost()
     if options.preprocess is None:
-        return clip_plan(options.train)
+        return None if options.map_sample is not None else clip_plan(options.train)
     if not options.compile:
         return options.preprocess
     try:

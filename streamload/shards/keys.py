@@ -6,7 +6,7 @@ is asked for turns out when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,27 +61,23 @@ class KeySpec:
         return None
 
 
-def usable(
-    reader: IndexReader, image: KeySpec | None, text: KeySpec | None, start: int = 0
-) -> npt.NDArray[np.bool_]:
+def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.NDArray[np.bool_]:
     """Which entries have what a run needs, none of it larger than MEMBER_LIMIT_BYTES, from number `start` on.
 
     Args:
         reader: an index, finished or not.
-        image: the sample needs one of these; None: no image is needed.
-        text: the same for its text.
+        keys: of the image, the text, the label: a sample needs a member of each.
         start: number of the first entry that is asked about.
 
     Returns:
         bool[count - start].
     """
-    specs = [spec for spec in (image, text) if spec is not None]
     layouts = reader.records["layout"][start:]
-    if not specs:
+    if not keys:
         return np.ones(len(layouts), dtype=np.bool_)
 
     def serves(extensions: Collection[str]) -> bool:
-        return all(spec.choose(extensions) is not None for spec in specs)
+        return all(spec.choose(extensions) is not None for spec in keys)
 
     shared = reader.layouts()
     table = np.zeros(max(shared, default=-1) + 2, dtype=np.bool_)
@@ -94,14 +90,11 @@ def usable(
     spans = reader.records["stop"][start:] - reader.records["start"][start:]
     for at in np.flatnonzero(mask & (spans > MEMBER_LIMIT_BYTES)):
         sizes = reader.entry(start + int(at)).sizes
-        mask[at] = all(sizes[extension] <= MEMBER_LIMIT_BYTES for extension in needed(sizes, image, text))
+        mask[at] = all(sizes[extension] <= MEMBER_LIMIT_BYTES for extension in chosen(sizes, keys))
     return mask
 
 
-def needed(extensions: Collection[str], image: KeySpec | None, text: KeySpec | None) -> set[str]:
-    """The members of a sample that a run reads: those that its keys choose, or all where it has no keys."""
-    specs = [spec for spec in (image, text) if spec is not None]
-    if not specs:
-        return set(extensions)
-    chosen = [spec.choose(extensions) for spec in specs]
-    return {choice[0] for choice in chosen if choice is not None}
+def chosen(extensions: Collection[str], keys: Sequence[KeySpec]) -> set[str]:
+    """The members of a sample that its keys choose."""
+    choices = [spec.choose(extensions) for spec in keys]
+    return {choice[0] for choice in choices if choice is not None}

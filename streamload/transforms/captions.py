@@ -1,13 +1,17 @@
-"""Caption bytes → str (step I): the text of a `txt` member, or a field of a `json` one."""
+"""Bytes → caption or label (step I): the text of a `txt` or `cls` member, or a field of a `json` one."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
-from streamload.errors import CaptionError
+from streamload.errors import CaptionError, LabelError, SampleError
 
 MAX_CAPTION_BYTES = 4 << 20
 """A larger member is no caption; parsed as JSON it could take a hundred times its size."""
+_WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
+_LABELS = range(-(1 << 63), 1 << 63)
 
 
 def read_caption(data: bytes | memoryview, field: str | None = None) -> str:
@@ -23,10 +27,9 @@ def read_caption(data: bytes | memoryview, field: str | None = None) -> str:
     Raises:
         CaptionError: not UTF-8, too large, no JSON object, or its field is missing or not a string.
     """
-    if len(data) > MAX_CAPTION_BYTES:
-        raise CaptionError(f"caption member of {len(data):,} bytes; at most {MAX_CAPTION_BYTES:,} are read")
     if field is not None:
-        return _json_field(data, field)
+        return _caption_of(_json_field(data, field, "caption", CaptionError), field)
+    _check_size(data, "caption", CaptionError)
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as exc:
@@ -35,21 +38,53 @@ def read_caption(data: bytes | memoryview, field: str | None = None) -> str:
         ) from exc
 
 
-def _json_field(data: bytes | memoryview, field: str) -> str:
+def read_label(data: bytes | memoryview, field: str | None = None) -> int:
+    """Read a label: a whole number of 64 bits.
+
+    Args:
+        data: the member's payload, the number in decimal.
+        field: of the JSON object which the payload is, a number or its decimal; None: the payload is it.
+
+    Raises:
+        LabelError: it is something else, or the field is missing.
+    """
+    value: Any = data
+    if field is not None:
+        value = _json_field(data, field, "label", LabelError)
+        if isinstance(value, str):
+            value = value.encode("utf-8", "replace")
+    if isinstance(value, bytes | memoryview):
+        is_number = _WHOLE_NUMBER.fullmatch(value)
+        value = int(bytes(value)) if is_number else bytes(value[:40])
+    if isinstance(value, bool) or not isinstance(value, int) or value not in _LABELS:
+        raise LabelError(f"the label is {value!r:.60}; expected a whole number of 64 bits, such as 7")
+    return value
+
+
+def _caption_of(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise CaptionError(f"caption field {field!r} is a {type(value).__name__}; expected a string")
+    if not _is_unicode(value):
+        raise CaptionError(f"caption field {field!r} has half of a surrogate pair")
+    return value
+
+
+def _json_field(data: bytes | memoryview, field: str, what: str, error: type[SampleError]) -> Any:
+    _check_size(data, what, error)
     try:
         value = json.loads(bytes(data))
     except (ValueError, RecursionError) as exc:
-        raise CaptionError(f"caption member of {len(data)} bytes can't be read as JSON: {exc}") from exc
+        raise error(f"{what} member of {len(data)} bytes can't be read as JSON: {exc}") from exc
     if not isinstance(value, dict):
-        raise CaptionError(f"caption member is JSON, but a {type(value).__name__}; expected an object")
+        raise error(f"{what} member is JSON, but a {type(value).__name__}; expected an object")
     if field not in value:
-        raise CaptionError(f"caption member has no field {field!r}; it has {sorted(value)!a:.200}")
-    caption = value[field]
-    if not isinstance(caption, str):
-        raise CaptionError(f"caption field {field!r} is a {type(caption).__name__}; expected a string")
-    if not _is_unicode(caption):
-        raise CaptionError(f"caption field {field!r} has half of a surrogate pair")
-    return caption
+        raise error(f"{what} member has no field {field!r}; it has {sorted(value)!a:.200}")
+    return value[field]
+
+
+def _check_size(data: bytes | memoryview, what: str, error: type[SampleError]) -> None:
+    if len(data) > MAX_CAPTION_BYTES:
+        raise error(f"{what} member of {len(data):,} bytes; at most {MAX_CAPTION_BYTES:,} are read")
 
 
 def _is_unicode(text: str) -> bool:

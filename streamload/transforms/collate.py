@@ -82,6 +82,26 @@ def collate_images(
     return joined
 
 
+def named(result: Any) -> dict[str, Any]:
+    """What a `collate=` returned, by name: of a tuple or list by position, as `unnamed` knows it.
+
+    Raises:
+        TypeError: it is neither a dict nor a tuple.
+    """
+    if isinstance(result, tuple | list):
+        return {f"[{place}]": value for place, value in enumerate(result)}
+    if isinstance(result, Mapping):
+        return dict(result)
+    raise TypeError(f"collate= returned a {type(result).__name__}; expected a dict or a tuple of values")
+
+
+def unnamed(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
+    """A batch as `collate=` returned it: a dict, to which `extra` is added, or a tuple, whose last it is."""
+    if next(iter(values), "") != "[0]":
+        return {**values, **extra}
+    return (*values.values(), extra) if extra else tuple(values.values())
+
+
 def _form(value: Any) -> str:
     """What has to be alike for values to be stacked."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):

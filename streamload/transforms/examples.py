@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from streamload.errors import BlankCaption, add_note
-from streamload.transforms.captions import read_caption
-from streamload.transforms.collate import Allocate, collate, collate_images
+from streamload.transforms.captions import read_caption, read_label
+from streamload.transforms.collate import Allocate, collate, collate_images, named
 from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,
@@ -31,9 +32,12 @@ from streamload.transforms.tokenize import BatchTokenizer
 from streamload.transforms.user import SeededGenerators, UserTransform
 
 _KEYS_SHOWN = 16
+_OF_MAP_SAMPLE, _OF_COLLATE = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
+"""What seeds are changed by, so that a function doesn't draw the numbers that another one drew."""
 
 Preprocess = Callable[[Any], Any]
 MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
+Collate = Callable[[list[Mapping[str, Any]]], Any]
 Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
 
 
@@ -48,11 +52,11 @@ class Sample(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Which member holds the caption, in which field if it is JSON, and which one the image."""
+    """Which member holds the image; which ones caption and label, if asked for, in which field if JSON."""
 
-    text: str
-    field: str | None
     image: str
+    text: tuple[str, str | None] | None
+    label: tuple[str, str | None] | None
 
 
 class BatchInProgress(Protocol):
@@ -97,28 +101,35 @@ class Examples:
 
     Attributes:
         image: tells from a sample's extensions which one holds the image.
-        text: which one holds the caption, and in which field of a JSON member.
+        text: which one holds the caption, and in which field of a JSON member; None: there are no captions.
         tokenizer: captions to ids; None leaves them as strings.
-        preprocess: pixels to an image of the batch by a plan, or PIL image to value by a function as given.
+        preprocess: pixels to an image of the batch by a plan, or PIL image to value by a function as given;
+            None: images aren't decoded, but are map_sample's.
         preparation: what is done to each image that isn't prepared yet, before anything else; None: nothing.
         blank_captions: whether samples with a caption of nothing but white space are used.
-        map_sample: in place of all of the above: the raw sample to a dict of values.
+        map_sample: in place of captions and labels: the raw sample to a dict of values. With `preprocess`,
+            it gets the image that this makes, as "image".
         as_bytes: leave a plan's images as uint8, to be normalised where they are used.
         as_model_inputs: give whatever else the tokenizer and an image processor give, too (`attention_mask`,
             say), and refuse images that aren't tensors.
         most_pixels: of an image that is decoded (limits.py); a preparation has its own.
+        label: as `text`, of a whole number.
+        collate: what `map_sample` returned for the samples of a batch to the batch: a dict of its values, or
+            a tuple of them; None: values are stacked.
     """
 
     image: Choose
-    text: Choose
+    text: Choose | None
     tokenizer: BatchTokenizer | None
-    preprocess: ImagePlan | Preprocess
+    preprocess: ImagePlan | Preprocess | None
     map_sample: MapSample | None
     as_bytes: bool
     preparation: Preparation | None = None
     as_model_inputs: bool = False
     blank_captions: bool = True
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+    label: Choose | None = None
+    collate: Collate | None = None
 
     @property
     def unnormalised(self) -> Statistics | None:
@@ -129,22 +140,33 @@ class Examples:
 
     def layout(self, sample: Sample) -> Layout:
         """The members that are meant; the index has promised that there are such."""
-        text, image = self.text(sample.members), self.image(sample.members)
-        if text is None or image is None:
+        image = self.image(sample.members)
+        text, label = (
+            None if choose is None else choose(sample.members) for choose in (self.text, self.label)
+        )
+        if image is None or (text is None) != (self.text is None) or (label is None) != (self.label is None):
             raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
-        return Layout(*text, image[0])
+        return Layout(image[0], text, label)
 
     def ready(self) -> Begin:
         """What begins batches, one at a time: what they have in common is made once."""
-        preprocess, map_sample = self.preprocess, self.map_sample
+        images, map_sample = self._images(), self.map_sample
         if map_sample is not None:
-            return lambda size, allocate: _MappedBatch(map_sample, allocate)
+            return lambda size, allocate: _MappedBatch(
+                map_sample, self, None if images is None else images(size, allocate), allocate
+            )
+        assert images is not None
+        return lambda size, allocate: _CaptionedBatch(images(size, allocate), self, allocate)
+
+    def _images(self) -> Callable[[int, Allocate], _Images] | None:
+        """What begins the images of batches; None: nobody asked for images."""
+        preprocess = self.preprocess
+        if preprocess is None:
+            return None
         if isinstance(preprocess, ImagePlan):
             transform, places = PlannedTransform(preprocess, self.as_bytes), _Places()
-            return lambda size, allocate: _CaptionedBatch(
-                _PlannedImages(transform, self, places, size, allocate), self
-            )
-        return lambda size, allocate: _CaptionedBatch(_GivenImages(preprocess, self, allocate), self)
+            return lambda size, allocate: _PlannedImages(transform, self, places, size, allocate)
+        return lambda size, allocate: _GivenImages(preprocess, self, allocate)
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The pixels that the transform gets, needed only until the next image."""
@@ -160,6 +182,18 @@ class _Images(Protocol):
 
     def add(self, seen: Any) -> None: ...
 
+    def last(self) -> Any:
+        """The image that was added last, needed until the batch has been handed over."""
+        ...
+
+    def drop(self) -> None:
+        """Take back the image that was added last."""
+        ...
+
+    def joined(self, images: list[Any]) -> torch.Tensor | None:
+        """The batch of these images where there is no need to stack them: `last` of each; else None."""
+        ...
+
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values, `image` among them, of the samples with these keys."""
         ...
@@ -172,17 +206,19 @@ class _Captioned(NamedTuple):
 
     key: str
     url: str
-    caption: str
+    caption: str | None
+    label: int | None
     image: Any
     seed: int
 
 
 class _CaptionedBatch:
-    """Images and captions; the values are `image`, `text`, and what else of the tokenizer's is asked for."""
+    """Images with captions and labels: `image`, `text`, `label`, and what else is asked for."""
 
-    def __init__(self, images: _Images, examples: Examples):
+    def __init__(self, images: _Images, examples: Examples, allocate: Allocate):
         self._images = images
         self._examples = examples
+        self._allocate = allocate
         self._allows_blank = examples.blank_captions
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._added: list[_Captioned] = []
@@ -190,12 +226,18 @@ class _CaptionedBatch:
     def look_at(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: it is cheaper to find out that it can't be read."""
         layout = self._layout(sample)
-        caption = read_caption(sample.members[layout.text], layout.field)
-        if not (self._allows_blank or caption.strip()):
-            raise BlankCaption("the caption is blank")
+        caption = label = None
+        if layout.text is not None:
+            member, field = layout.text
+            caption = read_caption(sample.members[member], field)
+            if not (self._allows_blank or caption.strip()):
+                raise BlankCaption("the caption is blank")
+        if layout.label is not None:
+            member, field = layout.label
+            label = read_label(sample.members[member], field)
         is_prepared = sample.prepared == layout.image
         image = self._images.look_at(sample.members[layout.image], is_prepared, seed)
-        return _Captioned(sample.key, sample.url, caption, image, seed)
+        return _Captioned(sample.key, sample.url, caption, label, image, seed)
 
     def add(self, seen: _Captioned) -> None:
         """See BatchInProgress."""
@@ -219,13 +261,17 @@ class _CaptionedBatch:
         return {**values, "__key__": keys, "__url__": urls}
 
     def _values(self, keys: Sequence[str]) -> dict[str, Any]:
-        captions = [one.caption for one in self._added]
-        values = {**self._images.finish(keys), "text": captions}
-        if self._examples.tokenizer is not None and captions:
-            texts = self._examples.tokenizer(captions, [one.seed for one in self._added])
-            values["text"] = texts.ids
-            if self._examples.as_model_inputs:
-                values |= texts.others
+        examples, values = self._examples, self._images.finish(keys)
+        if examples.text is not None:
+            values["text"] = captions = [one.caption for one in self._added if one.caption is not None]
+            if examples.tokenizer is not None and captions:
+                texts = examples.tokenizer(captions, [one.seed for one in self._added])
+                values["text"] = texts.ids
+                if examples.as_model_inputs:
+                    values |= texts.others
+        if examples.label is not None:
+            labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
+            values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
         return values
 
     def close(self) -> None:
@@ -289,6 +335,7 @@ class _PlannedImages:
         self._preparation = examples.preparation
         self._most_pixels = examples.most_pixels
         self._count = 0
+        self._handed: list[torch.Tensor] = []
         self._borrowed = ExitStack()
         if plan.given:
             self._borrowed.enter_context(SeededGenerators())
@@ -324,6 +371,20 @@ class _PlannedImages:
         assert put is not None  # as there are pixels
         put(out=self._places[self._count])
         self._count += 1
+
+    def last(self) -> torch.Tensor:
+        """See _Images. Not a view of the batch: torch, which moves what it sends, would move all of it."""
+        image = torch.from_numpy(self._batch.numpy()[self._count - 1])
+        del self._handed[self._count - 1 :]
+        self._handed.append(image)
+        return image
+
+    def drop(self) -> None:
+        self._count -= 1
+
+    def joined(self, images: list[Any]) -> torch.Tensor | None:
+        is_ours = len(images) == len(self._handed) and all(map(operator.is_, images, self._handed))
+        return self._batch[: self._count] if is_ours else None
 
     def _put(self, pixels: Pixels, seed: int) -> Put:
         height, width, _ = pixels.shape
@@ -366,6 +427,15 @@ class _GivenImages:
             value = self._transform.of_pixels(pixels, self._generators, seed)
         self._values.append(value)
 
+    def last(self) -> Any:
+        return self._values[-1]["image"] if self._is_processor else self._values[-1]
+
+    def drop(self) -> None:
+        del self._values[-1]
+
+    def joined(self, images: list[Any]) -> torch.Tensor | None:
+        return None
+
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
         if not self._values:
             return {"image": []}
@@ -391,42 +461,90 @@ class _GivenImages:
         self._borrowed.close()
 
 
+class _Mapped(NamedTuple):
+    """A sample before its pixels."""
+
+    sample: Sample
+    image: Any
+    seed: int
+
+
 class _MappedBatch:
     """Whatever the user's function makes of samples."""
 
-    def __init__(self, map_sample: MapSample, allocate: Allocate):
+    def __init__(self, map_sample: MapSample, examples: Examples, images: _Images | None, allocate: Allocate):
         self._map_sample = map_sample
+        self._choose_image = examples.image
+        self._collate = examples.collate
+        self._images = images
         self._allocate = allocate
         self._values: list[Mapping[str, Any]] = []
         self._keys: list[str] = []
         self._urls: list[str] = []
+        self._seed = 0
         self._borrowed = ExitStack()
+        if images is not None:
+            self._borrowed.callback(images.close)
         self._generators = self._borrowed.enter_context(SeededGenerators())
 
-    def look_at(self, sample: Sample, seed: int) -> tuple[Sample, int]:
-        """See BatchInProgress; all is the function's."""
-        return sample, seed
+    def look_at(self, sample: Sample, seed: int) -> _Mapped:
+        """See BatchInProgress; all but the image is the function's."""
+        if self._images is None:
+            return _Mapped(sample, None, seed)
+        choice = self._choose_image(sample.members)
+        if choice is None:
+            raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
+        is_prepared = sample.prepared == choice[0]
+        return _Mapped(sample, self._images.look_at(sample.members[choice[0]], is_prepared, seed), seed)
 
-    def add(self, seen: tuple[Sample, int]) -> None:
+    def add(self, seen: _Mapped) -> None:
         """See BatchInProgress."""
-        sample, seed = seen
+        sample, image, seed = seen
         raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())
-        self._generators.seed(seed)
-        value = self._map_sample(raw)
-        if not isinstance(value, Mapping):
-            raise TypeError(f"map_sample returned a {type(value).__name__} for {sample.key}; expected a dict")
+        if self._images is None:
+            value = self._mapped(raw, seed)
+        else:
+            self._images.add(image)
+            try:
+                value = self._mapped({**raw, "image": self._images.last()}, seed ^ _OF_MAP_SAMPLE)
+            except BaseException:
+                self._images.drop()
+                raise
         self._values.append(value)
         self._keys.append(sample.key)
         self._urls.append(sample.url)
+        self._seed ^= seed
+
+    def _mapped(self, raw: dict[str, Any], seed: int) -> Mapping[str, Any]:
+        self._generators.seed(seed)
+        value = self._map_sample(raw)
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"map_sample returned a {type(value).__name__} for {raw['__key__']}; expected a dict"
+            )
+        return value
 
     def finish(self) -> dict[str, Any]:
         try:
-            values = collate(self._values, self._allocate) if self._values else {}
+            values = self._joined() if self._values else {}
         except Exception as exc:
             add_note(exc, _batch_of(self._keys))
             raise
         return {**values, "__key__": self._keys, "__url__": self._urls}
+
+    def _joined(self) -> dict[str, Any]:
+        if self._collate is not None:
+            self._generators.seed(self._seed ^ _OF_COLLATE)
+            return named(self._collate(self._values))
+        ready = {}
+        if self._images is not None:
+            for name in self._values[0]:
+                joined = self._images.joined([value.get(name) for value in self._values])
+                if joined is not None:
+                    ready[name] = joined
+        rest = [{k: v for k, v in value.items() if k not in ready} for value in self._values]
+        return {**ready, **collate(rest, self._allocate)} if ready else collate(self._values, self._allocate)
 
     def close(self) -> None:
         self._borrowed.close()

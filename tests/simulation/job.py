@@ -82,7 +82,7 @@ class Job:
         cache = ShardCache(
             tier,
             self.world.shards,
-            Selection(None, None),
+            Selection((), reads_all=True),
             skip=True,
             counts=self.counts,
             counted=lambda shard: True,
