@@ -11,9 +11,11 @@ import json
 import math
 import os
 import tarfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,11 +63,12 @@ _COLUMNS = ("left", "centre", "right")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One sample: an encoded photograph and its caption."""
+    """One sample: an encoded photograph, its caption, and which of PHOTOGRAPHS it is."""
 
     key: str
     jpeg: bytes
     caption: str
+    label: int
 
 
 def picture(number: int, seed: int = 0) -> Picture:
@@ -77,7 +80,8 @@ def picture(number: int, seed: int = 0) -> Picture:
     import simplejpeg
 
     rng = np.random.default_rng((seed, number))
-    photograph = PHOTOGRAPHS[int(rng.integers(len(PHOTOGRAPHS)))]
+    label = int(rng.integers(len(PHOTOGRAPHS)))
+    photograph = PHOTOGRAPHS[label]
     zoom = float(rng.choice(_ZOOMS))
     upright, mirrored = bool(rng.random() < _UPRIGHT_SHARE), bool(rng.random() < 0.5)
     pixels, place = _crop(rng, _scaled(photograph, zoom, upright), upright)
@@ -88,7 +92,7 @@ def picture(number: int, seed: int = 0) -> Picture:
     )
     shape, view = "tall" if upright else "wide", "close up" if zoom > _CLOSE_UP else "photo"
     caption = f"a {shape} {view} of {photograph.words}, {place}" + (", mirrored" if mirrored else "")
-    return Picture(f"{number:08d}", _with_comment(jpeg, f"{seed}/{number}"), caption)
+    return Picture(f"{number:08d}", _with_comment(jpeg, f"{seed}/{number}"), caption, label)
 
 
 def write_photograph_shards(
@@ -97,6 +101,7 @@ def write_photograph_shards(
     samples_per_shard: int,
     seed: int = 0,
     threads: int | None = None,
+    members: Sequence[str] = ("jpg", "txt"),
 ) -> list[Path]:
     """Write `samples` pictures into shards `00000.tar`, `00001.tar`, … and a sizes.json that counts them.
 
@@ -107,6 +112,7 @@ def write_photograph_shards(
         seed: another seed gives other pictures.
         threads: how many shards are written at once, the machine's cores by default. The bytes don't depend
             on it: encoding and scaling release the GIL.
+        members: of each sample: "jpg", "txt", "cls".
 
     Returns:
         The shards, in order.
@@ -121,21 +127,22 @@ def write_photograph_shards(
     paths = [directory / f"{number:05d}.tar" for number in range(len(starts))]
     stops = [min(start + samples_per_shard, samples) for start in starts]
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        for _ in pool.map(_write_shard, paths, starts, stops, [seed] * len(paths)):
+        for _ in pool.map(_write_shard, paths, starts, stops, repeat(seed), repeat(members)):
             pass
     sizes = {path.name: stop - start for path, start, stop in zip(paths, starts, stops, strict=True)}
     (directory / "sizes.json").write_text(json.dumps(sizes, indent=1))
     return paths
 
 
-def _write_shard(path: Path, start: int, stop: int, seed: int) -> None:
+def _write_shard(path: Path, start: int, stop: int, seed: int, members: Sequence[str]) -> None:
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number in range(start, stop):
             made = picture(number, seed)
-            for extension, payload in (("jpg", made.jpeg), ("txt", made.caption.encode())):
+            payloads = {"jpg": made.jpeg, "txt": made.caption.encode(), "cls": b"%d" % made.label}
+            for extension in members:
                 member = tarfile.TarInfo(f"{made.key}.{extension}")
-                member.size = len(payload)
-                tar.addfile(member, io.BytesIO(payload))
+                member.size = len(payloads[extension])
+                tar.addfile(member, io.BytesIO(payloads[extension]))
 
 
 def _crop(rng: np.random.Generator, pixels: Pixels, upright: bool) -> tuple[Pixels, str]:
