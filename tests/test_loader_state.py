@@ -351,7 +351,10 @@ def state(paths: list[Path], tmp_path: Path) -> dict[str, Any]:
         ({"shuffle": 21}, "shuffle=20, and this is 21"),
         ({"lanes": 4}, "lanes=3, and this is 4"),
         ({"groups": 2, "num_samples": 90}, "groups=1, and this is 2"),
-        ({"map_sample": None, "text_key": "json:caption"}, "another image_key and text_key"),
+        (
+            {"map_sample": None, "text_key": "json:caption"},
+            "another choice of image_key, text_key and label_key",
+        ),
     ],
 )
 def test_a_state_of_other_options_is_refused(

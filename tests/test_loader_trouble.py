@@ -431,7 +431,7 @@ def test_errors_of_the_users_functions_are_raised(workers: int, server: ShardSer
         ({"max_bad_shards": 1.5}, r"max_bad_shards=1\.5: it has to be a share"),
         ({"on_error": "ignore"}, "'skip', 'raise'"),
         ({"rank": 1}, "world_size"),
-        ({"map_sample": fail, "preprocess": fail}, "map_sample"),
+        ({"map_sample": fail, "tokenizer": fail}, "map_sample"),
         ({"cache_size": "lots"}, "lots"),
         ({"text_key": "txt;"}, "txt;"),
         ({"rank": 3, "world_size": 2}, "rank=3"),
@@ -1432,7 +1432,7 @@ def test_an_error_of_the_users_function_names_the_sample(
         ({"quux": 3}, "help"),
         ({"batch_size": None}, "give 1 for batches of one sample"),
         ({"image_key": None}, "map_sample="),
-        ({"text_key": None}, "map_sample="),
+        ({"text_key": 7}, "text_key=7"),
         ({"device": "cuda:9"}, "sees 0 such devices"),
     ],
 )

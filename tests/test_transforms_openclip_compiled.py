@@ -313,11 +313,12 @@ def test_a_transform_that_is_not_recognised_runs_as_given_and_the_log_says_why(s
     assert torch.equal(ours, images(shards, tmp_path, preprocess=transform, compile=False))
 
 
-def test_recognising_imports_neither_torchvision_nor_open_clip():
+def test_recognising_imports_neither_torchvision_nor_open_clip_nor_transformers():
     code = (
         "import sys, streamload; from streamload.transforms.recognise import recognise\n"
+        "from streamload.transforms.plan import NotRecognised\n"
         "try: recognise(lambda image: image)\n"
-        "except NotRecognised: print(sorted({'torchvision', 'open_clip'} & set(sys.modules)))"
+        "except NotRecognised: print(sorted({'torchvision', 'open_clip', 'transformers'} & set(sys.modules)))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == "[]\n"
