@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -23,6 +24,7 @@ from streamload.cache.part import Part
 from streamload.cache.runs import Run
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier, open_tier
+from streamload.errors import CacheFull
 from streamload.origins.origin import Origin, open_origin
 from streamload.settings import FreeDisk, read_settings
 from streamload.testing.server import ShardServer
@@ -214,6 +216,22 @@ def test_a_run_that_gives_no_limit_takes_the_one_that_the_tier_has(tmp_path: Pat
     environ = {"STREAMLOAD_CACHE_SIZE": "2MB"}
     assert open_tier(read_settings(root, environ=environ)).limit_bytes == 2_000_000
     assert open_tier(read_settings(root, environ={})).limit_bytes == 2_000_000
+
+
+def test_what_lies_beside_the_shards_is_within_the_limit(tmp_path: Path) -> None:
+    """The lock, the tier's record, and what runs announce, of each process up to 32 KiB."""
+    tier = Tier(tmp_path / "tier", 200 * KIB)
+    assert begin(tier, A, 150 * KIB) is not None
+    run = Run(tier.root / "runs")
+    run.announce(f"{number:032x}" for number in range(4096))
+    other = Tier(tmp_path / "other", 200 * KIB)
+    shutil.copytree(tier.root / "runs", other.root / "runs", dirs_exist_ok=True)
+    lock = FileLock.acquire(other.root / "runs" / run.path.name)  # else it is a dead process's
+    assert lock is not None
+    with pytest.raises(CacheFull):
+        begin(other, A, 150 * KIB)
+    lock.close()
+    run.close()
 
 
 def test_a_lower_limit_is_kept_to_by_those_who_run_already(tmp_path: Path) -> None:

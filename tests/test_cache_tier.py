@@ -488,7 +488,7 @@ def test_a_fill_beside_many_shards_looks_at_none_of_them(
     assert part.reserve(200_000, 0)
     part.publish()
     another.room.tend()
-    assert another.room.allowed_bytes == 1 << 30
+    assert another.room.bound.startswith("its limit")
     assert looked_at == []
     assert another.used_bytes == noted(another)
     assert len(looked_at) == 41

@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from streamload.cache.ledger import HeldShard
@@ -110,9 +110,9 @@ class Directory:
             for _ in self.shards():
                 pass
 
-    def published_of(self, digests: Collection[str]) -> list[Path]:
-        """Where those of some shards are that are whole; no more than their names are looked at."""
-        return [Path(entry.path) for entry in self._own("shards") if entry.name in digests]
+    def published_of(self, digests: Iterable[str]) -> list[Path]:
+        """Where those of some shards are that are whole; no others are looked at."""
+        return [path for path in map(self.published, digests) if path.is_dir()]
 
     @property
     def used_bytes(self) -> int:

@@ -79,7 +79,9 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
     has_any = next(tier.own("shards"), None) is not None
     looked_at = {shard.digest: shard for shard in spread(shards)} if has_any or not is_long else {}
     count = -(-(len(shards) if is_long else len(looked_at)) // nodes)
-    held = tier.published_of({digest for shard in looked_at.values() for digest in shard.digests})
+    held = tier.published_of(
+        dict.fromkeys(digest for shard in looked_at.values() for digest in shard.digests)
+    )
     samples: list[int] = []
     for path in held[:_SHARDS_LOOKED_INTO]:
         with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:

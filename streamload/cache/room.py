@@ -121,7 +121,7 @@ class Room:
     def bound(self) -> str:
         """In words, what it is that the tier can't take more than."""
         allowed = self.allowed_bytes
-        if allowed < self.limit_bytes:
+        if allowed < self._for_shards_bytes():
             return f"what the disk leaves to it ({allowed:,} bytes, with {self._free_disk} kept free)"
         return f"its limit of {self.limit_bytes:,} bytes"
 
@@ -145,7 +145,7 @@ class Room:
         """
         taken_bytes = blocks_bytes(size_bytes) + LAST_BLOCKS_BYTES
         self._follow_limit()
-        if taken_bytes > self.limit_bytes:
+        if taken_bytes > self._for_shards_bytes():
             raise CacheFull(
                 f"a shard takes {taken_bytes:,} bytes in the cache, whose limit is {self.limit_bytes:,}: "
                 f"raise cache_size (STREAMLOAD_CACHE_SIZE)"
@@ -335,7 +335,7 @@ class Room:
         stored = used_bytes - self._directory.unwritten_bytes
         disk = self._disk_usage(self._directory.root)
         floor = self._free_disk.floor_bytes(disk.total, disk.free + stored)
-        return ledger.allowed_bytes(self.limit_bytes, stored, disk.free, floor)
+        return ledger.allowed_bytes(self._for_shards_bytes(), stored, disk.free, floor)
 
     def _is_surely_small(self) -> bool:
         """Whether it is certain that nothing has to go, without the lock."""
@@ -343,8 +343,12 @@ class Room:
         unwritten_bytes = self._directory.unwritten_bytes  # in this order, as above
         disk = self._disk_usage(self._directory.root)
         floor = self._free_disk.floor_bytes(disk.total, disk.total)
-        is_within = noted is not None and noted <= self.limit_bytes
+        is_within = noted is not None and noted <= self._for_shards_bytes()
         return is_within and disk.free - unwritten_bytes >= floor
+
+    def _for_shards_bytes(self) -> int:
+        """The limit, less what lies beside the shards: `tier.json` and its next one, the lock, `runs/`."""
+        return max(0, self.limit_bytes - 3 * BLOCK_BYTES - bytes_below(self._directory.root / "runs"))
 
     def _noted_bytes(self) -> int | None:
         with contextlib.suppress(OSError), Descriptor.open(self._lock, os.O_RDONLY | os.O_NOFOLLOW) as file:
