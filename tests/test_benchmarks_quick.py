@@ -33,6 +33,7 @@ METRICS = {
 
 OWN_METRICS = {
     "cold_large": {"first_batch_seconds", "epoch_1_seconds", "epoch_2_seconds", "epoch_1_bytes"},
+    "small_cache": {"seconds", "first_batch_seconds", "fetched", "requests", "range_reads"},
     "hits": {"hits", "hits_counted", "expected", "limit_bytes", "live_bytes", "data_bytes"},
     "fill": {"bytes_per_cpu_second", "bytes_per_second", "cpu_ns_per_byte"},
     "scale": set(),
@@ -145,6 +146,16 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         assert result["medians"]["4 workers"].keys() >= times | sizes | {"start_cpu_seconds"}
     if name == "verification":  # every sample of the epoch, and none
         assert [row["checked"] for row in result["rounds"]] == [256, 0]
+
+
+@pytest.mark.timeout(400)
+def test_a_small_cache_is_measured_with_and_without_lanes_and_window_that_fit(tmp_path: Path) -> None:
+    result = run_quickly("small_cache", tmp_path / "out.json", "--contenders", "defaults")
+
+    assert [row["epoch"] for row in result["rounds"]] == [1, 2]
+    assert all(medians.keys() >= OWN_METRICS["small_cache"] for medians in result["medians"].values())
+    assert {row["samples"] for row in result["rounds"]} == {1000}
+    assert result["targets"][1]["met"]
 
 
 @pytest.mark.timeout(400)

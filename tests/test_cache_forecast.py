@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streamload
-from streamload.cache.forecast import Forecast, forecast, live_shards
+from streamload.cache.forecast import Forecast, Width, fits, fitting, forecast, live_shards
 from streamload.cache.shard import LOOKED_THROUGH, ShardList, shard_of
 from streamload.cache.tier import Tier
 from streamload.cli.doctor import _data
@@ -49,6 +49,45 @@ def test_a_hit_rate_is_a_share(limit: int, data: int, live: int) -> None:
 def test_lanes_and_window_say_how_many_shards_are_open() -> None:
     assert live_shards(8, 10_000, 1000) == pytest.approx(1.2 * 18 + 1)
     assert live_shards(1, 0, 0) == pytest.approx(2.2)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Width,
+            st.integers(1, 64),
+            st.integers(1, 100_000),
+            st.integers(1, 5_000),
+            st.sampled_from([0, 100_000, 5 * 10**7, 2 * GB]),
+            st.floats(1e3, 1e6),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(10**5, 10**12),
+    st.booleans(),
+    st.booleans(),
+)
+def test_lanes_and_windows_are_cut_no_further_than_until_they_fit(
+    widths: list[Width], limit: int, lanes: bool, window: bool
+) -> None:
+    found = fitting(widths, limit, 64, lanes=lanes, window=window)
+    if fits(widths, limit, 64):
+        assert found == widths
+    elif found is None:
+        assert not (lanes and window) or 2 * sum(width.shard_bytes for width in widths) > limit
+    else:
+        least = {(width.lanes, width.window) for width in found if width.shard_bytes}
+        assert fits(found, limit, 64) or least == {(1, 1)}
+        for width, asked in zip(found, widths, strict=True):
+            assert 1 <= width.lanes <= asked.lanes
+            assert 1 <= width.window <= asked.window
+            assert (lanes and asked.shard_bytes) or width.lanes == asked.lanes
+            assert (window and asked.shard_bytes) or width.window == asked.window
+    larger = fitting(widths, 2 * limit, 64, lanes=lanes, window=window)
+    if found is not None and larger is not None:
+        for less, more in zip(found, larger, strict=True):
+            assert (less.lanes, less.window) <= (more.lanes, more.window)
 
 
 def test_it_reads_as_text() -> None:

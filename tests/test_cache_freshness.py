@@ -59,7 +59,7 @@ def overwrite(path: Path, word: bytes = b"other") -> None:
 
 def make(server: ShardServer, tmp_path: Path, **options: Any) -> streamload.Loader:
     urls = f"{server.url}/{{00000..{len(COUNTS) - 1:05d}}}.tar"
-    given = {"batch_size": 1, "num_workers": 2, "map_sample": texts, "shuffle": 20, "cache_size": "1GB"}
+    given = {"batch_size": 1, "num_workers": 2, "map_sample": texts, "shuffle": 20, "cache_size": "1TB"}
     return streamload.make_loader(urls, cache_dir=tmp_path / "cache", **{**given, **options})
 
 
@@ -210,7 +210,7 @@ def test_a_pipe_knows_no_version_is_never_run_again_for_one_and_says_so_once(
             num_workers=0,
             map_sample=texts,
             cache_dir=tmp_path / "cache",
-            cache_size="1GB",
+            cache_size="1TB",
             revalidate=revalidate,
         ) as loader:
             assert words(loader) == whole(*["noise"] * 4)
@@ -248,7 +248,7 @@ def test_local_files_are_compared_without_being_asked_for(data: Path, tmp_path: 
             num_workers=0,
             map_sample=texts,
             cache_dir=tmp_path / "cache",
-            cache_size="1GB",
+            cache_size="1TB",
             revalidate="start",
         ) as loader:
             assert words(loader) == whole("noise", word, "noise", "noise")

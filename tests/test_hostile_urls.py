@@ -231,7 +231,7 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
             [url], train=False, num_workers=0, cache_dir=tmp_path / "cache", storage_options=options
         ) as loader:
             schedule = Schedule(loader.options)
-            recipe, placed = recipe_for(loader.options, schedule.here, schedule.orders(), schedule.deal())
+            recipe, placed = recipe_for(loader.options, schedule)
             for _ in loader:
                 shown = [
                     loader,

@@ -34,7 +34,7 @@ def test_batches_come_out_while_no_shard_is_complete(tmp_path: Path) -> None:
             lanes=len(COUNTS),
             with_keys=True,
             cache_dir=tmp_path / "cache",
-            cache_size="1GB",
+            cache_size="1TB",
         ) as loader,
     ):
         server.stop_after(0.3)
@@ -76,7 +76,7 @@ def test_each_byte_is_asked_for_once_and_nothing_in_the_second_epoch(tmp_path: P
             batch_size=3,
             num_workers=workers,
             cache_dir=tmp_path / "cache",
-            cache_size="1GB",
+            cache_size="1TB",
         ) as loader,
     ):
         for _ in range(2):

@@ -32,7 +32,7 @@ def digest(members: Iterable[tuple[str, bytes]]) -> str:
 
 
 def make(urls: Any, cache: Path, **options: Any) -> streamload.Loader:
-    defaults = {"batch_size": 1, "num_workers": 0, "cache_size": "1GB", "shuffle": 100}
+    defaults = {"batch_size": 1, "num_workers": 0, "cache_size": "1TB", "shuffle": 100}
     options = {**defaults, "map_sample": fingerprint, "with_keys": True, "cache_dir": cache, **options}
     return streamload.make_loader(urls, **options)
 

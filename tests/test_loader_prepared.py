@@ -58,7 +58,7 @@ def prepare(server: ShardServer, cache: Path, recipe: str, names: list[str] = NA
 def make(place: str | Path, cache: Path, **options: Any) -> streamload.Loader:
     urls = [f"{place}/{name}" for name in NAMES]
     chosen = {"batch_size": 5, "num_workers": 0, "output": "dict", "with_keys": True, **options}
-    return make_loader(urls, cache_dir=cache, cache_size="1GB", **chosen)
+    return make_loader(urls, cache_dir=cache, cache_size="1TB", **chosen)
 
 
 def batches(place: str | Path, cache: Path, **options: Any) -> tuple[list[dict[str, Any]], Any]:

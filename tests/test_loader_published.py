@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import streamload
+from streamload.cache.fill import reserved_bytes
 from streamload.cache.shared.objects import Objects
 from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
@@ -123,6 +124,18 @@ def test_what_is_published_is_what_the_training_reads_next(training: Training) -
         assert not asked_for & {f"{place:05d}.tar" for place in rest}
         for _ in seen:
             pass
+
+
+def test_lanes_and_window_that_were_cut_for_a_small_cache_are_published(training: Training) -> None:
+    size = max(path.stat().st_size for path in (training.tmp_path / "origin").iterdir())
+    with training.loader(lanes=None, shuffle=None, cache_size=4 * reserved_bytes(size)) as loader:
+        seen = iter(loader)
+        next(seen)
+        until(lambda: runs_in(training.objects.names("runs")))
+        ((_, lanes, window),) = loader.state_dict()["sources"]
+        order = training.plan().sources[0].order
+        assert (order.lanes, order.window) == (lanes, window)
+        assert (lanes, window) < (8, 10_000)
 
 
 def test_every_group_of_a_run_is_told_of_by_one_rank(tmp_path: Path, training: Training) -> None:

@@ -82,7 +82,7 @@ def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at
             _, peak_bytes = tracemalloc.get_traced_memory()
             seen = set(made)
             schedule = Schedule(loader.options)
-            recipe, placed = recipe_for(loader.options, schedule.here, schedule.orders(), schedule.deal())
+            recipe, placed = recipe_for(loader.options, schedule)
             placed.close()
     finally:
         tracemalloc.stop()

@@ -30,7 +30,7 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 
 def make(origin: Origin, cache: Path, place: Place | None, **options: Any) -> streamload.Loader:
-    defaults: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "cache_size": "1GB", "seed": 5}
+    defaults: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "cache_size": "1TB", "seed": 5}
     if place is not None:
         defaults |= {"shared_cache": place.url, "shared_cache_options": place.options}
     return streamload.make_loader(origin.urls, cache_dir=cache, **{**defaults, **options})

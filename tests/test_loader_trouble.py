@@ -674,7 +674,7 @@ def test_what_has_no_room_in_the_cache_is_read_by_range(
 ) -> None:
     # Indexes alone fit, one after the other: who waits for his must not take it for refused.
     seconds = 0.2 if shards_that_fit > 1 else 5.0
-    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_SECONDS", seconds)
+    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_SECONDS", seconds)
     largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
     limit = int(shards_that_fit * largest)
     with make(urls(server), tmp_path, cache_size=limit, num_workers=workers) as loader:
@@ -690,11 +690,11 @@ def test_what_has_no_room_in_the_cache_is_read_by_range(
         assert caplog.text.count("no room for") == 1
 
 
-@pytest.mark.parametrize(("shards_that_fit", "says"), [(0.5, "a shard takes"), (2, "4 lanes|8 lanes")])
+@pytest.mark.parametrize(("shards_that_fit", "says"), [(0.5, "a shard takes"), (2, "lanes=8")])
 def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an_error(
     shards_that_fit: float, says: str, tmp_path: Path, server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_SECONDS", 0.2)
+    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_SECONDS", 0.2)
     largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
     limit = int(shards_that_fit * largest)
     commands = f"pipe:cat {tmp_path}/data/{{00000..00003}}.tar"
@@ -767,8 +767,8 @@ def test_with_a_full_disk_the_training_goes_on(server: ShardServer, tmp_path: Pa
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards that have no room are done without soon."""
-    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_SECONDS", 0.5)
-    monkeypatch.setattr("streamload.dataset.supply._NO_ROOM_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_SECONDS", 0.5)
+    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_AGAIN_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")

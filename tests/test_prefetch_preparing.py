@@ -84,7 +84,7 @@ def run(given: list[str], **environment: str) -> subprocess.CompletedProcess[str
 
 
 def epoch_of(origin: Origin, cache: Path, place: Place | None, **options: Any) -> tuple[Batches, Any]:
-    given: dict[str, Any] = {"batch_size": 5, "num_workers": 0, "cache_size": "1GB", "prepare": RECIPE}
+    given: dict[str, Any] = {"batch_size": 5, "num_workers": 0, "cache_size": "1TB", "prepare": RECIPE}
     if place is not None:
         given |= {"shared_cache": place.url, "shared_cache_options": place.options}
     with streamload.make_loader(origin.urls, cache_dir=cache, **{**given, **options}) as loader:

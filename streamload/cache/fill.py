@@ -57,6 +57,16 @@ _REFUSALS_LIMIT = 100
 _COPY_BYTES = 8 << 20
 
 
+def reserved_bytes(data_bytes: int) -> int:
+    """What a shard of a known size is given in a tier when its fill begins."""
+    return data_bytes + index_bytes(data_bytes) + _SPARE_BYTES
+
+
+def index_bytes(data_bytes: int) -> int:
+    """About what the index of a shard takes."""
+    return data_bytes // _INDEX_SHARE
+
+
 class Filled(enum.Enum):
     """How a fill ended."""
 
@@ -320,12 +330,14 @@ class _Fill:
             more_index_bytes: what will be added to the index.
             patient: wait some seconds for room (else say at once that there is none).
         """
-        needed = self._index_bytes + more_index_bytes + (0 if self._bare else data_bytes)
+        # An index that turned out to have no room half-way would have to be begun anew.
+        index = self._index_bytes + more_index_bytes
+        needed = max(index, index_bytes(data_bytes)) if self._bare else index + data_bytes
         is_first = not self._part.reserved_bytes and (self._bare or not data_bytes)
         # Of a bare index nothing else asks for room before it is begun.
         if needed <= self._part.reserved_bytes and not (is_first and self._bare):
             return
-        growth = needed // _GROWTH if self._part.reserved_bytes else needed // _INDEX_SHARE
+        growth = needed // _GROWTH if self._part.reserved_bytes else index_bytes(needed)
         spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES
         if is_first:
             spare = _FIRST_BYTES

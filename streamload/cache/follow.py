@@ -152,6 +152,17 @@ class ShardView:
             self.distrust(source)
             return [None] * len(numbers)
 
+    def ranges(self, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
+        """Where samples lie at the origin, if that is where they are read; those that are there yet."""
+        source = self._bytes
+        if source is None or not source.is_bare:
+            return []
+        known = [number for number in numbers if number < source.reader.count]
+        try:
+            return [(source.version, entry.start, entry.stop) for entry in source.reader.entries(known)]
+        except CacheCorrupt:
+            return []  # `find` deals with it
+
     def read(
         self,
         number: int,

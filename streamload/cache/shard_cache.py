@@ -24,6 +24,7 @@ from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
+from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry
 
@@ -128,6 +129,11 @@ class ShardCache:
         """The entries of samples; None for each if one of them isn't in the tier. See `ShardView.find`."""
         return self.view(shard).find(numbers)
 
+    def ranges(self, shard: int, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
+        """Where samples of an open shard lie at its origin. See `ShardView.ranges`."""
+        view = self._views.get(shard)
+        return [] if view is None else view.ranges(numbers)
+
     def read(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
     ) -> tuple[Entry, memoryview] | None:
@@ -146,6 +152,12 @@ class ShardCache:
         sizes = [reader.size or reader.meta.get("size") for reader in readers]
         known = [size for size in sizes if isinstance(size, int)]
         return sum(known) / len(known) if known else 0.0
+
+    def mean_sample_bytes(self) -> float:
+        """The mean size of a sample, by what has arrived of the open shards; 0 if nothing has."""
+        seen = [view.reader for view in self._views.values() if view.reader is not None and view.count]
+        arrived = (reader.size or int(reader.records["stop"][-1]) for reader in seen)
+        return sum(arrived) / sum(reader.count for reader in seen) if seen else 0.0
 
     def complain_if_barren(self) -> None:
         """Raise if nothing usable has been seen: there is no more to come.

@@ -131,6 +131,9 @@ class Reading:
                     steps.change(changes_from(note["changes"]))
                 position = start.position + number * self._recipe.deal.batch
                 step = steps.at(position)  # E
+                if self._supply.reads_ranges:
+                    later = position + (self._workers or 1) * self._recipe.deal.batch
+                    self._supply.want_ranges(steps.coming(later))
                 made = self._make(start.epoch, step.size, step.visits())  # B, C, D while F, G go on; H, I, J
                 if made is None:
                     self._check_end(number, start)

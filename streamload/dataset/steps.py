@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -62,6 +63,19 @@ class Steps:
         shares = self._recipe.deal.shares(position, self._recipe.rank, self._groups)
         parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
         return Step(self._recipe, self._supply, parts)
+
+    def coming(self, position: int) -> list[tuple[int, int]]:
+        """Shard and number of what this rank computes of a later step, as far as that is known."""
+        found: list[tuple[int, int]] = []
+        for share in self._recipe.deal.shares(position, self._recipe.rank, self._groups):
+            # Of a copy: weights may still change before that step.
+            part = _Part(share, copy.copy(self._mixture(share.group)).at(position))
+            for source in _sources(part.seats):
+                first = part.first[source]
+                stop = first + int(np.count_nonzero(part.seats == source))
+                rows = self._supply.peek(share.group, source, first, stop)
+                found += [(int(shard), int(number)) for _, shard, number in rows]
+        return found
 
     def _mixture(self, group: int) -> Mixture:
         found = self._mixtures.get(group)

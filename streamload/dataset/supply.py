@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from streamload.cache.begun import Recalled
 from streamload.cache.follow import Found
+from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.reading import ReadMemory
 from streamload.cache.shard import Shard
@@ -22,7 +24,7 @@ from streamload.cache.shared.sharing import Sharing
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.dataset.messages import Recipe, Start
-from streamload.errors import CacheFull
+from streamload.dataset.shortage import Shortage
 from streamload.handoff import Board
 from streamload.metrics import Counters
 from streamload.order.group import GroupOrder
@@ -35,6 +37,7 @@ from streamload.prefetch.itinerary import Itinerary
 from streamload.prefetch.prepared import PreparedOrigin
 from streamload.prefetch.published import PlannedSource, Progress, plan_of
 from streamload.prefetch.publisher import Publisher
+from streamload.prefetch.ranges import Range, Ranges
 from streamload.transforms.examples import Sample
 
 logger = logging.getLogger("streamload")
@@ -49,10 +52,7 @@ _WITHOUT_SAMPLES = (
     "group %d of %d has no usable sample in its own shards: it reads those of all groups, so their samples "
     "come more often. See which shards are missing, or give fewer groups (by default: as many as nodes)"
 )
-_NO_ROOM_SECONDS = 10.0
-_NO_ROOM_AGAIN_SECONDS = 1.0
-_ORIGINS_KEPT = 32
-"""Each may keep a connection from one sample to the next."""
+_FEWEST_KNOWN = 16
 
 
 class Superseded(Exception):
@@ -101,6 +101,7 @@ class Supply:
             spare=self._spare,
             freshness=self._freshness,
             published=self._sharing.published,
+            wait_of=lambda shard: self._waits.get(shard.digest, math.inf),
             is_prepared=self._sharing.has_prepared,
         )
         self._publisher = _publisher(recipe) if worker == 0 else None
@@ -112,14 +113,17 @@ class Supply:
         self._itineraries: dict[tuple[int, int], Itinerary] = {}
         self._idle: set[int] = set()  # the sources without a share
         self._without_samples: set[tuple[int, int]] = set()  # groups and sources of which that was logged
-        self._origins: dict[str, Origin] = {}  # of shards whose samples are read by range
-        self._full_seconds = _NO_ROOM_SECONDS
+        self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
+        self.reads_ranges = False  # whether samples have had to be read from their origin
+        self._shortage = Shortage(recipe, board, self._tier, self._cache, self._ahead)
         self._fills_ahead = False
+        self._known_ahead: int | None = None  # about how many references, by the first samples that were seen
         self._asked: tuple[list[int], list[int]] = [], []
         self._blocked_ns: dict[int, int] = {}
         self._blocked_by: str | None = None  # a shard that holds up a batch for long
         self._telling = threading.Lock()
         self._end_listening = listen(self._tell)
+        self._waits: dict[str, float] = {}  # of what was asked for: replaced as a whole, for other threads
 
     def begin(self, start: Start) -> None:
         """Begin an epoch."""
@@ -144,11 +148,14 @@ class Supply:
         """Wait until all references before a position are known; False if there are fewer."""
         itinerary = self.itinerary(group, source)
         while not itinerary.reaches(position):
-            if not itinerary.follow():
+            if not itinerary.follow(self._known_ahead):
                 if itinerary.reads_everything and (group, source) not in self._without_samples:
                     self._without_samples.add((group, source))
                     logger.warning(_WITHOUT_SAMPLES, group, self._recipe.deal.groups)
-                self._pause(waiting, itinerary.blocked(), source)
+                blocked = itinerary.blocked()
+                if self._are_refused(blocked):  # what the batch has read by now may make way
+                    self._cache.keep_open(self._in_use().union(blocked))
+                self._pause(waiting, blocked, source)
         return itinerary.has(position)
 
     def arrived(self, shard: int) -> Numbers:
@@ -173,10 +180,30 @@ class Supply:
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)
         found: list[Found | None] = [None] * len(shards)
+        if self.reads_ranges:
+            self.want_ranges(list(zip(shards, numbers, strict=True)))
         for shard, own in places.items():
             for place, one in zip(own, self._cache.find(shard, [numbers[n] for n in own]), strict=True):
                 found[place] = one
         return found
+
+    def peek(self, group: int, source: int, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """References that are known, or can be without a wait, and aren't taken yet."""
+        itinerary = self.itinerary(group, source)
+        while not itinerary.reaches(stop) and itinerary.follow(self._known_ahead):
+            pass
+        return itinerary.peek(first, stop)
+
+    def want_ranges(self, samples: Sequence[tuple[int, int]]) -> None:
+        """Ask the origins for those samples, by shard and number, that have to be read there."""
+        by_shard: dict[int, list[int]] = {}
+        for shard, number in samples:
+            by_shard.setdefault(shard, []).append(number)
+        self._ranges.want(
+            Range(self._recipe.shards[shard], *place)
+            for shard, numbers in by_shard.items()
+            for place in self._cache.ranges(shard, numbers)
+        )
 
     def sample(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
@@ -217,8 +244,10 @@ class Supply:
 
     def let_go(self) -> None:
         """Close the shards that no reference to come is in, and tell the others."""
-        in_use = {shard for itinerary in self._itineraries.values() for shard in itinerary.shards_in_use()}
-        self._cache.keep_open(in_use)
+        mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
+        if mean_bytes:
+            self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
+        self._cache.keep_open(self._in_use())
         for itinerary in self._itineraries.values():
             itinerary.tell_progress()
         if self._publisher is not None:
@@ -233,9 +262,7 @@ class Supply:
         self._sharing.close()
         self._ahead.close()
         self._forget_itineraries()
-        for origin in self._origins.values():
-            origin.close()
-        self._origins.clear()
+        self._ranges.close()
         self._cache.close()
         self._freshness.close()
         self._spare.close()
@@ -297,12 +324,8 @@ class Supply:
             first = self._recipe.shards[blocked[0]]
             if self._cache.view(blocked[0]).is_stuck:
                 self._ahead.do_elsewhere(first)
-            # While the training loop does something else, what has no room may get it by and by.
-            patience = min(
-                waiting.seconds(), self._ahead.refused_seconds(first), self._board.wanted_seconds()
-            )
-            if patience > self._full_seconds:
-                self._do_without(first)
+            if self._are_refused(blocked):
+                self._shortage.make_do(blocked, self._in_use(), waiting.seconds())
             if waiting.seconds() > _BLOCKED_SECONDS and self._blocked_by != first.name:
                 self._blocked_by = first.name
                 self._tell()
@@ -326,34 +349,11 @@ class Supply:
             told = {"shard": self._blocked_by, "away": away[:4]}
             self._board.block(self._row, told if self._blocked_by or away else None)
 
-    def _do_without(self, shard: Shard) -> None:
-        """Go on without room for a shard.
-
-        Raises:
-            CacheFull: it has to be stored, as its origin gives no ranges; or not even its index has room.
-        """
-        if not self._ahead.do_without(shard):
-            if not self._ahead.do_elsewhere(shard):
-                raise CacheFull(self._no_room(shard))
-            return
-        if self._full_seconds == _NO_ROOM_SECONDS:
-            logger.warning(
-                "%s; until then its samples, and those of others that have no room, are read one by one from "
-                "where they come from, which is slow",
-                self._no_room(shard),
-            )
-        self._full_seconds = _NO_ROOM_AGAIN_SECONDS
-
     def _fetch(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
         """Bytes of a shard of which only the index is kept."""
         self._counts.add("range_reads")
-        origin = self._origins.pop(shard.digest, None)
-        if origin is None:
-            origin = self._open_origin(shard, self._closing)
-        self._origins[shard.digest] = origin  # the last in line
-        if len(self._origins) > _ORIGINS_KEPT:
-            self._origins.pop(next(iter(self._origins))).close()
-        return origin.read(start, stop, version)
+        self.reads_ranges = True
+        return self._ranges.read(Range(shard, version, start, stop))
 
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
         """Where a shard lives, the shared cache in front of it."""
@@ -364,27 +364,42 @@ class Supply:
             origin = PreparedOrigin(origin, preparation)
         return self._sharing.through(shard, origin, stop)
 
-    def _no_room(self, shard: Shard) -> str:
-        return (
-            f"no room for {shard.name} in the cache at {self._tier.root}: {self._tier.room.bound} "
-            f"is less than the shards that have to be open at once "
-            f"({sum(source.order.lanes for source in self._recipe.sources)} lanes and a window of "
-            f"{sum(source.order.window for source in self._recipe.sources)} samples); "
-            f"raise cache_size, make room on the disk, or lower shuffle"
-        )
-
     def want(self, blocked: Iterable[int] = ()) -> None:
         """Tell the fills what is needed, in order of need, and the other processes how far this one is."""
         needed = dict.fromkeys(blocked)
         later: dict[int, None] = {}
+        most_open = 0
         for (_, source), itinerary in self._itineraries.items():
-            needed.update(dict.fromkeys(itinerary.shards_in_use()))
+            in_use = itinerary.shards_in_use()
+            most_open = max(most_open, len(in_use))
+            needed.update(dict.fromkeys(in_use))
             if self._fills_ahead and source not in self._idle:
                 later.update(dict.fromkeys(itinerary.coming(self._shards_ahead()).tolist()))
         asked = [*needed], [shard for shard in later if shard not in needed]
         if asked != self._asked:
             self._asked = asked
-            self._ahead.want(*([self._recipe.shards[shard] for shard in each] for each in asked))
+            shards = [[self._recipe.shards[shard] for shard in each] for each in asked]
+            self._waits = self._announced(most_open, *shards)
+            self._ahead.want(*shards)
+
+    def _announced(self, most_open: int, needed: list[Shard], later: list[Shard]) -> dict[str, float]:
+        """How soon shards are needed, in shard visits as `Run` announces them: open ones first, all alike.
+
+        A lane that has read its shard waits for the next one, which is needed and not open.
+        """
+        in_use = self._in_use()
+        coming = [shard for shard, place in zip(needed, self._asked[0], strict=True) if place not in in_use]
+        waits = {shard.digest: float(max(0, most_open - 1)) for shard in needed}
+        waits |= {shard.digest: float(most_open + k) for k, shard in enumerate([*coming, *later])}
+        return waits
+
+    def _are_refused(self, shards: Iterable[int]) -> bool:
+        """Whether there was no room for one of these."""
+        return any(self._ahead.refused_seconds(self._recipe.shards[shard]) for shard in shards)
+
+    def _in_use(self) -> set[int]:
+        """The shards that have to stay readable."""
+        return {shard for itinerary in self._itineraries.values() for shard in itinerary.shards_in_use()}
 
     def _shards_ahead(self) -> int:
         mean = self._cache.mean_bytes()

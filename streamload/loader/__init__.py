@@ -118,8 +118,10 @@ def make_loader(
         endless: an epoch of training has no end: pass follows pass.
         seed: of the order and of the augmentation.
         shuffle: how many samples a sample may move from its place; 0: shards and samples as listed. None:
-            40 times what a node reads in a step, from 10,000 to 100,000.
-        lanes: shards that are read side by side. None: from 8 to 64, by what a node reads in a step.
+            40 times what a node reads in a step, from 10,000 to 100,000; less where the cache has too little
+            room for the shards that this keeps open (docs/cache.md).
+        lanes: shards that are read side by side. None: from 8 to 64, by what a node reads in a step; fewer
+            where the cache has too little room for them.
         groups: into how many sequences the shards are split, each read by one node. None: as many as there
             are nodes; a run that may grow takes the most that it will ever have.
         upsampling_factors: mix the parts of `urls` between '::', a shard of each drawn as often as its factor

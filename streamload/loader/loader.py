@@ -385,9 +385,8 @@ class Loader(DataLoaderInterface):
             self.close()
         if self._batches is None:
             options = self.options
-            deal = self._schedule.deal()
-            recipe, placed = recipe_for(options, self._schedule.here, self._schedule.orders(), deal)
-            self._order, self._batch = order, deal.batch
+            recipe, placed = recipe_for(options, self._schedule)
+            self._order, self._batch = self._schedule.order, recipe.deal.batch
             self._statistics = recipe.examples.unnormalised if options.image_dtype == "float32" else None
             self._leave_tier = weakref.finalize(self, here_only(placed.close))
             import_origins([*options.urls.kinds(), *([recipe.shared.url] if recipe.shared else [])])

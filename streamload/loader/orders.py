@@ -59,6 +59,7 @@ def order_of(
         tuple(sources),
         tuple(opens_after),
         shards,
+        fitted=listed or None not in (options.lanes, options.shuffle),
     )
 
 

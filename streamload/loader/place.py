@@ -189,6 +189,8 @@ class Order:
         shards: how many shards each source has; empty in states of format 2.
         sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
             where it isn't known.
+        fitted: whether these are settled. Where they were not given they are, at the latest, when the first
+            epoch begins: a cache with too little room for them cuts them.
     """
 
     data: str
@@ -200,6 +202,7 @@ class Order:
     opens_after: tuple[int | None, ...]
     shards: tuple[int, ...] = ()
     sizes: str | None = None
+    fitted: bool = True
 
 
 def to_state(order: Order, place: Place, counted: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -215,6 +218,7 @@ def to_state(order: Order, place: Place, counted: Mapping[str, Sequence[int]]) -
         "groups": order.groups,
         "sources": [list(source) for source in order.sources],
         "opens_after": list(order.opens_after),
+        "fitted": order.fitted,
         "epoch": place.epoch,
         "sequence": place.sequence,
         "began": place.began,
@@ -328,6 +332,7 @@ def _order(state: Mapping[str, Any]) -> Order:
         opens_after,
         tuple(_whole(count) for count in state.get("shards", ())),
         None if sizes is None else str(sizes),
+        bool(state.get("fitted", True)),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamload.cache.forecast import forecast
+from streamload.cache.measure import Measure
 from streamload.cache.placement import Placed, memory_root, place_tier
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
@@ -19,14 +20,14 @@ from streamload.cache.tier import Tier
 from streamload.dataset import Recipe, SourceOrder
 from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
+from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
-from streamload.order.deal import Deal
 from streamload.order.plan import OrderOptions, pieces
 from streamload.origins.credentials import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.settings import Settings, read_settings
 from streamload.shards.keys import KeySpec
-from streamload.topology import Topology, run_name
+from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.examples import Choose, Examples, Preprocess
 from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
@@ -41,32 +42,42 @@ _FEWEST_FILLS = 4
 _STAND_INS = 64
 
 
-def recipe_for(
-    options: LoaderOptions, here: Topology, orders: Sequence[OrderOptions], deal: Deal
-) -> tuple[Recipe, Placed]:
+def recipe_for(options: LoaderOptions, schedule: Schedule) -> tuple[Recipe, Placed]:
     """What a run reads and what it makes of it; and its tier, opened, to be closed when the run is over.
 
     Args:
         options: what was asked for.
-        here: this rank among those that share the data out.
-        orders: of each source (orders.py).
-        deal: how steps are dealt to ranks.
+        schedule: the epochs of the run; where it begins its lanes and window are settled here.
 
     Raises:
         CacheError: the cache directory can't be used.
     """
-    settings, storage = _settings(options), _storage(options)
-    shards, preparation = _shards(options, settings), _preparation(options, settings)
+    settings, storage, here = _settings(options), _storage(options), schedule.here
+    shards = _shards(options, settings)
     warn_of_shared_headers(options.urls, storage)
     placed = place_tier(settings, shards, storage, here.nodes)
-    tier = placed.tier
+    try:
+        return _recipe(options, schedule, settings, shards, placed), placed
+    except BaseException:
+        placed.close()
+        raise
+
+
+def _recipe(
+    options: LoaderOptions, schedule: Schedule, settings: Settings, shards: ShardList, placed: Placed
+) -> Recipe:
+    storage, here, tier = _storage(options), schedule.here, placed.tier
     remove_unused(tier.root)
+    shared = SharedOptions.of(settings, options.shared_cache_options)
+    with Measure(tier, storage, shared) as measure:
+        schedule.fit(shards, measure)
+    orders, deal = schedule.orders(), schedule.deal()
     lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
     rank, first_group = (here.rank, 0) if options.train else (0, here.rank)
     processes = here.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, here.nodes))
     groups = orders[0].groups
-    recipe = Recipe(
+    return Recipe(
         shards=shards,
         storage_options=storage,
         origin=OriginOptions(outage_seconds=settings.origin_wait_seconds),
@@ -75,7 +86,7 @@ def recipe_for(
         free_disk=placed.free_disk,
         eviction=settings.eviction,
         revalidate=settings.revalidate,
-        shared=SharedOptions.of(settings, options.shared_cache_options),
+        shared=shared,
         run=run_name(here, options.urls.fingerprint()),
         fills=-(-max(lanes, _FEWEST_FILLS) // processes),
         ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
@@ -88,10 +99,9 @@ def recipe_for(
         skip=options.on_error == "skip",
         stand_ins=None if options.max_bad_samples is None else _STAND_INS,
         selection=_selection(options),
-        examples=_examples(options, preparation, settings.max_image_pixels),
+        examples=_examples(options, _preparation(options, settings), settings.max_image_pixels),
         with_keys=options.with_keys,
     )
-    return recipe, placed
 
 
 def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from streamload.cache.measure import Measure
+from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.orders import data_digest, deal_of, order_of, orders_of, sizes_digest
 from streamload.loader.place import Course, Order, Place, Weights, check_fits, from_state, to_state
 from streamload.loader.sizes import listed_sizes
 from streamload.loader.together import can_compare, first_told
+from streamload.loader.widths import fitted
 from streamload.order.deal import Deal
 from streamload.order.mixture import shares_of
 from streamload.order.plan import OrderOptions
@@ -97,6 +100,16 @@ class Schedule:
     def order(self) -> Order:
         """The order that was settled last."""
         return self.settle() if self._settled is None else self._settled[1]
+
+    def fit(self, shards: ShardList, measure: Measure) -> None:
+        """Settle lanes and window that weren't given by what the caches have room for, where a run begins.
+
+        All ranks have to call it.
+        """
+        here, order = self.here, self.settle()
+        if not order.fitted:
+            order = fitted(order, self._options, here, shards, measure)
+            self._settled = here, order
 
     def orders(self) -> list[OrderOptions]:
         """Of each source's own sequence.
@@ -202,7 +215,7 @@ class Schedule:
         order = order_of(options, here, self._groups(), shares, self._digest)
         if saved is None:
             return order
-        return replace(order, sources=saved.sources, opens_after=saved.opens_after)
+        return replace(order, sources=saved.sources, opens_after=saved.opens_after, fitted=saved.fitted)
 
     def _groups(self) -> int:
         """How many sequences there are."""

@@ -1,7 +1,8 @@
 """What the ranks of a run settle among each other, where torch.distributed joins them.
 
 `gathered` and `gather_state` are collectives: all ranks have to call. The others go through the store of
-torch.distributed, for which nobody has to wait. By `first_told` ranks compare what they found. `Ranks` is for
+torch.distributed, for which nobody has to wait, or not for long: by `first_told` ranks compare what they
+found, and by `agreed` they decide. `Ranks` is for
 a rank that sits in a collective of the training's own, which can't be asked by one: a rank whose data doesn't
 come writes down for what it waits, and one that has failed, why; a thread of each looks there while its
 training stands still.
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed
@@ -39,6 +41,8 @@ _AWAY_SECONDS = 5.0
 _KEY = "streamload/told"
 _compared: Counter[str] = Counter()
 """How often this process has compared a value of each name."""
+
+_ANSWERS_SECONDS = 30.0
 
 
 def gathered(value: T, world_size: int) -> list[T]:
@@ -86,8 +90,32 @@ def first_told(name: str, value: str, world_size: int) -> str:
     return told.decode()
 
 
+def agreed(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) -> T:
+    """One decision for all ranks: by what each of them says, as far as they have said it in half a minute.
+
+    A rank that comes late, or not at all, keeps nobody waiting for ever; it goes by what the others decided.
+
+    Args:
+        name: what is decided.
+        value: what this rank says; JSON-able.
+        decide: the decision by what was said.
+        world_size: of how many ranks the run is; ranks that can't compare decide each for itself.
+    """
+    store = _store_of(world_size)
+    if store is None:
+        return decide([value])
+    _compared[name] += 1
+    name = f"streamload/{name}/{_compared[name]}"
+    said = [f"{name}/{rank}" for rank in range(world_size)]
+    store.set(said[torch.distributed.get_rank()], json.dumps(value))
+    with contextlib.suppress(RuntimeError):  # torch's errors of a store: it was too long
+        store.wait(said, timedelta(seconds=_ANSWERS_SECONDS))
+    decision = decide([json.loads(store.get(one)) for one in said if store.check([one])])
+    return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]
+
+
 def can_compare(world_size: int) -> bool:
-    """Whether `first_told` compares the ranks of a run."""
+    """Whether `first_told` compares the ranks of a run, and `agreed` joins them."""
     return _store_of(world_size) is not None
 
 

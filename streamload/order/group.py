@@ -182,16 +182,21 @@ class GroupOrder:
         """The pass in which the lanes are, and the place in it of the next shard that one of them begins."""
         return self._pass, self._lanes.begun
 
-    def advance(self, arrivals: Arrivals) -> References:
+    def advance(self, arrivals: Arrivals, most: int | None = None) -> References:
         """Give out the next references that are certain; none only when something has to arrive first.
 
         One call takes some hundred from the lanes at the start, later an eighth of the window: call again. At
         the end of a pass it also gives out the whole window.
+
+        Args:
+            arrivals: what is known of the shards.
+            most: about how many to take at most, where their shards are too many to be open at once.
         """
         parts = [_unpack(0, self._lanes.order, np.empty(0, np.int64))]
-        before, room = self.position, self._portion
+        least = _FIRST_PORTION if most is None else min(most, _FIRST_PORTION)
+        before, room = self.position, self._portion if most is None else min(most, self._portion)
         while (room > 0 or self.position == before) and not self.finished and self._pass_over(arrivals):
-            first, wanted = self._lanes.given, max(room, _FIRST_PORTION)
+            first, wanted = self._lanes.given, max(room, least)
             references = self._lanes.take(arrivals, wanted)
             over = self._lanes.finished
             if not references.size and not over:

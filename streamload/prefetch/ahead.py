@@ -132,6 +132,10 @@ class Ahead:
         """How long this process has been refused the room for a shard (0: it hasn't)."""
         return self._keeping.refused_seconds(shard)
 
+    def lacks_bytes(self, shard: Shard) -> int:
+        """The least that a shard takes for which there was no room, as it is kept now; 0: there is."""
+        return self._keeping.lacks_bytes(shard)
+
     def do_without(self, shard: Shard) -> bool:
         """Be content with a shard's index as long as it is wanted; its samples are read from the origin then.
 

@@ -84,15 +84,23 @@ class Itinerary:
         """Up to which position, `stop` at most, the references are known."""
         return min(stop, self._order.position)
 
-    def follow(self) -> bool:
-        """Take up what has arrived; False if it gives no reference."""
+    def follow(self, most: int | None = None) -> bool:
+        """Take up what has arrived; False if it gives no reference.
+
+        Args:
+            most: about how many references to take up, where room for their shards is short.
+        """
         self._in_use = None
-        fresh = self._order.advance(self._arrivals)
+        fresh = self._order.advance(self._arrivals, most)
         if len(fresh.shards):
             rows = np.column_stack(fresh)
             rows[:, _SHARD] += self._first
             self._known = np.concatenate([self._known, rows])
         return len(fresh.shards) > 0
+
+    def peek(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """Those of the references from position `first` to `stop` that are known by now; they stay."""
+        return self._known[max(0, first - self._base) : max(0, stop - self._base)]
 
     def take(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """The references from position `first` to `stop`, fewer at the end; they are forgotten.

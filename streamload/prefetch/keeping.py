@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from streamload.cache.fill import index_bytes, reserved_bytes
 from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
@@ -83,7 +84,7 @@ class Keeping:
             if shard.digest in self._bare or not self._may_be_bare(shard):
                 return False
             self._bare.add(shard.digest)
-            self._forget(shard)
+            self._refused_since.pop(shard.digest, None)
         self._changed(shard)
         return True
 
@@ -101,7 +102,8 @@ class Keeping:
             if not self._has_told:
                 self._has_told = True
                 logger.warning(
-                    "the cache at %s doesn't take %s%s: such shards are kept in memory at %s, up to %d bytes",
+                    "the cache at %s doesn't take %s%s: such shards are kept in memory at %s, up to %d bytes "
+                    "beside the cache's limit",
                     *(self._tier.root, shard.name, f" ({trouble})" if trouble else ""),
                     *(spare.root, spare.limit_bytes),
                 )
@@ -158,6 +160,15 @@ class Keeping:
         """Of a shard that was refused; 0: unknown."""
         with self._lock:
             return self._sizes.get(shard.digest, 0)
+
+    def lacks_bytes(self, shard: Shard) -> int:
+        """The least that a shard takes for which there was no room, as it is kept now; 0: there is."""
+        with self._lock:
+            way = self._way(shard)
+            if shard.digest not in self._refused_since or way.tier is not self._tier:
+                return 0
+            size = self._sizes.get(shard.digest, 0)
+            return index_bytes(size) if way.bare else reserved_bytes(size)
 
     def may_pass(self, trouble: OSError) -> bool:
         """Whether files or memory are short now: no disk's fault, and soon fewer may be in use."""

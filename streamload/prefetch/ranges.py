@@ -1,0 +1,149 @@
+"""Samples of shards that have no room, read from origins by range: joined, several at once (steps F, H).
+
+A reader says which ranges it will want; neighbours are asked for together, by some threads, and what has come
+is kept until it is read. For one reading thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from streamload.cache.shard import Shard
+from streamload.origins.origin import Origin, Version
+
+_AT_ONCE = 8
+_GAP_BYTES = 64 << 10
+"""Bytes between two samples that are fetched as well, as another request would take longer."""
+_LONGEST_BYTES = 4 << 20
+_AHEAD_BYTES = 64 << 20
+"""What is kept, and asked for, in advance."""
+_TURNS_KEPT = 4
+"""What wasn't read until so many later calls isn't waited for any more."""
+_ORIGINS_KEPT = 32
+"""Each may keep a connection from one range to the next."""
+
+
+class Range(NamedTuple):
+    """Bytes of a shard of a version, from `start` to `stop`."""
+
+    shard: Shard
+    version: Version
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Block:
+    """One request for some ranges of a shard that lie near each other."""
+
+    digest: str
+    start: int
+    stop: int
+    data: Future[bytes]
+    left: int
+    """How many of its ranges haven't been read."""
+    turn: int
+
+
+class Ranges:
+    """Reads ranges of shards.
+
+    Args:
+        open_origin: where a shard lives.
+    """
+
+    def __init__(self, open_origin: Callable[[Shard], Origin]):
+        self._open_origin = open_origin
+        self._pool: ThreadPoolExecutor | None = None  # of the process that uses it
+        self._blocks: list[_Block] = []  # in the order in which they were asked for
+        self._turn = 0
+        self._lock = threading.Lock()
+        self._idle: deque[tuple[str, Origin]] = deque()  # guarded by _lock: with connections that are kept
+
+    def want(self, ranges: Iterable[Range]) -> None:
+        """Ask for ranges that will be read soon; with much on its way, for some of them only."""
+        self._turn += 1
+        self._blocks = [block for block in self._blocks if self._turn - block.turn < _TURNS_KEPT]
+        ordered = sorted(set(ranges), key=lambda one: (one.shard.digest, one.start))
+        for _, own in groupby(ordered, key=lambda one: one.shard.digest):
+            for some in _joined([one for one in own if self._holding(one) is None]):
+                if sum(block.stop - block.start for block in self._blocks) > _AHEAD_BYTES:
+                    return
+                whole = some[0]._replace(stop=max(one.stop for one in some))
+                self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, "streamload-range")
+                data = self._pool.submit(self._read, whole)
+                place = whole.shard.digest, whole.start, whole.stop
+                self._blocks.append(_Block(*place, data, len(some), self._turn))
+
+    def read(self, wanted: Range) -> bytes:
+        """The bytes of a range: those that are there or on their way, else by a request of their own.
+
+        Raises:
+            OriginError, DatasetChanged: they can't be had.
+        """
+        block = self._holding(wanted)
+        if block is None:
+            return self._read(wanted)
+        block.left -= 1
+        if not block.left:
+            self._blocks.remove(block)
+        return block.data.result()[wanted.start - block.start : wanted.stop - block.start]
+
+    def close(self) -> None:
+        """Wait for what is on its way, which the origins' own event ends; once is enough."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self._blocks.clear()
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    def _holding(self, wanted: Range) -> _Block | None:
+        digest, start, stop = wanted.shard.digest, wanted.start, wanted.stop
+        for block in self._blocks:
+            if block.digest == digest and block.start <= start and stop <= block.stop:
+                return block
+        return None
+
+    def _read(self, wanted: Range) -> bytes:
+        with self._origin(wanted.shard) as origin:
+            return origin.read(wanted.start, wanted.stop, wanted.version)
+
+    @contextlib.contextmanager
+    def _origin(self, shard: Shard) -> Iterator[Origin]:
+        """An origin of the shard that no other thread uses."""
+        with self._lock:
+            found = next((one for one in self._idle if one[0] == shard.digest), None)
+            if found is not None:
+                self._idle.remove(found)
+        origin = self._open_origin(shard) if found is None else found[1]
+        try:
+            yield origin
+        except BaseException:
+            origin.close()
+            raise
+        with self._lock:
+            self._idle.append((shard.digest, origin))
+            surplus = self._idle.popleft()[1] if len(self._idle) > _ORIGINS_KEPT else None
+        if surplus is not None:
+            surplus.close()
+
+
+def _joined(ranges: Iterable[Range]) -> list[list[Range]]:
+    """Ranges of one shard, in order; those that lie near each other together."""
+    found: list[list[Range]] = []
+    for one in ranges:
+        last = found[-1] if found else []
+        is_near = last and one.start - last[-1].stop <= _GAP_BYTES
+        if is_near and one.stop - last[0].start <= _LONGEST_BYTES:
+            last.append(one)
+        else:
+            found.append([one])
+    return found
