@@ -153,7 +153,7 @@ def measure(
     return rows, data_bytes
 
 
-def run_ranks(job: dict[str, Any], python: Path) -> list[dict[str, Any]]:
+def run_ranks(job: dict[str, Any], python: Path, ranks: int = RANKS) -> list[dict[str, Any]]:
     """Start the ranks as torchrun would; what each says.
 
     Raises:
@@ -164,7 +164,7 @@ def run_ranks(job: dict[str, Any], python: Path) -> list[dict[str, Any]]:
         port = probe.getsockname()[1]
     common = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLOAD_")}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(turns.ROOT), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    common |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     processes = [
         subprocess.Popen(
             [str(python), "-m", "benchmarks.rank", json.dumps(job)],
@@ -173,7 +173,7 @@ def run_ranks(job: dict[str, Any], python: Path) -> list[dict[str, Any]]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     deadline = time.monotonic() + _LIMIT_SECONDS
     try:

@@ -48,9 +48,15 @@ class Link:
 
 
 @contextmanager
-def serving(shards: Path, bytes_per_second: float, tls: tuple[str, str] | None = None) -> Iterator[Link]:
-    """Serve a directory, by https with files of a certificate and its key."""
-    with ShardServer.spawn(shards, bytes_per_second=bytes_per_second, tls=tls) as server:
+def serving(
+    shards: Path,
+    bytes_per_second: float,
+    tls: tuple[str, str] | None = None,
+    latency_seconds: float = 0.0,
+) -> Iterator[Link]:
+    """Serve a directory, by https with files of a certificate and its key; each answer after a latency."""
+    options = {"bytes_per_second": bytes_per_second, "latency_seconds": latency_seconds}
+    with ShardServer.spawn(shards, tls=tls, **options) as server:
         trust = ssl.create_default_context(cafile=tls[0]) if tls is not None else None
         answered = [_mark(server.url, trust) for _ in range(_MARKS)]
         asked = [request.seconds for request in server.log]

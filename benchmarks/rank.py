@@ -1,4 +1,4 @@
-"""One rank of a training on one node, for hits.py: reads epochs in step with the others, computes nothing.
+"""One rank of a training on one node, for hits.py and small_cache.py: reads epochs, computes nothing.
 
 Started as torchrun starts ranks, by RANK, WORLD_SIZE and their like; it says on its standard output when each
 epoch began and ended, what it read, and what its loader counted.
@@ -36,8 +36,9 @@ def main() -> None:
 def read_epoch(loader: streamload.Loader) -> dict[str, Any]:
     """Go through an epoch; after each batch all ranks wait for each other, as for their gradients."""
     before, began = loader.stats(), time.monotonic()
-    step, samples = torch.zeros(1), 0
+    step, samples, first = torch.zeros(1), 0, 0.0
     for batch in loader:
+        first = first or time.monotonic() - began
         distributed.all_reduce(step)
         samples += len(batch["key"])
     counted = loader.stats().since(before).as_dict()
@@ -45,6 +46,7 @@ def read_epoch(loader: streamload.Loader) -> dict[str, Any]:
     return {
         "began": began,
         "ended": time.monotonic(),
+        "first_batch_seconds": first,
         "samples": samples,
         **{name: counted[name] for name in names},
     }

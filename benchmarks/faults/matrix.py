@@ -28,6 +28,7 @@ from benchmarks.faults import (
     processes,
     ranks,
     resumed,
+    small,
     stores,
     tampered,
     tier,
@@ -64,6 +65,7 @@ ROWS: list[Row] = sorted(
             tier,
             versions,
             ordering,
+            small,
         )
         for row in module.ROWS
     ),
