@@ -702,3 +702,14 @@ def test_a_run_of_fixed_length_without_any_sample_says_so_at_once(tmp_path: Path
         pytest.raises(streamload.NoValidSamples, match=r"none of 2 shards could be read: .*0\.tar"),
     ):
         next(iter(loader))
+
+
+def test_a_generator_over_a_loader_can_be_closed(paths: list[Path], tmp_path: Path) -> None:
+    def doubled(loader: streamload.Loader) -> Any:
+        yield from iter(loader)
+
+    with make(paths, tmp_path / "cache") as loader:
+        batches = doubled(loader)
+        next(batches)
+        batches.close()
+        assert keys(loader)

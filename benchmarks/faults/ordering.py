@@ -178,7 +178,7 @@ def _caught(work: Any) -> Any:
 
 
 def _loader(urls: list[str], cache: Path, **options: Any) -> streamload.Loader:
-    defaults = {"num_workers": 0, "shuffle": 20, "lanes": 2, "cache_size": "1GB"}
+    defaults = {"num_workers": 0, "shuffle": 20, "lanes": 2, "cache_size": "1GB", "max_bad_shards": None}
     return streamload.make_loader(urls, map_sample=describe, cache_dir=cache, **{**defaults, **options})
 
 

@@ -137,8 +137,11 @@ class Epoch:
                 raise
             raise error from exc
 
-    def close(self, why: str) -> None:
-        """Give nothing more, and let go of a batch that was sent and not handed out."""
+    def close(self, why: str = "its iterator was closed") -> None:
+        """Give nothing more, and let go of a batch that was sent and not handed out.
+
+        Python itself calls it, without a reason, where a generator that has this in `yield from` is closed.
+        """
         self.done, self._closed = True, why
         self._coming, self._batches = None, iter(())
         self._leave()
