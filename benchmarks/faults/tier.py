@@ -30,7 +30,7 @@ from streamload.testing.server import ShardServer
 
 _OTHER_USER = 12345
 _FORKS = 150
-_HELD = 3000
+_HELD = 1000
 _SECONDS = 20.0
 _FILES = {"lock", "data", "index", "names", "data (deleted)", "index (deleted)", "names (deleted)"}
 
@@ -228,7 +228,7 @@ def trash(attempt: Attempt) -> None:
 def many_held(attempt: Attempt) -> None:
     """Fills beside thousands of held shards look at none of them, whichever process begins."""
     data = attempt.borrow(attempt.seed, spawn=True)
-    held = _HELD // 20 if attempt.short else _HELD
+    held = _HELD // 10 if attempt.short else _HELD
     tier = Tier(attempt.root, 1 << 34)
     _hold(tier, held)
     read_in_child(Reading(attempt.root, data.shards[:1], 1 << 34))  # which may have to count them once
@@ -313,7 +313,7 @@ ROWS = [
     Row(
         42,
         "many shards held",
-        "fills beside 3,000 held shards, by a process that has looked at none",
+        "fills beside 1,000 held shards, by a process that has looked at none",
         "NDBKL",
         "What a fill costs doesn't depend on how many shards are held",
         many_held,
