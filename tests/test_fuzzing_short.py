@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzzing import indexes, kernels, runner, sanitized, tars, urls
+from fuzzing import indexes, kernels, runner, sanitized, tars, trainings, urls
+
+from streamload.order.group import GroupOrder
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,6 +20,23 @@ def test_a_few_thousand_cases_hold(target, cases):
     assert failure is None, str(failure)
     assert ends.total() == cases
     assert min(ends.values()) > cases // 100  # no way to end is left out
+
+
+def test_some_trainings_hold():
+    ends, failure = runner.run_here("trainings", 5, seed=7)
+    assert failure is None, str(failure)
+    assert ends.total() == 5
+
+
+def _one_on(cursor):
+    return cursor._replace(skip=cursor.skip + 1)
+
+
+def test_a_training_that_loses_a_sample_at_a_resume_is_found(monkeypatch):
+    plain = GroupOrder.mark_at
+    monkeypatch.setattr(GroupOrder, "mark_at", lambda self, at: _one_on(plain(self, at)))
+    failures = [runner.run_here("trainings", 1, 7, number)[1] for number in range(5)]
+    assert any(failure is not None and "resumed, it differs" in failure.trace for failure in failures)
 
 
 def test_the_command_runs_in_all_processors_and_shows_a_failure_so_that_it_can_be_run_again(tmp_path):
@@ -38,7 +57,7 @@ def test_the_command_runs_in_all_processors_and_shows_a_failure_so_that_it_can_b
 
 
 def test_a_case_is_made_from_its_seed_and_number_alone():
-    for module in (tars, indexes, urls, kernels):
+    for module in (tars, indexes, urls, kernels, trainings):
         first, second = (module.make(runner.random.Random(5 << 40 | 77)) for _ in range(2))
         assert first == second
 

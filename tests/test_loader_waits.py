@@ -101,6 +101,7 @@ def test_the_shards_that_cost_most_are_kept_of_any_number() -> None:
             "bytes: .*50.0 MB/s",
         ),
         (20.0, {"data_wait_seconds": 15.0, "transform_seconds": 38.0}, "2 workers were busy 95%"),
+        (20.0, {"data_wait_seconds": 15.0, "transform_seconds": 0.1}, "neither bytes nor decoding"),
         (20.0, {"data_wait_seconds": 9.0, "transform_seconds": 38.0}, None),
         (5.0, {"data_wait_seconds": 4.0}, None),
     ],

@@ -15,8 +15,8 @@ from streamload.urls import redact
 logger = logging.getLogger("streamload")
 
 _SHORT_SECONDS = 10.0
-_MUCH = 0.5
-"""An epoch that takes longer than the one, and waits for a larger share of it than the other, is reported."""
+_MUCH, _LITTLE = 0.5, 0.1
+"""An epoch is reported that takes longer, and waits for so large a share of it; a cause is no little part."""
 _SAID_SECONDS = 30.0
 _SAID_SHARE = 0.5
 """A shard is logged once it has cost so much, and such a share of all waiting; then at twice as much."""
@@ -82,7 +82,9 @@ def report_waiting(epoch: int, seconds: float, done: Snapshot, workers: int) -> 
     busy = max(1, workers) * seconds
     for_bytes, at_work = done.bytes_wait_seconds / busy, done.transform_seconds / busy
     came = (done.origin_bytes + done.shared_bytes) / seconds
-    if for_bytes >= at_work:
+    if max(for_bytes, at_work) < _LITTLE:
+        why = "neither bytes nor decoding: for workers to start, or for a machine that is busy otherwise"
+    elif for_bytes >= at_work:
         why = (
             f"bytes: workers waited for them {min(1.0, for_bytes):.0%} of the time, while "
             f"{format_bytes(came)}/s came"

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzzing --cases N --seed S``: fuzz parsers of tars, indexes and URLs, and the C code."""
+"""``python -m tests.fuzzing --cases N --seed S``: fuzz parsers, the C code, and whole trainings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 from . import sanitized
-from .runner import TARGETS, Failure, run, run_here
+from .runner import COSTS, TARGETS, Failure, run, run_here
 
 
 def main() -> int:
     """Run what was asked for; 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__)
-    parser.add_argument("--cases", type=int, default=1_000_000, help="of each target")
+    parser.add_argument(
+        "--cases", type=int, default=1_000_000, help="of each target; of trainings a thousandth"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=TARGETS, action="append", help="only this; may be given again")
     parser.add_argument("--case", type=int, help="run this case alone, as a failure says")
@@ -34,7 +36,8 @@ def main() -> int:
                 continue
         began = time.monotonic()
         if asked.case is None:
-            ends, failure = run(target, asked.cases, asked.seed, asked.processes)
+            cases = -(-asked.cases // COSTS.get(target, 1))
+            ends, failure = run(target, cases, asked.seed, asked.processes)
         else:
             ends, failure = run_here(target, 1, asked.seed, asked.case)
         took = max(time.monotonic() - began, 1e-9)
