@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from streamload.cache.directory import bytes_below, granted_bytes
+from streamload.cache.directory import BLOCK_BYTES, bytes_below, granted_bytes
 from streamload.cache.fill import reserved_bytes
 from streamload.cache.forecast import LARGE_SAMPLE_BYTES, Width, fitting
 from streamload.cache.shard import Shard
@@ -67,17 +67,20 @@ class Shortage:
         shards = [self._recipe.shards[shard] for shard in blocked]
         digests = {digest for shard in in_use for digest in self._recipe.shards[shard].digests}
         try:
-            tier, parts = self._tier, list(self._tier.own("parts"))
+            tier = self._tier
+            parts = {part.name[:32]: granted_bytes(part) for part in tier.own("parts")}
+            # Those of indexes alone give back most of what they were granted.
+            arriving = {digest: size for digest, size in parts.items() if size > reserved_bytes(0)}
             whole = (path for digest in digests for path in (tier.published(digest), tier.bare(digest)))
             held_bytes = sum(map(bytes_below, whole))
-            held_bytes += sum(granted_bytes(part) for part in parts if part.name[:32] in digests)
+            held_bytes += sum(size for digest, size in arriving.items() if digest in digests)
             free_bytes = tier.room.allowed_bytes - held_bytes
         except OSError:
             return  # whoever fills says what is wrong with the tier, and goes on without it
         for shard in shards:
             if self._ahead.lacks_bytes(shard) > free_bytes:
                 self._do_without(shard, is_certain=True)
-        some_arrive = any(granted_bytes(part) > reserved_bytes(0) for part in parts)
+        some_arrive = max(parts.values(), default=0) > BLOCK_BYTES  # more than a claim
         patience_seconds = min(self._patience_seconds, math.inf if some_arrive else _STANDOFF_SECONDS)
         refused_seconds = self._ahead.refused_seconds(shards[0])
         if min(waited_seconds, refused_seconds, self._board.wanted_seconds()) > patience_seconds:
