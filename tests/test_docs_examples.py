@@ -21,7 +21,7 @@ def blocks():
 @pytest.mark.parametrize(("page", "line", "source"), list(blocks()))
 def test_a_block_runs_as_it_stands(page, line, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STREAMLOAD_CACHE_SIZE", "100MB")
+    monkeypatch.setenv("STREAMLOAD_CACHE_SIZE", "50GB")
     placed = "\n" * (line - 1) + source  # so that an error names the line of the page
     exec(compile(placed, str(page), "exec"), {"__name__": "__main__"})
 

@@ -73,7 +73,7 @@ class Nodes:
 
     def training(self, name: str, place: Place | None, **options: Any) -> Child:
         """One epoch, then storing goes on until `finish`; its stage is "waits" once it waits for another."""
-        given: dict[str, Any] = {"batch_size": 10, "num_workers": 0, "cache_size": "1GB", "seed": 5}
+        given: dict[str, Any] = {"batch_size": 10, "num_workers": 0, "cache_size": "50GB", "seed": 5}
         if place is not None:
             given |= {"shared_cache": place.url, "shared_cache_options": place.options, "write_back": True}
 
@@ -111,7 +111,7 @@ class Nodes:
             shared_cache=place.url,
             shared_cache_options=place.options,
             cache_dir=self.tmp_path / "daemon",
-            cache_size="1GB",
+            cache_size="50GB",
             concurrency=concurrency,
             once=True,
             notices="none",

@@ -59,7 +59,7 @@ def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class SharedArray:
-    """An array in shared memory that travels to another process by its descriptor.
+    """An array of zeros in shared memory that travels to another process by its descriptor.
 
     Args:
         shape: its shape.
@@ -70,7 +70,10 @@ class SharedArray:
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype):
-        self._hold(shared_empty(shape, dtype))
+        tensor = shared_empty(shape, dtype)
+        if not hasattr(os, "memfd_create"):  # torch shares it by a file's name then
+            tensor = tensor.zero_().share_memory_()  # type: ignore[no-untyped-call]
+        self._hold(tensor)
 
     def __getstate__(self) -> torch.Tensor:
         return self._tensor  # torch knows how to send it
