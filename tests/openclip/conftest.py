@@ -59,7 +59,7 @@ def train(tmp_path: Path) -> Callable[..., Run]:
                 "OPENCLIP_TEST_MODEL": str(model),
                 "OPENCLIP_TEST_RECORD": str(record),
                 "STREAMLOAD_CACHE_DIR": str(tmp_path / "cache"),
-                "STREAMLOAD_CACHE_SIZE": "100MB",
+                "STREAMLOAD_CACHE_SIZE": "50GB",
                 "OMP_NUM_THREADS": "1",
                 **kill,
                 **(environ or {}),

@@ -57,7 +57,7 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
         seed=7,
         with_keys=True,
         cache_dir=tmp_path / "cache",
-        cache_size="100MB",
+        cache_size="50GB",
     ) as planned:
         for epoch in (0, 1):
             assert [keys["__key__"] for _, _, keys in planned] == run.keys(0, epoch)
