@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import webdataset
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -177,6 +177,7 @@ PLANTED = st.sampled_from(
     st.sampled_from([1 << 20, 5000, 700, 100]),
     st.booleans(),
 )
+@example([("a", "jpg", JPG, None), ("__meta__/m", "jpg", JPG, "")], RAW, 5000, True)
 def test_notes_that_a_source_has_already_say_nothing(members, recipe, chunk_bytes, is_let_through):
     named = [(f"{key}.{extension}", payload) for key, extension, payload, _ in members]
     data = tar_of(named, tarfile.PAX_FORMAT, [note for *_, note in members])

@@ -159,6 +159,8 @@ class _Samples:
         entries, warnings = self._scanner.finish()
         for entry in entries:
             yield self._give_out(entry)
+        if self._start > self._border:  # of what follows the last sample a part has been let through
+            yield bytes(memoryview(self._held)[: self._scanner.stop - self._start])
         for warning in warnings:
             logger.warning("shard %s: %s", name, warning)
 
@@ -168,7 +170,7 @@ class _Samples:
         count = max(0, self._border - self._start)  # all of it may have gone already
         whole = bytes(memoryview(self._held)[:count])
         del self._held[:count]
-        is_complete = self._start == begin
+        is_complete = self._start == begin and count <= _HELD_BYTES
         self._start += count
         return (self._prepared(entry, whole, begin) if is_complete else None) or whole
 

@@ -183,6 +183,11 @@ class ShardScanner:
         return entries
 
     @property
+    def stop(self) -> int:
+        """Where the end marker begins, or would have to."""
+        return self._parser.stop
+
+    @property
     def notes_at(self) -> list[int]:
         """Where notes of preparation stand in the bytes that came last; see TarParser."""
         return self._parser.notes_at

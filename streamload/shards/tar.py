@@ -105,6 +105,11 @@ class TarParser:
         return len(self._partial)
 
     @property
+    def stop(self) -> int:
+        """Where the end marker begins, or would have to."""
+        return self._header_start if self.ended else self.position
+
+    @property
     def skippable(self) -> int:
         """How many of the next bytes are payload or padding, whose content isn't needed to go on."""
         return self._payload + self._padding
