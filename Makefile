@@ -30,9 +30,9 @@ lint: $(READY)  ## Check style, types and the import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Many tests wait for processes, disks and servers: three at a time keep two cores busy. Their deadlines can be missed by
+# Many tests wait for processes, disks and servers: four at a time keep two cores busy. Their deadlines can be missed by
 # a busy machine: what fails is run once more, by itself, and has to pass then; the output shows both.
-TESTED = $(1) --numprocesses 3 --dist worksteal || \
+TESTED = $(1) --numprocesses 4 --dist worksteal || \
 	{ [ $$? = 1 ] && $(1) --last-failed --last-failed-no-failures none; }
 
 pytest: $(READY)

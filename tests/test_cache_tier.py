@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.synchronize
 import os
@@ -73,7 +74,9 @@ def test_a_shard_that_is_published_while_a_claim_looks_is_not_claimed_again(
     listed = Tier.parts
 
     def publish_first(self: Tier, digest: str) -> list[Path]:
-        part.publish()
+        with pytest.MonkeyPatch.context() as without_the_lock:  # as by a version that takes none to publish
+            without_the_lock.setattr(part.room, "leaving", lambda *_: contextlib.nullcontext())
+            part.publish()
         return listed(self, digest)
 
     monkeypatch.setattr(Tier, "parts", publish_first)

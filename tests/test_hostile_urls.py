@@ -206,7 +206,7 @@ def test_control_characters_reach_no_log_and_no_error(data: Path, tmp_path: Path
     with ShardServer(data) as server:
         urls = [f"{server.url}/b.tar"]
         (found,) = outcomes([urls], tmp_path)
-        pipe = f"pipe:printf '{NASTY!s}' >&2; false"
+        pipe = f"pipe:printf '{NASTY!s}' >&2; exit 127"
         (raised,) = outcomes([[pipe]], tmp_path / "raising", on_error="raise")
     assert "forged" in found.log
     assert "forged" in raised.log

@@ -232,5 +232,6 @@ ROWS = [
         hidden,
         count=80,
         variants=(*_COMMANDS, *_URLS),
+        short=5,
     ),
 ]
