@@ -345,6 +345,7 @@ class Loader(DataLoaderInterface):
             dict(place.groups),
             noted=self._board.changes.generation,
         )
+        before = self.stats()  # a worker that is slow may be at this epoch before it has left the last one
         self._board.order.write(start.to_json())
         self._checks.begin(self._board.order.generation)
         try:
@@ -357,7 +358,7 @@ class Loader(DataLoaderInterface):
         if self._feed is None:  # not before the workers are started, which needn't know of the device
             self._feed = feed_for(self.options.device, self._statistics)
         schedule.course.begin()
-        self._epoch_began = began, self.stats(), place.epoch
+        self._epoch_began = began, before, place.epoch
         expected = None  # known where len() was asked for
         if self._length is not None and schedule.is_one_pass:
             expected = self._length - (place.position - place.began) // self._batch
