@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("trained"))
     args = parser.parse_args()
     shards = args.output / "shards"
-    if not args.urls and not shards.exists():
+    if not args.urls and not (shards / "sizes.json").exists():  # written last
         write_photograph_shards(shards, samples=384, samples_per_shard=64)
     train(args, args.urls or str(shards))
 
