@@ -95,8 +95,10 @@ def balanced(attempt: Attempt) -> None:
 
 
 def _backends(attempt: Attempt, own: Data, version: str) -> list[str]:
-    """Let each next answer have the ETag of one of two backends, for a version."""
-    etags = [f'"{version}-of-backend-{attempt.rng.randrange(2)}"' for _ in range(_MANY)]
+    """Let each next answer have the ETag of one of two backends, for a version; the first two have both."""
+    first = attempt.rng.randrange(2)
+    chosen = [first, 1 - first, *(attempt.rng.randrange(2) for _ in range(_MANY - 2))]
+    etags = [f'"{version}-of-backend-{backend}"' for backend in chosen]
     own.server.misbehave("*", *(Fault(first=1, headers={"ETag": etag}) for etag in etags))
     return etags
 

@@ -65,7 +65,7 @@ def make(rng: random.Random) -> Case:
     )
     if not all(map(sum, sources)):
         sources = tuple((*counts, 4) for counts in sources)
-    total = sum(map(sum, sources))
+    total = sum(map(len, _usable(sources)))
     batch = rng.choice([6, 12])  # shared by 1, 2, 3 or 6 ranks
     options: dict[str, Any] = {"train": train, "seed": rng.randint(0, 99)}
     if train:
@@ -181,7 +181,7 @@ def _joined(by_rank: list[list[list[list[str]]]]) -> Epochs:
 
 def _check_samples(case: Case, epochs: Epochs) -> None:
     """Every usable sample comes once in a pass, and no other."""
-    usable = [[key for key in _keys(source, case) if _kept(key)] for source in range(len(case.sources))]
+    usable = _usable(case.sources)
     total = sum(map(len, usable))
     if not case.options["train"]:
         assert all([key for batch in epoch for key in batch] == usable[0] for epoch in epochs), (
@@ -210,7 +210,7 @@ def _served(case: Case, place: Path) -> Iterator[list[list[str]]]:
     for source, counts in enumerate(case.sources):
         folder = place / f"source{source}"
         folder.mkdir()
-        keys = iter(_keys(source, case))
+        keys = iter(_keys(source, counts))
         paths.append(
             [_write(folder / f"{n:02d}.tar", itertools.islice(keys, c)) for n, c in enumerate(counts)]
         )
@@ -221,12 +221,14 @@ def _served(case: Case, place: Path) -> Iterator[list[list[str]]]:
         yield [[f"{server.url}/{path.relative_to(place)}" for path in own] for own in paths]
 
 
-def _keys(source: int, case: Case) -> list[str]:
+def _keys(source: int, counts: Sequence[int]) -> list[str]:
     return [
-        f"{source}-{shard:02d}-{number:03d}"
-        for shard, count in enumerate(case.sources[source])
-        for number in range(count)
+        f"{source}-{shard:02d}-{number:03d}" for shard, count in enumerate(counts) for number in range(count)
     ]
+
+
+def _usable(sources: Sequence[Sequence[int]]) -> list[list[str]]:
+    return [[key for key in _keys(source, counts) if _kept(key)] for source, counts in enumerate(sources)]
 
 
 def _write(path: Path, keys: Iterator[str]) -> Path:
