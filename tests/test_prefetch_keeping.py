@@ -11,6 +11,7 @@ import pytest
 
 from streamload.cache import memory
 from streamload.cache.fill import reserved_bytes
+from streamload.cache.room import part_bytes
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
@@ -41,13 +42,13 @@ def test_a_shard_is_kept_bare_once_and_whole_again_when_it_was_not_wanted(tier: 
     keeping = Keeping(tier, None, lambda shard: shard is not OTHER, changed.append)
     assert keeping.way(ONE) == Way(tier, bare=False)
     keeping.refuse(ONE, size_bytes=7)
-    assert keeping.lacks_bytes(ONE) == reserved_bytes(7)
+    assert keeping.lacks_bytes(ONE) == part_bytes(reserved_bytes(7))
     assert keeping.bare(ONE)
     assert keeping.way(ONE) == Way(tier, bare=True)
     assert not keeping.is_refused(ONE)  # of what is asked for now nothing is known, but for the size
     assert (keeping.size_bytes(ONE), keeping.lacks_bytes(ONE)) == (7, 0)
     keeping.refuse(ONE, size_bytes=6400)
-    assert keeping.lacks_bytes(ONE) == 100  # its index
+    assert keeping.lacks_bytes(ONE) == part_bytes(100)  # its index
     assert not keeping.bare(ONE)
     assert not keeping.bare(OTHER)
     assert not keeping.elsewhere(ONE)

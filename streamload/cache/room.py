@@ -45,6 +45,11 @@ LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """What a part takes beyond its bytes: its files end within blocks, and one notes what is reserved."""
 
 
+def part_bytes(size_bytes: int) -> int:
+    """What a part of this size is given room for."""
+    return blocks_bytes(size_bytes) + LAST_BLOCKS_BYTES
+
+
 class DiskUsage(Protocol):
     """What `shutil.disk_usage` says of a disk, in bytes."""
 
@@ -143,7 +148,7 @@ class Room:
         Raises:
             CacheFull: it doesn't fit even into the empty tier.
         """
-        taken_bytes = blocks_bytes(size_bytes) + LAST_BLOCKS_BYTES
+        taken_bytes = part_bytes(size_bytes)
         self._follow_limit()
         if taken_bytes > self._for_shards_bytes():
             raise CacheFull(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from streamload.cache.fill import index_bytes, reserved_bytes
 from streamload.cache.locks import PATIENCE_SECONDS
+from streamload.cache.room import part_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
@@ -168,7 +169,7 @@ class Keeping:
             if shard.digest not in self._refused_since or way.tier is not self._tier:
                 return 0
             size = self._sizes.get(shard.digest, 0)
-            return index_bytes(size) if way.bare else reserved_bytes(size)
+            return part_bytes(index_bytes(size) if way.bare else reserved_bytes(size))
 
     def may_pass(self, trouble: OSError) -> bool:
         """Whether files or memory are short now: no disk's fault, and soon fewer may be in use."""
