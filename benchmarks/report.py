@@ -346,6 +346,37 @@ def link_busy(result: Result) -> str:
     return table([*head, "CPU s a GB"], rows)
 
 
+def held(result: Result) -> str:
+    rows = [
+        [name, spread(result, name, "first_batch_seconds"), spread(result, name, "epoch_seconds")]
+        for name in result["medians"]
+    ]
+    return table(["held shards", "first batch, s (rounds)", "epoch, s (rounds)"], rows)
+
+
+def small_cache(result: Result) -> str:
+    rows = [
+        [
+            name,
+            f"{row['seconds']:.1f}",
+            f"{row['first_batch_seconds']:.2f}",
+            f"{row['fetched']:.2f}",
+            f"{row['requests']:.0f}",
+            f"{row['range_reads']:.0f}",
+        ]
+        for name, row in result["medians"].items()
+    ]
+    head = [
+        "lanes and window",
+        "epoch, s",
+        "first batch, s",
+        "fetched, × the data",
+        "requests",
+        "range reads",
+    ]
+    return table(head, rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
     "start": start,
@@ -355,6 +386,8 @@ TABLES = {
     "gpu_feed": gpu_feed,
     "memory_tier": memory_tier,
     "hits": hits,
+    "small_cache": small_cache,
+    "held": held,
     "fill": fill,
     "verification": verification,
     "overhead": overhead,
