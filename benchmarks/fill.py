@@ -154,7 +154,7 @@ def fill_all(tars: list[bytes], directory: Path, chunk_bytes: int) -> None:
         part = tier.claim(shard.digest)
         assert part is not None
         origin = MemoryOrigin(shard.url, tar, chunk_bytes)
-        outcome = fill(part, shard, lambda o=origin: o, wait=lambda: 0.0, stop=threading.Event())
+        outcome = fill(part, shard, lambda o=origin: o, next_use=lambda: 0.0, stop=threading.Event())
         assert outcome.result is Filled.PUBLISHED
 
 

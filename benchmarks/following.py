@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.order_measures import Epoch
-from streamload.order.deal import Deal
 from streamload.order.group import GroupOrder, References
 from streamload.order.plan import OrderOptions
+from streamload.order.split import Split
 
 Slices = list[list[tuple[int, int, int]]]
 
@@ -55,8 +55,8 @@ def seconds_of(options: OrderOptions, sizes: Sequence[int], batch: int) -> float
 
 def slices_of(batch: int, groups: int, steps: int) -> Slices:
     """Which (group, start, stop) make up the global batch of each step."""
-    deal = Deal(batch, groups, ranks=1)
-    dealt = (deal.shares(step * batch, 0, ()) for step in range(steps))
+    split = Split(batch, groups, ranks=1)
+    dealt = (split.shares(step * batch, 0, ()) for step in range(steps))
     return [[(share.group, share.first, share.stop) for share in shares] for shares in dealt]
 
 

@@ -93,7 +93,7 @@ def hold(root: Path, count: int) -> Tier:
             index.finish(size=10_240)
         for number in range(1, count):
             shutil.copytree(first, tier.published(f"{number:032x}"))
-    tier.room.count()
+    tier.budget.count()
     return tier
 
 

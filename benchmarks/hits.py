@@ -22,8 +22,8 @@ takes in the tier (data, names, index); then it is half of that. Warm are the se
 Result: results/hits.json; docs/performance.md has it as a table.
 
 Explanation: the shard goes whose next visit is farthest by the plan that all runs of the node announce
-(cache/runs.py, cache/ledger.py), and one that is needed later than all that is kept isn't fetched early. With
-the least recently used going first, a shard would go nearly always just before it is needed: 15 % hits.
+(cache/demand.py, cache/eviction.py), and one that is needed later than all that is kept isn't fetched early.
+With the least recently used going first, a shard would go nearly always just before it is needed: 15 % hits.
 """
 
 import json

@@ -50,13 +50,13 @@ import numpy as np
 
 from benchmarks import machine, process_tree, turns
 from benchmarks.contenders.workload import versions
-from streamload.cache import runs
+from streamload.cache import demand
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
-from streamload.order.deal import default_lanes, default_window
 from streamload.order.group import GroupOrder
 from streamload.order.plan import OrderOptions, pieces
-from streamload.prefetch.itinerary import Itinerary
+from streamload.order.split import default_lanes, default_window
+from streamload.prefetch.reference_stream import ReferenceStream
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.urls import expand_urls
@@ -208,7 +208,7 @@ def has_order(directory: Path) -> int:
     """How many processes have announced which shards they read."""
     if not directory.is_dir():
         return 0
-    return len({runs.pid_of(path) for path in runs.own(directory) if len(runs.visits_of(path))})
+    return len({demand.pid_of(path) for path in demand.own(directory) if len(demand.visits_of(path))})
 
 
 def followed(options: OrderOptions, shards: int, count: int, cache: Path) -> Row:
@@ -219,18 +219,18 @@ def followed(options: OrderOptions, shards: int, count: int, cache: Path) -> Row
     order = GroupOrder(options, shards, group, 0, pieces=owned)
     tier = Tier(cache / "tier", 10**9)
     arrivals: Any = _AllHere()
-    itinerary = Itinerary(order, lambda: np.empty(0, np.int64), listed, 0, arrivals, tier)
+    stream = ReferenceStream(order, lambda: np.empty(0, np.int64), listed, 0, arrivals, tier)
     step = BATCH_SIZE * LOCAL
     before = time.process_time()
     for number, stop in enumerate(range(step, count + 1, step)):
-        while not itinerary.reaches(stop):
-            itinerary.follow()
+        while not stream.reaches(stop):
+            stream.follow()
         if number % workers == 0:
-            itinerary.take(stop - BATCH_SIZE, stop)
-            itinerary.cursor(stop)
-            itinerary.tell_progress()
+            stream.take(stop - BATCH_SIZE, stop)
+            stream.cursor(stop)
+            stream.tell_progress()
     cpu_seconds = time.process_time() - before
-    itinerary.close()
+    stream.close()
     return {"order_us_per_sample": cpu_seconds / count * 1e6, "samples": count}
 
 

@@ -51,10 +51,10 @@ from benchmarks import turns
 from benchmarks.contenders.workload import versions
 from benchmarks.following import epoch_of, seconds_of
 from benchmarks.order_measures import Epoch, measures
-from streamload.order.deal import default_lanes, default_window
-from streamload.order.keys import DUE, key
+from streamload.order.hashing import DUE, key
 from streamload.order.plan import OrderOptions, pieces
-from streamload.order.window import Opening, due_times
+from streamload.order.shuffle import Opening, due_times
+from streamload.order.split import default_lanes, default_window
 
 CONTENDERS = ("permutation", "open_clip", "streamload", "cost")
 EPOCHS = 2

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.spot_parts import Transfer
 from streamload.cache.shared import leases
-from streamload.prefetch import daemon, goals, wanted
+from streamload.prefetch import daemon, demand, targets
 
 if TYPE_CHECKING:
     from benchmarks.spot_world import World
@@ -73,7 +73,7 @@ class Group:
 
 @dataclass
 class Lease:
-    """A unit that a node has: shard `place` of a group."""
+    """A task that a node has: shard `place` of a group."""
 
     group: Group
     place: int
@@ -91,7 +91,7 @@ class Node:
         count = everyone if setup.follows is None else min(setup.follows, everyone)
         first = 0 if count == everyone else slot * count
         self.follows = np.arange(first, first + count) % everyone
-        self.units: dict[int, Lease] = {}
+        self.tasks: dict[int, Lease] = {}
         self.seen: dict[int, float] = {}  # orphaned leases, since when
         self.view = world.published
         self.lives, self.takes, self.looks = True, True, False
@@ -110,12 +110,12 @@ class Node:
         fresh = max(0, held - self.held_before)
         self.held_before = held
         asked = (missing if setup.asks is None else min(missing, setup.asks)) + fresh
-        asked += held * OPTIONS.look_seconds / goals._SEEN_SECONDS
+        asked += held * OPTIONS.look_seconds / targets._SEEN_SECONDS
         pages = 1 + groups // PAGE_NAMES
         served = world.ask("progress", gets=groups + pages)
         served = max(served, world.ask("what is held", gets=asked))
         failed = served == math.inf
-        own = pages + groups / wanted._READERS + asked / goals._ASKED_AT_ONCE
+        own = pages + groups / demand._READERS + asked / targets._ASKED_AT_ONCE
         self.view = world.published
 
         def end() -> None:
@@ -128,9 +128,9 @@ class Node:
         world.events.after(PATIENCE_SECONDS if failed else max(served, own * setup.request_seconds), end)
 
     def assign(self) -> None:
-        """Take units, as far as hands reach: Daemon._leased."""
-        hands = OPTIONS.concurrency - len(self.units)
-        if not self.takes or self.looks or hands <= 0:
+        """Take tasks, as far as hands reach: Daemon._leased."""
+        executor = OPTIONS.concurrency - len(self.tasks)
+        if not self.takes or self.looks or executor <= 0:
             return
         world = self.world
         free = world.free(self, daemon._CROWD * OPTIONS.concurrency)
@@ -139,7 +139,7 @@ class Node:
             return
         if world.leased:
             self.rng.shuffle(free)
-        chosen = (expired + free)[:hands]
+        chosen = (expired + free)[:executor]
         watched = min(OPTIONS.concurrency, len(world.leased))
         pages = 1 + len(world.leased) // PAGE_NAMES
         served = world.ask("leases", gets=pages + watched + 3 * len(chosen), puts=len(chosen))
@@ -160,7 +160,7 @@ class Node:
         busy = (
             (lease.place - int(self.view[lease.group.number]), lease.group.number, shard)
             for shard, lease in world.leased.items()
-            if shard not in self.units and world.wants(self, lease)
+            if shard not in self.tasks and world.wants(self, lease)
         )
         watched = {shard for *_, shard in heapq.nsmallest(OPTIONS.concurrency, busy)}
         now = world.events.now
@@ -169,7 +169,7 @@ class Node:
         return [(world.leased[shard].group, world.leased[shard].place) for shard in found]
 
     def _fill(self, shard: int, lease: Lease) -> None:
-        if self.units.get(shard) is lease:
+        if self.tasks.get(shard) is lease:
             size = self.world.setup.shard_bytes
             lease.transfer = self.world.link.start("daemons", size, lambda: self._arrived(shard, lease))
 
@@ -179,7 +179,7 @@ class Node:
         is_stored = pause < math.inf
 
         def end() -> None:
-            if self.units.get(shard) is lease:
+            if self.tasks.get(shard) is lease:
                 if is_stored:
                     self.world.hold(shard)
                 self.give_back(shard)
@@ -188,7 +188,7 @@ class Node:
         self.world.events.after(pause if is_stored else OPTIONS.retry_seconds, end)
 
     def give_back(self, shard: int) -> None:
-        lease = self.units.pop(shard)
+        lease = self.tasks.pop(shard)
         self.world.break_off(lease)
         self.world.ask("leases", gets=1, puts=1)
         self.world.release(shard)
@@ -199,7 +199,7 @@ class Node:
         margin = min(daemon._MOST_MARGIN_SECONDS, daemon._MARGIN_SHARE * seconds)
 
         def wind_down() -> None:
-            for shard in list(self.units):
+            for shard in list(self.tasks):
                 self.give_back(shard)
 
         if seconds:
@@ -210,13 +210,13 @@ class Node:
         if not self.lives:
             return
         self.lives = self.takes = False
-        for shard, lease in self.units.items():
+        for shard, lease in self.tasks.items():
             self.world.orphans.add(shard)
             self.world.break_off(lease)
-        self.units = {}
+        self.tasks = {}
         self.world.died(self)
 
     def _show_life(self) -> None:
         if self.lives:
-            self.world.ask("leases", gets=len(self.units), puts=len(self.units))
+            self.world.ask("leases", gets=len(self.tasks), puts=len(self.tasks))
             self.world.events.after(leases.LEASE_SECONDS / leases._BEATS, self._show_life)

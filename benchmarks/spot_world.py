@@ -1,7 +1,7 @@
 """A run on many nodes, an origin, a shared cache and daemons on spot nodes, simulated.
 
 Which shards a group reads and in which order is computed by the loader's own order/; how often daemons look,
-how a lease lives, how many units are chosen among, and how much of a notice is kept for the end are the
+how a lease lives, how many tasks are chosen among, and how much of a notice is kept for the end are the
 daemon's own constants. docs/scale.md says what is left out.
 """
 
@@ -200,7 +200,7 @@ class World:
         return missing, held
 
     def free(self, node: Node, count: int) -> list[tuple[Group, int]]:
-        """The first units that nobody has or works on, in the order of need of a node's groups (in_order)."""
+        """The first tasks that nobody has or works on, in the order of need of a node's groups (in_order)."""
         of = node.follows
         base = node.view[of] + self.setup.ahead
         ranks = np.maximum(self.first_free[of], base) - base
@@ -224,7 +224,7 @@ class World:
         return list(found.values())
 
     def wants(self, node: Node, lease: Lease) -> bool:
-        """Whether a leased unit lies in a node's window, and isn't held."""
+        """Whether a leased task lies in a node's window, and isn't held."""
         number, groups = lease.group.number, len(self.groups)
         rank = lease.place - int(node.view[number]) - self.setup.ahead
         is_followed = (number - int(node.follows[0])) % groups < len(node.follows)
@@ -232,17 +232,17 @@ class World:
         return is_followed and is_missing and 0 <= rank < self.widths[number]
 
     def lease(self, node: Node, group: Group, place: int) -> Lease:
-        """A node has a unit from now on; it may have been a dead one's."""
+        """A node has a task from now on; it may have been a dead one's."""
         shard = group.shards[place]
         assert shard not in self.leased or shard in self.orphans
         self.taken_over += shard in self.orphans
         self.orphans.discard(shard)
-        lease = self.leased[shard] = node.units[shard] = Lease(group, place)
+        lease = self.leased[shard] = node.tasks[shard] = Lease(group, place)
         self._moved(shard)
         return lease
 
     def release(self, shard: int) -> None:
-        """Nobody works on a unit any more."""
+        """Nobody works on a task any more."""
         del self.leased[shard]
         if shard not in self.held:
             for places in self._places:

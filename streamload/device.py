@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from streamload.handoff import is_plain
+from streamload.ipc import is_plain
 from streamload.transforms.normalise import normalise_batch
 from streamload.transforms.plan import Statistics
 

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from streamload.shards.keys import KeySpec
-from streamload.transforms.examples import Examples
+from streamload.transforms.assembly import BatchAssembly
 from streamload.transforms.fused import Place
 from streamload.transforms.plan import clip_plan
 
@@ -40,7 +40,7 @@ def transformed(transform, pixels, destination, seed=0):
 
 def clip_examples(as_bytes=True, preparation=None):
     """What CLIP is trained on, of `jpg` and `txt` members, with the captions as they are."""
-    return Examples(
+    return BatchAssembly(
         image=KeySpec.parse("jpg").choose,
         text=KeySpec.parse("txt").choose,
         tokenizer=None,

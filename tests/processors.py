@@ -4,8 +4,8 @@ import torch
 from photographs import SIZES, photograph
 from PIL import Image
 
+from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.fused import Place
-from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.processors import plan_of
 
 NAMES = ("Bit", "Blip", "ChineseCLIP", "CLIP", "DeiT", "Siglip", "ViT")

@@ -18,7 +18,7 @@ from benchmarks.spot_setup import Setup
 from benchmarks.spot_world import World
 from streamload.cache.shared import leases
 from streamload.order.plan import OrderOptions, pieces
-from streamload.prefetch import published, publisher
+from streamload.prefetch import plan_file, publisher
 
 ROOT = Path(__file__).resolve().parents[1]
 FREE = 1e12
@@ -187,7 +187,7 @@ def test_a_quarter_of_the_size_gives_the_same_shares():
 
 
 def test_what_is_taken_next_is_what_the_daemon_would_take():
-    """The first free units, as Coming.of and in_order have them without those that are held or leased."""
+    """The first free tasks, as Coming.of and in_order have them without those that are held or leased."""
     setup = Setup(groups=6, shards=300, nodes=1, follows=None, window=120.0)
     world = World(setup)
     world.start_node(0)
@@ -199,11 +199,11 @@ def test_what_is_taken_next_is_what_the_daemon_would_take():
     world.publish()
     node.view = world.published
     order = OrderOptions(0, 6, 8, 10_000)
-    plan = published.RunPlan((published.PlannedSource(300, order),), False, None, "0" * 32)
-    coming = published.Coming(plan)
+    plan = plan_file.RunPlan((plan_file.PlannedSource(300, order),), False, None, "0" * 32)
+    coming = plan_file.Coming(plan)
     width = int(world.widths[0])
-    wanted = published.in_order(
-        coming.of(published.Progress(g, 0, ((0, group.front),), setup.ahead), width)
+    wanted = plan_file.in_order(
+        coming.of(plan_file.Progress(g, 0, ((0, group.front),), setup.ahead), width)
         for g, group in enumerate(world.groups)
     )
     for shard in rng.sample(wanted, 20):
@@ -238,14 +238,14 @@ def test_units_of_a_node_that_was_killed_are_taken_over_once_their_leases_have_e
     world.begin()
     world.events.run(30.0)
     killed, other = world.nodes.values()
-    units = set(killed.units)
-    assert len(units) == OPTIONS.concurrency
+    tasks = set(killed.tasks)
+    assert len(tasks) == OPTIONS.concurrency
     world.take(killed)
     world.events.run(30.0)
-    assert world.orphans == units
+    assert world.orphans == tasks
     taken_over = []
     while world.events.now < 30.0 + leases.LEASE_SECONDS + 20.0:
-        for shard in list(other.units):  # so that it has hands
+        for shard in list(other.tasks):  # so that it has hands
             other.give_back(shard)
         world.events.run(world.events.now + 1.0)
         taken_over.append(world.taken_over)
@@ -259,12 +259,12 @@ def test_a_node_with_a_notice_takes_nothing_more_and_hands_back_what_it_has_befo
     world.begin()
     world.events.run(30.0)
     node = world.nodes[0]
-    units = set(node.units)
+    tasks = set(node.tasks)
     world.take(node)
     world.events.run(30.0 + setup.notice_seconds - 5.1)
-    assert set(node.units) == units
+    assert set(node.tasks) == tasks
     world.events.run(30.0 + setup.notice_seconds - 4.9)
-    assert not node.units
+    assert not node.tasks
     assert node.lives
     assert not world.orphans
     world.events.run(30.0 + setup.notice_seconds + 0.1)

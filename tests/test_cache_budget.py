@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 import streamload
+from streamload.cache.demand import DemandFile
 from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import ShardView
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
-from streamload.cache.runs import Run
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheFull
@@ -63,10 +63,10 @@ def tier_on(disk: Disk, floor: int, limit: int = 1 << 30, **options: Any) -> Tie
     return Tier(disk.root, limit, free_disk=keep, disk_usage=disk.usage, **options)
 
 
-def begin(tier: Tier, digest: str, size: int, wait: float = 0) -> Part | None:
+def begin(tier: Tier, digest: str, size: int, next_use: float = 0) -> Part | None:
     part = tier.claim(digest)
     assert part is not None
-    if part.reserve(size, wait):
+    if part.reserve(size, next_use):
         (part.path / "names").write_bytes(b"")
         return part
     part.discard()
@@ -92,7 +92,7 @@ def test_a_fill_leaves_the_floor_free_whatever_the_limit_says(disk: Disk) -> Non
     assert held(tier) == {"b"}
     assert disk.free >= 500 * KIB
     assert begin(tier, C, 600 * KIB) is None
-    assert tier.room.bound.startswith("what the disk leaves to it")
+    assert tier.budget.bound.startswith("what the disk leaves to it")
 
 
 def test_what_is_reserved_and_not_yet_written_counts(disk: Disk) -> None:
@@ -137,34 +137,34 @@ def test_without_a_floor_the_disk_alone_is_the_limit(disk: Disk) -> None:
 def test_when_others_fill_the_disk_the_tier_makes_way_down_to_the_floor_but_not_below_what_is_open(
     disk: Disk,
 ) -> None:
-    tier = tier_on(disk, 200 * KIB, tend_seconds=0)
+    tier = tier_on(disk, 200 * KIB, enforce_seconds=0)
     for digest in (A, B, C):
         publish(tier, digest, 200 * KIB)
     reader = FileLock.acquire(tier.published(B) / "names", shared=True)
     assert reader is not None
     disk.others = 200 * KIB
-    tier.room.tend()
+    tier.budget.enforce_limits()
     assert held(tier) == {"b", "c"}
     assert disk.free >= 200 * KIB
     disk.others = 700 * KIB
     for _ in range(2):
-        tier.room.tend()
+        tier.budget.enforce_limits()
         assert held(tier) == {"b"}
     reader.close()
-    tier.room.tend()
+    tier.budget.enforce_limits()
     assert held(tier) == set()
     disk.others = 0
     publish(tier, A, 200 * KIB)
 
 
 def test_a_fill_that_was_granted_its_room_counts_when_others_fill_the_disk(disk: Disk) -> None:
-    tier = tier_on(disk, 200 * KIB, tend_seconds=0)
+    tier = tier_on(disk, 200 * KIB, enforce_seconds=0)
     publish(tier, A, 200 * KIB)
     part = begin(tier, B, 400 * KIB)
     assert part is not None
-    tier.room.tend()
+    tier.budget.enforce_limits()
     disk.others = 250 * KIB
-    tier.room.tend()
+    tier.budget.enforce_limits()
     assert held(tier) == {"b"}
     (part.path / "data").write_bytes(bytes(400 * KIB))
     part.publish()
@@ -172,11 +172,11 @@ def test_a_fill_that_was_granted_its_room_counts_when_others_fill_the_disk(disk:
 
 
 def test_nothing_goes_while_there_is_enough_free(disk: Disk) -> None:
-    tier = tier_on(disk, 100 * KIB, tend_seconds=0)
+    tier = tier_on(disk, 100 * KIB, enforce_seconds=0)
     for digest in (A, B, C):
         publish(tier, digest, 200 * KIB)
-    tier.room.tend()
-    tier.room.tend()
+    tier.budget.enforce_limits()
+    tier.budget.enforce_limits()
     assert held(tier) == {"a", "b", "c"}
 
 
@@ -185,7 +185,7 @@ def test_under_lru_the_shard_goes_that_was_opened_longest_ago_whatever_is_planne
     for age, digest in enumerate((A, B)):
         path = publish(tier, digest, 200 * KIB)
         os.utime(path, (1000 - age, 1000 - age))
-    run = Run(tier.root / "runs")
+    run = DemandFile(tier.root / "runs")
     run.announce([B])
     publish(tier, C, 200 * KIB)
     assert held(tier) == {"a", "c"}
@@ -222,7 +222,7 @@ def test_what_lies_beside_the_shards_is_within_the_limit(tmp_path: Path) -> None
     """The lock, the tier's record, and what runs announce, of each process up to 32 KiB."""
     tier = Tier(tmp_path / "tier", 200 * KIB)
     assert begin(tier, A, 150 * KIB) is not None
-    run = Run(tier.root / "runs")
+    run = DemandFile(tier.root / "runs")
     run.announce(f"{number:032x}" for number in range(4096))
     other = Tier(tmp_path / "other", 200 * KIB)
     shutil.copytree(tier.root / "runs", other.root / "runs", dirs_exist_ok=True)
@@ -235,12 +235,12 @@ def test_what_lies_beside_the_shards_is_within_the_limit(tmp_path: Path) -> None
 
 
 def test_a_lower_limit_is_kept_to_by_those_who_run_already(tmp_path: Path) -> None:
-    running = Tier(tmp_path / "tier", 900 * KIB, tend_seconds=0)
+    running = Tier(tmp_path / "tier", 900 * KIB, enforce_seconds=0)
     for digest in (A, B, C):
         publish(running, digest, 200 * KIB)
-    running.room.tend()
+    running.budget.enforce_limits()
     Tier(tmp_path / "tier", 500 * KIB)
-    running.room.tend()
+    running.budget.enforce_limits()
     assert len(held(running)) == 2
     assert running.used_bytes <= running.limit_bytes == 500 * KIB
 
@@ -414,13 +414,13 @@ def test_a_verdict_for_which_the_disk_has_no_room_leaves_nothing_locked(
 
     part = tier.claim(shard.digest)
     assert part is not None
-    outcome = fill(part, shard, opened_on_a_full_disk, wait=lambda: 0.0, stop=stop)
+    outcome = fill(part, shard, opened_on_a_full_disk, next_use=lambda: 0.0, stop=stop)
     assert outcome.result is Filled.NO_ROOM
     assert not tier.parts(shard.digest)
     (small_disk / "log").unlink()
     part = tier.claim(shard.digest)
     assert part is not None
-    outcome = fill(part, shard, lambda: open_origin(shard.url, stop=stop), wait=lambda: 0.0, stop=stop)
+    outcome = fill(part, shard, lambda: open_origin(shard.url, stop=stop), next_use=lambda: 0.0, stop=stop)
     assert outcome.result is Filled.GAVE_UP
 
 
@@ -435,7 +435,7 @@ def test_a_disk_that_fills_up_during_a_fill_costs_another_shard_and_not_the_fill
         part = tier.claim(shard.digest)
         assert part is not None
         return fill(
-            part, shard, lambda: open_origin(shard.url, stop=stop), wait=lambda: 0.0, stop=stop
+            part, shard, lambda: open_origin(shard.url, stop=stop), next_use=lambda: 0.0, stop=stop
         ).result
 
     assert filled("00000.tar") is Filled.PUBLISHED

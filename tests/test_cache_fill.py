@@ -58,14 +58,14 @@ class Filler:
 
     def fill(self, size_bytes: int = 0) -> Outcome:
         return fill(
-            self.claim(), self.shard, self.origin, size_bytes=size_bytes, wait=lambda: 0.0, stop=self.stop
+            self.claim(), self.shard, self.origin, size_bytes=size_bytes, next_use=lambda: 0.0, stop=self.stop
         )
 
     def abandon(self, server: ShardServer, fraction: float) -> None:
         """Fill a share of the shard, then die like a process that is stopped in the middle."""
         server.stop_after(fraction)
         part = self.claim()
-        arguments = {"wait": lambda: 0.0, "stop": self.stop}
+        arguments = {"next_use": lambda: 0.0, "stop": self.stop}
         thread = threading.Thread(target=fill, args=(part, self.shard, self.origin), kwargs=arguments)
         thread.start()
         view = ShardView(self.tier, self.shard)
@@ -110,7 +110,14 @@ def test_a_filled_shard_is_byte_for_byte_the_origins(server: ShardServer, tmp_pa
 def test_a_bare_index_is_not_begun_without_room(server: ShardServer, tmp_path: Path) -> None:
     filler = Filler(server, tmp_path / "tier", limit=16 << 10)
     with pytest.raises(CacheFull):
-        fill(filler.claim(), filler.shard, filler.origin, wait=lambda: 0.0, stop=filler.stop, bare=True)
+        fill(
+            filler.claim(),
+            filler.shard,
+            filler.origin,
+            next_use=lambda: 0.0,
+            stop=filler.stop,
+            index_only=True,
+        )
     assert not server.log
     assert filler.tier.used_bytes == 0
 
@@ -203,7 +210,7 @@ def test_what_a_command_writes_for_a_second_filler_is_compared_with_what_was_rea
     filler = Filler(server, tmp_path / "tier")
     filler.shard = shard_of(f"pipe:head -c 100000 {path}; sleep 60", None)
     part = filler.claim()
-    arguments = {"wait": lambda: 0.0, "stop": filler.stop}
+    arguments = {"next_use": lambda: 0.0, "stop": filler.stop}
     thread = threading.Thread(target=fill, args=(part, filler.shard, filler.origin), kwargs=arguments)
     thread.start()
     view = ShardView(filler.tier, filler.shard)
@@ -236,8 +243,8 @@ def test_a_shard_that_cannot_be_had_leaves_a_verdict(server: ShardServer, tmp_pa
     assert view.reader is not None
     assert view.reader.status == "OriginNotFound"
     view.close()
-    assert outcome.verdict is not None
-    outcome.verdict.close()
+    assert outcome.tombstone is not None
+    outcome.tombstone.close()
     server.misbehave("00000.tar")
     assert filler.fill().result is Filled.PUBLISHED
 
@@ -264,7 +271,7 @@ def test_a_local_shard_is_indexed_and_not_copied(tmp_path: Path) -> None:
     shard = shard_of(str(path), None)
     part = tier.claim(shard.digest)
     assert part is not None
-    outcome = fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
+    outcome = fill(part, shard, pytest.fail, next_use=lambda: 0.0, stop=threading.Event())
     assert outcome.result is Filled.PUBLISHED
     assert not (tier.published(shard.digest) / "data").exists()
     view = ShardView(tier, shard)
@@ -293,7 +300,7 @@ def test_a_local_shard_that_is_replaced_by_one_of_equal_size_and_time_is_indexed
     for count in (COUNT, COUNT + 1):
         part = tier.claim(shard.digest)
         assert part is not None
-        fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
+        fill(part, shard, pytest.fail, next_use=lambda: 0.0, stop=threading.Event())
         with contextlib.closing(ShardView(tier, shard)) as view:
             assert contents(view) == read_oracle(path)
             assert view.count == count
@@ -321,8 +328,8 @@ def test_a_local_shard_that_was_given_up_and_then_removed_is_looked_at_anew(
     for status in ("ShardFormatError" if content else "ShardCut", "OriginNotFound"):
         part = tier.claim(shard.digest)
         assert part is not None
-        outcome = fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
-        assert outcome.verdict is not None
+        outcome = fill(part, shard, pytest.fail, next_use=lambda: 0.0, stop=threading.Event())
+        assert outcome.tombstone is not None
         with contextlib.closing(ShardView(tier, shard)) as view:
             assert view.reader is not None
             assert view.reader.status == status
@@ -332,9 +339,9 @@ def test_a_local_shard_that_was_given_up_and_then_removed_is_looked_at_anew(
             for _ in range(3):
                 time.sleep(0.02)
                 view.refresh()
-            assert view.ended == tier.verdict(shard.digest).exists() == (status == "OriginNotFound")
+            assert view.ended == tier.tombstone(shard.digest).exists() == (status == "OriginNotFound")
         assert len(os.listdir("/proc/self/fd")) == held
-        outcome.verdict.close()
+        outcome.tombstone.close()
 
 
 def test_an_index_is_of_the_file_that_was_read_and_not_of_one_that_took_its_place_meanwhile(
@@ -356,7 +363,7 @@ def test_an_index_is_of_the_file_that_was_read_and_not_of_one_that_took_its_plac
     for expected in (0, COUNT):
         part = tier.claim(shard.digest)
         assert part is not None
-        outcome = fill(part, shard, pytest.fail, wait=lambda: 0.0, stop=threading.Event())
+        outcome = fill(part, shard, pytest.fail, next_use=lambda: 0.0, stop=threading.Event())
         assert outcome.result is Filled.PUBLISHED
         with contextlib.closing(ShardView(tier, shard)) as view:
             assert view.count == expected
@@ -390,17 +397,17 @@ def test_where_entries_and_bytes_are_of_two_sources_the_damaged_one_is_taken_awa
 ) -> None:
     """A damaged index cost the sound copy of the shard that its bytes were read from."""
     filler = Filler(server, tmp_path / "tier")
-    fill(filler.claim(), filler.shard, filler.origin, wait=lambda: 0.0, stop=filler.stop, bare=True)
+    fill(filler.claim(), filler.shard, filler.origin, next_use=lambda: 0.0, stop=filler.stop, index_only=True)
     with contextlib.closing(ShardView(filler.tier, filler.shard, lambda *_: b"")) as view:
-        assert view.is_bare
+        assert view.is_index_only
         assert filler.fill().result is Filled.PUBLISHED
-        until(lambda: (view.find((0,)), not view.is_bare)[1])
+        until(lambda: (view.find((0,)), not view.is_index_only)[1])
         (index,) = filler.tier.own("trash")  # it is still read
         flip(index / "names", 12)
         assert view.reader is not None
         with pytest.raises(CacheCorrupt):
             view.reader.entry(0)
-        view.distrust()
+        view.invalidate()
         assert filler.tier.published(filler.shard.digest).exists()
         until(lambda: (view.refresh(), view.ended)[1])
         assert contents(view) == read_oracle(tmp_path / "data" / "00000.tar")
@@ -454,9 +461,9 @@ def test_room_is_made_for_an_index_before_it_is_written(
     with pytest.raises(CacheFull, match="raise cache_size"):
         fill(
             *(filler.claim(), filler.shard, filler.origin),
-            wait=lambda: 0.0,
+            next_use=lambda: 0.0,
             stop=filler.stop,
-            bare=where == "bare",
+            index_only=where == "bare",
         )
     assert peak <= limit
     assert filler.tier.used_bytes == 0

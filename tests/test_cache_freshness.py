@@ -314,7 +314,7 @@ class Node:
         assert part is not None
         origin = open_origin(self.shard.url, counters=self.counts, stop=self.stop)
         watched = origin if freshness is None else freshness.watched(self.shard, origin)
-        return fill(part, self.shard, lambda: watched, wait=lambda: 0.0, stop=self.stop).result
+        return fill(part, self.shard, lambda: watched, next_use=lambda: 0.0, stop=self.stop).result
 
     def view(self, freshness: Freshness) -> ShardView:
         return ShardView(self.tier, self.shard, versions=freshness)
@@ -517,14 +517,14 @@ def test_what_is_kept_in_another_way_is_asked_about_like_a_published_shard(
     where: str, node: Node, data: Path, tmp_path: Path
 ) -> None:
     """An index without data in the tier, and a shard in the tier that stands in for it."""
-    spare = Tier(tmp_path / "spare", 1 << 30, node.counts)
-    tiers = (node.tier, spare)
-    holder = node.tier if where == "bare" else spare
-    copy = (holder.bare if where == "bare" else holder.published)(node.shard.digest)
+    fallback_tier = Tier(tmp_path / "spare", 1 << 30, node.counts)
+    tiers = (node.tier, fallback_tier)
+    holder = node.tier if where == "bare" else fallback_tier
+    copy = (holder.index_only if where == "bare" else holder.published)(node.shard.digest)
     part = holder.claim(node.shard.digest)
     assert part is not None
     origin = open_origin(node.shard.url, counters=node.counts, stop=node.stop)
-    fill(part, node.shard, lambda: origin, wait=lambda: 0.0, stop=node.stop, bare=where == "bare")
+    fill(part, node.shard, lambda: origin, next_use=lambda: 0.0, stop=node.stop, index_only=where == "bare")
     for epoch, is_new in enumerate((False, True)):
         process = node.process(f"run{epoch}")
         process.begin("0")

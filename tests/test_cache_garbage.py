@@ -13,13 +13,13 @@ import pytest
 from processes import waiting
 from tiers import SAMPLES, SHARDS, Filled, flip, listing, payload_start, until
 
+from streamload.cache.demand import DemandFile, next_uses, own
 from streamload.cache.fill import fill
 from streamload.cache.follow import ShardView
 from streamload.cache.garbage import Removal, clear, collect_garbage
 from streamload.cache.inventory import Inventory, take_inventory
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
-from streamload.cache.runs import Run, own, waits
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.prefetch.warm import warm
@@ -45,21 +45,21 @@ def claim(filled: Filled, number: int) -> Part:
 
 
 def test_an_inventory_tells_all_that_is_there_and_changes_nothing(filled: Filled) -> None:
-    filled.bare(3)
+    filled.index_only(3)
     orphan = filled.orphan(3)
     live = claim(filled, 2)
     assert live.reserve(50_000, 0)
     (filled.root / "trash" / f"{'e' * 32}.00000000").mkdir()
     (filled.root / "trash" / f"{'e' * 32}.00000000" / "data").write_bytes(bytes(5000))
-    run = Run(filled.root / "runs")
+    run = DemandFile(filled.root / "runs")
     run.announce([filled.digest(number) for number in (0, 1, 2, 0)])
     reader = ShardView(filled.tier, shard_of(filled.urls[0], None))
     before = listing(filled.root)
     found = take_inventory(filled.tier)
     assert listing(filled.root) == before
     assert (found.published.count, found.samples) == (2, 2 * SAMPLES)
-    assert (found.live_parts.count, found.orphaned_parts.count, found.bare.count) == (1, 1, 1)
-    assert found.verdicts.count == 0
+    assert (found.live_parts.count, found.orphaned_parts.count, found.index_only.count) == (1, 1, 1)
+    assert found.tombstones.count == 0
     assert found.live_parts.size_bytes >= 50_000
     assert orphan.exists()
     assert (found.trash.count, found.trash.size_bytes) == (1, 8192)
@@ -137,8 +137,8 @@ def test_planted_things_hinder_no_run(filled: Filled, tmp_path: Path) -> None:
     filled.tier.sweep()
     filled.tier.trash(filled.shard(1))
     assert warm(filled.urls, cache_dir=filled.root).shards_complete == SHARDS
-    run = Run(filled.root / "runs")
-    assert waits(filled.root / "runs", [filled.digest(0)]) == {}
+    run = DemandFile(filled.root / "runs")
+    assert next_uses(filled.root / "runs", [filled.digest(0)]) == {}
     run.close()
 
 
@@ -147,18 +147,18 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     superseded = filled.orphan(2)
     kept_aside = superseded.rename(tmp_path / superseded.name)
     assert warm(filled.urls[2], cache_dir=filled.root).shards_complete == 1
-    outlived = filled.bare(2, published=True)
+    outlived = filled.index_only(2, published=True)
     superseded = kept_aside.rename(filled.root / "parts" / kept_aside.name)
-    bare = filled.bare(1)
+    index_only = filled.index_only(1)
     rotten = filled.orphan(1)
     flip(rotten / "data", payload_start(rotten, 0))
     empty = claim(filled, 0)
     empty.leave()
     never_begun = filled.root / "parts" / f"{'a' * 32}.00000000"
     never_begun.mkdir()
-    verdict = filled.tier.claim("b" * 32)
-    assert verdict is not None
-    stands = verdict.give_up()
+    tombstone = filled.tier.claim("b" * 32)
+    assert tombstone is not None
+    stands = tombstone.give_up()
     assert stands is not None
     other = filled.tier.claim("c" * 32)
     assert other is not None
@@ -171,7 +171,7 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     (filled.root / "runs" / "1.00000000").write_bytes(bytes(8))
     half = filled.root / "tier.json.new"
     half.write_text("{")
-    live = Run(filled.root / "runs")
+    live = DemandFile(filled.root / "runs")
     before = listing(filled.root)
     used = filled.tier.used_bytes
     expected = {
@@ -179,7 +179,7 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
         f"parts/{rotten.name}": "a fill would begin anew",
         f"parts/{empty.path.name}": "a fill would begin anew",
         f"parts/{never_begun.name}": "a fill would begin anew",
-        f"gone/{'c' * 32}": "a verdict that nobody heeds",
+        f"gone/{'c' * 32}": "a tombstone that nobody heeds",
         f"trash/{trash.name}": "was being deleted",
         f"bare/{outlived.name}": "its shard is published",
         "runs/1.00000000": "its process is dead",
@@ -194,9 +194,9 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     assert would.used_bytes == did.used_bytes == filled.tier.used_bytes
     assert [item.url for item in did.removed if item.path == f"parts/{superseded.name}"] == [filled.urls[2]]
     assert good.exists()
-    assert bare.exists()
+    assert index_only.exists()
     assert filled.shard(2).exists()
-    assert filled.tier.verdict("b" * 32).exists()
+    assert filled.tier.tombstone("b" * 32).exists()
     assert own(filled.root / "runs") == [live._path]
     assert not collect_garbage(filled.tier).removed
     assert list(removed(collect_garbage(filled.tier, all_parts=True)).values()) == ["a part without a filler"]
@@ -221,7 +221,7 @@ def test_a_part_of_a_pipe_is_garbage_as_nothing_tells_its_version(tmp_path: Path
         return open_origin(shard.url, stop=stop)
 
     thread = threading.Thread(
-        target=fill, args=(part, shard, origin), kwargs={"wait": lambda: 0.0, "stop": stop}
+        target=fill, args=(part, shard, origin), kwargs={"next_use": lambda: 0.0, "stop": stop}
     )
     thread.start()
     view = ShardView(tier, shard)
@@ -256,7 +256,7 @@ def test_what_is_open_or_being_filled_stays(filled: Filled) -> None:
 
 def test_a_limit_is_set_and_what_is_needed_last_goes(filled: Filled) -> None:
     sizes = {shard.digest: shard.size_bytes for shard in filled.tier.shards()}
-    run = Run(filled.root / "runs")
+    run = DemandFile(filled.root / "runs")
     run.announce([filled.digest(number) for number in (2, 0, 3)])  # and never 1
     limit = sum(sizes.values()) - sizes[filled.digest(1)] - 1
     would = collect_garbage(filled.tier, limit_bytes=limit, dry_run=True)
@@ -310,7 +310,7 @@ def test_a_run_announces_itself_though_others_remove_dead_runs_all_the_time(tmp_
     tier = Tier(tmp_path / "tier", 1000)
     with waiting(sweep_again_and_again, tier.root):
         for _ in range(1500):
-            run = Run(tier.root / "runs")
+            run = DemandFile(tier.root / "runs")
             run.announce(["a" * 32])
             assert own(tier.root / "runs") == [run._path]
             run.close()

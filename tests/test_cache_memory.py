@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamload.cache import memory
-from streamload.cache.memory import room
+from streamload.cache.memory import free_memory
 from streamload.testing.disks import small_disk, why_no_small_disk
 from streamload.testing.kills import Child
 
@@ -36,7 +36,10 @@ def v2(root: Path, own: str = "/job/step", shown: str = "/", **options: int) -> 
 
 
 def found(root: Path) -> tuple[int, str]:
-    free_bytes, bound = room(Path("/dev/shm"), root).free_bytes, room(Path("/dev/shm"), root).bound
+    free_bytes, bound = (
+        free_memory(Path("/dev/shm"), root).free_bytes,
+        free_memory(Path("/dev/shm"), root).bound,
+    )
     return free_bytes, bound
 
 
@@ -120,7 +123,7 @@ def test_a_small_tmpfs_sets_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
     def work(stage: object) -> list[object]:
         small_disk(place, 1 << 20)
         (place / "taken").write_bytes(bytes(1 << 19))
-        there = room(place / "not/yet")
+        there = free_memory(place / "not/yet")
         return [there.free_bytes, there.bound]
 
     with Child(work) as child:

@@ -18,12 +18,12 @@ import pytest
 from tiers import in_a_child
 
 import streamload
-from streamload.cache import agreement, memory, placement, spare
+from streamload.cache import agreement, fallback_tier, memory, placement
 from streamload.cache.agreement import Agreement, Answer
+from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import agreement_on, decide, memory_root, place_tier, why_not_writable
 from streamload.cache.shard import shard_of
-from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError
 from streamload.metrics import Counters
@@ -176,7 +176,7 @@ def test_what_other_runs_need_of_the_memory_is_not_free(server: ShardServer, tmp
     tier = Tier.open(memory_root(given))
     size = 2 * data_bytes(tmp_path)
     assert decide(given, shards(1), lambda shard: size).where == "memory"
-    run = placement.runs.Run(tier.root / "runs")
+    run = placement.demand.DemandFile(tier.root / "runs")
     run.announce(shard.digest for shard in tier.shards())
     assert decide(given, shards(1), lambda shard: size).where == "disk"
     run.close()
@@ -192,7 +192,7 @@ def test_a_cache_dir_in_memory_is_the_place_of_the_tier_in_memory(shm: Path) -> 
 
 
 def test_no_more_than_what_is_free_is_taken_whatever_was_asked_for(shm: Path) -> None:
-    free_bytes = memory.room().free_bytes
+    free_bytes = memory.free_memory().free_bytes
     for where in ("memory", "disk"):  # a directory in memory that was taken for a disk
         given = read_settings(shm / where, "900TB", cache=where, memory_size="900TB")
         assert 0 < place_tier(given, shards(1), None).tier.limit_bytes < 0.95 * free_bytes
@@ -274,14 +274,14 @@ def test_a_link_that_is_planted_at_the_last_moment_is_refused(
 def test_nothing_is_put_where_a_link_to_the_spare_of_a_tier_leads(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spare, "_MEMORY", shm)
+    monkeypatch.setattr(fallback_tier, "_MEMORY", shm)
     shm.chmod(0o1777)
-    there = spare.place(tmp_path / "tier")
+    there = fallback_tier.place(tmp_path / "tier")
     assert there is not None
     assert there.parent == shm
     plant(there, tmp_path / "mine")
-    assert Spare(tmp_path / "tier", Counters()).open() is None
-    spare.remove_unused(tmp_path / "tier")
+    assert FallbackTier(tmp_path / "tier", Counters()).open() is None
+    fallback_tier.remove_unused(tmp_path / "tier")
     assert not list((tmp_path / "mine").iterdir())
     assert there.is_symlink()
 
@@ -486,7 +486,7 @@ def test_a_tier_in_memory_gives_way_when_memory_gets_short(
     free_bytes = 64 << 30
     monkeypatch.setattr(memory, "available", lambda root: memory.Free(free_bytes, "memory"))
     with tempfile.TemporaryDirectory(dir=memory.PLACE) as place:
-        tier = Tier(Path(place) / "tier", 1 << 30, tend_seconds=0.0)
+        tier = Tier(Path(place) / "tier", 1 << 30, enforce_seconds=0.0)
         for digest in ("a" * 32, "b" * 32):
             part = tier.claim(digest)
             assert part is not None
@@ -494,12 +494,12 @@ def test_a_tier_in_memory_gives_way_when_memory_gets_short(
             (part.path / "names").touch()
             (part.path / "data").write_bytes(bytes(1 << 20))
             part.publish()
-        tier.room.tend()
-        assert tier.room.bound.startswith("its limit")
+        tier.budget.enforce_limits()
+        assert tier.budget.bound.startswith("its limit")
         assert len(list(tier.own("shards"))) == 2
         free_bytes = 0
         if not file_system(tmp_path).is_memory:  # the disk has its own room
             on_disk = Tier(tmp_path / "tier", 1 << 20)
-            assert on_disk.room.bound.startswith("its limit")
-        tier.room.tend()
+            assert on_disk.budget.bound.startswith("its limit")
+        tier.budget.enforce_limits()
         assert len(list(tier.own("shards"))) == 1

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from processes import waiting
 
+from streamload.cache.demand import DemandFile, next_uses
 from streamload.cache.directory import bytes_below
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Part
-from streamload.cache.runs import Run, waits
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull
 
@@ -32,10 +32,10 @@ def tier_of(path: Path, limit: int = 1 << 20) -> Tier:
     return Tier(path / "tier", limit)
 
 
-def fill(tier: Tier, digest: str, size: int, wait: float = 0) -> Part:
+def fill(tier: Tier, digest: str, size: int, next_use: float = 0) -> Part:
     part = tier.claim(digest)
     assert part is not None
-    assert part.reserve(size, wait)
+    assert part.reserve(size, next_use)
     (part.path / "names").write_bytes(b"")
     (part.path / "data").write_bytes(os.urandom(size))
     return part
@@ -75,7 +75,7 @@ def test_a_shard_that_is_published_while_a_claim_looks_is_not_claimed_again(
 
     def publish_first(self: Tier, digest: str) -> list[Path]:
         with pytest.MonkeyPatch.context() as without_the_lock:  # as by a version that takes none to publish
-            without_the_lock.setattr(part.room, "leaving", lambda *_: contextlib.nullcontext())
+            without_the_lock.setattr(part.budget, "leaving", lambda *_: contextlib.nullcontext())
             part.publish()
         return listed(self, digest)
 
@@ -185,9 +185,9 @@ def test_eviction_follows_what_the_live_runs_will_visit(tmp_path: Path) -> None:
     tier = tier_of(tmp_path, 140 * KIB)
     for digest in (A, B):
         publish(tier, digest, 40 * KIB)
-    run = Run(tier.root / "runs")
+    run = DemandFile(tier.root / "runs")
     run.announce([A, C, B])
-    fill(tier, C, 40 * KIB, wait=1)
+    fill(tier, C, 40 * KIB, next_use=1)
     assert tier.published(A).exists()
     assert not tier.published(B).exists()
     run.close()
@@ -197,13 +197,13 @@ def test_a_fill_ahead_waits_unless_it_is_needed_sooner_than_its_victims(tmp_path
     tier = tier_of(tmp_path, 140 * KIB)
     for digest in (A, B):
         publish(tier, digest, 40 * KIB)
-    run = Run(tier.root / "runs")
+    run = DemandFile(tier.root / "runs")
     run.announce([A, B, C])
     part = tier.claim(C)
     assert part is not None
     assert not part.reserve(40 * KIB, 2)
     run.announce([B, C])
-    assert waits(tier.root / "runs", [A, B, C]) == {B: 0.0, C: 1.0}
+    assert next_uses(tier.root / "runs", [A, B, C]) == {B: 0.0, C: 1.0}
     assert part.reserve(40 * KIB, 1)
     assert not tier.published(A).exists()
     run.close()
@@ -214,11 +214,11 @@ def test_the_word_of_a_run_ends_with_its_process(tmp_path: Path) -> None:
     runs.mkdir()
     child = os.fork()
     if not child:
-        Run(runs).announce([A])
+        DemandFile(runs).announce([A])
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert len(list(runs.iterdir())) == 1
-    assert waits(runs, [A]) == {}
+    assert next_uses(runs, [A]) == {}
     assert not list(runs.iterdir())
 
 
@@ -261,22 +261,22 @@ def test_a_claim_that_the_disk_refuses_lets_go_of_what_it_would_have_taken_up(
 
 def test_a_verdict_stands_while_somebody_lives_who_has_acted_on_it(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
-    verdict = fill(tier, A, 10).give_up()
-    assert verdict is not None
+    tombstone = fill(tier, A, 10).give_up()
+    assert tombstone is not None
     assert tier.claim(A) is None
-    verdict.close()
+    tombstone.close()
     assert tier.claim(A) is not None
-    assert not tier.verdict(A).exists()
+    assert not tier.tombstone(A).exists()
 
 
 def test_a_verdict_of_which_only_a_half_is_left_stands_for_nobody(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
-    verdict = fill(tier, A, 10).give_up()
-    assert verdict is not None
-    (tier.verdict(A) / "names").unlink()
+    tombstone = fill(tier, A, 10).give_up()
+    assert tombstone is not None
+    (tier.tombstone(A) / "names").unlink()
     assert tier.claim(A) is not None
-    assert not tier.verdict(A).exists()
-    verdict.close()
+    assert not tier.tombstone(A).exists()
+    tombstone.close()
 
 
 def test_what_the_tier_did_not_make_stays(tmp_path: Path) -> None:
@@ -393,15 +393,15 @@ def test_waits_are_the_nearest_visits_of_all_live_runs(tmp_path: Path) -> None:
     expected: dict[str, float] = {}
     with ExitStack() as stack:
         for visits in told:
-            run = Run(tmp_path)
+            run = DemandFile(tmp_path)
             stack.callback(run.close)
             run.announce(visits)
             for digest in digests:
                 near = [at for at, visit in enumerate(visits) if visit[:16] == digest[:16]]
                 if near:
                     expected[digest] = min(expected.get(digest, 1e9), near[0])
-        assert waits(tmp_path, digests) == expected
-    assert waits(tmp_path, digests) == {}
+        assert next_uses(tmp_path, digests) == expected
+    assert next_uses(tmp_path, digests) == {}
 
 
 def test_a_disk_that_refuses_a_sign_of_life_once_ends_nothing(tmp_path: Path) -> None:
@@ -444,32 +444,32 @@ def delete_and_die(root: Path, after: int) -> None:
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_living_process_removes_what_a_killed_one_was_deleting(tmp_path: Path, after: int) -> None:
-    tier = Tier(tmp_path / "tier", 1 << 20, tend_seconds=0)
+    tier = Tier(tmp_path / "tier", 1 << 20, enforce_seconds=0)
     publish(tier, A, 100)
     child = os.fork()
     if not child:
         delete_and_die(tier.root, after)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert len(list(tier.own("trash"))) == 1
-    tier.room.tend()
+    tier.budget.enforce_limits()
     assert list(tier.own("trash")) == []
 
 
 def test_what_was_taken_away_while_it_was_read_goes_once_nobody_reads_it(tmp_path: Path) -> None:
-    tier = Tier(tmp_path / "tier", 1 << 20, tend_seconds=0)
+    tier = Tier(tmp_path / "tier", 1 << 20, enforce_seconds=0)
     reader = FileLock.acquire(publish(tier, A, 100) / "names", shared=True)
     assert reader is not None
     tier.trash(tier.published(A))
-    tier.room.tend()
+    tier.budget.enforce_limits()
     assert len(list(tier.own("trash"))) == 1
     reader.close()
-    tier.room.tend()
+    tier.budget.enforce_limits()
     assert list(tier.own("trash")) == []
 
 
 def noted(tier: Tier) -> int | None:
     """What the tier takes at most, as its lock's file says."""
-    return tier.room._noted_bytes()
+    return tier.budget._noted_bytes()
 
 
 def test_a_fill_beside_many_shards_looks_at_none_of_them(
@@ -486,12 +486,12 @@ def test_a_fill_beside_many_shards_looks_at_none_of_them(
         return held(self, kind, entry)
 
     monkeypatch.setattr(Tier, "_held", seen)
-    another = Tier(tier.root, tend_seconds=0)  # as a process that has just begun
+    another = Tier(tier.root, enforce_seconds=0)  # as a process that has just begun
     part = fill(another, A, 100_000)
     assert part.reserve(200_000, 0)
     part.publish()
-    another.room.tend()
-    assert another.room.bound.startswith("its limit")
+    another.budget.enforce_limits()
+    assert another.budget.bound.startswith("its limit")
     assert looked_at == []
     assert another.used_bytes == noted(another)
     assert len(looked_at) == 41
@@ -500,7 +500,7 @@ def test_a_fill_beside_many_shards_looks_at_none_of_them(
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_noted_is_never_less_than_what_a_tier_takes(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    tiers = [tier_of(tmp_path, 900 * KIB), Tier(tmp_path / "tier", tend_seconds=0)]
+    tiers = [tier_of(tmp_path, 900 * KIB), Tier(tmp_path / "tier", enforce_seconds=0)]
     parts: list[tuple[Part, int]] = []
     digests = [f"{number:032x}" for number in range(12)]
     with ExitStack() as stack:
@@ -524,20 +524,20 @@ def test_what_is_noted_is_never_less_than_what_a_tier_takes(tmp_path: Path, seed
                 case "publish" | "discard" | "leave" | "give up" as how if parts:
                     part, size = parts.pop(rng.randrange(len(parts)))
                     if how == "give up" and size:
-                        verdict = part.give_up()
-                        assert verdict is not None
-                        stack.callback(verdict.close)
+                        tombstone = part.give_up()
+                        assert tombstone is not None
+                        stack.callback(tombstone.close)
                     elif how == "publish" and size:
                         part.publish()
                     else:
                         part.leave() if how == "leave" else part.discard()
                 case "trash":
                     tier.trash(tier.published(rng.choice(digests)))
-            tier.room.tend()
+            tier.budget.enforce_limits()
             at_most = noted(tier)
             assert at_most is None or tier.used_bytes <= at_most
             assert tier.used_bytes <= tier.limit_bytes
-        assert tier.room.count() == tier.used_bytes == noted(tier)
+        assert tier.budget.count() == tier.used_bytes == noted(tier)
         for part, _ in parts:
             part.discard()
 

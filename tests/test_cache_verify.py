@@ -138,7 +138,7 @@ def test_damage_is_found_taken_out_and_fetched_again(
     before = listing(filled.root)
     (found,) = damages(filled.tier)
     assert listing(filled.root) == before
-    assert (found.digest, found.room, found.taken_out) == (filled.digest(1), "shards", False)
+    assert (found.digest, found.kind, found.taken_out) == (filled.digest(1), "shards", False)
     assert re.search(says, found.cause), found.cause
     tells_its_url = harm not in {no_index, empty_index, flipped_in_the_header}
     assert found.url == (filled.urls[1] if tells_its_url else "")
@@ -268,7 +268,7 @@ def test_an_orphan_is_verified_as_far_as_its_entries_go(filled: Filled) -> None:
     assert SAMPLES // 4 <= part.samples < SAMPLES
     flip(orphan / "data", payload_start(orphan, 1))
     (found,) = damages(filled.tier, take_out=True)
-    assert (found.room, found.taken_out) == ("parts", True)
+    assert (found.kind, found.taken_out) == ("parts", True)
     assert "sample 1" in found.cause
     assert not orphan.exists()
     assert [done.is_done for done in repair(filled.tier, [found])] == [True]
@@ -276,14 +276,14 @@ def test_an_orphan_is_verified_as_far_as_its_entries_go(filled: Filled) -> None:
 
 
 def test_an_index_without_data_is_verified_by_itself(filled: Filled) -> None:
-    bare = filled.bare(2)
+    index_only = filled.index_only(2)
     looks = [look for look in verify(filled.tier) if look is not None]
     assert [look.samples for look in looks] == [SAMPLES] * SHARDS
     assert looks[-1].size_bytes == 0
-    flip(bare / "names", 40)
+    flip(index_only / "names", 40)
     (found,) = damages(filled.tier, take_out=True)
-    assert (found.room, found.taken_out) == ("bare", True)
-    assert not bare.exists()
+    assert (found.kind, found.taken_out) == ("bare", True)
+    assert not index_only.exists()
     assert [done.fate for done in repair(filled.tier, [found])] == ["taken out"]
 
 
@@ -343,7 +343,7 @@ def test_damage_that_somebody_else_has_mended_meanwhile_is_not_taken_out(
     read, look_into = module._Look.run, module.foreign_in
 
     def mend() -> None:
-        filled.tier.condemn(filled.shard(1))
+        filled.tier.quarantine(filled.shard(1))
         assert warm(filled.urls, cache_dir=filled.root).shards_complete == SHARDS
 
     def run_and_mend(look: module._Look) -> None:
@@ -411,11 +411,11 @@ def test_a_repair_that_is_refused_leaves_no_verdict_for_the_trainings(tmp_path: 
         assert "not fetched again" in done.fate
         assert "hush" not in repr(done)
         assert filled.asked_for() == {"00001.tar"}
-        assert not filled.tier.verdict(filled.digest(1)).exists()
+        assert not filled.tier.tombstone(filled.digest(1)).exists()
         filled.server.misbehave("00001.tar", Fault(body=b"<html>Please sign in.</html>" * 100))
         (done,) = repair(filled.tier, [done.damage], options=QUICK)
         assert not done.is_done
-        assert not filled.tier.verdict(filled.digest(1)).exists()
+        assert not filled.tier.tombstone(filled.digest(1)).exists()
         assert not list((filled.root / "parts").iterdir())
         filled.server.misbehave("00001.tar")
         assert warm(filled.urls, cache_dir=filled.root).shards_complete == SHARDS

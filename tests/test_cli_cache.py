@@ -293,7 +293,7 @@ class Terminal(io.StringIO):
 def test_cache_ls_and_stat_show_an_index_without_data_as_what_it_is(streamload, tmp_path):
     filled = Filled(tmp_path)
     try:
-        filled.bare(1)
+        filled.index_only(1)
         states = {row["url"]: row["state"] for row in listed(streamload, filled.root)["shards"]}
         assert states[filled.urls[1]] == "index only"
         assert sorted(states.values())[:-1] == ["complete"] * (len(filled.urls) - 1)

@@ -25,10 +25,10 @@ from pages import get
 
 from streamload.cli.options import storage_options_of
 from streamload.errors import OptionError
-from streamload.prefetch import page as page_module
-from streamload.prefetch.page import Page, complaint, listen_at, metrics_text
+from streamload.prefetch import status_server as page_module
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.prefetch.status import Status
+from streamload.prefetch.status_server import StatusServer, complaint, listen_at, metrics_text
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 
@@ -137,17 +137,17 @@ def test_a_daemon_beside_another_takes_any_port(tmp_path: Path) -> None:
         return Service(ServiceOptions(("https://h/a.tar",), cache_dir=tmp_path / name, **more))
 
     with service("a") as one, service("b") as other:
-        assert one.page is not None
-        assert other.page is not None
-        assert one.page.url != other.page.url
-        address = one.page.url.removeprefix("http://")
+        assert one.status_server is not None
+        assert other.status_server is not None
+        assert one.status_server.url != other.status_server.url
+        address = one.status_server.url.removeprefix("http://")
         with pytest.raises(OptionError, match="can't listen"), service("c", listen=address):
             pass
 
 
 @contextmanager
 def page(status: Status) -> Iterator[str]:
-    with Page(lambda: status, "127.0.0.1:0") as served:
+    with StatusServer(lambda: status, "127.0.0.1:0") as served:
         yield served.url
 
 
@@ -166,7 +166,7 @@ def test_the_page_listens_on_ipv6_and_its_url_has_brackets() -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as exc:
         pytest.skip(f"no IPv6 here: {exc}")
-    with Page(Status, "[::1]:0") as served:
+    with StatusServer(Status, "[::1]:0") as served:
         assert served.url.startswith("http://[::1]:")
         assert get(served.url + "/healthz") == (200, "ok\n")
         shown = run([*COMMAND, "daemon", "status", "--listen", served.url.removeprefix("http://")])

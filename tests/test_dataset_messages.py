@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from streamload.cache.begun import Begun
+from streamload.cache.checkpoint import CheckpointShard
 from streamload.dataset.messages import GroupState, SealedStates, SourceState
 from streamload.order.cursor import Cursor, LaneState
 
@@ -12,7 +12,7 @@ from streamload.order.cursor import Cursor, LaneState
 def state(position):
     lanes = LaneState(given=9, round=3, slot=1, next=4, lanes=((0, 3, 0), (-1, 0, 2)))
     cursor = Cursor(position, pass_=1, skip=5, lanes=lanes, done=((2, 40),))
-    return GroupState((0,), (SourceState(cursor, {7: Begun(12, True, -1, 99)}),))
+    return GroupState((0,), (SourceState(cursor, {7: CheckpointShard(12, True, -1, 99)}),))
 
 
 def test_sealed_states_are_those_that_were_sealed_also_in_another_process():
@@ -22,7 +22,7 @@ def test_sealed_states_are_those_that_were_sealed_also_in_another_process():
         assert found == states
         assert (len(found), list(found), found[5]) == (2, [3, 5], states[5])
         assert type(found[5].sources[0].cursor.lanes) is LaneState
-        assert type(found[5].sources[0].begun[7]) is Begun
+        assert type(found[5].sources[0].begun[7]) is CheckpointShard
         with pytest.raises(KeyError):
             found[4]
 

@@ -11,9 +11,9 @@ from photographs import clip_examples
 
 import streamload
 from streamload.device import feed_for
-from streamload.handoff import own_empty
+from streamload.ipc import own_empty
 from streamload.testing.shards import read_oracle, write_shards
-from streamload.transforms.examples import Sample
+from streamload.transforms.assembly import Sample
 from streamload.transforms.plan import OPENAI
 
 

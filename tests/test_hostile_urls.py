@@ -15,8 +15,8 @@ from hostile import outcomes, sample
 
 import streamload
 from streamload.errors import OriginDenied, UrlError
-from streamload.loader.recipe import recipe_for
 from streamload.loader.schedule import Schedule
+from streamload.loader.worker_config import worker_config_for
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.server import Fault, ShardServer
 
@@ -231,7 +231,7 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
             [url], train=False, num_workers=0, cache_dir=tmp_path / "cache", storage_options=options
         ) as loader:
             schedule = Schedule(loader.options)
-            recipe, placed = recipe_for(loader.options, schedule)
+            recipe, placed = worker_config_for(loader.options, schedule)
             for _ in loader:
                 shown = [
                     loader,

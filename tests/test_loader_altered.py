@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamload
-from streamload.loader.place import from_state
+from streamload.loader.position import from_state
 from streamload.testing.shards import write_shards
 
 

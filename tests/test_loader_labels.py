@@ -117,8 +117,8 @@ def test_samples_without_a_label_are_missing_and_unreadable_labels_a_cause_of_th
         skipped = loader.stats().samples_skipped
     assert labels == [n for n in range(COUNT) if n not in UNREADABLE and n not in UNLABELLED]
     assert {cause: count for cause, count in skipped.items() if count} == {"missing": 2, "label": 3}
-    assert [trouble.key for trouble in loader.troubles] == [f"{number:04d}" for number in UNREADABLE]
-    assert "label is b'cat'; expected a whole number" in loader.troubles[0].message
+    assert [sample.key for sample in loader.skipped] == [f"{number:04d}" for number in UNREADABLE]
+    assert "label is b'cat'; expected a whole number" in loader.skipped[0].message
 
 
 @pytest.mark.parametrize(

@@ -298,9 +298,9 @@ def test_prepared_shards_count_as_needed(server: ShardServer, tmp_path: Path) ->
     with make(server.url, cache, prepare="raw-32", lanes=1, shuffle=0) as loader:
         rest = iter(loader)
         next(rest)
-        tier.room.set_limit(tier.used_bytes - 1)
+        tier.budget.set_limit(tier.used_bytes - 1)
         assert (
-            tier.room.excess(tier.limit_bytes, lambda held: True, ())[0].digest
+            tier.budget.excess(tier.limit_bytes, lambda held: True, ())[0].digest
             == shard_of(other, None).digest
         )
         assert len(list(rest)) == sum(COUNTS) // 5 - 1

@@ -26,9 +26,9 @@ from tiers import until
 import streamload
 from streamload.dataset import supply
 from streamload.errors import OriginOutage, RankFailed
-from streamload.handoff import Board
-from streamload.loader import recipe, together
-from streamload.loader.together import Ranks, Watch
+from streamload.ipc import ControlBlock
+from streamload.loader import distributed, worker_config
+from streamload.loader.distributed import Ranks, Watch
 from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -43,10 +43,10 @@ def key_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 def in_a_hurry() -> None:
     """Tenths of seconds where a training has seconds."""
-    together._LOOK_SECONDS, together._STILL_SECONDS = 0.1, 0.3
-    together._WAIT_SECONDS = together._AWAY_SECONDS = 0.5
+    distributed._LOOK_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
+    distributed._WAIT_SECONDS = distributed._AWAY_SECONDS = 0.5
     supply._BLOCKED_SECONDS = 0.1
-    recipe.OriginOptions = functools.partial(  # type: ignore[attr-defined]
+    worker_config.OriginOptions = functools.partial(  # type: ignore[attr-defined]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
     )
 
@@ -161,11 +161,11 @@ def test_a_rank_that_waits_no_longer_when_others_look_is_no_line(
 
 
 @contextlib.contextmanager
-def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Board]]:
-    monkeypatch.setattr(together, "_LOOK_SECONDS", 0.01)
-    board = Board(1)
-    watch = Watch(ranks, board)
-    yield watch, board
+def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, ControlBlock]]:
+    monkeypatch.setattr(distributed, "_LOOK_SECONDS", 0.01)
+    control = ControlBlock(1)
+    watch = Watch(ranks, control)
+    yield watch, control
     watch.close()
     assert threading.active_count() == 1 or not watch._thread.is_alive()
 
@@ -207,16 +207,16 @@ def test_a_training_that_takes_steps_never_looks_at_the_store(
     ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks[1].tell("waits", "30 s for a.tar")
-    with watched(ranks[0], monkeypatch) as (watch, board):
+    with watched(ranks[0], monkeypatch) as (watch, control):
         looked = threading.Event()
         monkeypatch.setattr(watch, "_tell_wait", looked.set)
         for _ in range(3):
-            board.want(True)
-            board.want(False)
+            control.want(True)
+            control.want(False)
             looked.clear()
             assert looked.wait(60)
         assert not messages(caplog)
-        monkeypatch.setattr(together, "_STILL_SECONDS", 0.0)
+        monkeypatch.setattr(distributed, "_STILL_SECONDS", 0.0)
         until(lambda: caplog.records)
 
 
@@ -225,9 +225,9 @@ def test_a_store_that_has_gone_ends_no_training(monkeypatch: pytest.MonkeyPatch)
         def add(self, key: str, n: int) -> int:
             raise torch.distributed.DistNetworkError("failed to recv, got 0 bytes")
 
-    with watched(Ranks(Gone(), 0, 2), monkeypatch) as (watch, board):
-        monkeypatch.setattr(together, "_STILL_SECONDS", 0.0)
-        board.want(False)
+    with watched(Ranks(Gone(), 0, 2), monkeypatch) as (watch, control):
+        monkeypatch.setattr(distributed, "_STILL_SECONDS", 0.0)
+        control.want(False)
         watch._thread.join(60)
         watch.check()
         watch.fail(OriginOutage("a.tar"))

@@ -10,8 +10,8 @@ import pytest
 import streamload
 from streamload.cache.shard import LOOKED_THROUGH
 from streamload.loader.orders import SHARDS_NAMED
-from streamload.loader.recipe import recipe_for
 from streamload.loader.schedule import Schedule
+from streamload.loader.worker_config import worker_config_for
 from streamload.order.plan import pieces
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -82,7 +82,7 @@ def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at
             _, peak_bytes = tracemalloc.get_traced_memory()
             seen = set(made)
             schedule = Schedule(loader.options)
-            recipe, placed = recipe_for(loader.options, schedule)
+            recipe, placed = worker_config_for(loader.options, schedule)
             placed.close()
     finally:
         tracemalloc.stop()

@@ -15,7 +15,7 @@ import torch.multiprocessing
 from drawn import augmented
 
 import streamload
-from streamload.loader import place
+from streamload.loader import position
 from streamload.prefetch.warm import warm
 from streamload.testing.faults import Fault
 from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
@@ -397,7 +397,7 @@ def without(state: dict[str, Any], *path: Any) -> dict[str, Any]:
 
 def checked(state: dict[str, Any]) -> dict[str, Any]:
     """An altered state as if it had been saved like that."""
-    return {**state, "checksum": place._checksum(state)}
+    return {**state, "checksum": position._checksum(state)}
 
 
 def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ from PIL import Image
 from tiers import flip, until
 
 import streamload
-from streamload.cache import spare
+from streamload.cache import fallback_tier
 from streamload.cache.tier import Tier
-from streamload.dataset import Batch, journey
+from streamload.dataset import Batch, loop
 from streamload.dataset.messages import SealedStates
-from streamload.loader import recipe
+from streamload.loader import worker_config
 from streamload.loader.checks import Checks, GivenUp
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
@@ -130,9 +130,9 @@ def test_all_shards_missing_is_an_error_and_no_endless_loop(server: ShardServer,
 
 def test_missing_shards_say_nothing_of_keys(server: ShardServer, tmp_path: Path) -> None:
     """An evaluation reads as listed: three that are missing, then one without captions, then good ones."""
-    bare = write_shards(tmp_path / "bare", [4], options=ShardOptions(without_text_every=1))
+    index_only = write_shards(tmp_path / "bare", [4], options=ShardOptions(without_text_every=1))
     missing = [f"{server.url}/nowhere/{n}.tar" for n in range(3)]
-    mixed = [*missing, str(bare[0]), *(f"{server.url}/0000{n}.tar" for n in range(4))]
+    mixed = [*missing, str(index_only[0]), *(f"{server.url}/0000{n}.tar" for n in range(4))]
     with make(mixed, tmp_path, train=False, max_bad_shards=None) as loader:
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
         assert loader.stats().shards_given_up == 3
@@ -247,7 +247,7 @@ def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(
             batches = list(loader)
             causes = {cause: count for cause, count in loader.stats().samples_replaced.items() if count}
             assert causes == {"decode": 4}
-            assert [trouble.cause for trouble in loader.troubles] == ["decode"] * 4
+            assert [sample.cause for sample in loader.skipped] == ["decode"] * 4
             return [k for _, _, o in batches for k in o["__key__"]], torch.cat([b[0] for b in batches])
 
     keys, pixels = images(0)
@@ -258,7 +258,7 @@ def test_images_that_do_not_decode_are_replaced_the_same_way_everywhere(
         assert again == keys
         assert torch.equal(same, pixels)
     for size_bytes in (2 << 20, 10_000, 1):  # looked at in advance: all of them, some, each alone
-        monkeypatch.setattr(journey, "_READ_AHEAD_BYTES", size_bytes)
+        monkeypatch.setattr(loop, "_READ_AHEAD_BYTES", size_bytes)
         again, same = images(0)
         assert again == keys
         assert torch.equal(same, pixels)
@@ -344,7 +344,7 @@ def test_samples_with_blank_captions_are_left_out_like_those_without_one_where_t
             assert set(texts) == {"one", "two", "three", "four"}
             stats = loader.stats()
             assert (stats.samples_replaced if train else stats.samples_skipped)["missing"] == 2
-            assert loader.troubles == []
+            assert loader.skipped == []
 
 
 def picture() -> bytes:
@@ -582,10 +582,10 @@ def test_batches_of_an_epoch_that_was_left_are_not_computed(server: ShardServer,
     with make(urls(server), tmp_path, map_sample=map_sample, **options) as loader:
         next(iter(loader))
         until(lambda: list(tmp_path.glob("gate.*")))  # in the third batch
-        left = loader._board.order.generation
+        left = loader._control.order.generation
 
         def open_gate() -> None:
-            until(lambda: loader._board.order.generation != left)
+            until(lambda: loader._control.order.generation != left)
             gate.unlink()
 
         opener = threading.Thread(target=open_gate)
@@ -635,7 +635,7 @@ def test_workers_that_disagree_on_the_order_are_an_error(server: ShardServer, tm
 
 
 def spares(cache: Path) -> list[Path]:
-    found = spare.place(cache)
+    found = fallback_tier.place(cache)
     assert found is not None
     return [found] if found.exists() else []
 
@@ -704,7 +704,7 @@ def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an
             assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
             assert disk_bytes(tmp_path / "cache") <= limit
     assert not spares(tmp_path / "cache")
-    monkeypatch.setattr("streamload.cache.spare._MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr("streamload.cache.fallback_tier._MEMORY", tmp_path / "nowhere")
     with (
         make(commands, tmp_path, cache_size=limit, multiprocessing_context="fork") as loader,
         pytest.raises(streamload.CacheFull, match=says),
@@ -730,7 +730,7 @@ def test_backends_that_each_have_an_etag_of_their_own_cost_no_shard(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = functools.partial(OriginOptions, first_get_bytes=20_000, backoff_seconds=0.01)
-    monkeypatch.setattr(recipe, "OriginOptions", quick)
+    monkeypatch.setattr(worker_config, "OriginOptions", quick)
     backends = [Fault(first=1, headers={"ETag": f'"backend-{number % 2}"'}) for number in range(999)]
     server.misbehave("*", *backends)
     with make(urls(server), tmp_path) as loader:
@@ -780,7 +780,7 @@ def test_a_full_disk_is_an_error_only_where_there_is_no_other_place(
     with make(commands, tmp_path, cache_dir=small_disk / "cache") as loader:
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
     assert not spares(small_disk / "cache")
-    monkeypatch.setattr("streamload.cache.spare._MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr("streamload.cache.fallback_tier._MEMORY", tmp_path / "nowhere")
     forked: Any = {"free_disk": 0, "multiprocessing_context": "fork"}
     with (
         make(commands, tmp_path, cache_dir=small_disk / "cache", **forked) as loader,

@@ -31,7 +31,7 @@ from streamload.testing.s3 import S3Server
 from streamload.testing.server import Request as Seen
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
-from streamload.urls import Opaque, Request, expand_urls, surroundings, understand
+from streamload.urls import Opaque, Request, command_environment, expand_urls, understand
 
 BODY = random.Random(1).randbytes(1_000_003)
 OTHER = random.Random(2).randbytes(700_001)
@@ -49,9 +49,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "home"
     place.mkdir()
     monkeypatch.setenv("HOME", str(place))
-    monkeypatch.setattr(surroundings, "_own_home", lambda: str(place))
+    monkeypatch.setattr(command_environment, "_own_home", lambda: str(place))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    surroundings._look.cache_clear()
+    command_environment._look.cache_clear()
     origins._say_once.cache_clear()
     return place
 

@@ -31,7 +31,7 @@ from streamload.errors import (
     OriginStopped,
     OriginUnavailable,
 )
-from streamload.loader import recipe
+from streamload.loader import worker_config
 from streamload.origins import outages
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.testing.faults import Fault
@@ -298,7 +298,7 @@ def test_a_loader_that_stops_does_not_wait_for_an_endpoint(server: ShardServer) 
 def test_what_an_outage_costs_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: int) -> None:
     """Without the wait it is the shards that were on their way."""
     quick = functools.partial(OriginOptions, attempts=3, backoff_seconds=0.01, backoff_limit_seconds=0.05)
-    monkeypatch.setattr(recipe, "OriginOptions", quick)
+    monkeypatch.setattr(worker_config, "OriginOptions", quick)
     monkeypatch.setenv("STREAMLOAD_ORIGIN_WAIT", str(wait))
     write_shards(tmp_path / "data", [20] * 12, seed=1)
     with (

@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from streamload.cache.runs import Run
+from streamload.cache.demand import DemandFile
 from streamload.cache.shard import Shard, ShardList
 from streamload.cache.tier import Tier
 from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.daemon import Daemon, DaemonOptions
-from streamload.prefetch.goals import Near
-from streamload.prefetch.hands import Here
+from streamload.prefetch.demand import ListDemand, PrefetchWindow
+from streamload.prefetch.executor import LocalExecutor
 from streamload.prefetch.preemption import Notice
 from streamload.prefetch.recipes import Recipes
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.prefetch.status import Status
+from streamload.prefetch.targets import LocalTarget
+from streamload.prefetch.task_origins import TaskOrigins
 from streamload.prefetch.throttle import Throttle
-from streamload.prefetch.unit_origins import UnitOrigins
-from streamload.prefetch.wanted import Listed, Window
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls
@@ -55,19 +55,19 @@ def shards_of(server: ShardServer) -> ShardList:
 
 
 def daemon(shards: ShardList, tier: Tier, options: DaemonOptions = ONCE, **more: Any) -> Daemon:
-    wanted = more.pop("wanted", None) or Listed(shards, Window())
+    wanted = more.pop("wanted", None) or ListDemand(shards, PrefetchWindow())
     throttle = more.pop("throttle", None) or Throttle(None)
-    goal, counts = Near(tier), Counters()
-    engine = partial(
-        Here,
+    target, counts = LocalTarget(tier), Counters()
+    make_executor = partial(
+        LocalExecutor,
         tier=tier,
-        goal=goal,
-        open_origin=UnitOrigins(counts, None, options.origin, throttle, Recipes()),
+        target=target,
+        open_origin=TaskOrigins(counts, None, options.origin, throttle, Recipes()),
         threads=options.concurrency,
         no_room_seconds=options.no_room_seconds,
         counts=counts,
     )
-    return Daemon(wanted, goal, engine, options=options, counts=counts, **more)
+    return Daemon(wanted, target, make_executor, options=options, counts=counts, **more)
 
 
 def held(tier: Tier) -> set[str]:
@@ -186,9 +186,9 @@ def test_two_daemons_of_one_node_share_the_work(server: ShardServer, tier: Tier,
 
 def test_no_room_is_a_failure_that_says_so(server: ShardServer, tmp_path: Path) -> None:
     tier = Tier(tmp_path / "tiny", 64 << 10)
-    with closing(Run(tier.root / "runs")) as run_file:
+    with closing(DemandFile(tier.root / "runs")) as demand_file:
         options = DaemonOptions(once=True, look_seconds=0.05, no_room_seconds=0.2, origin=QUICK)
-        status = daemon(shards_of(server), tier, options, run_file=run_file).run(Notice())
+        status = daemon(shards_of(server), tier, options, demand_file=demand_file).run(Notice())
     assert status.failed
     assert all("no room" in why or "larger" in why for why in status.failed.values())
 
@@ -197,11 +197,11 @@ def test_a_tier_that_is_too_small_keeps_what_is_needed_first(server: ShardServer
     shards = shards_of(server)
     largest = max(path.stat().st_size for path in server.root.glob("*.tar"))
     tier = Tier(tmp_path / "small", 2 * (largest * 9 // 8 + (96 << 10)))
-    with closing(Run(tier.root / "runs")) as run_file:
+    with closing(DemandFile(tier.root / "runs")) as demand_file:
         options = DaemonOptions(
             concurrency=1, once=True, look_seconds=0.05, no_room_seconds=0.3, retry_seconds=9, origin=QUICK
         )
-        status = daemon(shards, tier, options, run_file=run_file).run(Notice())
+        status = daemon(shards, tier, options, demand_file=demand_file).run(Notice())
     brought = [shard.digest in held(tier) for shard in shards]
     assert brought[:2] == [True, True]
     assert sorted(status.failed) == [s.name for s, here in zip(shards, brought, strict=True) if not here]
@@ -209,22 +209,22 @@ def test_a_tier_that_is_too_small_keeps_what_is_needed_first(server: ShardServer
 
 def test_a_list_with_needs_comes_whole(server: ShardServer, tier: Tier) -> None:
     shards = shards_of(server)
-    with closing(Run(tier.root / "runs")) as trainer:
+    with closing(DemandFile(tier.root / "runs")) as trainer:
         trainer.announce([shards[2].digest])
-        found = Listed(shards, Window(), tier.root / "runs").look(lambda shard: 1.0)
+        found = ListDemand(shards, PrefetchWindow(), tier.root / "runs").look(lambda shard: 1.0)
     assert found == [shards[2], shards[0], shards[1], shards[3]]
 
 
 def test_what_runs_on_the_node_need_next_comes_first(server: ShardServer, tier: Tier) -> None:
     shards = shards_of(server)
-    wanted = Listed(shards, Window(size_bytes=1), tier.root / "runs")
-    with closing(Run(tier.root / "runs")) as trainer:
+    wanted = ListDemand(shards, PrefetchWindow(size_bytes=1), tier.root / "runs")
+    with closing(DemandFile(tier.root / "runs")) as trainer:
         trainer.announce([shards[2].digest, shards[3].digest, shards[0].digest])
         assert wanted.look(lambda shard: 1.0) == [shards[2]]
-        everything = Listed(shards, Window(size_bytes=100), tier.root / "runs")
+        everything = ListDemand(shards, PrefetchWindow(size_bytes=100), tier.root / "runs")
         found = everything.look(lambda shard: 1.0)
         assert found == [shards[2], shards[3], shards[0], shards[1]]
-        own = Listed(shards, Window(size_bytes=1), tier.root / "runs", trainer.path)
+        own = ListDemand(shards, PrefetchWindow(size_bytes=1), tier.root / "runs", trainer.path)
         assert own.look(lambda shard: 1.0) == [shards[0]]
     assert wanted.look(lambda shard: 1.0) == [shards[0]]
 
@@ -236,7 +236,7 @@ def test_a_window_of_bytes_holds_as_much(server: ShardServer) -> None:
         return 10.0
 
     for window, count in ((1, 1), (10, 1), (29, 2), (30, 3), (1000, 4)):
-        assert len(Listed(shards, Window(size_bytes=window)).look(size)) == count
+        assert len(ListDemand(shards, PrefetchWindow(size_bytes=window)).look(size)) == count
 
 
 def test_the_bandwidth_cap_holds_over_all_transfers() -> None:
@@ -298,13 +298,13 @@ def test_it_leaves_nothing_running(server: ShardServer, tier: Tier, no_leaks: Ca
         daemon(shards_of(server), tier).run(Notice())
 
 
-class Refused(Listed):
+class Refused(ListDemand):
     """A list that can't be looked at, for want of permission, in some looks."""
 
     kind: type[SharedTierError] = SharedTierDenied
 
     def __init__(self, shards: ShardList, looks: range):
-        super().__init__(shards, Window())
+        super().__init__(shards, PrefetchWindow())
         self.looks, self.count = looks, 0
 
     def look(self, size_of: Callable[[Shard], float]) -> list[Shard]:

@@ -298,7 +298,9 @@ class Served:
 
     def fill(self, origin, stop=None):
         part = self.tier.claim(self.form.digest)
-        return fill(part, self.form, lambda: origin, wait=lambda: 0.0, stop=stop or threading.Event()).result
+        return fill(
+            part, self.form, lambda: origin, next_use=lambda: 0.0, stop=stop or threading.Event()
+        ).result
 
 
 @pytest.fixture
@@ -368,7 +370,7 @@ def test_a_command_that_fails_at_its_end_publishes_nothing(served):
     form = prepared_form(shard_of(url, None), RAW.name)
     part = served.tier.claim(form.digest)
     origin = PreparedOrigin(open_origin(url, None, OriginOptions(attempts=1)), RAW)
-    result = fill(part, form, lambda: origin, wait=lambda: 0.0, stop=threading.Event()).result
+    result = fill(part, form, lambda: origin, next_use=lambda: 0.0, stop=threading.Event()).result
     assert result is Filled.GAVE_UP
 
 

@@ -25,11 +25,11 @@ from streamload.cli.options import preparation_of
 from streamload.order.plan import OrderOptions
 from streamload.prefetch import publisher
 from streamload.prefetch.daemon import DaemonOptions
+from streamload.prefetch.demand import FollowedDemand, PrefetchWindow
+from streamload.prefetch.plan_file import PlannedSource, Progress, plan_of
 from streamload.prefetch.prepared import prepared_tar
-from streamload.prefetch.published import PlannedSource, Progress, plan_of
 from streamload.prefetch.recipes import Recipes
 from streamload.prefetch.service import Service, ServiceOptions
-from streamload.prefetch.wanted import Followed, Window
 from streamload.testing.kills import Child, Stage
 from streamload.testing.s3 import S3Server
 from streamload.testing.shards import ShardOptions
@@ -306,14 +306,16 @@ def test_a_run_is_brought_what_it_looks_for_unless_the_user_says_what(
     warns: str,
 ) -> None:
     run = published(place, origin, prepare, prepared)
-    followed = Followed(place.objects(), None, Window(size_bytes=1 << 40), recipes=recipes)
+    followed = FollowedDemand(place.objects(), None, PrefetchWindow(size_bytes=1 << 40), recipes=recipes)
     for _ in range(2):
-        units = followed.look(lambda unit: 1.0)
-    assert len(units) == SHARDS
-    assert {unit.recipe for unit in units} == {brings}
+        tasks = followed.look(lambda task: 1.0)
+    assert len(tasks) == SHARDS
+    assert {task.recipe for task in tasks} == {brings}
     plain = {origin.shard(number) for number in range(SHARDS)}
-    assert set(units) == ({prepared_form(shard, brings) for shard in plain} if brings else plain)
-    assert followed.said() == f"run {run}, 1 groups, epoch 0" + (f", prepared as {brings}" if brings else "")
+    assert set(tasks) == ({prepared_form(shard, brings) for shard in plain} if brings else plain)
+    assert followed.describe() == f"run {run}, 1 groups, epoch 0" + (
+        f", prepared as {brings}" if brings else ""
+    )
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(warns)
     assert all(warns in line for line in said)
@@ -324,9 +326,11 @@ def test_a_plan_that_asks_for_no_recipe_is_refused(
     origin: Origin, tmp_path: Path, place: Place, recipe: str
 ) -> None:
     run = published(place, origin, recipe, "")
-    followed = Followed(place.objects(), None, Window(size_bytes=1), recipes=Recipes(None, Preparation.parse))
-    assert followed.look(lambda unit: 1.0) == []
-    assert f"the plan of run {run} asks for prepared shards: {recipe!r} is no recipe" in followed.said()
+    followed = FollowedDemand(
+        place.objects(), None, PrefetchWindow(size_bytes=1), recipes=Recipes(None, Preparation.parse)
+    )
+    assert followed.look(lambda task: 1.0) == []
+    assert f"the plan of run {run} asks for prepared shards: {recipe!r} is no recipe" in followed.describe()
 
 
 def test_a_daemon_prepares_what_a_run_asks_for(origin: Origin, tmp_path: Path, place: Place) -> None:

@@ -27,8 +27,8 @@ from streamload.errors import ClusterError, OptionError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.prepared import Recipe, prepared_tar
-from streamload.prefetch.ray_engine import connect
-from streamload.prefetch.ray_unit import Job, own_version
+from streamload.prefetch.ray_executor import connect
+from streamload.prefetch.ray_task import Job, own_version
 from streamload.prefetch.service import Service, ServiceOptions
 from streamload.testing.ray_cluster import RayCluster
 from streamload.testing.server import ShardServer
@@ -213,7 +213,7 @@ def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path:
         import sys
         import streamload.cli, streamload.cli.daemon
         from streamload.prefetch.service import Service, ServiceOptions
-        import streamload.prefetch.ray_engine
+        import streamload.prefetch.ray_executor
         assert not any(name == "ray" or name.startswith("ray.") for name in sys.modules)
         sys.modules["ray"] = None  # as if it were not installed
         sys.argv = "streamload warm http://h/0.tar --ray auto --shared-cache".split() + [{str(tmp_path)!r}]
@@ -224,7 +224,7 @@ def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path:
     assert 'pip install "streamload[ray]"' in done.stderr
 
 
-def unit(job: Job, url: str, by: Recipe | None = None, **changes: str) -> dict[str, Any]:
+def fetched(job: Job, url: str, by: Recipe | None = None, **changes: str) -> dict[str, Any]:
     """What `bring` says, in a process of its own."""
     shard = shard_of(url, None)
     if by is not None:
@@ -232,7 +232,7 @@ def unit(job: Job, url: str, by: Recipe | None = None, **changes: str) -> dict[s
     packed = pickle.dumps((replace(shard, **changes), by))
     code = f"""
         import json
-        from streamload.prefetch.ray_unit import bring, own_version
+        from streamload.prefetch.ray_task import bring, own_version
         print(json.dumps(bring(own_version(), {pickle.dumps(job)!r}, {packed!r})))
     """
     done = run([sys.executable, "-c", textwrap.dedent(code)])
@@ -256,7 +256,7 @@ def job(tmp_path: Path, **more: Any) -> Job:
 def test_a_unit_is_brought_once_and_says_what_it_took(server: ShardServer, tmp_path: Path) -> None:
     url = f"{server.url}/00001.tar"
     size = (server.root / "00001.tar").stat().st_size
-    first, again = unit(job(tmp_path), url), unit(job(tmp_path), url)
+    first, again = fetched(job(tmp_path), url), fetched(job(tmp_path), url)
     assert (first["size"], first["arrived"]) == (size, size)
     assert (again["size"], again["arrived"]) == (0, 0)
     assert held(server, tmp_path / "shared")[1]
@@ -264,27 +264,27 @@ def test_a_unit_is_brought_once_and_says_what_it_took(server: ShardServer, tmp_p
 
 def test_a_unit_is_prepared_of_what_the_shared_tier_has(server: ShardServer, tmp_path: Path) -> None:
     url = f"{server.url}/00001.tar"
-    assert unit(job(tmp_path), url)["arrived"] > 0
-    first, again = unit(job(tmp_path), url, PREPARATION), unit(job(tmp_path), url, PREPARATION)
+    assert fetched(job(tmp_path), url)["arrived"] > 0
+    first, again = fetched(job(tmp_path), url, PREPARATION), fetched(job(tmp_path), url, PREPARATION)
     (place,) = prepared(server, tmp_path / "shared")
     assert (first["size"], first["arrived"]) == (place.stat().st_size, 0)
     assert (again["size"], again["arrived"]) == (0, 0)
 
 
 def test_a_node_with_other_libraries_is_unfit(server: ShardServer, tmp_path: Path) -> None:
-    answer = unit(job(tmp_path), f"{server.url}/00001.tar", PREPARATION, recipe=f"{RECIPE}-v1-torch0.1")
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar", PREPARATION, recipe=f"{RECIPE}-v1-torch0.1")
     assert answer["unfit"].startswith(f"images are prepared by {PREPARATION.name} there")
     assert server.log == []
 
 
 def test_a_node_that_sees_another_shared_tier_is_unfit(server: ShardServer, tmp_path: Path) -> None:
-    answer = unit(job(tmp_path, sign="probes/elsewhere"), f"{server.url}/00001.tar")
+    answer = fetched(job(tmp_path, sign="probes/elsewhere"), f"{server.url}/00001.tar")
     assert "is another one there" in answer["unfit"]
     assert server.log == []
 
 
 def test_a_node_that_knows_a_shard_by_another_name_is_unfit(server: ShardServer, tmp_path: Path) -> None:
-    answer = unit(job(tmp_path), f"{server.url}/00001.tar", digest="0" * 32)
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar", digest="0" * 32)
     assert "another identity" in answer["unfit"]
     assert server.log == []
 
@@ -293,8 +293,10 @@ def test_a_node_whose_disk_cant_be_used_says_that_it_isnt_the_units_fault(
     server: ShardServer, tmp_path: Path
 ) -> None:
     (tmp_path / "tier").write_text("not a directory")
-    answer = unit(job(tmp_path), f"{server.url}/00001.tar")
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar")
     assert "trouble" in answer
     quick = OriginOptions(attempts=1)
-    answer = unit(job(tmp_path, cache_dir=str(tmp_path / "good"), origin=quick), f"{server.url}/nothing.tar")
+    answer = fetched(
+        job(tmp_path, cache_dir=str(tmp_path / "good"), origin=quick), f"{server.url}/nothing.tar"
+    )
     assert "404" in answer["why"]

@@ -18,8 +18,8 @@ from streamload.cache.shared.tier import SharedTier
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.daemon import DaemonOptions
-from streamload.prefetch.goals import Shared
 from streamload.prefetch.service import Service, ServiceOptions
+from streamload.prefetch.targets import SharedTarget
 from streamload.testing.kills import Child, Stage
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import Fault, ShardServer
@@ -238,7 +238,7 @@ def test_a_daemon_of_this_node_reads_through_the_shared_tier(place: Place) -> No
 
 
 def test_what_lies_behind_many_that_are_missing_is_not_asked_for(tmp_path: Path) -> None:
-    class Counted(Shared):
+    class Counted(SharedTarget):
         asked = 0
 
         def holds(self, shard: Shard) -> bool:
@@ -249,12 +249,12 @@ def test_what_lies_behind_many_that_are_missing_is_not_asked_for(tmp_path: Path)
     shards = list(ShardList(expand_urls("http://host/{0000..0999}.tar"), None))
     for shard in shards[:100]:
         objects.write(f"shards/{shard.digest}/index", b"written last")
-    with closing(Counted(SharedTier(objects, Counters()))) as goal:
-        assert goal.missing(shards) == shards[100:]
-        assert 164 <= goal.asked < 180
-        before = goal.asked
-        assert goal.missing(shards) == shards[100:]  # what was seen to be there isn't asked for again
-        assert goal.asked - before < 80
+    with closing(Counted(SharedTier(objects, Counters()))) as target:
+        assert target.missing(shards) == shards[100:]
+        assert 164 <= target.asked < 180
+        before = target.asked
+        assert target.missing(shards) == shards[100:]  # what was seen to be there isn't asked for again
+        assert target.asked - before < 80
         for shard in shards[100:]:
             objects.write(f"shards/{shard.digest}/index", b"written last")
-        assert goal.missing(shards) == []
+        assert target.missing(shards) == []

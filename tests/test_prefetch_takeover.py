@@ -18,7 +18,7 @@ from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
-from streamload.prefetch.ahead import Ahead
+from streamload.prefetch.prefetcher import Prefetcher
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
 
@@ -42,7 +42,7 @@ class Filling:
         self.counts = Counters()
         self.tier = Tier(root, LIMIT, self.counts)
         self.shard = shard_of(f"{server_url}/00000.tar", None)
-        self.ahead = Ahead(
+        self.ahead = Prefetcher(
             self.tier, self._open, threads=1, counts=self.counts, stopped_seconds=STOPPED_SECONDS
         )
         self.ahead.want([self.shard])

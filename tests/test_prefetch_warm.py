@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiers import until
 
-from streamload.cache import runs
-from streamload.cache.runs import Run
+from streamload.cache import demand
+from streamload.cache.demand import DemandFile
 from streamload.cache.shard import shard_of
 from streamload.prefetch.failures import Failures
 from streamload.prefetch.warm import warm
@@ -46,10 +46,10 @@ def test_shards_that_only_a_hidden_query_tells_apart_are_counted_each(tmp_path: 
     failures = Failures(1.0)
     for k in range(3):
         failures.note(f"digest {k}", shown, f"why {k}")
-    assert failures.said() == {shown: "why 0", f"{shown} (2)": "why 1", f"{shown} (3)": "why 2"}
+    assert failures.reasons() == {shown: "why 0", f"{shown} (2)": "why 1", f"{shown} (3)": "why 2"}
 
 
-class Listed:
+class ListDemand:
     """Shards behind a server, and a tier for them that holds some."""
 
     def __init__(self, tmp_path: Path, counts: list[int]):
@@ -69,11 +69,11 @@ class Listed:
 
 
 @pytest.fixture
-def listed(tmp_path: Path) -> Iterator[Callable[..., Listed]]:
+def listed(tmp_path: Path) -> Iterator[Callable[..., ListDemand]]:
     with ExitStack() as stack:
 
-        def make(*counts: int) -> Listed:
-            made = Listed(tmp_path, list(counts))
+        def make(*counts: int) -> ListDemand:
+            made = ListDemand(tmp_path, list(counts))
             stack.callback(made.server.close)
             return made
 
@@ -81,7 +81,7 @@ def listed(tmp_path: Path) -> Iterator[Callable[..., Listed]]:
 
 
 def test_where_the_room_is_gone_the_rest_is_left_and_nothing_goes_for_it(
-    listed: Callable[..., Listed],
+    listed: Callable[..., ListDemand],
 ) -> None:
     """It evicted what it had just filled, and said of all that it had ever filled that it was there."""
     some = listed(*[20] * 14)
@@ -99,7 +99,9 @@ def test_where_the_room_is_gone_the_rest_is_left_and_nothing_goes_for_it(
     assert (report.shards_complete, report.shards_found_complete, report.bytes_arrived) == (3, 3, 0)
 
 
-def test_a_shard_that_is_larger_than_the_cache_doesnt_keep_others_out(listed: Callable[..., Listed]) -> None:
+def test_a_shard_that_is_larger_than_the_cache_doesnt_keep_others_out(
+    listed: Callable[..., ListDemand],
+) -> None:
     """The warm-up had no end."""
     some = listed(60, 20, 20)
     report = warm(some.urls, cache_dir=some.root, cache_size=some.room_for(1, 2), concurrency=1)
@@ -108,13 +110,13 @@ def test_a_shard_that_is_larger_than_the_cache_doesnt_keep_others_out(listed: Ca
 
 
 def test_what_a_run_will_read_and_what_is_listed_stays_and_the_rest_goes(
-    listed: Callable[..., Listed],
+    listed: Callable[..., ListDemand],
 ) -> None:
     some = listed(*[20] * 6)
     limit = some.room_for(0, 1, 2)
     warm(some.urls[3:], cache_dir=some.root, cache_size=limit)
     assert some.held() == [3, 4, 5]
-    with closing(Run(some.root / "runs")) as trainer:
+    with closing(DemandFile(some.root / "runs")) as trainer:
         trainer.announce([shard_of(some.urls[4], None).digest])
         report = warm(
             [some.urls[k] for k in (0, 5, 1, 2)], cache_dir=some.root, cache_size=limit, concurrency=1
@@ -124,16 +126,18 @@ def test_what_a_run_will_read_and_what_is_listed_stays_and_the_rest_goes(
 
 
 def test_more_are_kept_than_one_run_can_announce(
-    listed: Callable[..., Listed], monkeypatch: pytest.MonkeyPatch
+    listed: Callable[..., ListDemand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "VISITS_KEPT", 2)
+    monkeypatch.setattr(demand, "VISITS_KEPT", 2)
     monkeypatch.setattr("streamload.prefetch.warm.VISITS_KEPT", 2)
     some = listed(*[20] * 8)
     warm(some.urls, cache_dir=some.root, cache_size=some.room_for(0, 1, 2, 3, 4), concurrency=1)
     assert some.held() == [0, 1, 2, 3, 4]
 
 
-def test_what_is_stored_in_the_shared_cache_makes_way(listed: Callable[..., Listed], tmp_path: Path) -> None:
+def test_what_is_stored_in_the_shared_cache_makes_way(
+    listed: Callable[..., ListDemand], tmp_path: Path
+) -> None:
     some = listed(*[20] * 8)
     report = warm(
         some.urls,
@@ -149,7 +153,7 @@ def test_what_is_stored_in_the_shared_cache_makes_way(listed: Callable[..., List
 
 
 def test_a_command_of_unknown_size_that_has_no_room_in_the_middle_is_left(
-    listed: Callable[..., Listed],
+    listed: Callable[..., ListDemand],
 ) -> None:
     some = listed(20, 20)
     urls = [f"pipe:cat {path}" for path in some.paths]

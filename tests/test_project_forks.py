@@ -114,7 +114,7 @@ def test_a_child_that_is_forked_in_the_middle_of_a_fill_has_none_of_its_files(tm
 
         def work() -> None:
             opened = lambda: open_origin(shard.url)  # noqa: E731
-            results.append(fill(part, shard, opened, wait=lambda: 0.0, stop=threading.Event()).result)
+            results.append(fill(part, shard, opened, next_use=lambda: 0.0, stop=threading.Event()).result)
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -138,7 +138,7 @@ def test_a_child_that_goes_on_with_its_parents_view_is_refused_and_takes_nothing
         shard = shard_of(f"{server.url}/00000.tar", None)
         part = tier.claim(shard.digest)
         assert part is not None
-        fill(part, shard, lambda: open_origin(shard.url), wait=lambda: 0.0, stop=threading.Event())
+        fill(part, shard, lambda: open_origin(shard.url), next_use=lambda: 0.0, stop=threading.Event())
     view = ShardView(tier, shard)
 
     def read() -> str:

@@ -27,7 +27,7 @@ def test_importing_streamload_imports_neither_torch_nor_numpy():
     [
         "streamload.cache.tier",
         "streamload.cache.shard_cache",
-        "streamload.prefetch.ahead",
+        "streamload.prefetch.prefetcher",
         "streamload.order.group",
         "streamload.origins.origin",
         "streamload.shards.index",

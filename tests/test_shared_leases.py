@@ -1,4 +1,4 @@
-"""Leases: one of many works on a unit, what the dead had is taken over, and no clock is believed."""
+"""Leases: one of many works on a task, what the dead had is taken over, and no clock is believed."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_a_unit_has_one_holder_until_it_is_given_back(objects: Objects, make: Make) -> None:
     one, other = make(objects), make(objects)
-    assert one.take("unit")
-    assert one.take("unit")
-    assert not other.take("unit")
-    assert other.busy() == {"unit"}
+    assert one.take("task")
+    assert one.take("task")
+    assert not other.take("task")
+    assert other.busy() == {"task"}
     assert one.busy() == set()
-    one.release("unit")
-    assert other.take("unit")
-    assert objects.names("leases") == ["leases/unit.json"]
+    one.release("task")
+    assert other.take("task")
+    assert objects.names("leases") == ["leases/task.json"]
 
 
 class Stuttering(MemoryFileSystem):
@@ -106,7 +106,7 @@ def test_of_many_who_take_at_once_one_has_it(tmp_path: Path, make: Make) -> None
 
     def take(leases: Leases) -> None:
         gate.wait()
-        won.append(leases.take("unit"))
+        won.append(leases.take("task"))
 
     threads = [threading.Thread(target=take, args=(leases,)) for leases in many]
     for thread in threads:
@@ -123,25 +123,25 @@ def folder(tmp_path: Path) -> Objects:
 
 def test_a_dead_holders_lease_is_taken_over_when_it_stood_still(folder: Objects, make: Make) -> None:
     def die(stage: Stage) -> None:
-        Leases(folder).take("unit")
+        Leases(folder).take("task")
         os._exit(0)
 
     with Child(die) as child:
         child.join(30)
     heir = make(folder, lease_seconds=0.3)
-    assert not heir.take("unit")
-    until(lambda: heir.take("unit"))
+    assert not heir.take("task")
+    until(lambda: heir.take("task"))
     assert heir.taken_over == 1
 
 
 def test_of_many_who_see_a_holder_gone_at_once_one_has_what_it_held(folder: Objects) -> None:
     lease = {"format": 1, "holder": "ab" * 8, "beat": 1, "address": "here.1"}
-    folder.write("leases/unit.json", json.dumps(lease).encode())
+    folder.write("leases/task.json", json.dumps(lease).encode())
     gate, won = threading.Barrier(8), []
 
     def take(leases: Leases) -> None:
         gate.wait()
-        won.append(leases.take("unit"))
+        won.append(leases.take("task"))
 
     with ExitStack() as stack:
         many = [
@@ -160,12 +160,12 @@ def test_of_many_who_see_a_holder_gone_at_once_one_has_what_it_held(folder: Obje
 
 def test_a_living_holder_keeps_what_it_has(folder: Objects, make: Make) -> None:
     holder, other = make(folder, lease_seconds=0.2), make(folder, lease_seconds=2.0)
-    assert holder.take("unit")
+    assert holder.take("task")
     contents = set()
 
     def look() -> bool:
-        assert not other.take("unit")
-        contents.add(folder.read("leases/unit.json"))
+        assert not other.take("task")
+        contents.add(folder.read("leases/task.json"))
         return len(contents) >= 8  # it has shown life so often
 
     until(look)
@@ -173,47 +173,47 @@ def test_a_living_holder_keeps_what_it_has(folder: Objects, make: Make) -> None:
 
 def test_the_times_of_the_store_and_of_other_machines_dont_matter(folder: Objects, make: Make) -> None:
     holder, other = make(folder), make(folder, lease_seconds=3600.0)
-    assert holder.take("unit")
-    (lease,) = Path(folder.target("leases/unit.json")).parent.iterdir()
+    assert holder.take("task")
+    (lease,) = Path(folder.target("leases/task.json")).parent.iterdir()
     for years_off in (-10, 10):
         moment = time.time() + years_off * 365 * 86400
         os.utime(lease, (moment, moment))
-        assert not other.take("unit")
+        assert not other.take("task")
 
 
 def test_who_was_stopped_and_goes_on_leaves_the_lease_to_its_heir(folder: Objects, make: Make) -> None:
     holder = make(folder, lease_seconds=0.2)
-    assert holder.take("unit")
+    assert holder.take("task")
     heir = json.dumps({"format": 1, "holder": "ab" * 8, "beat": 1}).encode()
-    folder.write("leases/unit.json", heir)  # as it is after a long SIGSTOP of the holder
+    folder.write("leases/task.json", heir)  # as it is after a long SIGSTOP of the holder
     until(lambda: not holder.held())
     assert holder.lost == 1
-    holder.release("unit")
-    assert folder.read("leases/unit.json") == heir
+    holder.release("task")
+    assert folder.read("leases/task.json") == heir
 
 
 def test_who_is_known_to_have_gone_isnt_waited_for(folder: Objects, make: Make) -> None:
     lease = {"format": 1, "holder": "ab" * 8, "beat": 1, "address": "here.1"}
-    folder.write("leases/unit.json", json.dumps(lease).encode())
+    folder.write("leases/task.json", json.dumps(lease).encode())
     folder.write("leases/other.json", json.dumps({**lease, "address": "there.1"}).encode())
     with closing(Leases(folder, has_gone=lambda address: address == "here.1")) as heir:
-        assert heir.take("unit")
+        assert heir.take("task")
         assert not heir.take("other")
         assert heir.taken_over == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"7", b'{"holder": 7}', b'{"holder": "../x"}', b"\xff" * 99])
 def test_a_forged_lease_expires_like_any_other(folder: Objects, make: Make, content: bytes) -> None:
-    folder.write("leases/unit.json", content)
+    folder.write("leases/task.json", content)
     assert holder_of(content) == ""
     leases = make(folder, lease_seconds=0.2)
-    assert not leases.take("unit")
-    until(lambda: leases.take("unit"))
+    assert not leases.take("task")
+    until(lambda: leases.take("task"))
 
 
 def test_what_the_dead_left_where_nothing_is_to_do_is_removed(folder: Objects, make: Make) -> None:
-    for unit in ("dead", "alive"):
-        folder.write(f"leases/{unit}.json", b"a holder's")
+    for task in ("dead", "alive"):
+        folder.write(f"leases/{task}.json", b"a holder's")
     leases = make(folder, lease_seconds=0.2)
 
     def look() -> bool:
@@ -226,7 +226,7 @@ def test_what_the_dead_left_where_nothing_is_to_do_is_removed(folder: Objects, m
 
 def test_a_unit_whose_name_could_lead_elsewhere_is_refused(folder: Objects, make: Make) -> None:
     for name in ("", "a/b", "../a", "a b", 300 * "a"):
-        with pytest.raises(ValueError, match="name of a unit"):
+        with pytest.raises(ValueError, match="name of a task"):
             make(folder).take(name)
 
 
@@ -234,7 +234,7 @@ def test_a_store_that_takes_nothing_is_one_typed_error(tmp_path: Path, make: Mak
     (tmp_path / "shared").write_text("a file where the folder should be")
     leases = make(Objects(str(tmp_path / "shared")))
     with pytest.raises(SharedTierError):
-        leases.take("unit")
+        leases.take("task")
 
 
 def test_foreign_names_are_no_leases() -> None:

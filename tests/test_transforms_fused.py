@@ -16,12 +16,12 @@ from PIL import Image
 
 import streamload
 from streamload.cli.doctor import _resizing
-from streamload.handoff import own_empty
-from streamload.loader import recipe
+from streamload.ipc import own_empty
+from streamload.loader import worker_config
 from streamload.testing.shards import write_shards
 from streamload.transforms import fused, kernel, resize
+from streamload.transforms.assembly import Sample
 from streamload.transforms.augment import Box
-from streamload.transforms.examples import Sample
 from streamload.transforms.fused import Place
 from streamload.transforms.normalise import packed
 from streamload.transforms.plan import OPENAI, UNIT
@@ -342,7 +342,7 @@ def test_an_installation_without_a_compiler_is_said_by_the_first_loader_and_by_d
     assert kernel.lost() == ""
     monkeypatch.setattr(kernel.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(kernel, module, None)
-    monkeypatch.setattr(recipe, "_say_what_is_lost", recipe._say_what_is_lost.__wrapped__)
+    monkeypatch.setattr(worker_config, "_say_what_is_lost", worker_config._say_what_is_lost.__wrapped__)
     (path,) = write_shards(tmp_path / "data", [4], seed=1)
     with streamload.make_loader(
         str(path), batch_size=2, num_workers=0, cache_dir=tmp_path / "cache", cache_size="1GB"

@@ -16,9 +16,9 @@ from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms import kernel
 from streamload.transforms.augment import RandomBox
 from streamload.transforms.draws import Draws
+from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
 from streamload.transforms.plan import clip_plan
-from streamload.transforms.planned import PlannedTransform
 from streamload.transforms.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
 from streamload.transforms.tokenize import adapt_tokenizer
 from streamload.transforms.user import SeededGenerators

@@ -19,10 +19,10 @@ from streamload.errors import OptionError
 from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms import kernel
+from streamload.transforms.compile import compile_transform
+from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import OPENAI, NotRecognised, clip_plan
-from streamload.transforms.planned import PlannedTransform
-from streamload.transforms.recognise import recognise
 from streamload.transforms.user import SeededGenerators
 
 define_torchvision_schemas()
@@ -126,7 +126,7 @@ def as_planned(plan, pixels, seed):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_chain_gives_the_same_image_by_its_plan(name):
-    transform, plan = KNOWN[name], recognise(KNOWN[name])
+    transform, plan = KNOWN[name], compile_transform(KNOWN[name])
     std = 1 / 255 if plan.statistics is None else min(plan.statistics.std)
     apart = []
     assert not plan.given
@@ -146,7 +146,7 @@ def test_a_known_chain_gives_the_same_image_by_its_plan(name):
 @EXACT
 @pytest.mark.parametrize("name", GIVEN)
 def test_functions_that_keep_an_images_size_run_as_given_within_a_plan(name):
-    transform, plan = GIVEN[name], recognise(GIVEN[name])
+    transform, plan = GIVEN[name], compile_transform(GIVEN[name])
     assert plan.given
     differ = 0
     for number in range(30):
@@ -162,7 +162,7 @@ def test_functions_that_keep_an_images_size_run_as_given_within_a_plan(name):
 
 @EXACT
 def test_a_function_that_gives_another_size_after_all_is_an_error_that_names_it(monkeypatch):
-    plan = recognise(colour_of(transforms.GaussianBlur(3)))
+    plan = compile_transform(colour_of(transforms.GaussianBlur(3)))
     monkeypatch.setattr(transforms.GaussianBlur, "forward", lambda self, image: image.crop((0, 0, 9, 9)))
     with (
         SeededGenerators(),
@@ -174,13 +174,13 @@ def test_a_function_that_gives_another_size_after_all_is_an_error_that_names_it(
 def test_without_our_kernel_what_would_make_more_of_a_difference_runs_as_given(monkeypatch):
     monkeypatch.setattr(kernel, "_avx2", None)
     with pytest.raises(NotRecognised, match="ColorJitter needs Pillow's pixels to the bit, and streamload"):
-        recognise(GIVEN["jittered"])
-    assert recognise(KNOWN["flipped and grey"]).colour
+        compile_transform(GIVEN["jittered"])
+    assert compile_transform(KNOWN["flipped and grey"]).colour
 
 
 def test_what_runs_without_arguments_is_what_open_clip_has_by_default():
     for train in (True, False):
-        assert recognise(open_clips(224, is_train=train)) == clip_plan(train)
+        assert compile_transform(open_clips(224, is_train=train)) == clip_plan(train)
     assert clip_plan(True).statistics == OPENAI
 
 
@@ -208,7 +208,7 @@ def test_what_runs_without_arguments_is_what_open_clip_has_by_default():
 )  # fmt: skip
 def test_what_no_plan_could_do_exactly_is_not_recognised(transform, reason):
     with pytest.raises(NotRecognised, match=reason):
-        recognise(transform)
+        compile_transform(transform)
 
 
 def test_what_only_looks_like_a_known_function_is_not_recognised():
@@ -218,16 +218,16 @@ def test_what_only_looks_like_a_known_function_is_not_recognised():
 
     RandomResizedCrop.__module__ = "torchvision.transforms.transforms"
     crop = transforms.RandomResizedCrop(64, interpolation=BICUBIC)
-    assert recognise(chain(crop)).size == (64, 64)
+    assert compile_transform(chain(crop)).size == (64, 64)
     with pytest.raises(NotRecognised):
-        recognise(chain(RandomResizedCrop(64, interpolation=BICUBIC)))
+        compile_transform(chain(RandomResizedCrop(64, interpolation=BICUBIC)))
     hooked = transforms.RandomResizedCrop(64, interpolation=BICUBIC)
     hooked.register_forward_hook(lambda module, arguments, image: image.rotate(90))
     with pytest.raises(NotRecognised):
-        recognise(chain(hooked))
+        compile_transform(chain(hooked))
     crop.forward = lambda image: image
     with pytest.raises(NotRecognised):
-        recognise(chain(crop))
+        compile_transform(chain(crop))
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_a_loader_gives_the_same_batches_with_a_plan_that_holds_functions_as_giv
     assert torch.equal(ours, images(shards, tmp_path, preprocess=transform, num_workers=2))
     if transform is not GIVEN["levels, sharp"]:
         levels = images(shards, tmp_path, preprocess=transform, image_dtype="uint8")
-        mean, std = recognise(transform).statistics
+        mean, std = compile_transform(transform).statistics
         mean, std = (torch.tensor(of).view(3, 1, 1) for of in (mean, std))
         assert torch.equal(levels.to(torch.float32).div(255).sub(mean).div(std), given)
 
@@ -273,7 +273,7 @@ def test_a_loader_gives_the_same_batches_with_a_plan_that_holds_functions_as_giv
 @pytest.mark.parametrize("name", ["open_clip's training", "some grey", "flipped and grey", "longest"])
 def test_a_loader_gives_the_same_batches_compiled_and_as_given(name, shards, tmp_path, caplog):
     transform = KNOWN[name]
-    statistics = recognise(transform).statistics
+    statistics = compile_transform(transform).statistics
     with caplog.at_level(logging.INFO, "streamload"):
         ours = images(shards, tmp_path, preprocess=transform)
     assert "preprocess= is compiled" in caplog.text
@@ -315,9 +315,9 @@ def test_a_transform_that_is_not_recognised_runs_as_given_and_the_log_says_why(s
 
 def test_recognising_imports_neither_torchvision_nor_open_clip_nor_transformers():
     code = (
-        "import sys, streamload; from streamload.transforms.recognise import recognise\n"
+        "import sys, streamload; from streamload.transforms.compile import compile_transform\n"
         "from streamload.transforms.plan import NotRecognised\n"
-        "try: recognise(lambda image: image)\n"
+        "try: compile_transform(lambda image: image)\n"
         "except NotRecognised: print(sorted({'torchvision', 'open_clip', 'transformers'} & set(sys.modules)))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from streamload.urls import Opaque, Request, digest, expand_urls, identity, redact, surroundings, understand
+from streamload.urls import (
+    Opaque,
+    Request,
+    command_environment,
+    digest,
+    expand_urls,
+    identity,
+    redact,
+    understand,
+)
 from streamload.urls.shell import plain_words
 
 
@@ -22,20 +31,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if re.match(r"(?i)AWS_|CURL_|FSSPEC_|XDG_CONFIG|BASH_|(https?|all|no)_proxy$", name):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(surroundings, "_own_home", lambda: str(tmp_path))
-    surroundings._look.cache_clear()
+    monkeypatch.setattr(command_environment, "_own_home", lambda: str(tmp_path))
+    command_environment._look.cache_clear()
     return tmp_path
 
 
 def asked(command: str) -> Request:
-    surroundings._look.cache_clear()
+    command_environment._look.cache_clear()
     request = understand(command)
     assert isinstance(request, Request), request
     return request
 
 
 def reason(command: str) -> str:
-    surroundings._look.cache_clear()
+    command_environment._look.cache_clear()
     request = understand(command)
     assert isinstance(request, Opaque), request
     return request.reason

@@ -63,7 +63,7 @@ class Filled:
             return open_origin(shard.url, stop=stop)
 
         thread = threading.Thread(
-            target=fill, args=(part, shard, open_it), kwargs={"wait": lambda: 0.0, "stop": stop}
+            target=fill, args=(part, shard, open_it), kwargs={"next_use": lambda: 0.0, "stop": stop}
         )
         thread.start()
         view = ShardView(self.tier, shard)
@@ -76,7 +76,7 @@ class Filled:
         (found,) = self.tier.parts(shard.digest)
         return found
 
-    def bare(self, number: int, *, published: bool = False) -> Path:
+    def index_only(self, number: int, *, published: bool = False) -> Path:
         """The index alone of a shard, as it is kept where there is no room for it; `published`: beside it."""
         shard = shard_of(self.urls[number], None)
         aside = self.root / "aside"
@@ -85,12 +85,19 @@ class Filled:
             self.shard(number).rename(aside)
         part = self.tier.claim(shard.digest)
         assert part is not None
-        fill(part, shard, lambda: open_origin(shard.url), wait=lambda: 0.0, stop=threading.Event(), bare=True)
+        fill(
+            part,
+            shard,
+            lambda: open_origin(shard.url),
+            next_use=lambda: 0.0,
+            stop=threading.Event(),
+            index_only=True,
+        )
         if was_published and published:
             aside.rename(self.shard(number))
         elif was_published:
             shutil.rmtree(aside)
-        return self.tier.bare(shard.digest)
+        return self.tier.index_only(shard.digest)
 
     def is_whole(self, number: int) -> bool:
         """Whether a reader gets from the tier what `tarfile` reads at the origin."""

@@ -8,10 +8,10 @@ import time
 
 from benchmarks.contenders import streamload_
 from benchmarks.contenders.workload import Job
-from streamload.cache import reading
+from streamload.cache import sample_io
 from streamload.shards.samples import Entry
 
-_shipped = reading.is_whole
+_shipped = sample_io.is_whole
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
             checked[2] += took
         return whole
 
-    reading.is_whole = {"shipped": _shipped, "timed": timed, "off": lambda entry, data: True}[job.checks]
+    sample_io.is_whole = {"shipped": _shipped, "timed": timed, "off": lambda entry, data: True}[job.checks]
     so_far = []
     result = streamload_.run(
         job, after_epoch=lambda: so_far.append(list(checked)), multiprocessing_context="fork"

@@ -53,12 +53,12 @@ class Example(Sample):
 
 
 @edataclass
-class Examples(Batch):
+class BatchAssembly(Batch):
     images: torch.Tensor
     texts: torch.Tensor
 
 
-class Encoder(DefaultTaskEncoder[CaptioningSample, Example, Examples, Examples]):
+class Encoder(DefaultTaskEncoder[CaptioningSample, Example, BatchAssembly, BatchAssembly]):
     decoder = SampleDecoder(image_decode="pilrgb")
 
     def __init__(self, job: Job) -> None:
@@ -71,10 +71,10 @@ class Encoder(DefaultTaskEncoder[CaptioningSample, Example, Examples, Examples])
         return Example.derive_from(sample, image=image, text=text)
 
     @stateless
-    def batch(self, samples: list[Example]) -> Examples:
+    def batch(self, samples: list[Example]) -> BatchAssembly:
         images = torch.stack([sample.image for sample in samples])
         texts = torch.stack([sample.text for sample in samples])
-        return Examples.from_samples(samples, images=images, texts=texts)
+        return BatchAssembly.from_samples(samples, images=images, texts=texts)
 
 
 def convert(job: Job, folder: Path) -> None:

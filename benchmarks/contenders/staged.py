@@ -14,13 +14,13 @@ from typing import Any
 
 from benchmarks.contenders import streamload_
 from benchmarks.contenders.workload import Job
-from streamload.cache import reading
-from streamload.dataset import journey, supply
+from streamload.cache import sample_io
+from streamload.dataset import loop, supply
 from streamload.dataset.steps import Step, Steps
-from streamload.handoff import Slots
+from streamload.ipc import BufferPool
 from streamload.shards.index import IndexReader
-from streamload.transforms import decode, examples, kernel, planned, resize
-from streamload.transforms.planned import PlannedTransform
+from streamload.transforms import assembly, decode, execute, kernel, resize
+from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.tokenize import BatchTokenizer
 
 Owner = Any
@@ -30,15 +30,15 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "what is wanted and done": [(supply.Supply, "want"), (supply.Supply, "let_go")],
     "entry": [(IndexReader, "entries")],
     "read": [(supply.Supply, "sample")],
-    "checksum": [(reading, "is_whole")],
+    "checksum": [(sample_io, "is_whole")],
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
-    "decode": [(examples, "decode_there")],
+    "decode": [(assembly, "decode_there")],
     "resize": [(resize._KERNELS, "bicubic"), *([(kernel, "resize_into")] if kernel.resize_into else [])],
-    "normalise": [(planned, "normalise_into")],
+    "normalise": [(execute, "normalise_into")],
     "tokenize": [(BatchTokenizer, "__call__")],
-    "hand-over": [(Slots, "empty"), (Slots, "hand_over")],
-    "between the stages": [(journey.Reading, "_make")],
+    "hand-over": [(BufferPool, "empty"), (BufferPool, "hand_over")],
+    "between the stages": [(loop.WorkerLoop, "_make")],
 }
 
 

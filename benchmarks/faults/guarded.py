@@ -20,7 +20,7 @@ from streamload.cache.shard import Shard, shard_of
 from streamload.metrics import Counters
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import Origin, open_origin
-from streamload.prefetch.published import PlannedSource, Progress, plan_of
+from streamload.prefetch.plan_file import PlannedSource, Progress, plan_of
 from streamload.testing.faults import Fault
 from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer

@@ -75,23 +75,23 @@ def shards_gone(attempt: Attempt) -> None:
 
 def _rank(rank: int, urls: list[str], place: Path, wait: float, stage: Any) -> dict[str, Any]:
     """One of two ranks, each on a node of its own: it steps together with the other."""
-    from torch import distributed, ones
+    import torch
 
     from streamload.dataset import supply
-    from streamload.loader import recipe, together
+    from streamload.loader import distributed, worker_config
     from streamload.origins.origin import OriginOptions
 
-    together._LOOK_SECONDS, together._STILL_SECONDS = 0.1, 0.3
-    together._WAIT_SECONDS = together._AWAY_SECONDS = 0.5
+    distributed._LOOK_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
+    distributed._WAIT_SECONDS = distributed._AWAY_SECONDS = 0.5
     supply._BLOCKED_SECONDS = 0.1
-    recipe.OriginOptions = functools.partial(  # type: ignore[assignment,misc]
+    worker_config.OriginOptions = functools.partial(  # type: ignore[assignment,misc]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
     )
     os.environ["STREAMLOAD_ORIGIN_WAIT"] = str(wait)
     samples: list[list[str]] = []
     error = None
     with _said(place / f"told-{rank}") as said:
-        distributed.init_process_group(
+        torch.distributed.init_process_group(
             "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2
         )
         loader = streamload.make_loader(
@@ -111,7 +111,7 @@ def _rank(rank: int, urls: list[str], place: Path, wait: float, stage: Any) -> d
         )
         try:
             for batch in loader:
-                distributed.all_reduce(ones(1))
+                torch.distributed.all_reduce(torch.ones(1))
                 (place / f"begun-{rank}").touch()
                 samples += [list(pair) for pair in zip(batch["key"], batch["digest"], strict=True)]
         except Exception as exc:

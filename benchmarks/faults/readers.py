@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.faults.data import OpenOrigin, Samples, digest_of
+from streamload.cache.demand import DemandFile
+from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.follow import ShardView
-from streamload.cache.runs import Run
 from streamload.cache.shard import Shard
-from streamload.cache.shard_cache import verdict_error
-from streamload.cache.spare import Spare
+from streamload.cache.shard_cache import tombstone_error
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import (
@@ -23,7 +23,7 @@ from streamload.origins.origin import (
     has_ranges,
     open_origin,
 )
-from streamload.prefetch.ahead import Ahead
+from streamload.prefetch.prefetcher import Prefetcher
 from streamload.shards.samples import Entry
 
 QUICK = OriginOptions(
@@ -87,8 +87,8 @@ def read(reading: Reading) -> Read:
         tier = Tier(reading.root, reading.limit_bytes, counts)
         tier.sweep()
         with (
-            contextlib.closing(Run(tier.root / "runs")) as run,
-            contextlib.closing(Spare(reading.root, counts)) as spare,
+            contextlib.closing(DemandFile(tier.root / "runs")) as run,
+            contextlib.closing(FallbackTier(reading.root, counts)) as spare,
             contextlib.closing(_ahead(reading, tier, spare, counts)) as ahead,
         ):
             for place, shard in enumerate(reading.shards):
@@ -115,13 +115,13 @@ class _Places(NamedTuple):
     """Where shards are: in the tier, and in memory what that doesn't take."""
 
     tier: Tier
-    spare: Spare
+    spare: FallbackTier
 
     def now(self) -> list[Tier]:
         return [tier for tier in (self.tier, self.spare.tier) if tier is not None]
 
 
-def _read_shard(reading: Reading, places: _Places, ahead: Ahead, shard: Shard, found: Read) -> None:
+def _read_shard(reading: Reading, places: _Places, ahead: Prefetcher, shard: Shard, found: Read) -> None:
     samples = found.seen.setdefault(shard.digest, [])
     deadline = time.monotonic() + reading.deadline_seconds
     origin = reading.opened(shard, threading.Event(), Counters())
@@ -149,7 +149,7 @@ def _read_shard(reading: Reading, places: _Places, ahead: Ahead, shard: Shard, f
             time.sleep(_POLL_SECONDS)
         reader = view.reader
         if view.gave_up and reader is not None:
-            raise verdict_error(reader.status, reader.cause)
+            raise tombstone_error(reader.status, reader.cause)
 
 
 def _plain(entry: Entry, data: memoryview) -> list[str]:
@@ -160,13 +160,13 @@ def _plain(entry: Entry, data: memoryview) -> list[str]:
     return [entry.key, digest_of(members)]
 
 
-def _ahead(reading: Reading, tier: Tier, spare: Spare, counts: Counters) -> Ahead:
-    return Ahead(
+def _ahead(reading: Reading, tier: Tier, spare: FallbackTier, counts: Counters) -> Prefetcher:
+    return Prefetcher(
         tier,
         lambda shard, stop: reading.opened(shard, stop, counts),
         threads=reading.threads,
         counts=counts,
-        may_be_bare=lambda shard: has_ranges(shard.url),
-        spare=spare,
+        may_be_index_only=lambda shard: has_ranges(shard.url),
+        fallback_tier=spare,
         stopped_seconds=reading.stopped_seconds,
     )

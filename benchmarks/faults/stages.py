@@ -11,8 +11,8 @@ from functools import wraps
 from typing import Any
 
 from benchmarks.faults.data import Data
+from streamload.cache.budget import Budget
 from streamload.cache.part import Part
-from streamload.cache.room import Room
 from streamload.cache.tier import Tier
 from streamload.testing.kills import Stage
 
@@ -83,7 +83,7 @@ def tell_stages(stage: Stage, data: Data) -> None:
     Tier.claim = told_claim  # type: ignore[method-assign]
     Part.forget_orphan = told_forget_orphan  # type: ignore[method-assign]
     Part.publish = within("publishing")(Part.publish)  # type: ignore[method-assign]
-    Room.reserve = within("reserving")(Room.reserve)  # type: ignore[method-assign]
+    Budget.reserve = within("reserving")(Budget.reserve)  # type: ignore[method-assign]
     sys.addaudithook(hook)
 
 

@@ -84,7 +84,7 @@ class Scenario:
 
     def _tier(self, root: Path) -> Tier:
         """One that doesn't tend itself by the clock: how many changes there are must not depend on it."""
-        return Tier(root, self.limit_bytes, tend_seconds=math.inf)
+        return Tier(root, self.limit_bytes, enforce_seconds=math.inf)
 
     def _fill(self, tier: Tier, shard: Shard, stop_at: int | None = None) -> None:
         stop = threading.Event()
@@ -92,7 +92,7 @@ class Scenario:
         if part is None:
             raise RuntimeError(f"{shard.name} can't be claimed")
         origin = _InPieces(open_origin(shard.url, options=QUICK, stop=stop), stop, stop_at)
-        fill(part, shard, lambda: origin, wait=lambda: 0.0, stop=stop)
+        fill(part, shard, lambda: origin, next_use=lambda: 0.0, stop=stop)
 
 
 class _InPieces:

@@ -15,7 +15,7 @@ from benchmarks.faults.data import Truth
 from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.readers import Reading, read, read_in_child
 from benchmarks.faults.rows import Row
-from streamload.cache import memory, spare
+from streamload.cache import fallback_tier, memory
 from streamload.cache.agreement import Answer
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock
@@ -52,7 +52,7 @@ def planted(attempt: Attempt) -> None:
             case "above the cache":
                 return root.parent / "above"
             case "the spare":
-                found = spare.place(attempt.root)
+                found = fallback_tier.place(attempt.root)
                 assert found is not None
                 return found
             case _:
@@ -60,13 +60,13 @@ def planted(attempt: Attempt) -> None:
                 return agreement_on(settings, data.shards)._path
 
     def work(stage: Stage) -> Any:
-        spare._MEMORY = open_to_all
+        fallback_tier._MEMORY = open_to_all
         memory.PLACE = open_to_all
         link = place()
         link.symlink_to(mine if attempt.variant != "the answer of auto" else mine / "precious")
         os.chown(link, _OTHER_USER, _OTHER_USER, follow_symlinks=False)
         if attempt.variant == "the spare":
-            spare.Spare(attempt.root, Counters()).open()
+            fallback_tier.FallbackTier(attempt.root, Counters()).open()
             return {"error": None}
         if attempt.variant == "the answer of auto":
             agreement = agreement_on(read_settings(root, cache="auto", environ={}), data.shards)
@@ -184,10 +184,10 @@ def trash(attempt: Attempt) -> None:
     amid = attempt.rng.randrange(3)
 
     def lives(stage: Stage) -> None:
-        tier = Tier(attempt.root, tend_seconds=0.05)
+        tier = Tier(attempt.root, enforce_seconds=0.05)
         stage.enter("lives")
         while True:
-            tier.room.tend()
+            tier.budget.enforce_limits()
             time.sleep(0.02)
 
     def deletes(stage: Stage) -> None:

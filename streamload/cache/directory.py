@@ -5,7 +5,7 @@
     parts/<digest>.<nonce>/   a shard on its way: data, index, names, reserved
     shards/<digest>/          a published shard: the same directory, renamed
     bare/<digest>/            the index alone of one that had no room: its samples are read from the origin
-    gone/<digest>/            a shard that was given up: the verdict, and the samples it gave before
+    gone/<digest>/            a shard that was given up: the tombstone, and the samples it gave before
     runs/                     who reads what (cache/runs.py)
     trash/                    being deleted
 
@@ -24,7 +24,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from streamload.cache.ledger import HeldShard
+from streamload.cache.eviction import HeldShard
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard
 from streamload.descriptors import Descriptor
@@ -34,7 +34,7 @@ from streamload.shards.record import write_at
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{8}")
-ROOMS: Mapping[str, re.Pattern[str]] = {
+KINDS: Mapping[str, re.Pattern[str]] = {
     "parts": _PART,
     "shards": _DIGEST,
     "bare": _DIGEST,
@@ -72,11 +72,11 @@ class Directory:
         """Whether all of a shard is here, as its origin has it or prepared as the run wants it."""
         return any(self.published(digest).exists() for digest in shard.digests)
 
-    def bare(self, digest: str) -> Path:
+    def index_only(self, digest: str) -> Path:
         """Where the index of a shard is whose bytes had no room."""
         return self.root / "bare" / digest
 
-    def verdict(self, digest: str) -> Path:
+    def tombstone(self, digest: str) -> Path:
         """Where the record of a shard is that was given up."""
         return self.root / "gone" / digest
 
@@ -85,12 +85,12 @@ class Directory:
         found = sorted((self.root / "parts").glob(f"{digest}.*"))
         return [path for path in found if _PART.fullmatch(path.name) and not path.is_symlink()]
 
-    def own(self, room: str) -> Iterator[Path]:
+    def own(self, kind: str) -> Iterator[Path]:
         """What the tier made in one of its rooms: real directories, by its names; the rest isn't touched."""
-        return (Path(entry.path) for entry in self._own(room))
+        return (Path(entry.path) for entry in self._own(kind))
 
     def shards(self) -> Iterator[HeldShard]:
-        """All that takes room: parts, published shards, bare indexes and verdicts.
+        """All that takes room: parts, published shards, index-only copies and tombstones.
 
         Parts come first: one that is published meanwhile is seen twice then, and not never.
         """
@@ -116,9 +116,9 @@ class Directory:
 
     @property
     def used_bytes(self) -> int:
-        """What the tier takes now: published shards, verdicts, reservations, and what is being deleted.
+        """What the tier takes now: published shards, tombstones, reservations, and what is being deleted.
 
-        It is counted, file by file; `Room.used_bytes` is what is known without.
+        It is counted, file by file; `Budget.used_bytes` is what is known without.
         """
         return sum(shard.size_bytes for shard in self.shards()) + sum(map(bytes_below, self.own("trash")))
 
@@ -159,15 +159,15 @@ class Directory:
             return False
         return True
 
-    def condemn(self, path: Path) -> bool:
+    def quarantine(self, path: Path) -> bool:
         """Take away a shard whose bytes can't be trusted; False if the disk doesn't allow it."""
         self.counts.add("checksum_failures", 1)
         return self.trash(path)
 
-    def _own(self, room: str) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self.root / room) as entries:
+    def _own(self, kind: str) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(self.root / kind) as entries:
             for entry in entries:
-                if ROOMS[room].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                if KINDS[kind].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     yield entry
 
     def _held(self, kind: str, entry: os.DirEntry[str]) -> HeldShard:
@@ -197,10 +197,10 @@ class Directory:
         refuse_what_is_not_ours(self.root)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_what_is_not_ours(self.root)  # what was put there meanwhile; ours can't be replaced any more
-        for room in (*ROOMS, "runs"):
-            (self.root / room).mkdir(mode=0o700, exist_ok=True)
-            if (self.root / room).is_symlink():
-                raise CacheError(f"{self.root / room} is a symbolic link: a cache keeps to its own directory")
+        for kind in (*KINDS, "runs"):
+            (self.root / kind).mkdir(mode=0o700, exist_ok=True)
+            if (self.root / kind).is_symlink():
+                raise CacheError(f"{self.root / kind} is a symbolic link: a cache keeps to its own directory")
 
 
 def refuse_what_is_not_ours(root: Path) -> None:

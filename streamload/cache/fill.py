@@ -1,4 +1,4 @@
-"""Fill one shard (step F): claim → origin → data and index → publish, or leave a verdict.
+"""Fill one shard (step F): claim → origin → data and index → publish, or leave a tombstone.
 
 While bytes arrive they are written and scanned; a sample's entry is appended once the sample is whole, after
 its data. Whatever ends the fill early leaves a part that holds only what is true of it.
@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from streamload.cache.budget import is_no_space
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
-from streamload.cache.room import is_no_space
 from streamload.cache.shard import Shard
 from streamload.cache.takeover import Outdated, open_data, verified_prefix
 from streamload.descriptors import Descriptor
@@ -48,7 +48,7 @@ _INDEX_SHARE = 64
 _GROWTH = 8
 """By which part of itself a reservation grows where the size isn't known."""
 _SPARE_BYTES = 64 << 10
-_SPARE_BARE_BYTES = 8 << 10
+_SPARE_INDEX_BYTES = 8 << 10
 _FIRST_BYTES = 4 << 10
 """What an index asks for that is begun without data: little, so that many fit into a tiny tier."""
 _NO_ROOM_SECONDS = 0.05
@@ -80,10 +80,10 @@ class Filled(enum.Enum):
 
 
 class Outcome(NamedTuple):
-    """How a fill ended; the lock that makes its verdict stand; the size of a shard that had no room."""
+    """How a fill ended; the lock that makes its tombstone stand; the size of a shard that had no room."""
 
     result: Filled
-    verdict: FileLock | None = None
+    tombstone: FileLock | None = None
     size_bytes: int = 0
 
 
@@ -93,11 +93,11 @@ def fill(
     open_origin: Callable[[], Origin],
     *,
     size_bytes: int = 0,
-    wait: Callable[[], float],
+    next_use: Callable[[], float],
     stop: threading.Event,
-    bare: bool = False,
+    index_only: bool = False,
     refused: Callable[[bool], bool] = lambda waits: False,
-    leave_verdict: bool = True,
+    leave_tombstone: bool = True,
 ) -> Outcome:
     """Fill a claimed part from its origin and publish it.
 
@@ -107,7 +107,7 @@ def fill(
         open_origin: gives its origin (not asked for a local file that stays where it is); for a shard that is
             to be prepared, one that gives the prepared bytes under the version of what they are made of.
         size_bytes: of the shard, where it is known: without room for it its origin isn't asked.
-        wait: how soon the shard is needed, in shard visits (see `Room.reserve`).
+        wait: how soon the shard is needed, in shard visits (see `Budget.reserve`).
         stop: ends the fill; the samples that it has so far stay.
         bare: keep the index alone; its readers get the bytes from the origin, by range.
         refused: told, with True, again and again while the fill waits for room in the middle of a shard, and
@@ -115,13 +115,13 @@ def fill(
         leave_verdict: whether a shard that can't be had is given up for all who read from the tier.
 
     Raises:
-        OriginError, ShardError: why it can't be had, where no verdict says so.
+        OriginError, ShardError: why it can't be had, where no tombstone says so.
         CacheFull: no room on the disk, or the shard is larger than the tier.
     """
-    job = _Fill(part, shard, wait, stop, bare, refused)
+    job = _Fill(part, shard, next_use, stop, index_only, refused)
     try:
-        is_whole = job.bring(open_origin, size_bytes, leave_verdict)
-        if is_whole and bare:
+        is_whole = job.bring(open_origin, size_bytes, leave_tombstone)
+        if is_whole and index_only:
             part.publish_bare()
         elif is_whole:
             part.publish()
@@ -167,17 +167,17 @@ class _Fill:
         self,
         part: Part,
         shard: Shard,
-        wait: Callable[[], float],
+        next_use: Callable[[], float],
         stop: threading.Event,
-        bare: bool,
+        index_only: bool,
         refused: Callable[[bool], bool],
     ):
         self._part = part
-        self._bare = bare
+        self._index_only = index_only
         self._refused = refused
         self._shard = shard
         self._is_prepared = bool(shard.recipe)
-        self._wait = wait
+        self._next_use = next_use
         self._stop = stop
         self._index: IndexWriter | None = None
         self._data: Descriptor | None = None
@@ -186,11 +186,11 @@ class _Fill:
         self.is_of_use = False
         """Whether there are samples for another to take up."""
 
-    def bring(self, open_origin: Callable[[], Origin], size_bytes: int, leave_verdict: bool) -> bool:
+    def bring(self, open_origin: Callable[[], Origin], size_bytes: int, leave_tombstone: bool) -> bool:
         """Bring all of it here, or write why it can't be had, for its readers; whether it is whole.
 
         Raises:
-            OriginError, ShardError: why it can't be had, where no verdict is to be left.
+            OriginError, ShardError: why it can't be had, where no tombstone is to be left.
             _NoRoom, Outdated, OSError: it can't be had now.
         """
         try:
@@ -202,7 +202,7 @@ class _Fill:
         except OriginStopped:
             raise
         except (OriginError, ShardError) as exc:
-            if not leave_verdict:
+            if not leave_tombstone:
                 raise
             says_which = self._shard.name in str(exc)
             self._record(type(exc).__name__, str(exc) if says_which else f"{self._shard.name}: {exc}")
@@ -247,7 +247,7 @@ class _Fill:
 
         So what a damaged shard gives doesn't depend on how its bytes happened to arrive.
         """
-        if self._bare:
+        if self._index_only:
             view = memoryview(chunk)
             for start in range(0, len(view), BLOCK_BYTES):
                 self._append(scanner.feed(view[start : start + BLOCK_BYTES]))
@@ -266,7 +266,7 @@ class _Fill:
             raise
 
     def _record(self, status: str, cause: str = "", warnings: list[str] | None = None, size: int = 0) -> None:
-        """Write the end of the index: complete, or a verdict with its cause."""
+        """Write the end of the index: complete, or a tombstone with its cause."""
         if self._index is None:
             self._begin({})
         assert self._index is not None
@@ -282,10 +282,10 @@ class _Fill:
             self._data.close()
 
     def _begin(self, facts: dict[str, object]) -> None:
-        if self._shard.in_place is None and not self._bare and self._data is None:
+        if self._shard.in_place is None and not self._index_only and self._data is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             self._data = Descriptor.open(self._part.path / "data", flags)
-        kind: dict[str, object] = {"bare": True} if self._bare else {}
+        kind: dict[str, object] = {"bare": True} if self._index_only else {}
         if self._is_prepared:
             kind["prepared"] = self._shard.recipe
         meta = {"url": self._shard.name, "digest": self._shard.digest, **kind, **facts}
@@ -299,7 +299,7 @@ class _Fill:
         while view and self._data is not None:
             view = view[self._stored(functools.partial(os.write, self._data.number, view)) :]
         self._written += len(chunk)
-        self._part.room.tend()
+        self._part.budget.enforce_limits()
 
     def _append(self, entries: list[Entry]) -> None:
         if entries:
@@ -318,7 +318,7 @@ class _Fill:
         try:
             return write()
         except OSError as exc:
-            if not is_no_space(exc) or not self._part.make_way(self._wait()):
+            if not is_no_space(exc) or not self._part.make_way(self._next_use()):
                 raise
         return write()
 
@@ -332,17 +332,17 @@ class _Fill:
         """
         # An index that turned out to have no room half-way would have to be begun anew.
         index = self._index_bytes + more_index_bytes
-        needed = max(index, index_bytes(data_bytes)) if self._bare else index + data_bytes
-        is_first = not self._part.reserved_bytes and (self._bare or not data_bytes)
-        # Of a bare index nothing else asks for room before it is begun.
-        if needed <= self._part.reserved_bytes and not (is_first and self._bare):
+        needed = max(index, index_bytes(data_bytes)) if self._index_only else index + data_bytes
+        is_first = not self._part.reserved_bytes and (self._index_only or not data_bytes)
+        # Of an index-only copy nothing else asks for room before it is begun.
+        if needed <= self._part.reserved_bytes and not (is_first and self._index_only):
             return
         growth = needed // _GROWTH if self._part.reserved_bytes else index_bytes(needed)
-        spare = _SPARE_BARE_BYTES if self._bare else _SPARE_BYTES
+        fallback_tier = _SPARE_INDEX_BYTES if self._index_only else _SPARE_BYTES
         if is_first:
-            spare = _FIRST_BYTES
+            fallback_tier = _FIRST_BYTES
         refusals = 0
-        while not self._part.reserve(needed + growth + spare, self._wait()):
+        while not self._part.reserve(needed + growth + fallback_tier, self._next_use()):
             refusals += 1
             if not patient or self._refused(True) or refusals > _REFUSALS_LIMIT:
                 # Where two wait for each other's room, one has to give its own back.
@@ -363,7 +363,7 @@ class _Fill:
     def _take_up(self) -> tuple[ShardScanner, Version | None]:
         """Copy an orphan's verified prefix; gives the scanner behind it, and the version of its bytes."""
         orphan, taken = self._part.orphan, None
-        if orphan is not None and not self._bare:
+        if orphan is not None and not self._index_only:
             # It may have to make room, or its stopped filler goes on and is through with it: then begin anew.
             with contextlib.suppress(FileNotFoundError, CacheCorrupt):
                 taken = self._copy(orphan.path)

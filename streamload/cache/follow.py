@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
-from streamload.cache.reading import Needed, ReadMemory, is_whole
+from streamload.cache.sample_io import Needed, ReadMemory, is_whole
 from streamload.cache.shard import Shard, is_of, is_outdated, refuse_other
-from streamload.cache.source import Source
+from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError
 from streamload.origins.origin import Version
@@ -33,7 +33,7 @@ _FINISHED = frozenset({"shards", "bare", "gone"})
 """Rooms that only what has its end is moved to, by one rename."""
 
 
-Found = tuple[Source, Entry]
+Found = tuple[ShardCopy, Entry]
 """An entry, and the source that it is of."""
 
 Fetch = Callable[[Shard, Version, int, int], bytes]
@@ -83,15 +83,15 @@ class ShardView:
         self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
         self._avoided: set[Path] = set()
         self._fetch = fetch
-        self._index: Source | None = None  # where the entries come from: never fewer than before
-        self._bytes: Source | None = None  # where samples are read: usually the same
+        self._index: ShardCopy | None = None  # where the entries come from: never fewer than before
+        self._bytes: ShardCopy | None = None  # where samples are read: usually the same
         self._looked_at = 0.0
         self._trouble_since: float | None = None
         self.was_complete = False
         """Whether the whole shard was in the tier when the view first found it."""
         was_published = not self._is_settled() and any(tier.has_whole(shard) for tier in self._tiers())
         self.refresh()
-        self.was_complete = was_published or (self.ended and not self.gave_up and not self.is_bare)
+        self.was_complete = was_published or (self.ended and not self.gave_up and not self.is_index_only)
 
     def __repr__(self) -> str:
         where = self._index.path.parent.name if self._index else "nowhere"
@@ -99,9 +99,9 @@ class ShardView:
         return f"<ShardView {self.shard.name}: {self.count} samples, {state}, in {where}>"
 
     @property
-    def is_bare(self) -> bool:
+    def is_index_only(self) -> bool:
         """Whether its samples have to be read from the origin."""
-        return self._bytes is not None and self._bytes.is_bare
+        return self._bytes is not None and self._bytes.is_index_only
 
     @property
     def reader(self) -> IndexReader | None:
@@ -120,7 +120,7 @@ class ShardView:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the shard ended by a verdict: it could not be had, or not to its end."""
+        """Whether the shard ended by a tombstone: it could not be had, or not to its end."""
         return self.ended and self._index is not None and not self._index.reader.is_complete
 
     def refresh(self) -> bool:
@@ -132,7 +132,7 @@ class ShardView:
             try:
                 self._index.reader.refresh()
             except CacheCorrupt:
-                self.distrust(self._index)
+                self.invalidate(self._index)
         if (self.count, self.ended) != before:
             self._looked_at = time.monotonic()
         elif self._may_look(_STANDSTILL_SECONDS if self._index else _APPEAR_SECONDS):
@@ -142,20 +142,20 @@ class ShardView:
     def find(self, numbers: Sequence[int]) -> list[Found | None]:
         """The entries of samples, and where they are read; None for each if one of them isn't there (yet)."""
         source, last = self._bytes, max(numbers)
-        if source is None or source.reader.count <= last or source.is_bare:
+        if source is None or source.reader.count <= last or source.is_index_only:
             source = self._find_bytes(last)
             if source is None:
                 return [None] * len(numbers)
         try:
             return [(source, entry) for entry in source.reader.entries(numbers)]
         except CacheCorrupt:
-            self.distrust(source)
+            self.invalidate(source)
             return [None] * len(numbers)
 
     def ranges(self, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
         """Where samples lie at the origin, if that is where they are read; those that are there yet."""
         source = self._bytes
-        if source is None or not source.is_bare:
+        if source is None or not source.is_index_only:
             return []
         known = [number for number in numbers if number < source.reader.count]
         try:
@@ -190,16 +190,16 @@ class ShardView:
             if found is None:
                 return None
         source, entry = found
-        if source.is_bare:
+        if source.is_index_only:
             return entry, self._fetched(source, entry)
         sample = source.sample(entry, needed, memory)
         if sample is None:
             if source.is_in_place:
                 raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
-            self.distrust(source)
+            self.invalidate(source)
         return sample
 
-    def distrust(self, source: Source | None = None) -> None:
+    def invalidate(self, source: ShardCopy | None = None) -> None:
         """What is read isn't what was written: take it away, so that it is fetched again.
 
         Args:
@@ -207,7 +207,7 @@ class ShardView:
         """
         source = source or self._index
         if source is not None:
-            self._condemn(source.path)
+            self._quarantine(source.path)
         self.close()
 
     @property
@@ -216,9 +216,9 @@ class ShardView:
         return any(path.exists() for path in self._avoided)
 
     def keep_verdict(self) -> FileLock | None:
-        """The lock that makes a verdict stand as long as somebody lives who has acted on it."""
+        """The lock that makes a tombstone stand as long as somebody lives who has acted on it."""
         for tier in self._tiers():
-            lock = FileLock.acquire(tier.verdict(self.shard.digest) / "names", shared=True)
+            lock = FileLock.acquire(tier.tombstone(self.shard.digest) / "names", shared=True)
             if lock is not None:
                 return lock
         return None
@@ -230,7 +230,7 @@ class ShardView:
                 source.close()
         self._index = self._bytes = None
 
-    def _fetched(self, source: Source, entry: Entry) -> memoryview:
+    def _fetched(self, source: ShardCopy, entry: Entry) -> memoryview:
         assert self._fetch is not None
         try:
             data = memoryview(self._fetch(self.shard, source.version, entry.start, entry.stop))
@@ -241,7 +241,7 @@ class ShardView:
             )
         except DatasetChanged:  # nobody can read by this index any more, nor could the next run
             for tier in self._tiers():
-                if source.path == tier.bare(self.shard.digest):
+                if source.path == tier.index_only(self.shard.digest):
                     tier.trash(source.path)
             raise
 
@@ -265,19 +265,19 @@ class ShardView:
                     f"read {self.count}"
                 )
 
-    def _find_bytes(self, number: int) -> Source | None:
-        """A source from which sample `number` can be read; of the bare kind only where there is no other."""
-        bare = self._bytes if self._bytes is not None and self._bytes.reader.count > number else None
-        if not self._may_look(_APPEAR_SECONDS if bare is None else _STANDSTILL_SECONDS):
-            return bare
-        for found in self._sources(bare):
-            if found.reader.count > number and (bare is None or not found.is_bare):
+    def _find_bytes(self, number: int) -> ShardCopy | None:
+        """A source from which sample `number` can be read; an index-only one only where there is no other."""
+        index_only = self._bytes if self._bytes is not None and self._bytes.reader.count > number else None
+        if not self._may_look(_APPEAR_SECONDS if index_only is None else _STANDSTILL_SECONDS):
+            return index_only
+        for found in self._sources(index_only):
+            if found.reader.count > number and (index_only is None or not found.is_index_only):
                 old, self._bytes = self._bytes, found
                 if old is not None and old is not self._index:
                     old.close()
                 return found
             found.close()
-        return bare
+        return index_only
 
     def _may_look(self, interval_seconds: float) -> bool:
         now = time.monotonic()
@@ -286,7 +286,7 @@ class ShardView:
         self._looked_at = now
         return True
 
-    def _sources(self, known: Source | None) -> Iterator[Source]:
+    def _sources(self, known: ShardCopy | None) -> Iterator[ShardCopy]:
         """What can be opened of the shard but for what is known, the best first.
 
         Raises:
@@ -313,39 +313,39 @@ class ShardView:
 
     def _places(self, tier: Tier) -> list[Path]:
         digest = self.shard.digest
-        places = [tier.verdict(digest)]
+        places = [tier.tombstone(digest)]
         if self._is_settled():
             published = map(tier.published, self.shard.digests)
             parts = (part for name in self.shard.digests for part in tier.parts(name))
-            places = [*published, tier.bare(digest), *places, *parts]
+            places = [*published, tier.index_only(digest), *places, *parts]
         return [path for path in places if path not in self._avoided]
 
     def _is_settled(self) -> bool:
         """Whether it may be read; what has begun goes on as it is."""
         return self._index is not None or self._versions is None or self._versions.is_current(self.shard)
 
-    def _open(self, path: Path) -> Source | None:
+    def _open(self, path: Path) -> ShardCopy | None:
         """The source at `path`; None if there is none yet, or none of use: such a one is taken away."""
         is_finished = path.parent.name in _FINISHED
         before = _directory(path) if is_finished else None
         prepared = self.shard.prepared
         shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
         try:
-            found = Source.open(path, shard)
+            found = ShardCopy.open(path, shard)
         except (FileNotFoundError, CacheCorrupt):
             found = None
             if before is not None and before == _directory(path):  # else it was published just now
-                self._condemn(path)
+                self._quarantine(path)
         if found is None:
             return None
         with contextlib.ExitStack() as unless_used:
             unless_used.callback(found.close)
-            if found.is_bare and self._fetch is None:
+            if found.is_index_only and self._fetch is None:
                 return None
             is_damaged = is_finished and not (found.reader.ended and is_of(found.reader, shard))
             if is_damaged or (self._index is None and is_outdated(found.reader.meta, self.shard)):
                 unless_used.close()  # what is still read isn't deleted
-                self._condemn(path)
+                self._quarantine(path)
                 return None
             if self._index is not None:
                 refuse_other(self.shard, self._index.version, found.version)
@@ -373,7 +373,7 @@ class ShardView:
                     f"to read {known.count} samples of it"
                 )
 
-    def _condemn(self, path: Path) -> None:
+    def _quarantine(self, path: Path) -> None:
         """Take a copy away that can't be trusted, or, where the disk doesn't let go of it, pass it by.
 
         Raises:
@@ -385,10 +385,10 @@ class ShardView:
                 f"loader anew here"
             )
         for tier in self._tiers():
-            if path.is_relative_to(tier.root) and not tier.condemn(path):
+            if path.is_relative_to(tier.root) and not tier.quarantine(path):
                 self._avoided.add(path)
 
-    def _adopt(self, found: Source) -> None:
+    def _adopt(self, found: ShardCopy) -> None:
         old, self._index = self._index, found
         if self._bytes is None or self._bytes is old:
             self._bytes = found

@@ -160,7 +160,7 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
         nodes: among which the shards are dealt.
     """
     is_long = len(shards) > LOOKED_THROUGH
-    used_bytes, allowed_bytes = tier.room.used_bytes, tier.room.allowed_bytes
+    used_bytes, allowed_bytes = tier.budget.used_bytes, tier.budget.allowed_bytes
     has_any = next(tier.own("shards"), None) is not None
     looked_at = {shard.digest: shard for shard in spread(shards)} if has_any or not is_long else {}
     count = -(-(len(shards) if is_long else len(looked_at)) // nodes)

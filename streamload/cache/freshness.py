@@ -23,9 +23,9 @@ from typing import Any
 
 from streamload import urls
 from streamload.cache.locks import FileLock
-from streamload.cache.page import Page
 from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.cache.tier import Tier
+from streamload.cache.version_log import VersionLog
 from streamload.errors import CacheCorrupt, OriginError, OriginStopped, ShardError
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin, OriginOptions, Stream, Version, open_origin
@@ -72,7 +72,7 @@ class Freshness:
         self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._page: Page | None = None
+        self._version_log: VersionLog | None = None
         self._filling: dict[str, Version] = {}
         self._waiting: dict[str, float] = {}  # since when another process is asking
         self._told: set[str] = set()
@@ -81,12 +81,12 @@ class Freshness:
     def begin(self, epoch: str) -> None:
         """Begin an epoch; its name is the same in all processes of the run, and is never used again."""
         with self._lock:
-            if self._page is not None and not self._each_epoch:
+            if self._version_log is not None and not self._each_epoch:
                 return
-            old, name = self._page, f"{self._run}.{epoch}" if self._each_epoch else self._run
-            self._page = Page(self._tier, name)
+            old, name = self._version_log, f"{self._run}.{epoch}" if self._each_epoch else self._run
+            self._version_log = VersionLog(self._tier, name)
             for digest, version in self._filling.items():  # their origins have only just been asked
-                self._page.write(digest, version)
+                self._version_log.write(digest, version)
         if old is not None:
             old.close()
 
@@ -97,7 +97,7 @@ class Freshness:
     def version(self, digest: str) -> Version | None:
         """The version of a shard that the run goes by, once that is settled."""
         with self._lock:
-            return None if self._page is None else self._page.version(digest)
+            return None if self._version_log is None else self._version_log.version(digest)
 
     def has_to_ask(self, shard: Shard, tiers: Sequence[Tier]) -> bool:
         """Whether there is a copy, or an index without data, that readers may not begin with yet."""
@@ -143,10 +143,10 @@ class Freshness:
         """
         known = None
         with self._lock:
-            if self._page is not None:
-                if self._page.version(shard.digest) is None:
-                    self._page.write(shard.digest, version)
-                known = self._page.version(shard.digest)
+            if self._version_log is not None:
+                if self._version_log.version(shard.digest) is None:
+                    self._version_log.write(shard.digest, version)
+                known = self._version_log.version(shard.digest)
         refuse_other(shard, known, version)
 
     def fills(self, shard: Shard, version: Version) -> None:
@@ -163,9 +163,9 @@ class Freshness:
     def close(self) -> None:
         """Let go of the page; once is enough."""
         with self._lock:
-            if self._page is not None:
-                self._page.close()
-                self._page = None
+            if self._version_log is not None:
+                self._version_log.close()
+                self._version_log = None
 
     def _has_waited_long(self, shard: Shard) -> bool:
         """Whether another process, which may be stopped, has been asking about a shard for long."""
@@ -180,7 +180,7 @@ class Freshness:
             version = _version_at(path)
             if version is not None:
                 known.append((tier, path, version))
-            elif path.exists() and not tier.condemn(path):
+            elif path.exists() and not tier.quarantine(path):
                 self._go_by(shard, Version())  # readers will pass it by
                 return
         if not known:
@@ -205,8 +205,8 @@ class Freshness:
 
     def _go_by(self, shard: Shard, version: Version) -> None:
         with self._lock:
-            if self._page is not None:
-                self._page.write(shard.digest, version)
+            if self._version_log is not None:
+                self._version_log.write(shard.digest, version)
 
     def _answer(self, shard: Shard, stop: threading.Event) -> Version | None:
         """What the origin says; None if it says nothing, and the copy is used as it is."""
@@ -241,10 +241,12 @@ class Freshness:
     def _say(self, key: str, message: str, *values: object) -> None:
         """Log a warning once in the run."""
         with self._lock:
-            is_new = key not in self._told and (self._page is None or self._page.version(key) is None)
+            is_new = key not in self._told and (
+                self._version_log is None or self._version_log.version(key) is None
+            )
             self._told.add(key)
-            if self._page is not None:
-                self._page.write(key, Version())
+            if self._version_log is not None:
+                self._version_log.write(key, Version())
         if is_new:
             logger.warning(message, *values)
 
@@ -281,7 +283,7 @@ class _Watched(Origin):
 def _copies(shard: Shard, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Path]]:
     """Where a shard is published, prepared or as it is, or its index alone is."""
     for tier in tiers:
-        for path in (*map(tier.published, shard.digests), tier.bare(shard.digest)):
+        for path in (*map(tier.published, shard.digests), tier.index_only(shard.digest)):
             if path.exists():
                 yield tier, path
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.cache import runs
+from streamload.cache import demand
 from streamload.cache.directory import bytes_below
+from streamload.cache.eviction import HeldShard
 from streamload.cache.inventory import Foreign, foreign, foreign_in, is_filled, is_read, url_of
-from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.takeover import can_be_taken_up
 from streamload.cache.tier import Tier
@@ -26,7 +26,7 @@ _IN_USE = {
     "shards": "a process has it open",
     "bare": "a process has it open",
     "parts": "a process fills or reads it",
-    "gone": "a process heeds its verdict",
+    "gone": "a process heeds its tombstone",
     "trash": "a process has it open still; it goes once that is through",
 }
 
@@ -78,7 +78,7 @@ class Removal:
 def collect_garbage(
     tier: Tier, *, all_parts: bool = False, limit_bytes: int | None = None, dry_run: bool = False
 ) -> Removal:
-    """Remove what no run can use: orphaned parts, trash, files of dead runs, verdicts that nobody heeds.
+    """Remove what no run can use: orphaned parts, trash, files of dead runs, tombstones that nobody heeds.
 
     An orphaned part goes if its shard is published meanwhile, or if a fill would not go on behind it; a bare
     index if its shard is published.
@@ -91,7 +91,7 @@ def collect_garbage(
     broom = _Broom(tier, dry_run)
     for shard in list(tier.shards()):
         if shard.kind == "gone":
-            broom.take(shard, "a verdict that nobody heeds", silent=True)
+            broom.take(shard, "a tombstone that nobody heeds", silent=True)
         elif shard.kind == "bare" and tier.published(shard.digest).exists():
             broom.take(shard, "its shard is published", silent=True)
         elif shard.kind == "parts" and not is_filled(shard.path):
@@ -175,7 +175,10 @@ class _Broom:
                 self._taken.add(path)
                 self._delete(path, item)
         with exclusive(self._tier.root / "lock"):
-            for path in [*runs.own(self._tier.root / "runs"), *runs.pages(self._tier.root / "runs")]:
+            for path in [
+                *demand.own(self._tier.root / "runs"),
+                *demand.version_logs(self._tier.root / "runs"),
+            ]:
                 dead = FileLock.acquire(path)
                 if dead is not None:
                     self._unlink(path, "its process is dead")
@@ -188,9 +191,9 @@ class _Broom:
         """Set the tier's limit, and evict what is over it: first what the live runs need last."""
         self._limit_bytes = limit_bytes
         if not self._dry_run:
-            self._tier.room.set_limit(limit_bytes)
+            self._tier.budget.set_limit(limit_bytes)
         for _ in range(_ROUNDS):
-            chosen = self._tier.room.excess(limit_bytes, _may_go, self._taken)
+            chosen = self._tier.budget.excess(limit_bytes, _may_go, self._taken)
             for shard in chosen:
                 self.take(shard, "over the limit", silent=True)
             if not chosen or self._dry_run:
@@ -203,7 +206,7 @@ class _Broom:
             self._dry_run,
             tuple(self._removed),
             tuple(self._kept),
-            self._tier.used_bytes - would_go if self._dry_run else self._tier.room.count(),
+            self._tier.used_bytes - would_go if self._dry_run else self._tier.budget.count(),
             self._limit_bytes,
             tuple(foreign(self._tier)),
         )

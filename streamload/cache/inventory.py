@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from streamload.cache import runs
-from streamload.cache.directory import ROOMS, bytes_below
+from streamload.cache import demand
+from streamload.cache.directory import KINDS, bytes_below
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Tier
 from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
 
 _OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?")
 _RECORD = re.compile(r"lock|tier\.json(\.new)?")
-_SHARES = {"shards": "published", "bare": "bare", "gone": "verdicts"}
+_SHARES = {"shards": "published", "bare": "index_only", "gone": "tombstones"}
 _KINDS = (
     (stat.S_ISREG, "a file"),
     (stat.S_ISDIR, "a directory"),
@@ -70,9 +70,9 @@ class Inventory:
 
     Attributes:
         used_bytes: what counts against the limit: published shards, parts with what is reserved for them,
-            bare indexes, verdicts and trash.
+            index-only copies, tombstones and trash.
         free_bytes: of the disk.
-        published, live_parts, orphaned_parts, bare, verdicts, trash, run_files: shares of the directory.
+        published, live_parts, orphaned_parts, bare, tombstones, trash, run_files: shares of the directory.
         samples: in the published shards, as their indexes say.
         open_shards: the published shards that a process has open, by URL without secrets.
         runs: the live ones.
@@ -87,8 +87,8 @@ class Inventory:
     published: Share
     live_parts: Share
     orphaned_parts: Share
-    bare: Share
-    verdicts: Share
+    index_only: Share
+    tombstones: Share
     trash: Share
     run_files: Share
     samples: int
@@ -126,12 +126,12 @@ def take_inventory(tier: Tier) -> Inventory:
         rooms[name].append((shard.path, shard.size_bytes))
         if shard.kind == "shards":
             uses.append(shard.used_at)
-            held.add(runs.short(shard.digest))
+            held.add(demand.short(shard.digest))
             samples += count_samples(shard.path)
             if is_read(shard.path):
                 open_shards.append(url_of(shard.path) or shard.digest)
     trash = [(path, bytes_below(path)) for path in tier.own("trash")]
-    files = runs.own(tier.root / "runs")
+    files = demand.own(tier.root / "runs")
     shares = {name: Share(len(found), sum(size for _, size in found)) for name, found in rooms.items()}
     return Inventory(
         root=tier.root,
@@ -153,13 +153,13 @@ def take_inventory(tier: Tier) -> Inventory:
 def foreign(tier: Tier) -> Iterator[Foreign]:
     """All that the tier did not make, by where it lies."""
     for path in _listed(tier.root):
-        if path.name not in (*ROOMS, "runs"):
+        if path.name not in (*KINDS, "runs"):
             yield from _judge(path, _RECORD.fullmatch(path.name) is not None, stat.S_ISREG)
-    for room in ROOMS:
-        for path in _listed(tier.root / room):
-            strange = list(_judge(path, ROOMS[room].fullmatch(path.name) is not None, stat.S_ISDIR))
-            yield from strange or (foreign_in(path) if room != "trash" else ())
-    own = {*runs.own(tier.root / "runs"), *runs.pages(tier.root / "runs")}
+    for kind in KINDS:
+        for path in _listed(tier.root / kind):
+            strange = list(_judge(path, KINDS[kind].fullmatch(path.name) is not None, stat.S_ISDIR))
+            yield from strange or (foreign_in(path) if kind != "trash" else ())
+    own = {*demand.own(tier.root / "runs"), *demand.version_logs(tier.root / "runs")}
     for path in _listed(tier.root / "runs"):
         yield from _judge(path, path in own, stat.S_ISREG)
 
@@ -178,7 +178,7 @@ def is_filled(part: Path) -> bool:
 
 
 def is_read(path: Path) -> bool:
-    """Whether anybody has a shard, part or verdict open."""
+    """Whether anybody has a shard, part or tombstone open."""
     return _is_held(path / "names", shared=False)
 
 
@@ -224,7 +224,7 @@ def _live_runs(files: list[Path], held: set[int]) -> Iterator[LiveRun]:
     visits: dict[int, set[int]] = {}
     for path in files:
         if _is_held(path, shared=True):
-            visits.setdefault(runs.pid_of(path), set()).update(runs.visits_of(path).tolist())
+            visits.setdefault(demand.pid_of(path), set()).update(demand.visits_of(path).tolist())
     for pid, shards in sorted(visits.items()):
         yield LiveRun(pid, len(shards), len(shards & held))
 

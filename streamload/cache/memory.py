@@ -60,7 +60,7 @@ _VERSIONS = {
 }
 
 
-def room(place: Path = PLACE, root: Path = Path("/")) -> Free:
+def free_memory(place: Path = PLACE, root: Path = Path("/")) -> Free:
     """What may be written into a tmpfs at `place`, which need not exist yet.
 
     Args:
@@ -81,7 +81,7 @@ def usage(place: Path) -> MemoryUsage:
     Raises:
         OSError: nobody can say how large the tmpfs is.
     """
-    return MemoryUsage(shutil.disk_usage(place).total, room(place).free_bytes)
+    return MemoryUsage(shutil.disk_usage(place).total, free_memory(place).free_bytes)
 
 
 def available(root: Path = Path("/")) -> Free:

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from streamload.cache.budget import LAST_BLOCKS_BYTES, Budget
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock
-from streamload.cache.room import LAST_BLOCKS_BYTES, Room
 from streamload.errors import CacheError
 
 
@@ -19,26 +19,26 @@ class Part:
     def __init__(
         self,
         tier: Directory,
-        room: Room,
+        kind: Budget,
         digest: str,
         path: Path,
         alive: FileLock,
         orphan: Orphan | None,
     ):
         self.tier = tier
-        self.room = room
+        self.budget = kind
         self.digest = digest
         self.path = path
         self.orphan = orphan
         self.reserved_bytes = 0
         self._alive = alive
 
-    def reserve(self, size_bytes: int, wait: float) -> bool:
-        """Make room for `size_bytes` in all; see `Room.reserve`."""
-        granted = self.room.reserve(self.path, size_bytes, wait)
+    def reserve(self, size_bytes: int, next_use: float) -> bool:
+        """Make room for `size_bytes` in all; see `Budget.reserve`."""
+        granted = self.budget.reserve(self.path, size_bytes, next_use)
         if not granted and self.orphan is not None:
             self.forget_orphan()  # no room for both: begin anew
-            granted = self.room.reserve(self.path, size_bytes, wait)
+            granted = self.budget.reserve(self.path, size_bytes, next_use)
         if granted:
             self.reserved_bytes = size_bytes
         return granted
@@ -48,29 +48,29 @@ class Part:
         with contextlib.suppress(OSError):  # published, taken away, or a disk that may do better next time
             os.utime(self.path / "index")
 
-    def make_way(self, wait: float) -> bool:
-        """The disk is full although there was room: see `Room.make_way`."""
-        return self.room.make_way(max(self.reserved_bytes, LAST_BLOCKS_BYTES), wait)
+    def make_way(self, next_use: float) -> bool:
+        """The disk is full although there was room: see `Budget.make_way`."""
+        return self.budget.make_way(max(self.reserved_bytes, LAST_BLOCKS_BYTES), next_use)
 
     def publish(self) -> None:
         """Hand the finished part over to the readers, by one rename."""
         self._move("shards")
-        self.tier.trash(self.tier.bare(self.digest))
+        self.tier.trash(self.tier.index_only(self.digest))
 
     def publish_bare(self) -> None:
         """Hand a finished index over, without data."""
         self._move("bare")
 
     def give_up(self) -> FileLock | None:
-        """Leave a verdict in place of the shard; it stands while the lock that is returned is held."""
-        verdict = FileLock.acquire(self.path / "names", shared=True, create=True)
+        """Leave a tombstone in place of the shard; it stands while the lock that is returned is held."""
+        tombstone = FileLock.acquire(self.path / "names", shared=True, create=True)
         try:
             self._move("gone")
         except BaseException:
-            if verdict is not None:
-                verdict.close()
+            if tombstone is not None:
+                tombstone.close()
             raise
-        return verdict
+        return tombstone
 
     def leave(self) -> None:
         """Stop here; what was filled stays for whoever takes it up, unless the shard is published."""
@@ -89,10 +89,10 @@ class Part:
             self.orphan.remove(self.tier)
             self.orphan = None
 
-    def _move(self, room: str) -> None:
-        target = self.tier.root / room / self.digest
+    def _move(self, kind: str) -> None:
+        target = self.tier.root / kind / self.digest
         try:
-            with self.room.leaving(self.path, target):
+            with self.budget.leaving(self.path, target):
                 (self.path / "reserved").unlink(missing_ok=True)
                 self.path.rename(target)
         except OSError as exc:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.cache import memory, runs
+from streamload.cache import demand, memory
 from streamload.cache.agreement import Agreement, Answer
 from streamload.cache.directory import refuse_what_is_not_ours
 from streamload.cache.locks import exclusive
@@ -159,7 +159,7 @@ def memory_budget(settings: Settings) -> int:
     refuse_what_is_not_ours(root)
     try:
         tier = _existing(root)
-        room = memory.room(root)
+        room = memory.free_memory(root)
     except OSError as exc:
         raise CacheError(f"{root} can't be used: {exc.strerror or exc}") from exc
     held_bytes = tier.used_bytes if tier is not None else 0
@@ -243,8 +243,8 @@ def _needed_by_others(root: Path, digests: set[str]) -> int:
         return 0
     others = [shard for shard in tier.shards() if shard.digest not in digests]
     with exclusive(tier.root / "lock"):
-        waits = runs.waits(tier.root / "runs", [shard.digest for shard in others])
-    return sum(shard.size_bytes for shard in others if shard.digest in waits)
+        next_uses = demand.next_uses(tier.root / "runs", [shard.digest for shard in others])
+    return sum(shard.size_bytes for shard in others if shard.digest in next_uses)
 
 
 def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: Ask) -> int | None:

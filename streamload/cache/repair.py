@@ -1,7 +1,7 @@
 """Fetch again what was damaged and has been taken out of a tier.
 
-Without a verdict: a shard that this process can't have (its credentials may be missing here) is none that the
-trainings beside it should give up.
+No tombstone is left: trainings beside this process shouldn't give up what it can't fetch (its credentials may
+be missing here).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamload import urls
-from streamload.cache import runs
+from streamload.cache import demand
 from streamload.cache.fill import Filled, fill
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
@@ -68,7 +68,7 @@ def repair(
 
     def work(damage: Damage) -> Repair:
         shard = (known or {}).get(damage.digest) or _from_index(damage, storage)
-        if damage.room != "shards" or not damage.taken_out or shard is None:
+        if damage.kind != "shards" or not damage.taken_out or shard is None:
             return _without_fetching(damage)
 
         def origin() -> Origin:
@@ -98,7 +98,7 @@ def _without_fetching(damage: Damage) -> Repair:
             "stays: it is in use, holds what the tier did not make, or the disk refuses",
             is_done=False,
         )
-    if damage.room != "shards":
+    if damage.kind != "shards":
         return Repair(damage, "taken out", is_done=True)
     return Repair(damage, f"taken out; the next run that needs it fetches it ({_HINT})", is_done=False)
 
@@ -110,17 +110,23 @@ def _fetch(
     if part is None:
         if tier.published(shard.digest).exists():
             return Repair(damage, "fetched again by another process", is_done=True)
-        if tier.verdict(shard.digest).exists():
+        if tier.tombstone(shard.digest).exists():
             return Repair(damage, "taken out; a running process has given this shard up", is_done=False)
         return Repair(damage, "taken out; another process fetches it again", is_done=True)
 
-    def wait() -> float:
+    def next_use() -> float:
         """As soon as the runs say: nothing that they need sooner goes for it."""
-        return runs.waits(tier.root / "runs", [shard.digest]).get(shard.digest, math.inf)
+        return demand.next_uses(tier.root / "runs", [shard.digest]).get(shard.digest, math.inf)
 
     try:
         outcome = fill(
-            part, shard, origin, size_bytes=damage.size_bytes, wait=wait, stop=stop, leave_verdict=False
+            part,
+            shard,
+            origin,
+            size_bytes=damage.size_bytes,
+            next_use=next_use,
+            stop=stop,
+            leave_tombstone=False,
         )
     except StreamloadError as exc:
         return Repair(damage, f"taken out, but not fetched again: {exc}", is_done=False)

@@ -1,4 +1,4 @@
-"""The shards of one run as its readers use them: what has arrived, samples by reference, verdicts (G, H).
+"""The shards of one run as its readers use them: what has arrived, samples by reference, tombstones (G, H).
 
 One value for each reading process. It decides which samples are usable (from the index alone), keeps views
 of what is open, and applies the policy for shards that could not be had. It fills nothing.
@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload import errors
+from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.follow import Fetch, Found, ShardView, Versions
 from streamload.cache.locks import FileLock
-from streamload.cache.reading import ReadMemory
+from streamload.cache.sample_io import ReadMemory
 from streamload.cache.selection import Selection
 from streamload.cache.shard import Shard
-from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
@@ -47,10 +47,10 @@ class ShardCache:
         shards: all of them, as listed.
         selection: which samples are used.
         skip: whether a shard that can't be had is passed over (else its error is raised).
-        counts: where hits, misses and verdicts are counted.
+        counts: where hits, misses and tombstones are counted.
         counted: which shards this process counts, so that the workers of a rank count each of them once.
         fetch: gives the bytes of shards of which only the index is kept.
-        spare: where shards are if the tier fails.
+        fallback_tier: where shards are if the tier fails.
         versions: which version of a shard is read (see ShardView).
     """
 
@@ -64,7 +64,7 @@ class ShardCache:
         counts: Counts,
         counted: Callable[[int], bool],
         fetch: Fetch | None = None,
-        spare: Spare | None = None,
+        fallback_tier: FallbackTier | None = None,
         versions: Versions | None = None,
     ):
         self.tier = tier
@@ -74,13 +74,13 @@ class ShardCache:
         self._counts = counts
         self._counted = counted
         self._fetch = fetch
-        self._spare = spare
+        self._fallback_tier = fallback_tier
         self._versions = versions
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, tuple[int, Numbers]] = {}
         self._complete: set[int] = set()
         self._given_up: set[int] = set()
-        self._verdicts: dict[str, FileLock] = {}
+        self._tombstones: dict[str, FileLock] = {}
         self._barren = _Barren()
 
     def arrived(self, shard: int) -> tuple[Numbers, bool]:
@@ -98,7 +98,7 @@ class ShardCache:
             try:
                 mask, missing = self._selection.of(view.reader, seen)
             except CacheCorrupt:
-                view.distrust()
+                view.invalidate()
                 return numbers, False
             fresh = seen + np.flatnonzero(mask)
             numbers = np.concatenate([numbers, fresh])
@@ -110,7 +110,7 @@ class ShardCache:
             self._heed(view, shard)
         if view.ended:
             self._barren.ended(view)
-            if not view.gave_up and not view.is_bare and shard not in self._complete:
+            if not view.gave_up and not view.is_index_only and shard not in self._complete:
                 self._complete.add(shard)
                 self._count("shards_complete", shard)
                 self._warn(view, shard)
@@ -170,13 +170,13 @@ class ShardCache:
     def close(self) -> None:
         """Let go of everything."""
         self.keep_open(())
-        for verdict in self._verdicts.values():
-            verdict.close()
-        self._verdicts.clear()
+        for tombstone in self._tombstones.values():
+            tombstone.close()
+        self._tombstones.clear()
 
     def _tiers(self) -> Sequence[Tier]:
-        spare = self._spare.tier if self._spare is not None else None
-        return (self.tier,) if spare is None else (self.tier, spare)
+        fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
+        return (self.tier,) if fallback_tier is None else (self.tier, fallback_tier)
 
     def _count(self, name: str, shard: int, n: int = 1) -> None:
         if n and self._counted(shard):
@@ -193,11 +193,11 @@ class ShardCache:
         reader = view.reader
         assert reader is not None
         if not self._skip or reader.status == errors.OriginOutage.__name__:  # it isn't the shard that fails
-            raise verdict_error(reader.status, reader.cause)
-        if view.shard.digest not in self._verdicts:
+            raise tombstone_error(reader.status, reader.cause)
+        if view.shard.digest not in self._tombstones:
             lock = view.keep_verdict()
-            if lock is not None:  # else it was read where it was written, and isn't yet where verdicts are
-                self._verdicts[view.shard.digest] = lock
+            if lock is not None:  # else it was read where it was written, and isn't yet where tombstones are
+                self._tombstones[view.shard.digest] = lock
         if shard in self._given_up:
             return
         self._given_up.add(shard)
@@ -265,14 +265,14 @@ def _shown(text: str) -> str:
     return printable if len(text) <= _SHOWN_CHARACTERS else f"{printable}…"
 
 
-def verdict_error(status: str, cause: str) -> errors.StreamloadError:
-    """The error that a verdict was written for."""
+def tombstone_error(status: str, cause: str) -> errors.StreamloadError:
+    """The error that a tombstone was written for."""
     kind: Callable[[str], errors.StreamloadError] = getattr(errors, status, errors.OriginError)
     return kind(cause)
 
 
-def verdict_cause(path: Path) -> str:
-    """Why a shard was given up, from the directory of its verdict."""
+def tombstone_cause(path: Path) -> str:
+    """Why a shard was given up, from the directory of its tombstone."""
     with contextlib.closing(IndexReader(path)) as reader:
         reader.refresh()
         return reader.cause

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from streamload.cache.reading import read_sample
+from streamload.cache.sample_io import read_sample
 from streamload.cache.shard import version_of
 from streamload.errors import CacheCorrupt
 from streamload.origins.origin import Version

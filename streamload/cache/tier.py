@@ -15,11 +15,11 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from streamload.cache import memory, runs
+from streamload.cache import demand, memory
+from streamload.cache.budget import ENFORCE_SECONDS, Budget, DiskUsage
 from streamload.cache.directory import BLOCK_BYTES, Directory
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Orphan, Part
-from streamload.cache.room import TEND_SECONDS, DiskUsage, Room
 from streamload.errors import CacheError
 from streamload.metrics import Counters, Counts
 from streamload.settings import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system
@@ -39,7 +39,7 @@ class Tier(Directory):
         eviction: by which rule this process makes room.
         disk_usage: says how much of a path's disk is free; by default the file system, and in memory what
             machine and container leave as well.
-        tend_seconds: how often `tend` looks.
+        tend_seconds: how often `enforce_limits` looks.
 
     Raises:
         CacheError: the directory can't be used, or isn't ours.
@@ -54,18 +54,18 @@ class Tier(Directory):
         free_disk: FreeDisk = DEFAULT_FREE_DISK,
         eviction: Eviction = "plan",
         disk_usage: Callable[[Path], DiskUsage] | None = None,
-        tend_seconds: float = TEND_SECONDS,
+        enforce_seconds: float = ENFORCE_SECONDS,
     ):
         super().__init__(root, counts if counts is not None else Counters())
         try:
             self._prepare()
-            self.room = Room(
+            self.budget = Budget(
                 self,
                 limit_bytes,
                 free_disk=free_disk,
                 eviction=eviction,
                 disk_usage=disk_usage or _usage_of(self.root),
-                tend_seconds=tend_seconds,
+                enforce_seconds=enforce_seconds,
             )
         except CacheError:
             raise
@@ -89,7 +89,7 @@ class Tier(Directory):
     @property
     def limit_bytes(self) -> int:
         """The budget of all files together."""
-        return self.room.limit_bytes
+        return self.budget.limit_bytes
 
     def claim(self, digest: str, stopped: Collection[Path] = ()) -> Part | None:
         """A new part to fill; None if the shard is here, was given up, or has a filler that is at work.
@@ -100,7 +100,7 @@ class Tier(Directory):
         """
         with exclusive(self.root / "lock") as usage:
             parts = self.parts(digest)  # listed first: one that is published meanwhile is seen below
-            if self.published(digest).exists() or self._stands(self.verdict(digest)):
+            if self.published(digest).exists() or self._stands(self.tombstone(digest)):
                 return None
             found = self._orphans(parts, stopped)
             if found is None:
@@ -121,7 +121,7 @@ class Tier(Directory):
                 if orphan is not None:
                     orphan.let_go()
                 raise
-            return Part(self, self.room, digest, path, alive, orphan)
+            return Part(self, self.budget, digest, path, alive, orphan)
 
     def _orphans(self, parts: Iterable[Path], stopped: Collection[Path]) -> list[Orphan] | None:
         """Those of a shard's parts that nobody goes on with; None if somebody is at work. Under the lock.
@@ -145,17 +145,17 @@ class Tier(Directory):
     def sweep(self) -> None:
         """Remove what dead processes left.
 
-        That is: verdicts that nobody stands by, parts of shards that somebody else has published, and what
+        That is: tombstones that nobody stands by, parts of shards that somebody else has published, and what
         was being deleted.
 
         To be called when a run begins, so that it asks again for what an earlier one could not have.
         """
         with exclusive(self.root / "lock"):
-            for verdict in list(self.own("gone")):
-                self._stands(verdict)
+            for tombstone in list(self.own("gone")):
+                self._stands(tombstone)
             for part in list(self.own("parts")):
                 self._drop_if_useless(part)
-            runs.waits(self.root / "runs", ())
+            demand.next_uses(self.root / "runs", ())
         self.empty_trash()
 
     def _drop_if_useless(self, part: Path) -> None:
@@ -170,18 +170,18 @@ class Tier(Directory):
             if lock is not None:
                 lock.close()
 
-    def _stands(self, verdict: Path) -> bool:
-        """Whether a verdict still holds: somebody who has acted on it is alive. If not, it is removed."""
-        if not verdict.exists():
+    def _stands(self, tombstone: Path) -> bool:
+        """Whether a tombstone still holds: somebody who has acted on it is alive. If not, it is removed."""
+        if not tombstone.exists():
             return False
-        lock = FileLock.acquire(verdict / "names")
-        if lock is None and (verdict / "names").exists():
+        lock = FileLock.acquire(tombstone / "names")
+        if lock is None and (tombstone / "names").exists():
             return True
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             if lock is not None:
                 held.callback(lock.close)
-            verdict = self.out_of_sight(verdict)
-        self.delete(verdict)
+            tombstone = self.out_of_sight(tombstone)
+        self.delete(tombstone)
         return False
 
 
@@ -202,6 +202,6 @@ def open_tier(settings: Settings) -> Tier:
         tier.sweep()
         if settings.sources["cache_size"] == "default":
             return tier
-        held = 0 if size.share is None else tier.room.count()
+        held = 0 if size.share is None else tier.budget.count()
     existing = next(path for path in (root, *root.absolute().parents) if path.exists())
     return open_one(size.limit_bytes(shutil.disk_usage(existing).free, held))

@@ -1,9 +1,8 @@
 """Whether what a tier holds is what arrived: each index, and each sample against its checksum.
 
-What is read is what a reader could be given: published shards, bare indexes, and parts without a filler as
-far as their entries go.
-Bytes between samples (headers and padding of the tar) are read by nobody, and aren't compared. Safe beside
-trainings: a shard is pinned while it is read, and one that goes or comes meanwhile is no error.
+What is read is what a reader could be given: published shards, index-only copies, and parts without a filler,
+up to their last entry. Bytes between samples (tar headers and padding) are never read, and aren't compared.
+Safe beside trainings: a shard is pinned while it is read, and one that goes or comes meanwhile is no error.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamload import urls
+from streamload.cache.eviction import HeldShard
 from streamload.cache.garbage import unused
 from streamload.cache.inventory import foreign_in, is_filled, url_of
-from streamload.cache.ledger import HeldShard
 from streamload.cache.locks import FileLock, exclusive
-from streamload.cache.reading import checksum
+from streamload.cache.sample_io import checksum
 from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
@@ -53,7 +52,7 @@ class Damage:
     """
 
     digest: str
-    room: str
+    kind: str
     url: str
     cause: str
     size_bytes: int
@@ -172,7 +171,7 @@ class _Look:
                     closing.callback(pin.close)
                 reader = closing.enter_context(IndexReader(self._held.path))
                 data = -1
-                if not _is_bare(reader):
+                if not _is_index_only(reader):
                     data = closing.enter_context(open_file(self._held.path / "data")).number
                 if self._held.kind in _WHOLE:
                     self.cause = self._check_whole(reader, data)
@@ -267,7 +266,7 @@ def _is(path: Path, directory: Descriptor) -> bool:
         return False
 
 
-def _is_bare(reader: IndexReader) -> bool:
+def _is_index_only(reader: IndexReader) -> bool:
     """Whether the tier has no data beside an index: the file is of this machine, or read at its origin."""
     return "mtime_ns" in reader.meta or reader.meta.get("bare") is True
 

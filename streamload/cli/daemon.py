@@ -89,8 +89,8 @@ def daemon(
     Ends on SIGTERM, on a cloud's notice that it takes the machine away, or with --once when all is held; the
     exit code is 1 if --once could not have a shard. Start it again, and as many as you like, at any time.
     """
-    from streamload.prefetch.page import DEFAULT_LISTEN
     from streamload.prefetch.service import ServiceOptions
+    from streamload.prefetch.status_server import DEFAULT_LISTEN
 
     if urls == ["status"]:
         show_status(listen or DEFAULT_LISTEN, as_json)
@@ -153,7 +153,7 @@ def show_status(listen: str, as_json: bool = False) -> None:
     import urllib3
 
     from streamload.metrics import format_bytes
-    from streamload.prefetch.page import listen_at, url_at
+    from streamload.prefetch.status_server import listen_at, url_at
 
     url = url_at(*listen_at(listen))
     with urllib3.PoolManager(retries=False, timeout=5.0) as pools:

@@ -251,7 +251,7 @@ def _data(urls: list[str]) -> list[Finding]:
     from streamload.cache.shard import ShardList
     from streamload.cli.cache.options import tier_at
     from streamload.errors import StreamloadError
-    from streamload.order.deal import default_lanes, default_window
+    from streamload.order.split import default_lanes, default_window
     from streamload.urls import expand_urls
 
     if not urls:

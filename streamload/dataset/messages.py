@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamload.cache.begun import Begun
+from streamload.cache.checkpoint import CheckpointShard
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.errors import OptionError
 from streamload.order.cursor import Cursor
-from streamload.order.deal import Deal
-from streamload.order.mixture import Change
+from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
+from streamload.order.split import Split
 from streamload.origins.origin import OriginOptions
 from streamload.settings import Eviction, FreeDisk, Revalidate
-from streamload.transforms.examples import Examples
+from streamload.transforms.assembly import BatchAssembly
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SourceOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class WorkerConfig:
     """What a run reads and what it makes of it: the same in all processes of a rank."""
 
     shards: ShardList
@@ -59,7 +59,7 @@ class Recipe:
     ahead_bytes: int
     sources: tuple[SourceOrder, ...]
     """They follow each other in `shards`."""
-    deal: Deal
+    split: Split
     rank: int
     first_group: int
     """The first of the groups that the deal speaks of."""
@@ -67,11 +67,11 @@ class Recipe:
     """An epoch is a pass: it ends where the shards end."""
     train: bool
     skip: bool
-    stand_ins: int | None
+    replacements: int | None
     """How many samples are tried in place of one that can't be used; None: some of every shard."""
     selection: Selection
     """Which samples are used, from the index alone."""
-    examples: Examples
+    assembly: BatchAssembly
     with_keys: bool
     """Whether a batch says which samples it is of."""
 
@@ -80,7 +80,7 @@ class SourceState(NamedTuple):
     """Where a group is in one source."""
 
     cursor: Cursor
-    begun: dict[int, Begun]
+    begun: dict[int, CheckpointShard]
     """What is known of the shards that are open, by their place in the source."""
 
 
@@ -116,7 +116,7 @@ class GroupState(NamedTuple):
             sources = tuple(
                 SourceState(
                     Cursor.from_json(state["cursor"]),
-                    {int(shard): Begun.from_json(begun) for shard, begun in state["begun"].items()},
+                    {int(shard): CheckpointShard.from_json(begun) for shard, begun in state["begun"].items()},
                 )
                 for state in value["sources"]
             )
@@ -157,16 +157,16 @@ class SealedStates(Mapping[int, GroupState]):
         }
 
 
-def _plain(begun: Mapping[int, Begun]) -> dict[int, tuple[Any, ...]]:
+def _plain(begun: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
     return {shard: tuple(seen) for shard, seen in begun.items()}
 
 
 def _source_state(cursor: tuple[Any, ...], begun: Mapping[int, tuple[Any, ...]]) -> SourceState:
-    return SourceState(Cursor(*cursor), {shard: Begun(*seen) for shard, seen in begun.items()})
+    return SourceState(Cursor(*cursor), {shard: CheckpointShard(*seen) for shard, seen in begun.items()})
 
 
-class Start(NamedTuple):
-    """From where to where the workers go on: what the rank writes on the board before each epoch."""
+class EpochStart(NamedTuple):
+    """Where the workers start and end: what the rank writes into the control block before each epoch."""
 
     epoch: int
     """Of the sequence: an epoch that goes on where another stopped keeps its number."""
@@ -179,9 +179,9 @@ class Start(NamedTuple):
     groups: dict[int, GroupState]
     """Of each group, by its number among all; none at the beginning of a sequence."""
     noted: int
-    """The generation of the board's changes that are among these."""
+    """The generation of the control block's changes that are among these."""
     generation: int = 0
-    """Of the order on the board."""
+    """Of the order in the control block."""
 
     def to_json(self) -> dict[str, Any]:
         """The start as JSON-able values, without its generation."""
@@ -195,8 +195,8 @@ class Start(NamedTuple):
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Start:
-        """The start that `to_json` wrote, with the board's generation."""
+    def from_json(cls, value: dict[str, Any]) -> EpochStart:
+        """The start that `to_json` wrote, with the control block's generation."""
         groups = {int(number): GroupState.from_json(state) for number, state in value["groups"].items()}
         return cls(**{**value, "changes": changes_from(value["changes"]), "groups": groups})
 
@@ -206,7 +206,7 @@ def changes_from(value: list[Any]) -> list[Change]:
     return [Change(position, tuple(shares)) for position, shares in value]
 
 
-class Trouble(NamedTuple):
+class SkippedSample(NamedTuple):
     """A sample that could not be used."""
 
     cause: str
@@ -234,7 +234,7 @@ class Batch(NamedTuple):
     """Where its step begins: global samples of the sequence before it."""
     groups: SealedStates
     """Of each group that it is of, by its number among all: where it is behind this step."""
-    troubles: list[Trouble]
+    skipped: list[SkippedSample]
     """The samples that could not be used."""
     digests: dict[str, Span]
     """Of each group and source: hashes of all references before this step and before the next."""

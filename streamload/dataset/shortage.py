@@ -13,10 +13,10 @@ from streamload.cache.forecast import LARGE_SAMPLE_BYTES, Width, fitting
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
-from streamload.dataset.messages import Recipe
+from streamload.dataset.messages import WorkerConfig
 from streamload.errors import CacheFull
-from streamload.handoff import Board
-from streamload.prefetch.ahead import Ahead
+from streamload.ipc import ControlBlock
+from streamload.prefetch.prefetcher import Prefetcher
 
 logger = logging.getLogger("streamload")
 
@@ -38,12 +38,14 @@ class Shortage:
         ahead: its fills.
     """
 
-    def __init__(self, recipe: Recipe, board: Board, tier: Tier, cache: ShardCache, ahead: Ahead):
-        self._recipe = recipe
-        self._board = board
+    def __init__(
+        self, config: WorkerConfig, control: ControlBlock, tier: Tier, cache: ShardCache, ahead: Prefetcher
+    ):
+        self._config = config
+        self._control = control
         self._tier = tier
         self._cache = cache
-        self._ahead = ahead
+        self._prefetcher = ahead
         self._patience_seconds = _NO_ROOM_SECONDS
         self._look_at = 0.0
 
@@ -64,26 +66,26 @@ class Shortage:
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _LOOK_SECONDS
-        shards = [self._recipe.shards[shard] for shard in blocked]
-        digests = {digest for shard in in_use for digest in self._recipe.shards[shard].digests}
+        shards = [self._config.shards[shard] for shard in blocked]
+        digests = {digest for shard in in_use for digest in self._config.shards[shard].digests}
         try:
             tier = self._tier
             parts = {part.name[:32]: granted_bytes(part) for part in tier.own("parts")}
             # Those of indexes alone give back most of what they were granted.
             arriving = {digest: size for digest, size in parts.items() if size > reserved_bytes(0)}
-            whole = (path for digest in digests for path in (tier.published(digest), tier.bare(digest)))
+            whole = (path for digest in digests for path in (tier.published(digest), tier.index_only(digest)))
             held_bytes = sum(map(bytes_below, whole))
             held_bytes += sum(size for digest, size in arriving.items() if digest in digests)
-            free_bytes = tier.room.allowed_bytes - held_bytes
+            free_bytes = tier.budget.allowed_bytes - held_bytes
         except OSError:
             return  # whoever fills says what is wrong with the tier, and goes on without it
         for shard in shards:
-            if self._ahead.lacks_bytes(shard) > free_bytes:
+            if self._prefetcher.lacks_bytes(shard) > free_bytes:
                 self._do_without(shard, is_certain=True)
         some_arrive = max(parts.values(), default=0) > BLOCK_BYTES  # more than a claim
         patience_seconds = min(self._patience_seconds, math.inf if some_arrive else _STANDOFF_SECONDS)
-        refused_seconds = self._ahead.refused_seconds(shards[0])
-        if min(waited_seconds, refused_seconds, self._board.wanted_seconds()) > patience_seconds:
+        refused_seconds = self._prefetcher.refused_seconds(shards[0])
+        if min(waited_seconds, refused_seconds, self._control.wanted_seconds()) > patience_seconds:
             self._do_without(shards[0], is_certain=False)
 
     def _do_without(self, shard: Shard, *, is_certain: bool) -> None:
@@ -92,8 +94,8 @@ class Shortage:
         Raises:
             CacheFull: its origin gives no ranges, or not even its index has room; and memory has none either.
         """
-        if not self._ahead.do_without(shard):
-            if not self._ahead.do_elsewhere(shard):
+        if not self._prefetcher.do_without(shard):
+            if not self._prefetcher.do_elsewhere(shard):
                 raise CacheFull(self._no_room(shard, is_certain))
             return
         if self._patience_seconds == _NO_ROOM_SECONDS:
@@ -105,13 +107,13 @@ class Shortage:
         self._patience_seconds = _NO_ROOM_AGAIN_SECONDS
 
     def _no_room(self, shard: Shard, is_certain: bool) -> str:
-        room = f"no room for {shard.name} in the cache at {self._tier.root}: {self._tier.room.bound}"
+        room = f"no room for {shard.name} in the cache at {self._tier.root}: {self._tier.budget.bound}"
         shard_bytes = reserved_bytes(int(self._cache.mean_bytes()))
         sizes = shard_bytes, self._cache.mean_sample_bytes() or LARGE_SAMPLE_BYTES
-        orders = [(-(-source.count // source.order.groups), source.order) for source in self._recipe.sources]
+        orders = [(-(-source.count // source.order.groups), source.order) for source in self._config.sources]
         asked = [Width(order.lanes, order.window, count, *sizes) for count, order in orders]
-        step = max(1, self._recipe.deal.batch // self._recipe.deal.groups)
-        found = fitting(asked, self._tier.room.allowed_bytes, step, lanes=True, window=True)
+        step = max(1, self._config.split.batch // self._config.split.groups)
+        found = fitting(asked, self._tier.budget.allowed_bytes, step, lanes=True, window=True)
         fits = "none would fit" if found is None else f"{_widths(found)} would fit"
         why = (
             "is less than the shards that have to be open at once"

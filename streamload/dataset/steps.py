@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streamload.dataset.messages import GroupState, Recipe, SourceState, Span, Start
+from streamload.dataset.messages import EpochStart, GroupState, SourceState, Span, WorkerConfig
 from streamload.dataset.supply import Supply, Waiting
 from streamload.errors import NoValidSamples
-from streamload.order.deal import Share
-from streamload.order.mixture import Change, Mixture, Portion, in_effect
+from streamload.order.mixing import Change, Mixing, Portion, in_effect
+from streamload.order.split import Share
 
 
 class Visit(NamedTuple):
@@ -42,13 +42,13 @@ class Steps:
         start: where the epoch begins.
     """
 
-    def __init__(self, recipe: Recipe, supply: Supply, start: Start):
-        self._recipe = recipe
+    def __init__(self, config: WorkerConfig, supply: Supply, start: EpochStart):
+        self._config = config
         self._supply = supply
         self._start = start
         self._changes = start.changes
-        self._groups = recipe.deal.groups_of(recipe.rank)
-        self._mixtures: dict[int, Mixture] = {}
+        self._groups = config.split.groups_of(config.rank)
+        self._mixtures: dict[int, Mixing] = {}
 
     def change(self, changes: list[Change]) -> None:
         """The shares change, in steps that nobody has asked for yet."""
@@ -58,16 +58,16 @@ class Steps:
 
     def at(self, position: int) -> Step:
         """The step that begins at a global position."""
-        if len(self._recipe.sources) > 1:
+        if len(self._config.sources) > 1:
             self._supply.give_shares(in_effect(self._changes, position))
-        shares = self._recipe.deal.shares(position, self._recipe.rank, self._groups)
+        shares = self._config.split.shares(position, self._config.rank, self._groups)
         parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
-        return Step(self._recipe, self._supply, parts)
+        return Step(self._config, self._supply, parts)
 
     def coming(self, position: int) -> list[tuple[int, int]]:
         """Shard and number of what this rank computes of a later step, as far as that is known."""
         found: list[tuple[int, int]] = []
-        for share in self._recipe.deal.shares(position, self._recipe.rank, self._groups):
+        for share in self._config.split.shares(position, self._config.rank, self._groups):
             # Of a copy: weights may still change before that step.
             part = _Part(share, copy.copy(self._mixture(share.group)).at(position))
             for source in _sources(part.seats):
@@ -77,15 +77,15 @@ class Steps:
                 found += [(int(shard), int(number)) for _, shard, number in rows]
         return found
 
-    def _mixture(self, group: int) -> Mixture:
+    def _mixture(self, group: int) -> Mixing:
         found = self._mixtures.get(group)
         if found is None:
-            start, zeros = self._start, (0,) * len(self._recipe.sources)
-            state = start.groups.get(self._recipe.first_group + group)
+            start, zeros = self._start, (0,) * len(self._config.sources)
+            state = start.groups.get(self._config.first_group + group)
             given = zeros if state is None else [source.cursor.position for source in state.sources]
             owed = zeros if state is None else state.owed
-            found = self._mixtures[group] = Mixture(
-                self._recipe.deal, group, start.position, self._changes, given, owed
+            found = self._mixtures[group] = Mixing(
+                self._config.split, group, start.position, self._changes, given, owed
             )
         return found
 
@@ -111,7 +111,7 @@ class _Part:
 class Step:
     """One step, as far as this rank computes it. Its references can be taken once."""
 
-    recipe: Recipe
+    config: WorkerConfig
     supply: Supply
     parts: list[_Part]
     _waiting: Waiting = field(default_factory=Waiting)
@@ -126,7 +126,7 @@ class Step:
     def taken(self) -> list[int]:
         """How many of these are of each source."""
         seats = np.concatenate([part.seats for part in self.parts])
-        taken: list[int] = np.bincount(seats, minlength=len(self.recipe.sources)).tolist()
+        taken: list[int] = np.bincount(seats, minlength=len(self.config.sources)).tolist()
         return taken
 
     def visits(self) -> Iterator[list[Visit] | None]:
@@ -136,18 +136,18 @@ class Step:
         """
         for part in self.parts:
             yield from self._known(part)
-        if self.recipe.train and not self._is_whole():
+        if self.config.train and not self._is_whole():
             yield None
 
     def states(self) -> dict[int, GroupState]:
         """Where each group is behind the step, once all visits have been given."""
         return {
-            self.recipe.first_group + part.group: GroupState(
+            self.config.first_group + part.group: GroupState(
                 part.portion.owed,
                 tuple(
-                    SourceState(itinerary.cursor(stop), itinerary.begun())
-                    for itinerary, stop in (
-                        (self.supply.itinerary(part.group, source), stop)
+                    SourceState(stream.cursor(stop), stream.begun())
+                    for stream, stop in (
+                        (self.supply.references(part.group, source), stop)
                         for source, stop in enumerate(part.portion.stop)
                     )
                 ),
@@ -160,7 +160,7 @@ class Step:
         spans = {}
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):
-                behind = self.supply.itinerary(part.group, source).digest(stop)
+                behind = self.supply.references(part.group, source).digest(stop)
                 before = self._before.get((part.group, source), behind)
                 begin = part.portion.first[source]
                 spans[f"{part.group}.{source}"] = Span(begin, before, stop, behind)
@@ -173,8 +173,8 @@ class Step:
             many = rest.size
             for source in _sources(rest):
                 seats = np.flatnonzero(rest == source)
-                itinerary = self.supply.itinerary(part.group, source)
-                known = max(0, itinerary.known(first[source] + seats.size) - first[source])
+                stream = self.supply.references(part.group, source)
+                known = max(0, stream.known(first[source] + seats.size) - first[source])
                 if known < seats.size:
                     many = min(many, int(seats[known]))
             yield self._take(part, rest[:many], first)
@@ -187,15 +187,15 @@ class Step:
             self._note(part, source)
             own = seats == source
             stop = first[source] + int(np.count_nonzero(own))
-            rows[own] = self.supply.itinerary(part.group, source).take(first[source], stop)
+            rows[own] = self.supply.references(part.group, source).take(first[source], stop)
             first[source] = stop
         return [Visit(source, *row) for source, row in zip(seats.tolist(), rows.tolist(), strict=True)]
 
     def _note(self, part: _Part, source: int) -> None:
         """Keep the hash of what lies before the step, known by now and not yet passed."""
         if (part.group, source) not in self._before:
-            itinerary = self.supply.itinerary(part.group, source)
-            self._before[part.group, source] = itinerary.digest(part.portion.first[source])
+            stream = self.supply.references(part.group, source)
+            self._before[part.group, source] = stream.digest(part.portion.first[source])
 
     def _is_whole(self) -> bool:
         """Wait for all that the step takes of the groups, on whatever rank.
@@ -206,8 +206,8 @@ class Step:
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):
                 if not self.supply.has(part.group, source, stop, self._waiting):
-                    if len(self.recipe.sources) > 1:
-                        name = self.recipe.sources[source].name
+                    if len(self.config.sources) > 1:
+                        name = self.config.sources[source].name
                         raise NoValidSamples(
                             f"no usable sample in source {name!r}, which has a share of a step"
                         )

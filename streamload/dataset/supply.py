@@ -13,32 +13,32 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.begun import Recalled
+from streamload.cache.checkpoint import CheckedArrivals
+from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.follow import Found
 from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.freshness import Freshness, asker
-from streamload.cache.reading import ReadMemory
+from streamload.cache.sample_io import ReadMemory
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
 from streamload.cache.shared.sharing import Sharing
-from streamload.cache.spare import Spare
 from streamload.cache.tier import Tier
-from streamload.dataset.messages import Recipe, Start
+from streamload.dataset.messages import EpochStart, WorkerConfig
 from streamload.dataset.shortage import Shortage
-from streamload.handoff import Board
+from streamload.ipc import ControlBlock
 from streamload.metrics import Counters
 from streamload.order.group import GroupOrder
-from streamload.order.mixture import Change
+from streamload.order.mixing import Change
 from streamload.order.plan import pass_order
 from streamload.origins.origin import Origin, Version, has_ranges, open_origin
 from streamload.origins.outages import listen, outages
-from streamload.prefetch.ahead import Ahead
-from streamload.prefetch.itinerary import Itinerary
+from streamload.prefetch.plan_file import PlannedSource, Progress, plan_of
+from streamload.prefetch.prefetcher import Prefetcher
 from streamload.prefetch.prepared import PreparedOrigin
-from streamload.prefetch.published import PlannedSource, Progress, plan_of
 from streamload.prefetch.publisher import Publisher
 from streamload.prefetch.ranges import Range, Ranges
-from streamload.transforms.examples import Sample
+from streamload.prefetch.reference_stream import ReferenceStream
+from streamload.transforms.assembly import Sample
 
 logger = logging.getLogger("streamload")
 
@@ -69,53 +69,55 @@ class Supply:
         worker, workers: which of how many this process is; 0 workers: the rank itself.
     """
 
-    def __init__(self, recipe: Recipe, board: Board, counts: Counters, worker: int, workers: int):
+    def __init__(
+        self, config: WorkerConfig, control: ControlBlock, counts: Counters, worker: int, workers: int
+    ):
         self._parent = os.getppid() if workers else None
-        self._recipe = recipe
-        self._board = board
+        self._config = config
+        self._control = control
         self._counts = counts
         self._closing = threading.Event()
-        self._tier = _open_tier(recipe, counts)
-        self._spare = Spare(recipe.tier_root, counts)
-        ask = None if recipe.revalidate == "never" else asker(recipe.storage_options, recipe.origin, counts)
-        self._sharing = Sharing(recipe.shared, counts, ask)
-        each_epoch = recipe.revalidate != "start"
-        self._freshness = Freshness(self._tier, recipe.run, each_epoch=each_epoch, ask=ask, counts=counts)
+        self._tier = _open_tier(config, counts)
+        self._fallback_tier = FallbackTier(config.tier_root, counts)
+        ask = None if config.revalidate == "never" else asker(config.storage_options, config.origin, counts)
+        self._sharing = Sharing(config.shared, counts, ask)
+        each_epoch = config.revalidate != "start"
+        self._freshness = Freshness(self._tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self._cache = ShardCache(
             self._tier,
-            recipe.shards,
-            recipe.selection,
-            skip=recipe.skip,
+            config.shards,
+            config.selection,
+            skip=config.skip,
             counts=counts,
             counted=lambda shard: shard % max(1, workers) == worker,
             fetch=self._fetch,
-            spare=self._spare,
+            fallback_tier=self._fallback_tier,
             versions=self._freshness,
         )
-        self._ahead = Ahead(
+        self._prefetcher = Prefetcher(
             self._tier,
             self._open_origin,
-            threads=recipe.fills,
+            threads=config.fills,
             counts=counts,
-            may_be_bare=lambda shard: has_ranges(shard.url),
-            spare=self._spare,
+            may_be_index_only=lambda shard: has_ranges(shard.url),
+            fallback_tier=self._fallback_tier,
             freshness=self._freshness,
             published=self._sharing.published,
-            wait_of=lambda shard: self._waits.get(shard.digest, math.inf),
+            next_use_of=lambda shard: self._next_uses.get(shard.digest, math.inf),
             is_prepared=self._sharing.has_prepared,
         )
-        self._publisher = _publisher(recipe) if worker == 0 else None
-        self._told_groups = recipe.deal.groups_told_by(recipe.rank)
-        preparation = recipe.examples.preparation
+        self._publisher = _publisher(config) if worker == 0 else None
+        self._told_groups = config.split.groups_told_by(config.rank)
+        preparation = config.assembly.preparation
         self._prepared_by = "" if preparation is None else preparation.name
-        self._start: Start | None = None
-        self._row = worker + 1 if workers else 0  # of this process, on the board
-        self._itineraries: dict[tuple[int, int], Itinerary] = {}
+        self._start: EpochStart | None = None
+        self._row = worker + 1 if workers else 0  # of this process, in the control block
+        self._streams: dict[tuple[int, int], ReferenceStream] = {}
         self._idle: set[int] = set()  # the sources without a share
         self._without_samples: set[tuple[int, int]] = set()  # groups and sources of which that was logged
         self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
         self.reads_ranges = False  # whether samples have had to be read from their origin
-        self._shortage = Shortage(recipe, board, self._tier, self._cache, self._ahead)
+        self._shortage = Shortage(config, control, self._tier, self._cache, self._prefetcher)
         self._fills_ahead = False
         self._known_ahead: int | None = None  # about how many references, by the first samples that were seen
         self._asked: tuple[list[int], list[int]] = [], []
@@ -123,40 +125,42 @@ class Supply:
         self._blocked_by: str | None = None  # a shard that holds up a batch for long
         self._telling = threading.Lock()
         self._end_listening = listen(self._tell)
-        self._waits: dict[str, float] = {}  # of what was asked for: replaced as a whole, for other threads
+        self._next_uses: dict[
+            str, float
+        ] = {}  # of what was asked for: replaced as a whole, for other threads
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: EpochStart) -> None:
         """Begin an epoch."""
-        self._forget_itineraries()
+        self._forget_streams()
         self._cache.keep_open(())
         self._start = start
         self._blocked_ns.clear()
         self._blocked_by = None
         self._tell()
         self._freshness.begin(f"{start.epoch}-{start.position}-{start.generation}")
-        self._ahead.look_again()
+        self._prefetcher.look_again()
 
-    def itinerary(self, group: int, source: int) -> Itinerary:
+    def references(self, group: int, source: int) -> ReferenceStream:
         """The sequence of a group and source from where the epoch began."""
-        found = self._itineraries.get((group, source))
+        found = self._streams.get((group, source))
         if found is None:
             assert self._start is not None
-            found = self._itineraries[group, source] = self._begin(self._start, group, source)
+            found = self._streams[group, source] = self._begin(self._start, group, source)
         return found
 
     def has(self, group: int, source: int, position: int, waiting: Waiting) -> bool:
         """Wait until all references before a position are known; False if there are fewer."""
-        itinerary = self.itinerary(group, source)
-        while not itinerary.reaches(position):
-            if not itinerary.follow(self._known_ahead):
-                if itinerary.reads_everything and (group, source) not in self._without_samples:
+        stream = self.references(group, source)
+        while not stream.reaches(position):
+            if not stream.follow(self._known_ahead):
+                if stream.reads_everything and (group, source) not in self._without_samples:
                     self._without_samples.add((group, source))
-                    logger.warning(_WITHOUT_SAMPLES, group, self._recipe.deal.groups)
-                blocked = itinerary.blocked()
+                    logger.warning(_WITHOUT_SAMPLES, group, self._config.split.groups)
+                blocked = stream.blocked()
                 if self._are_refused(blocked):  # what the batch has read by now may make way
                     self._cache.keep_open(self._in_use().union(blocked))
                 self._pause(waiting, blocked, source)
-        return itinerary.has(position)
+        return stream.has(position)
 
     def arrived(self, shard: int) -> Numbers:
         """The usable sample numbers of a shard so far, ascending."""
@@ -189,10 +193,10 @@ class Supply:
 
     def peek(self, group: int, source: int, first: int, stop: int) -> npt.NDArray[np.int64]:
         """References that are known, or can be without a wait, and aren't taken yet."""
-        itinerary = self.itinerary(group, source)
-        while not itinerary.reaches(stop) and itinerary.follow(self._known_ahead):
+        stream = self.references(group, source)
+        while not stream.reaches(stop) and stream.follow(self._known_ahead):
             pass
-        return itinerary.peek(first, stop)
+        return stream.peek(first, stop)
 
     def want_ranges(self, samples: Sequence[tuple[int, int]]) -> None:
         """Ask the origins for those samples, by shard and number, that have to be read there."""
@@ -200,7 +204,7 @@ class Supply:
         for shard, number in samples:
             by_shard.setdefault(shard, []).append(number)
         self._ranges.want(
-            Range(self._recipe.shards[shard], *place)
+            Range(self._config.shards[shard], *place)
             for shard, numbers in by_shard.items()
             for place in self._cache.ranges(shard, numbers)
         )
@@ -218,7 +222,7 @@ class Supply:
         first = entry.start
         members = {extension: data[at - first : at - first + size] for extension, at, size in entry.members}
         prepared = entry.prepared[0] if entry.prepared is not None else ""
-        return Sample(entry.key, self._recipe.shards[shard].name, members, prepared)
+        return Sample(entry.key, self._config.shards[shard].name, members, prepared)
 
     def complain_if_barren(self) -> None:
         """Raise NoValidSamples if nothing usable has been seen: there is no more to come."""
@@ -248,8 +252,8 @@ class Supply:
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
         self._cache.keep_open(self._in_use())
-        for itinerary in self._itineraries.values():
-            itinerary.tell_progress()
+        for stream in self._streams.values():
+            stream.tell_progress()
         if self._publisher is not None:
             self._publish(self._publisher)
 
@@ -260,32 +264,32 @@ class Supply:
         if self._publisher is not None:
             self._publisher.close()
         self._sharing.close()
-        self._ahead.close()
-        self._forget_itineraries()
+        self._prefetcher.close()
+        self._forget_streams()
         self._ranges.close()
         self._cache.close()
         self._freshness.close()
-        self._spare.close()
+        self._fallback_tier.close()
 
     def _publish(self, publisher: Publisher) -> None:
         """Tell daemons how far the groups are that this process tells of."""
         assert self._start is not None
-        sources = range(len(self._recipe.sources))
+        sources = range(len(self._config.sources))
         for group in self._told_groups:
-            followed = [self._itineraries.get((group, source)) for source in sources]
+            followed = [self._streams.get((group, source)) for source in sources]
             fronts = tuple((0, 0) if one is None else one.front for one in followed)
             ahead, mean_bytes = self._shards_ahead(), self._cache.mean_bytes()
             prepared = self._prepared_by
             publisher.tell(Progress(group, self._start.epoch, fronts, ahead, mean_bytes, prepared=prepared))
 
-    def _forget_itineraries(self) -> None:
-        for itinerary in self._itineraries.values():
-            itinerary.close()
-        self._itineraries = {}
+    def _forget_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        self._streams = {}
 
-    def _begin(self, start: Start, group: int, source: int) -> Itinerary:
-        recipe, own = self._recipe, self._recipe.sources[source]
-        number = recipe.first_group + group
+    def _begin(self, start: EpochStart, group: int, source: int) -> ReferenceStream:
+        config, own = self._config, self._config.sources[source]
+        number = config.first_group + group
         pieces = own.pieces[number]
         state = start.groups[number].sources[source] if number in start.groups else None
         order = GroupOrder(
@@ -294,36 +298,36 @@ class Supply:
             number,
             start.epoch,
             start=None if state is None else state.cursor,
-            passes=1 if recipe.one_pass else None,
+            passes=1 if config.one_pass else None,
             pieces=pieces,
         )
 
         def next_pass() -> npt.NDArray[np.int64]:
             """An epoch that is one pass is followed by the next epoch's."""
-            if not recipe.one_pass or not recipe.train:
+            if not config.one_pass or not config.train:
                 return np.empty(0, np.int64)
             return pass_order(own.order, pieces.shards, number, start.epoch + 1, 0)
 
         begun, begun_in = ({} if state is None else state.begun), order.pass_
-        arrivals = Recalled(self._cache, own.first, begun, lambda: order.pass_ == begun_in)
-        return Itinerary(order, next_pass, recipe.shards, own.first, arrivals, self._tier)
+        arrivals = CheckedArrivals(self._cache, own.first, begun, lambda: order.pass_ == begun_in)
+        return ReferenceStream(order, next_pass, config.shards, own.first, arrivals, self._tier)
 
     def _source_of(self, shard: int) -> int:
         """Which source a shard is of."""
-        return bisect.bisect_right(self._recipe.sources, shard, key=lambda source: source.first) - 1
+        return bisect.bisect_right(self._config.sources, shard, key=lambda source: source.first) - 1
 
     def _pause(self, waiting: Waiting, blocked: list[int], source: int) -> None:
         """Bytes of a source aren't there yet: see to it that they come, and wait a moment."""
         assert self._start is not None
         orphaned = self._parent is not None and os.getppid() != self._parent
-        if orphaned or self._board.order.generation != self._start.generation:
+        if orphaned or self._control.order.generation != self._start.generation:
             raise Superseded
         self.want(blocked)
-        self._ahead.check()
+        self._prefetcher.check()
         if blocked:
-            first = self._recipe.shards[blocked[0]]
+            first = self._config.shards[blocked[0]]
             if self._cache.view(blocked[0]).is_stuck:
-                self._ahead.do_elsewhere(first)
+                self._prefetcher.do_elsewhere(first)
             if self._are_refused(blocked):
                 self._shortage.make_do(blocked, self._in_use(), waiting.seconds())
             if waiting.seconds() > _BLOCKED_SECONDS and self._blocked_by != first.name:
@@ -331,15 +335,15 @@ class Supply:
                 self._tell()
             if waiting.is_due():
                 view = self._cache.view(blocked[0])
-                who = "this process" if self._ahead.filling(first) else "another process, or nobody yet"
+                who = "this process" if self._prefetcher.filling(first) else "another process, or nobody yet"
                 logger.warning("a batch has waited %.0f s for %r, filled by %s", waiting.seconds(), view, who)
         began = time.monotonic_ns()
         least, most = _POLL_SECONDS
         time.sleep(min(most, max(least, _POLL_SHARE * waiting.seconds())))
         waited_ns = time.monotonic_ns() - began
         self._counts.add("bytes_wait_ns", waited_ns)
-        self._board.by_source[self._row, source, 1] += waited_ns
-        if blocked and self._board.wanted_seconds():
+        self._control.by_source[self._row, source, 1] += waited_ns
+        if blocked and self._control.wanted_seconds():
             self._blocked_ns[blocked[0]] = self._blocked_ns.get(blocked[0], 0) + waited_ns
 
     def _tell(self) -> None:
@@ -347,7 +351,7 @@ class Supply:
         with self._telling:
             away = [[name, outage.cause[:500], outage.until] for name, outage in outages().items()]
             told = {"shard": self._blocked_by, "away": away[:4]}
-            self._board.block(self._row, told if self._blocked_by or away else None)
+            self._control.block(self._row, told if self._blocked_by or away else None)
 
     def _fetch(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
         """Bytes of a shard of which only the index is kept."""
@@ -357,9 +361,9 @@ class Supply:
 
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
         """Where a shard lives, the shared cache in front of it."""
-        recipe = self._recipe
-        origin = open_origin(shard.url, recipe.storage_options, recipe.origin, self._counts, stop)
-        preparation = recipe.examples.preparation
+        config = self._config
+        origin = open_origin(shard.url, config.storage_options, config.origin, self._counts, stop)
+        preparation = config.assembly.preparation
         if shard.recipe and preparation is not None:  # what the shared cache doesn't give is made here
             origin = PreparedOrigin(origin, preparation)
         return self._sharing.through(shard, origin, stop)
@@ -369,21 +373,21 @@ class Supply:
         needed = dict.fromkeys(blocked)
         later: dict[int, None] = {}
         most_open = 0
-        for (_, source), itinerary in self._itineraries.items():
-            in_use = itinerary.shards_in_use()
+        for (_, source), stream in self._streams.items():
+            in_use = stream.shards_in_use()
             most_open = max(most_open, len(in_use))
             needed.update(dict.fromkeys(in_use))
             if self._fills_ahead and source not in self._idle:
-                later.update(dict.fromkeys(itinerary.coming(self._shards_ahead()).tolist()))
+                later.update(dict.fromkeys(stream.coming(self._shards_ahead()).tolist()))
         asked = [*needed], [shard for shard in later if shard not in needed]
         if asked != self._asked:
             self._asked = asked
-            shards = [[self._recipe.shards[shard] for shard in each] for each in asked]
-            self._waits = self._announced(most_open, *shards)
-            self._ahead.want(*shards)
+            shards = [[self._config.shards[shard] for shard in each] for each in asked]
+            self._next_uses = self._announced(most_open, *shards)
+            self._prefetcher.want(*shards)
 
     def _announced(self, most_open: int, needed: list[Shard], later: list[Shard]) -> dict[str, float]:
-        """How soon shards are needed, in shard visits as `Run` announces them: open ones first, all alike.
+        """The next use of each shard, in shard visits as `DemandFile` announces them; open ones come first.
 
         A lane that has read its shard waits for the next one, which is needed and not open.
         """
@@ -395,42 +399,42 @@ class Supply:
 
     def _are_refused(self, shards: Iterable[int]) -> bool:
         """Whether there was no room for one of these."""
-        return any(self._ahead.refused_seconds(self._recipe.shards[shard]) for shard in shards)
+        return any(self._prefetcher.refused_seconds(self._config.shards[shard]) for shard in shards)
 
     def _in_use(self) -> set[int]:
         """The shards that have to stay readable."""
-        return {shard for itinerary in self._itineraries.values() for shard in itinerary.shards_in_use()}
+        return {shard for stream in self._streams.values() for shard in stream.shards_in_use()}
 
     def _shards_ahead(self) -> int:
         mean = self._cache.mean_bytes()
         if not mean:
             return 1
         room = self._tier.limit_bytes / 4
-        return max(1, int(min(self._recipe.ahead_bytes, room) / mean))
+        return max(1, int(min(self._config.ahead_bytes, room) / mean))
 
 
-def _open_tier(recipe: Recipe, counts: Counters) -> Tier:
+def _open_tier(config: WorkerConfig, counts: Counters) -> Tier:
     """The tier with the limit that it has: another run may have given it one since this one began."""
-    is_there = (recipe.tier_root / "tier.json").is_file()
+    is_there = (config.tier_root / "tier.json").is_file()
     return Tier(
-        recipe.tier_root,
-        None if is_there else recipe.tier_limit_bytes,
+        config.tier_root,
+        None if is_there else config.tier_limit_bytes,
         counts,
-        free_disk=recipe.free_disk,
-        eviction=recipe.eviction,
+        free_disk=config.free_disk,
+        eviction=config.eviction,
     )
 
 
-def _publisher(recipe: Recipe) -> Publisher | None:
+def _publisher(config: WorkerConfig) -> Publisher | None:
     """Who tells daemons of a training; None where nobody could hear it."""
-    if recipe.shared is None or not recipe.train:
+    if config.shared is None or not config.train:
         return None
-    sources = [PlannedSource(source.count, source.order) for source in recipe.sources]
-    shards, storage = recipe.shards.urls, recipe.storage_options
-    prepare = "" if recipe.examples.preparation is None else str(recipe.examples.preparation)
+    sources = [PlannedSource(source.count, source.order) for source in config.sources]
+    shards, storage = config.shards.urls, config.storage_options
+    prepare = "" if config.assembly.preparation is None else str(config.assembly.preparation)
     return Publisher(
-        recipe.shared.open_objects(),
-        lambda: plan_of(sources, recipe.one_pass, shards, storage, prepare),
+        config.shared.open_objects(),
+        lambda: plan_of(sources, config.one_pass, shards, storage, prepare),
     )
 
 

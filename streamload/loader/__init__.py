@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from streamload.cache.selection import Keep
+from streamload.loader.distributed import gather_state
 from streamload.loader.loader import Loader
 from streamload.loader.options import (
     ImageDtype,
@@ -24,9 +25,8 @@ from streamload.loader.options import (
     whole_number,
 )
 from streamload.loader.sources import Factors, Source, read_sources
-from streamload.loader.together import gather_state
 from streamload.settings import Eviction, Revalidate, Where
-from streamload.transforms.examples import Collate, MapSample, Preprocess
+from streamload.transforms.assembly import Collate, MapSample, Preprocess
 from streamload.urls import Urls
 
 __all__ = ["Loader", "LoaderOptions", "Source", "gather_state", "make_loader"]

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from streamload.dataset import Batch, Trouble
+from streamload.dataset import Batch, SkippedSample
 from streamload.errors import OrderDiverged, TooManyBadSamples, TooManyBadShards
 from streamload.metrics import Counters
 
@@ -32,12 +32,12 @@ class Checks:
         most_bad: the largest share of bad samples that is allowed; None: any.
 
     Attributes:
-        troubles: the first thousand samples that could not be used.
-        generation: of the order on the board, by which the batches of the epoch are made.
+        skipped: the first thousand samples that could not be used.
+        generation: of the order in the control block, by which the batches of the epoch are made.
     """
 
     def __init__(self, counts: Counters, train: bool, most_bad: float | None):
-        self.troubles: list[Trouble] = []
+        self.skipped: list[SkippedSample] = []
         self.generation = 0
         self._counts = counts
         self._train = train
@@ -84,15 +84,15 @@ class Checks:
             TooManyBadSamples: their share is certainly larger than allowed.
         """
         self._taken += batch.samples
-        if not batch.troubles:
+        if not batch.skipped:
             return
-        for trouble in batch.troubles:
+        for trouble in batch.skipped:
             self._counts.add(f"samples_{self._what}_{trouble.cause}")
-        bad = [trouble for trouble in batch.troubles if trouble.cause != "missing"]
+        bad = [trouble for trouble in batch.skipped if trouble.cause != "missing"]
         self._taken += 0 if self._train else len(bad)
         for trouble in bad:
-            if len(self.troubles) < _TROUBLES_KEPT:
-                self.troubles.append(trouble)
+            if len(self.skipped) < _TROUBLES_KEPT:
+                self.skipped.append(trouble)
                 logger.warning(
                     "sample %s of %s is %s: %s", trouble.key, trouble.url, self._what, trouble.message
                 )

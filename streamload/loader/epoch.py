@@ -20,8 +20,8 @@ from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
+    from streamload.loader.distributed import Watch
     from streamload.loader.loader import Loader
-    from streamload.loader.together import Watch
 
 _Coming = Callable[[], tuple[Batch, dict[str, Any]]]
 """Gives a batch as it came, and its values where they were asked for."""

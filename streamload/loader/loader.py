@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from streamload.dataset import Batch, Start, StreamDataset, Trouble
+from streamload.dataset import Batch, EpochStart, SkippedSample, StreamDataset
 from streamload.device import Feed, feed_for
-from streamload.handoff import Board, context_with_channels, slots_for
+from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.checks import Checks, GivenUp
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
+from streamload.loader.distributed import Watch, gathered, ranks_of
 from streamload.loader.epoch import Epoch, is_a_death
-from streamload.loader.forks import here_only, watch_over
+from streamload.loader.fork_safety import here_only, watch_over
 from streamload.loader.options import LoaderOptions, at_least, read_device
-from streamload.loader.place import BAD_SAMPLES, BAD_SHARDS, Order, counted_of
-from streamload.loader.recipe import counted_samples, recipe_for
+from streamload.loader.position import BAD_SAMPLES, BAD_SHARDS, OrderSpec, counted_of
 from streamload.loader.schedule import Schedule
-from streamload.loader.together import Watch, gathered, ranks_of
 from streamload.loader.waits import ShardWaits, report_waiting
+from streamload.loader.worker_config import counted_samples, worker_config_for
 from streamload.metrics import Counters, Snapshot, total
 from streamload.origins.origin import import_origins
 from streamload.transforms.collate import unnamed
@@ -56,7 +56,7 @@ class Loader(DataLoaderInterface):
         """Lightning makes a second one to predict with, and says by the last three that nothing is new."""
         self.options = options
         self._schedule = Schedule(options)
-        self._order: Order | None = None  # by which the workers go
+        self._order: OrderSpec | None = None  # by which the workers go
         self._batch = 0  # of all ranks together
         self._length: int | None = None  # of an epoch in batches, as it was last asked for
         self._counted_samples: int | None = None  # by the indexes in the cache
@@ -102,9 +102,9 @@ class Loader(DataLoaderInterface):
         """`Accelerator.prepare` notes here that it is done."""
 
     @property
-    def troubles(self) -> list[Trouble]:
+    def skipped(self) -> list[SkippedSample]:
         """The first thousand samples that could not be used."""
-        return self._checks.troubles
+        return self._checks.skipped
 
     @property
     def world_size(self) -> int:
@@ -219,7 +219,7 @@ class Loader(DataLoaderInterface):
             OptionError: a name that no source has, a negative weight, or all are zero.
         """
         schedule, course = self._schedule, self._schedule.course
-        batch = schedule.deal().batch
+        batch = schedule.split().batch
         place = course.now()
         position = place.position
         if self._under_way() is not None:
@@ -228,7 +228,7 @@ class Loader(DataLoaderInterface):
         said = gathered((dict(weights), position), self.world_size)
         agreed = schedule.weights(said[0][0])  # what is wrong with them is wrong on all ranks
         position = max(at for _, at in said)
-        self._board.changes.write({"changes": course.change(agreed, position)})
+        self._control.changes.write({"changes": course.change(agreed, position)})
         return (position - place.began) // batch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -252,8 +252,8 @@ class Loader(DataLoaderInterface):
     def stats(self) -> Snapshot:
         """What has happened so far, over all processes of this rank; cheap, at any time."""
         names = [source.name for source in self.options.sources]
-        by_source = dict(zip(names, self._board.by_source.sum(axis=0), strict=True))
-        return Snapshot.of(self._board.counters, by_source, self._waits.worst())
+        by_source = dict(zip(names, self._control.by_source.sum(axis=0), strict=True))
+        return Snapshot.of(self._control.counters, by_source, self._waits.worst())
 
     def close(self) -> None:
         """End the workers and let go of the cache; the loader can be iterated again. Once is enough.
@@ -292,7 +292,7 @@ class Loader(DataLoaderInterface):
             return None
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
-        self._board.by_source[0, :, 0] += batch.taken
+        self._control.by_source[0, :, 0] += batch.taken
         return self._shape(values)
 
     def ran_out(self) -> None:
@@ -306,11 +306,11 @@ class Loader(DataLoaderInterface):
     @contextlib.contextmanager
     def waiting(self, began: float) -> Iterator[None]:
         """Count the time since `began` as waiting for data, and let the workers know that one waits."""
-        self._board.want(True)
+        self._control.want(True)
         try:
             yield
         finally:
-            self._board.want(False)
+            self._control.want(False)
             self.waited_ns = waited_ns = int((time.monotonic() - began) * 1e9)
             self._counts.add("data_wait_ns", waited_ns)
         if not self._counts.value("batches_yielded"):
@@ -319,14 +319,14 @@ class Loader(DataLoaderInterface):
     def _settle_here(self) -> None:
         """Begin with nothing in this process: what its workers read is not that of another's."""
         self._pid = os.getpid()
-        self._board = Board(1 + self.options.num_workers, len(self.options.sources))
-        self._counts = Counters(self._board.counters[0])
+        self._control = ControlBlock(1 + self.options.num_workers, len(self.options.sources))
+        self._counts = Counters(self._control.counters[0])
         self._checks = Checks(self._counts, self.options.train, self.options.max_bad_samples)
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
         self._given_up = GivenUp(self.options.max_bad_shards)
 
     def _judge_shards(self) -> None:
-        counters = self._board.counters
+        counters = self._control.counters
         if given_up := total(counters, "shards_given_up"):
             self._given_up.judge(given_up, total(counters, "shards_complete"), self._schedule.shards)
 
@@ -337,17 +337,17 @@ class Loader(DataLoaderInterface):
             self._settle_here()
         source, schedule = self._start(), self._schedule
         place = schedule.course.next()
-        start = Start(
+        start = EpochStart(
             place.sequence,
             place.position,
             schedule.steps(place),
             list(place.changes),
             dict(place.groups),
-            noted=self._board.changes.generation,
+            noted=self._control.changes.generation,
         )
         before = self.stats()  # a worker that is slow may be at this epoch before it has left the last one
-        self._board.order.write(start.to_json())
-        self._checks.begin(self._board.order.generation)
+        self._control.order.write(start.to_json())
+        self._checks.begin(self._control.order.generation)
         try:
             with _on_cpu(), _interrupts_held(source):
                 batches = iter(source)
@@ -364,7 +364,7 @@ class Loader(DataLoaderInterface):
             expected = self._length - (place.position - place.began) // self._batch
         ends = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
-        watch = None if ranks is None else Watch(ranks, self._board)
+        watch = None if ranks is None else Watch(ranks, self._control)
         epoch = Epoch(self, batches, self._feed, began, start.steps, expected, ends, watch)
         self._current = weakref.ref(epoch)
         return epoch
@@ -386,13 +386,13 @@ class Loader(DataLoaderInterface):
             self.close()
         if self._batches is None:
             options = self.options
-            recipe, placed = recipe_for(options, self._schedule)
-            self._order, self._batch = self._schedule.order, recipe.deal.batch
-            self._statistics = recipe.examples.unnormalised if options.image_dtype == "float32" else None
+            config, placed = worker_config_for(options, self._schedule)
+            self._order, self._batch = self._schedule.order, config.split.batch
+            self._statistics = config.assembly.unnormalised if options.image_dtype == "float32" else None
             self._leave_tier = weakref.finalize(self, here_only(placed.close))
-            import_origins([*options.urls.kinds(), *([recipe.shared.url] if recipe.shared else [])])
-            slots = slots_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
-            self._dataset = StreamDataset(recipe, self._board, slots)
+            import_origins([*options.urls.kinds(), *([config.shared.url] if config.shared else [])])
+            buffers = buffers_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
+            self._dataset = StreamDataset(config, self._control, buffers)
             several = options.num_workers > 0
             self._batches = DataLoader(
                 self._dataset,
@@ -401,12 +401,12 @@ class Loader(DataLoaderInterface):
                 collate_fn=_as_it_is,
                 persistent_workers=several,
                 prefetch_factor=options.prefetch_factor if several else None,
-                multiprocessing_context=context_with_channels(options.multiprocessing_context)
+                multiprocessing_context=context_with_queues(options.multiprocessing_context)
                 if several
                 else None,
             )
             self._finalizer = weakref.finalize(
-                self, here_only(_stop), self._board, self._batches, self._dataset
+                self, here_only(_stop), self._control, self._batches, self._dataset
             )
         return self._batches
 
@@ -450,9 +450,9 @@ def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _stop(board: Board, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
+def _stop(control: ControlBlock, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
     """End a loader's workers, and what runs in this process."""
-    board.order.withdraw()
+    control.order.withdraw()
     workers = getattr(batches, "_iterator", None)
     if workers is not None and hasattr(workers, "_shutdown_workers"):
         # torch reports a dead worker from a signal handler, wherever that comes; the others end all the same.

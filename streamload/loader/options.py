@@ -18,10 +18,10 @@ from streamload.cache.shared.objects import refuse_url
 from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
-from streamload.transforms.examples import Collate, MapSample, Preprocess
+from streamload.transforms.assembly import Collate, MapSample, Preprocess
+from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
 from streamload.transforms.prepare import Preparation
-from streamload.transforms.recognise import recognise
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
@@ -195,7 +195,7 @@ class LoaderOptions:
             )
         if self.preprocess is not None:
             try:
-                recognise(self.preprocess)
+                compile_transform(self.preprocess)
             except NotRecognised as exc:
                 raise OptionError(
                     f'image_dtype="uint8" is for a preprocess= that can be compiled: {exc}'

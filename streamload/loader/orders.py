@@ -12,11 +12,11 @@ import xxhash
 from streamload import urls
 from streamload.errors import OptionError
 from streamload.loader.options import LoaderOptions
-from streamload.loader.place import Order
-from streamload.order.deal import Deal, default_lanes, default_window
-from streamload.order.keys import SOURCE, key
-from streamload.order.mixture import UNIT
+from streamload.loader.position import OrderSpec
+from streamload.order.hashing import SOURCE, key
+from streamload.order.mixing import UNIT
 from streamload.order.plan import OrderOptions
+from streamload.order.split import Split, default_lanes, default_window
 from streamload.topology import Topology
 
 _LEAST_PART = 0.1
@@ -25,9 +25,9 @@ SHARDS_NAMED = 2_000
 """A data set is told from others by so many of its shards, at equal distances."""
 
 
-def order_of(
+def order_spec_of(
     options: LoaderOptions, here: Topology, groups: int, shares: Sequence[int], digest: str
-) -> Order:
+) -> OrderSpec:
     """What the order of a run depends on.
 
     Args:
@@ -50,7 +50,7 @@ def order_of(
         is_here = listed or all(urls.is_local(url) for url in source.urls.kinds())
         opens_after.append(0 if is_here else math.ceil(slice_ * part))
     shards = tuple(len(source.urls) for source in options.sources)
-    return Order(
+    return OrderSpec(
         digest,
         options.choice,
         options.train,
@@ -63,7 +63,7 @@ def order_of(
     )
 
 
-def orders_of(order: Order, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:
+def orders_of(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:
     """The same for each source's own sequence.
 
     Args:
@@ -88,11 +88,11 @@ def orders_of(order: Order, sizes: Sequence[Sequence[int] | None]) -> list[Order
     ]
 
 
-def deal_of(options: LoaderOptions, here: Topology, groups: int) -> Deal:
+def split_of(options: LoaderOptions, here: Topology, groups: int) -> Split:
     """How steps are dealt; in evaluation each rank has a group, and steps, of its own."""
     if not options.train:
-        return Deal(options.batch_size, groups=1, ranks=1)
-    return Deal(options.batch_size * here.world_size, groups, here.world_size)
+        return Split(options.batch_size, groups=1, ranks=1)
+    return Split(options.batch_size * here.world_size, groups, here.world_size)
 
 
 def sizes_digest(sizes: Sequence[Sequence[int] | None]) -> str:

@@ -14,15 +14,23 @@ from typing import Any
 from streamload.cache.measure import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged, StateMismatch
+from streamload.loader.distributed import can_compare, first_told
 from streamload.loader.options import LoaderOptions
-from streamload.loader.orders import data_digest, deal_of, order_of, orders_of, sizes_digest
-from streamload.loader.place import Course, Order, Place, Weights, check_fits, from_state, to_state
+from streamload.loader.orders import data_digest, order_spec_of, orders_of, sizes_digest, split_of
+from streamload.loader.position import (
+    EpochTracker,
+    OrderSpec,
+    Position,
+    Weights,
+    check_fits,
+    from_state,
+    to_state,
+)
 from streamload.loader.sizes import listed_sizes
-from streamload.loader.together import can_compare, first_told
 from streamload.loader.widths import fitted
-from streamload.order.deal import Deal
-from streamload.order.mixture import shares_of
+from streamload.order.mixing import shares_of
 from streamload.order.plan import OrderOptions
+from streamload.order.split import Split
 from streamload.topology import Topology, read_topology
 
 logger = logging.getLogger("streamload")
@@ -39,10 +47,10 @@ class Schedule:
     """
 
     def __init__(self, options: LoaderOptions):
-        self.course = Course(options.goes_on)
+        self.course = EpochTracker(options.goes_on)
         self._options = options
-        self._settled: tuple[Topology, Order] | None = None
-        self._saved: Order | None = None
+        self._settled: tuple[Topology, OrderSpec] | None = None
+        self._saved: OrderSpec | None = None
         self._digest: str | None = None
         self._cut_by: str | None = None  # a digest of the sizes by which the groups are cut
         self._sizes: list[list[int] | None] | None = None
@@ -87,7 +95,7 @@ class Schedule:
         batches = self.num_batches
         return None if batches is None else batches * self._options.batch_size * self.here.world_size
 
-    def settle(self) -> Order:
+    def settle(self) -> OrderSpec:
         """The order of the run, as this rank now stands among the others."""
         here = self.here
         if self._settled is None or self._settled[0] != here:
@@ -97,7 +105,7 @@ class Schedule:
         return self._settled[1]
 
     @property
-    def order(self) -> Order:
+    def order(self) -> OrderSpec:
         """The order that was settled last."""
         return self.settle() if self._settled is None else self._settled[1]
 
@@ -123,11 +131,11 @@ class Schedule:
         self._cut_by = sizes_digest(sizes) if order.groups > 1 else ""
         return orders_of(order, sizes)
 
-    def deal(self) -> Deal:
+    def split(self) -> Split:
         """How steps are dealt to ranks."""
-        return deal_of(self._options, self.here, self.order.groups)
+        return split_of(self._options, self.here, self.order.groups)
 
-    def steps(self, place: Place) -> int | None:
+    def steps(self, place: Position) -> int | None:
         """How many steps an epoch has from a place on; None: to the end of the pass, or without end.
 
         Raises:
@@ -143,14 +151,14 @@ class Schedule:
                 f"a run that {what} has to know how long an epoch is: give num_samples or num_batches, put a "
                 f"sizes.json beside the shards, or say endless=True"
             )
-        batch = self.deal().batch
+        batch = self.split().batch
         return max(0, place.began + batches * batch - place.position) // batch
 
     @property
     def shards(self) -> int:
         """How many shards this rank reads in a pass, about."""
-        deal, groups = self.deal(), self.order.groups
-        own = len(deal.groups_of(self.here.rank if self._options.train else 0))
+        split, groups = self.split(), self.order.groups
+        own = len(split.groups_of(self.here.rank if self._options.train else 0))
         return -(-len(self._options.urls) * own // groups)
 
     def state(self, counted: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -178,8 +186,8 @@ class Schedule:
             if saved.groups > 1 and saved.sizes is not None:
                 ours = replace(ours, sizes=sizes_digest(self._listed(saved.groups)))
         first, rank = (0, here.rank) if ours.train else (here.rank, 0)
-        deal = deal_of(self._options, self.here, ours.groups)
-        needed = {first + group for group in deal.groups_of(rank)}
+        split = split_of(self._options, self.here, ours.groups)
+        needed = {first + group for group in split.groups_of(rank)}
         check_fits(saved, ours, place, needed)
         self._refuse_other_options(saved, place)
         self._saved = saved if place.position else replace(saved, groups=ours.groups)
@@ -208,11 +216,11 @@ class Schedule:
         given = tuple((weights | dict(changed)).values())
         return Weights(given, shares_of(given, [source.floor for source in sources]))
 
-    def _order(self, here: Topology, shares: tuple[int, ...]) -> Order:
+    def _order(self, here: Topology, shares: tuple[int, ...]) -> OrderSpec:
         options, saved = self._options, self._saved
         if self._digest is None:
             self._digest = data_digest(options)
-        order = order_of(options, here, self._groups(), shares, self._digest)
+        order = order_spec_of(options, here, self._groups(), shares, self._digest)
         if saved is None:
             return order
         return replace(order, sources=saved.sources, opens_after=saved.opens_after, fitted=saved.fitted)
@@ -224,7 +232,7 @@ class Schedule:
         here = self.here
         return (self._options.groups or here.nodes) if self._options.train else here.world_size
 
-    def _is_extended(self, saved: Order, moved: Mapping[str, str]) -> bool:
+    def _is_extended(self, saved: OrderSpec, moved: Mapping[str, str]) -> bool:
         """Whether the sources are those of a state, moved or not, with shards appended."""
         counts = [len(source.urls) for source in self._options.sources]
         return (
@@ -233,7 +241,7 @@ class Schedule:
             and data_digest(self._options, moved, saved.shards) == saved.data
         )
 
-    def _with_more(self, saved: Order, place: Place) -> Place:
+    def _with_more(self, saved: OrderSpec, place: Position) -> Position:
         """Where to go on over more shards than a state has.
 
         Raises:
@@ -250,7 +258,7 @@ class Schedule:
         logger.info("%s: epoch %d begins a new pass, over all of them", said, place.epoch)
         return place.anew()
 
-    def _compare(self, order: Order) -> None:
+    def _compare(self, order: OrderSpec) -> None:
         """See that all ranks found the same sizes.json, where the order follows from it.
 
         Raises:
@@ -270,7 +278,7 @@ class Schedule:
                 f"{first}, {own}. All nodes have to see the same file, or none"
             )
 
-    def _refuse_other_options(self, saved: Order, place: Place) -> None:
+    def _refuse_other_options(self, saved: OrderSpec, place: Position) -> None:
         """Lanes, window and groups are the state's; whoever asks for others means another run.
 
         Raises:

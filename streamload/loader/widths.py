@@ -21,9 +21,9 @@ from streamload.cache.forecast import (
 )
 from streamload.cache.measure import Measure
 from streamload.cache.shard import ShardList
+from streamload.loader.distributed import agreed, can_compare
 from streamload.loader.options import LoaderOptions
-from streamload.loader.place import Order
-from streamload.loader.together import agreed, can_compare
+from streamload.loader.position import OrderSpec
 from streamload.metrics import format_bytes
 from streamload.topology import Topology
 
@@ -34,12 +34,12 @@ _Widths = list[list[int]]
 
 
 def fitted(
-    order: Order,
+    order: OrderSpec,
     options: LoaderOptions,
     here: Topology,
     shards: ShardList,
     measure: Measure,
-) -> Order:
+) -> OrderSpec:
     """An order whose lanes and window were not all given, cut to what the caches of all nodes have room for.
 
     Args:
@@ -66,7 +66,7 @@ def fitted(
 
 
 def _of_node(
-    order: Order,
+    order: OrderSpec,
     options: LoaderOptions,
     here: Topology,
     shards: ShardList,

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from streamload.errors import OptionError
 from streamload.order.cursor import Cursor, LaneState
-from streamload.order.keys import DUE, key
+from streamload.order.hashing import DUE, key
 from streamload.order.lanes import SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
 from streamload.order.plan import OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
-from streamload.order.window import Opening, Window
+from streamload.order.shuffle import Opening, ShuffleWindow
 
 _FIRST_PORTION = 256
 _HISTORY = 65_536
@@ -169,7 +169,7 @@ class GroupOrder:
         self._done = {} if done is None else done
         self._lanes = Lanes(order, own.parts, options.lanes, state, self._done)
         self._given[pass_] = _Given(self._lanes)
-        self._window = Window(due_key, options.window, order.size, opening)
+        self._window = ShuffleWindow(due_key, options.window, order.size, opening)
         self._following: NDArray[np.int64] | None = None
 
     @property

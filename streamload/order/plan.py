@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
-from streamload.order.keys import PASS_ORDER, PIECES, key, permutation, permutation_stretch
+from streamload.order.hashing import PASS_ORDER, PIECES, key, permutation, permutation_stretch
 
 _GOLDEN = 0.6180339887498949
 _WIDEST_HINT_BITS = 31

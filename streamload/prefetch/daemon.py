@@ -1,8 +1,8 @@
-"""The daemon: compares what is wanted with what is held, again and again, and brings what is missing.
+"""The daemon: a reconciliation loop that compares demand with what the target holds, and fetches the rest.
 
-There is no queue, and nothing to lose: whatever a daemon knew, its next look knows anew. A unit, one shard,
-is brought by the hands of the daemon (hands.py): threads of this process, or tasks of a cluster. Several
-daemons share the work by leases. Units are idempotent: a second or late delivery is harmless.
+There is no queue and no state to lose: each look computes the tasks, one shard each, from scratch. An
+executor runs them (executor.py): threads of this process, or a Ray cluster. Several daemons share the work
+by leases. Tasks are idempotent: a second or late delivery is harmless.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from streamload.cache.runs import Run
+from streamload.cache.demand import DemandFile
 from streamload.cache.shard import Shard
 from streamload.cache.shared.leases import Leases
 from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
-from streamload.prefetch.ahead import STOPPED_SECONDS
+from streamload.prefetch.demand import GUESSED_BYTES, Demand
+from streamload.prefetch.executor import NO_ROOM_SECONDS, Executor, ExecutorFactory
 from streamload.prefetch.failures import Failures
-from streamload.prefetch.goals import Goal
-from streamload.prefetch.hands import NO_ROOM_SECONDS, Engine, Hands
 from streamload.prefetch.preemption import Notice
+from streamload.prefetch.prefetcher import STOPPED_SECONDS
 from streamload.prefetch.status import Status
-from streamload.prefetch.wanted import GUESSED_BYTES, Wanted
+from streamload.prefetch.targets import Target
 
 logger = logging.getLogger("streamload")
 
@@ -39,7 +39,7 @@ _SIZES_KEPT = 100_000
 _TIDIED = 16
 """Leases of others that are looked at in one round, on which this daemon has nothing to do."""
 _CROWD = 4
-"""Among so many units for each hand a daemon chooses by chance where others work on the same list."""
+"""Among so many tasks for each hand a daemon chooses by chance where others work on the same list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class DaemonOptions:
     """How a daemon works.
 
     Attributes:
-        concurrency: units that are worked on at once.
+        concurrency: tasks that are worked on at once.
         bytes_per_second: the most that is taken from origins; None: there is no cap.
         once: end when all that is wanted is held, or can't be had.
         look_seconds: between two looks at what is wanted, at most.
-        retry_seconds: after which a unit that failed is tried again; each further time after twice as long.
-        no_room_seconds: after which a unit that finds no room in the tier of this node has failed.
+        retry_seconds: after which a task that failed is tried again; each further time after twice as long.
+        no_room_seconds: after which a task that finds no room in the tier of this node has failed.
         stopped_seconds: how long a filler of the same tier may show no life before it is taken over from.
         trouble_seconds: for which it waits with `once` while what is wanted, or who works on what, can't be
             known; without, it waits for as long as it takes.
@@ -87,20 +87,20 @@ class Daemon:
 
     def __init__(
         self,
-        wanted: Wanted,
-        goal: Goal,
-        engine: Engine,
+        wanted: Demand,
+        target: Target,
+        make_executor: ExecutorFactory,
         *,
         leases: Leases | None = None,
         options: DaemonOptions | None = None,
-        run_file: Run | None = None,
+        demand_file: DemandFile | None = None,
         counts: Counters | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._wanted, self._goal, self._engine, self._leases = wanted, goal, engine, leases
+        self._demand, self._target, self._make_executor, self._leases = wanted, target, make_executor, leases
         self._options = options or DaemonOptions()
-        self._run_file = run_file
+        self._demand_file = demand_file
         self._rng = rng or random.Random()
         self._clock = clock
         self._counts = Counters() if counts is None else counts
@@ -130,21 +130,23 @@ class Daemon:
 
         Raises:
             SharedTierDenied: the shared cache refuses to be read, or written, from the beginning.
-            StreamloadError: those who bring units can't go on.
+            StreamloadError: those who bring tasks can't go on.
         """
         self._notice = notice
-        with contextlib.closing(self._engine(self._brought, self._failed, self._wait_of)) as hands:
+        with contextlib.closing(
+            self._make_executor(self._completed, self._failed, self._next_use_of)
+        ) as executor:
             while not notice.is_given:
                 if self._clock() >= self._look_at:
-                    self._look(hands)
-                self._assign(hands)
+                    self._look(executor)
+                self._assign(executor)
                 if not self._status.trouble:
                     self._trouble_since = None
-                hands.check()
+                executor.check()
                 if self._options.once and (self._is_through() or self._has_waited_long()):
                     break
-                self._wait(hands, notice)
-            self._wind_down(hands, notice)
+                self._wait(executor, notice)
+            self._wind_down(executor, notice)
         return self.status()
 
     def status(self) -> Status:
@@ -155,7 +157,7 @@ class Daemon:
                 self._status,
                 held=self._status.wanted - len(self._missing),
                 working=tuple(sorted(shard.name for shard in self._mine.values())),
-                failed=self._failures.said(),
+                failed=self._failures.reasons(),
                 done=self._done,
                 bytes_arrived=self._counts.snapshot().origin_bytes,
                 taken_over=0 if self._leases is None else self._leases.taken_over,
@@ -163,23 +165,23 @@ class Daemon:
                 seconds_since_look=self._clock() - self._looked_at,
             )
 
-    def _look(self, hands: Hands) -> None:
+    def _look(self, executor: Executor) -> None:
         """See what is wanted, and what of it is held."""
         self._look_at = self._clock() + self._options.look_seconds
         with self._change:
             self._fresh = set()
         try:
-            wanted = self._wanted.look(self._size_of)
-            missing = self._goal.missing(wanted)
+            wanted = self._demand.look(self._size_of)
+            missing = self._target.missing(wanted)
         except SharedTierError as exc:
             self._note_trouble("what is wanted can't be known now", exc, has_worked=self._has_looked)
             return
         self._has_looked = True
         if self._leases is not None:
-            self._tidy(self._leases, {self._goal.unit(shard) for shard in missing})
+            self._tidy(self._leases, {self._target.task_name(shard) for shard in missing})
         digests = {shard.digest for shard in missing}
         for shard in self._working():  # what isn't missing any more needs no work
-            if shard.digest not in digests and not hands.has_begun(shard):
+            if shard.digest not in digests and not executor.has_begun(shard):
                 self._let_go(shard)
         with self._change:
             self._places = {shard.digest: place for place, shard in enumerate(wanted)}
@@ -187,60 +189,60 @@ class Daemon:
             self._failures.keep(digests)
             self._looked_at = self._clock()
             self._status = replace(
-                self._status, following=self._wanted.said(), wanted=len(wanted), trouble=""
+                self._status, following=self._demand.describe(), wanted=len(wanted), trouble=""
             )
 
-    def _tidy(self, leases: Leases, units: set[str]) -> None:
+    def _tidy(self, leases: Leases, tasks: set[str]) -> None:
         """See to it that leases of dead daemons don't stay where nothing is missing."""
         with contextlib.suppress(SharedTierError):
-            leases.tidy(sorted(leases.busy() - units)[:_TIDIED])
+            leases.tidy(sorted(leases.busy() - tasks)[:_TIDIED])
 
-    def _assign(self, hands: Hands) -> None:
-        """Begin to work on what is missing, in order of need, as far as hands reach."""
+    def _assign(self, executor: Executor) -> None:
+        """Start tasks for missing shards, in order of need, up to the executor's capacity."""
         with self._change:
             skip = self._failures.waiting() | self._mine.keys()
             due = [shard for digest, shard in self._missing.items() if digest not in skip]
             busy = len(self._mine)
-        free = hands.count(due) - busy
+        free = executor.capacity(due) - busy
         if free > 0 and due:
             due = due if self._leases is None else self._leased(self._leases, due, free)
         with self._change:
             for shard in due[: max(0, free)]:
                 self._mine[shard.digest] = shard
-            units = [shard for digest, shard in self._missing.items() if digest in self._mine]
+            tasks = [shard for digest, shard in self._missing.items() if digest in self._mine]
             # What was delivered to others may go from here; where this is the goal, it stays as it is needed.
-            needed = list(self._places) if self._leases is None else [shard.digest for shard in units]
-        if self._run_file is not None:
-            self._run_file.announce(needed)
-        hands.want(units)
+            needed = list(self._places) if self._leases is None else [shard.digest for shard in tasks]
+        if self._demand_file is not None:
+            self._demand_file.announce(needed)
+        executor.want(tasks)
 
-    def _wait_of(self, shard: Shard) -> float:
+    def _next_use_of(self, shard: Shard) -> float:
         """How soon a shard is needed, by what is announced."""
         with self._change:
             return (
                 0.0 if self._leases is not None else float(self._places.get(shard.digest, len(self._places)))
             )
 
-    def _leased(self, leases: Leases, due: Sequence[Shard], hands: int) -> list[Shard]:
-        """Of what is due, so many units that this daemon now has the leases of."""
-        unit = self._goal.unit
+    def _leased(self, leases: Leases, due: Sequence[Shard], count: int) -> list[Shard]:
+        """Of what is due, so many tasks that this daemon now has the leases of."""
+        task_name = self._target.task_name
         found: list[Shard] = []
         try:
             busy = leases.busy()
-            free = [shard for shard in due if unit(shard) not in busy]
+            free = [shard for shard in due if task_name(shard) not in busy]
             if busy:  # others choose from the same list: not all of them should try the same first
                 block = free[: _CROWD * self._options.concurrency]
                 self._rng.shuffle(block)
                 free[: len(block)] = block
             # What is busy has to be looked at now and then, to see whether its holder lives.
-            watched = [shard for shard in due if unit(shard) in busy][: self._options.concurrency]
+            watched = [shard for shard in due if task_name(shard) in busy][: self._options.concurrency]
             for shard in (*watched, *free):
-                if len(found) == hands:
+                if len(found) == count:
                     break
-                if leases.take(unit(shard)):
+                if leases.take(task_name(shard)):
                     self._has_leased = True
-                    if self._goal.holds(shard):
-                        leases.release(unit(shard))  # somebody was through in between
+                    if self._target.holds(shard):
+                        leases.release(task_name(shard))  # somebody was through in between
                         with self._change:
                             self._missing.pop(shard.digest, None)
                     else:
@@ -259,7 +261,7 @@ class Daemon:
             self._trouble_since = self._clock()
             logger.warning("%s: %s", what, exc)
         with self._change:
-            self._status = replace(self._status, following=self._wanted.said(), trouble=str(exc))
+            self._status = replace(self._status, following=self._demand.describe(), trouble=str(exc))
 
     def _has_waited_long(self) -> bool:
         """Whether there has been trouble for as long as `once` waits."""
@@ -271,27 +273,27 @@ class Daemon:
         with self._change:
             return not self._status.trouble and all(d in self._failures for d in self._missing)
 
-    def _wait(self, hands: Hands, notice: Notice) -> None:
+    def _wait(self, executor: Executor, notice: Notice) -> None:
         """Until something was done, or it is time to look again."""
         while self._clock() < self._look_at and not notice.wait(0):
             with self._change:
                 if self._has_news or self._change.wait(min(_TICK_SECONDS, self._options.look_seconds)):
                     self._has_news = False
                     return
-            hands.check()
+            executor.check()
 
-    def _wind_down(self, hands: Hands, notice: Notice) -> None:
+    def _wind_down(self, executor: Executor, notice: Notice) -> None:
         """Take nothing more; finish what fits into the notice, and hand the rest back."""
         if notice.is_given:
-            begun = [shard for shard in self._working() if hands.has_begun(shard)]
-            hands.want(begun)
+            begun = [shard for shard in self._working() if executor.has_begun(shard)]
+            executor.want(begun)
             for shard in self._working():
                 if shard not in begun:
                     self._let_go(shard)
             left = notice.seconds_left()
             margin = min(_MOST_MARGIN_SECONDS, _MARGIN_SHARE * left)
             logger.warning(
-                "%s: %d units are worked on to their end, if they come to it in %.0f s",
+                "%s: %d tasks are worked on to their end, if they come to it in %.0f s",
                 notice.by,
                 len(begun),
                 left,
@@ -303,10 +305,10 @@ class Daemon:
         for shard in handed_back:  # first: what takes long to stop must not hold others up
             self._let_go(shard)
         if handed_back:
-            logger.warning("%d units were handed back", len(handed_back))
+            logger.warning("%d tasks were handed back", len(handed_back))
 
-    def _brought(self, shard: Shard, size: int) -> None:
-        """A unit is where it is wanted."""
+    def _completed(self, shard: Shard, size: int) -> None:
+        """A task is where it is wanted."""
         with self._change:
             if shard.digest not in self._mine:
                 return
@@ -320,7 +322,7 @@ class Daemon:
         self._let_go(shard)
 
     def _failed(self, shard: Shard, why: str) -> float:
-        """A unit can't be had now; the seconds after which it is tried again."""
+        """A task can't be had now; the seconds after which it is tried again."""
         with self._change:
             if shard.digest not in self._mine:
                 return self._options.retry_seconds
@@ -331,9 +333,9 @@ class Daemon:
         return pause
 
     def _let_go(self, shard: Shard) -> None:
-        """A unit is done, has failed, or isn't wanted any more."""
+        """A task is done, has failed, or isn't wanted any more."""
         if self._leases is not None:
-            self._leases.release(self._goal.unit(shard))
+            self._leases.release(self._target.task_name(shard))
         with self._change:
             self._mine.pop(shard.digest, None)
             self._has_news = True

@@ -56,6 +56,6 @@ class Failures:
         """Forget all others."""
         self._known = {key: failure for key, failure in self._known.items() if key in keys}
 
-    def said(self) -> dict[str, str]:
+    def reasons(self) -> dict[str, str]:
         """Of each its name, and why."""
         return by_name((failure.name, failure.why) for failure in self._known.values())

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from streamload.cache.shared.objects import Objects, TooLarge
 from streamload.errors import SharedTierError, StreamloadError
-from streamload.prefetch.published import PLAN_LIMIT_BYTES, Progress, RunPlan
+from streamload.prefetch.plan_file import PLAN_LIMIT_BYTES, Progress, RunPlan
 
 logger = logging.getLogger("streamload")
 

@@ -28,7 +28,7 @@ class Recipes:
         return f"<Recipes {sorted(self._named)}>"
 
     def __getitem__(self, name: str) -> Recipe:
-        """The recipe of a unit (`Shard.recipe`)."""
+        """The recipe of a task (`Shard.recipe`)."""
         return self._named[name]
 
     def add(self, recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
-from streamload.cache.runs import Run, lives
+from streamload.cache.demand import DemandFile, lives
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.leases import LEASE_SECONDS, Leases
 from streamload.cache.shared.objects import Objects
@@ -27,9 +27,8 @@ from streamload.errors import OptionError
 from streamload.metrics import Counters
 from streamload.origins.credentials import Named, warn_of_shared_headers
 from streamload.prefetch.daemon import Daemon, DaemonOptions
-from streamload.prefetch.goals import Goal, Near, Shared
-from streamload.prefetch.hands import Here
-from streamload.prefetch.page import DEFAULT_LISTEN, Page
+from streamload.prefetch.demand import DEFAULT_WINDOW, Demand, FollowedDemand, ListDemand, PrefetchWindow
+from streamload.prefetch.executor import LocalExecutor
 from streamload.prefetch.preemption import (
     GRACE_SECONDS,
     METADATA,
@@ -40,13 +39,14 @@ from streamload.prefetch.preemption import (
     on_signals,
 )
 from streamload.prefetch.prepared import Recipe
-from streamload.prefetch.ray_engine import RayHands, connect
-from streamload.prefetch.ray_unit import Job
+from streamload.prefetch.ray_executor import RayExecutor, connect
+from streamload.prefetch.ray_task import Job
 from streamload.prefetch.recipes import MakeRecipe, Recipes
 from streamload.prefetch.status import Status
+from streamload.prefetch.status_server import DEFAULT_LISTEN, StatusServer
+from streamload.prefetch.targets import LocalTarget, SharedTarget, Target
+from streamload.prefetch.task_origins import TaskOrigins
 from streamload.prefetch.throttle import Throttle
-from streamload.prefetch.unit_origins import UnitOrigins
-from streamload.prefetch.wanted import DEFAULT_WINDOW, Followed, Listed, Wanted, Window
 from streamload.settings import parse_size, read_settings
 from streamload.urls import UrlList, expand_urls, is_local
 
@@ -129,7 +129,7 @@ class Service:
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._daemon = self._made(stack)
-            self.page = self._page(stack)
+            self.status_server = self._status_server(stack)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Service:
@@ -175,25 +175,25 @@ class Service:
         if options.ray is not None:
             return self._spread(stack, options.ray, shared, listed)
         tier = open_tier(settings)
-        run_file = stack.enter_context(contextlib.closing(Run(tier.root / "runs")))
+        demand_file = stack.enter_context(contextlib.closing(DemandFile(tier.root / "runs")))
         counts = Counters()
         sharing = stack.enter_context(contextlib.closing(Sharing(shared, counts)))
         objects = None if sharing.tier is None else sharing.tier.objects
         is_near = sharing.tier is None or options.into == "local"
-        goal: Goal = Near(tier)
+        target: Target = LocalTarget(tier)
         leases = None
         if sharing.tier is not None and not is_near:
-            goal = stack.enter_context(contextlib.closing(Shared(sharing.tier)))
+            target = stack.enter_context(contextlib.closing(SharedTarget(sharing.tier)))
             node = _node(tier)
             own = Leases(
                 sharing.tier.objects,
                 lease_seconds=options.lease_seconds,
-                address=f"{node}.{run_file.path.name}",
+                address=f"{node}.{demand_file.path.name}",
                 has_gone=lambda address: _has_gone(tier, node, address),
             )
             leases = stack.enter_context(contextlib.closing(own))
         tuned = self._tuned()
-        origins = UnitOrigins(
+        origins = TaskOrigins(
             counts,
             options.storage_options,
             tuned.origin,
@@ -203,10 +203,10 @@ class Service:
             through_source=sharing.through,
             named=self._named,
         )
-        engine = functools.partial(
-            Here,
+        make_executor = functools.partial(
+            LocalExecutor,
             tier=tier,
-            goal=goal,
+            target=target,
             open_origin=origins,
             threads=tuned.concurrency,
             preparing=_cpus() if options.concurrency is None else None,
@@ -215,19 +215,19 @@ class Service:
             counts=counts,
         )
         return Daemon(
-            self._wanted(listed, objects, tier, run_file, is_near=is_near),
-            goal,
-            engine,
+            self._wanted(listed, objects, tier, demand_file, is_near=is_near),
+            target,
+            make_executor,
             leases=leases,
             options=tuned,
-            run_file=run_file,
+            demand_file=demand_file,
             counts=counts,
         )
 
     def _spread(
         self, stack: contextlib.ExitStack, address: str, shared: SharedOptions | None, listed: UrlList | None
     ) -> Daemon:
-        """A daemon whose hands are the nodes of a Ray cluster."""
+        """A daemon that runs its tasks on the nodes of a Ray cluster."""
         options, tuned = self._options, self._tuned()
         if shared is None or options.into == "local":
             raise OptionError(
@@ -244,7 +244,7 @@ class Service:
             )
         counts = Counters()
         tier = shared.open_tier(counts)
-        goal = stack.enter_context(contextlib.closing(Shared(tier)))
+        target = stack.enter_context(contextlib.closing(SharedTarget(tier)))
         sign = f"probes/{secrets.token_hex(8)}"
         job = Job(
             shared=shared,
@@ -261,8 +261,8 @@ class Service:
         stack.callback(ray.shutdown)
         tier.objects.write(sign, b"one tier for all nodes")
         stack.callback(lambda: tier.objects.until(threading.Event()).delete(sign))
-        engine = functools.partial(
-            RayHands,
+        make_executor = functools.partial(
+            RayExecutor,
             ray=ray,
             job=job,
             recipes=self._recipes,
@@ -271,31 +271,31 @@ class Service:
             counts=counts,
         )
         wanted = self._wanted(listed, tier.objects, None, None, is_near=False)
-        return Daemon(wanted, goal, engine, options=tuned, counts=counts)
+        return Daemon(wanted, target, make_executor, options=tuned, counts=counts)
 
     def _wanted(
         self,
         listed: UrlList | None,
         objects: Objects | None,
         tier: Tier | None,
-        run_file: Run | None,
+        demand_file: DemandFile | None,
         *,
         is_near: bool,
-    ) -> Wanted:
+    ) -> Demand:
         options = self._options
         if objects is not None and (options.runs or listed is None):
-            window = Window.parse(options.window or DEFAULT_WINDOW)
+            window = PrefetchWindow.parse(options.window or DEFAULT_WINDOW)
             storage, named = options.storage_options, self._named
             runs, groups = options.runs, options.groups
-            return Followed(objects, storage, window, runs, groups, listed, self._recipes, named)
+            return FollowedDemand(objects, storage, window, runs, groups, listed, self._recipes, named)
         assert listed is not None
-        window = Window() if options.window is None else Window.parse(options.window)
+        window = PrefetchWindow() if options.window is None else PrefetchWindow.parse(options.window)
         if window.seconds is not None:
             raise OptionError(f"window={options.window!r}: a list has no pace; give a size, or follow a run")
         shards = ShardList(listed, options.storage_options, options.prepare.name if options.prepare else "")
-        if tier is None or run_file is None or not is_near:
-            return Listed(shards, window)
-        return Listed(shards, window, tier.root / "runs", run_file.path)
+        if tier is None or demand_file is None or not is_near:
+            return ListDemand(shards, window)
+        return ListDemand(shards, window, tier.root / "runs", demand_file.path)
 
     def _tuned(self) -> DaemonOptions:
         options = self._options
@@ -308,19 +308,19 @@ class Service:
             once=options.once,
         )
 
-    def _page(self, stack: contextlib.ExitStack) -> Page | None:
+    def _status_server(self, stack: contextlib.ExitStack) -> StatusServer | None:
         """The page; at the usual place, or beside a daemon that has it."""
         listen = self._options.listen
         if listen == "none":
             return None
         try:
-            page = Page(self._daemon.status, listen or DEFAULT_LISTEN)
+            server = StatusServer(self._daemon.status, listen or DEFAULT_LISTEN)
         except OptionError:
             if listen is not None:
                 raise
-            page = Page(self._daemon.status, "127.0.0.1:0")
-        logger.info("/metrics, /healthz and /status are at %s", page.url)
-        return stack.enter_context(page)
+            server = StatusServer(self._daemon.status, "127.0.0.1:0")
+        logger.info("/metrics, /healthz and /status are at %s", server.url)
+        return stack.enter_context(server)
 
 
 def _cpus() -> int:

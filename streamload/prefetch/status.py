@@ -15,7 +15,7 @@ class Status:
         working: the names of those that are worked on here.
         elsewhere: how many are worked on by other daemons.
         failed: of those that could not be had lately: why.
-        done: units that this daemon has brought.
+        done: tasks that this daemon has brought.
         bytes_arrived: from origins.
         taken_over: leases of dead daemons that this one has taken.
         trouble: why what is wanted can't be known now; "" if it can.

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamload.cache.demand import VISITS_KEPT, DemandFile
 from streamload.cache.fill import Filled
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
-from streamload.cache.runs import VISITS_KEPT, Run
 from streamload.cache.shard import Shard, ShardList, by_name, prepared_form
-from streamload.cache.shard_cache import verdict_cause
+from streamload.cache.shard_cache import tombstone_cause
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.credentials import warn_of_shared_headers
 from streamload.origins.origin import Origin, OriginOptions, open_origin
-from streamload.prefetch.ahead import Ahead
+from streamload.prefetch.prefetcher import Prefetcher
 from streamload.prefetch.prepared import PreparedOrigin, Recipe
 from streamload.settings import file_system, read_settings
 from streamload.urls import expand_urls
@@ -108,18 +108,18 @@ class _Kept:
 
     def __init__(self, tier: Tier, shards: Sequence[Shard]):
         self.count = 0
-        self._runs = [Run(tier.root / "runs") for _ in range(0, len(shards), VISITS_KEPT)]
+        self._demand_files = [DemandFile(tier.root / "runs") for _ in range(0, len(shards), VISITS_KEPT)]
         self.say(shards)
 
     def say(self, shards: Sequence[Shard]) -> None:
         """These are to stay, and no others; they are some of those that were said at first."""
         self.count = len(shards)
-        for k, run in enumerate(self._runs):
+        for k, run in enumerate(self._demand_files):
             run.announce(shard.digest for shard in shards[k * VISITS_KEPT : (k + 1) * VISITS_KEPT])
 
     def close(self) -> None:
         """All may go; once is enough."""
-        for run in self._runs:
+        for run in self._demand_files:
             run.close()
 
 
@@ -168,14 +168,14 @@ class _Warming:
     def __init__(
         self,
         shards: Sequence[Shard],
-        ahead: Ahead,
+        ahead: Prefetcher,
         tally: _Tally,
         storing: _Storing,
         kept: _Kept,
         in_sight: int,
     ):
         self._pending = list(shards)
-        self._ahead, self._tally, self._storing, self._kept = ahead, tally, storing, kept
+        self._prefetcher, self._tally, self._storing, self._kept = ahead, tally, storing, kept
         self._in_sight = in_sight
         self._in_a_row = 0
         self.no_room: set[str] = set()  # by digest
@@ -191,19 +191,19 @@ class _Warming:
             CacheError: the tier can't be used any more.
         """
         in_sight = self._pending[: self._in_sight]
-        self._ahead.want((), in_sight)
+        self._prefetcher.want((), in_sight)
         with self._tally.change:
             self._tally.change.wait(_TICK_SECONDS)
             settled = dict(self._tally.settled)
             full = {digest for digest, times in self._tally.refused.items() if times >= _REFUSALS}
             full -= self.no_room
-        self._ahead.check()
+        self._prefetcher.check()
         published = [shard for shard in in_sight if settled.get(shard.digest) is Filled.PUBLISHED]
         self._storing.take(published)
         self._pending = [shard for shard in self._pending if shard.digest not in settled]
         if published:
             self._in_a_row = 0
-        if published or self._ahead.holds_room() or not self._storing.is_done:
+        if published or self._prefetcher.holds_room() or not self._storing.is_done:
             self._forget_refusals()  # some room may come of it
         elif full and self._storing.is_asked_for and self._kept.count > len(self._pending):
             self._kept.say(self._pending)  # all others are stored, and may go for them
@@ -215,7 +215,7 @@ class _Warming:
         """There is no room for some, nor will there be."""
         self._in_a_row += len(full)
         if self._in_a_row >= _WITHOUT_ROOM:
-            full = {shard.digest for shard in self._pending if not self._ahead.tier.has_whole(shard)}
+            full = {shard.digest for shard in self._pending if not self._prefetcher.tier.has_whole(shard)}
         self.no_room |= full
         self._pending = [shard for shard in self._pending if shard.digest not in full]
 
@@ -300,14 +300,14 @@ def warm(
         closing(freshness),
         closing(sharing),
         closing(
-            Ahead(
+            Prefetcher(
                 tier,
                 origin,
                 threads=concurrency,
                 counts=counts,
                 report=tally.report,
                 freshness=freshness if is_asked else None,
-                wait_of=lambda shard: float(VISITS_KEPT),  # nothing goes that is announced
+                next_use_of=lambda shard: float(VISITS_KEPT),  # nothing goes that is announced
                 published=lambda shard, directory: sharing.kept(shard),
             )
         ) as ahead,
@@ -350,9 +350,9 @@ def _complete(tally: _Tally) -> int:
 
 def _why(tier: Tier, shard: Shard) -> str:
     """Why a shard was given up."""
-    return verdict_cause(tier.verdict(shard.digest))
+    return tombstone_cause(tier.tombstone(shard.digest))
 
 
 def _no_room(tier: Tier) -> str:
     option = "memory_size" if file_system(tier.root).is_memory else "cache_size"
-    return f"no room: the cache can't take more than {tier.room.bound}; raise {option}"
+    return f"no room: the cache can't take more than {tier.budget.bound}; raise {option}"

@@ -18,6 +18,7 @@ from PIL import Image
 
 from streamload.transforms import kernel
 from streamload.transforms.decode import Pixels
+from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.fused import Filter, Place
 from streamload.transforms.plan import (
     UNIT,
@@ -30,7 +31,6 @@ from streamload.transforms.plan import (
     Squash,
     Statistics,
 )
-from streamload.transforms.planned import PlannedTransform
 
 _KNOWN = re.compile(
     r"transformers\.models\.(bit|blip|chinese_clip|clip|deit|siglip|vit)\.image_processing_\w+:"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+from streamload.urls.command_environment import look_around
 from streamload.urls.shell import plain_words
-from streamload.urls.surroundings import look_around
 
 NO_COMMAND = "it is no single curl or aws command in plain words"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamload.cache.runs import Run
+from streamload.cache.demand import DemandFile
 from streamload.cache.selection import Selection
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import ShardCache
@@ -19,7 +19,7 @@ from streamload.metrics import Counters
 from streamload.origins.origin import Origin, OriginOptions, Version
 from streamload.origins.protocol import Session
 from streamload.origins.retrying import RetryingOrigin
-from streamload.prefetch.ahead import Ahead
+from streamload.prefetch.prefetcher import Prefetcher
 
 from .engine import Process
 from .threads import Event
@@ -70,15 +70,15 @@ class Job:
         self.process: Process = task.process
         tier = Tier(self.root, self.limit_bytes, self.counts, disk_usage=lambda path: _LargeDisk())
         tier.sweep()
-        ahead = Ahead(
+        ahead = Prefetcher(
             tier,
             self._open_origin,
             threads=self.plan.threads,
             counts=self.counts,
-            may_be_bare=lambda shard: True,
+            may_be_index_only=lambda shard: True,
             stopped_seconds=STOPPED_SECONDS,
         )
-        run = Run(tier.root / "runs")
+        run = DemandFile(tier.root / "runs")
         cache = ShardCache(
             tier,
             self.world.shards,
@@ -101,7 +101,7 @@ class Job:
             self.world.engine.fail(f"{self.process.name} ends with {self.process.descriptors} open")
         self.outcome = outcome
 
-    def _read(self, place: int, cache: ShardCache, ahead: Ahead, run: Run) -> None:
+    def _read(self, place: int, cache: ShardCache, ahead: Prefetcher, run: DemandFile) -> None:
         """Read one shard, with those behind it open as well."""
         coming = [int(number) for number in self.plan.order[place:]]
         in_use, later = coming[: self.plan.open_shards], coming[self.plan.open_shards :]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamload.cache import fill, part, room, tier
+from streamload.cache import budget, fill, part, tier
 from streamload.errors import ShardCut
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.prefetch import fillers
+from streamload.prefetch import scheduler
 from streamload.shards import index
 from streamload.shards.record import write_at
 from streamload.shards.samples import Entry, ShardScanner
@@ -112,22 +112,22 @@ def reservation_not_given_back() -> None:
 @_bug
 def open_shard_evicted() -> None:
     """Whether somebody reads a shard isn't asked before it goes; its bytes stay as long as it is open."""
-    _set(room, "_is_closed", lambda shard: True)
+    _set(budget, "_is_closed", lambda shard: True)
 
 
 @_bug
 def lost_wake_up() -> None:
     """What is wanted is looked at, and only then, after the lock was let go, is a change waited for."""
-    take = fillers.Fillers._take
+    take = scheduler.FillScheduler._take
 
-    def late(self: fillers.Fillers) -> Any:
+    def late(self: scheduler.FillScheduler) -> Any:
         has_nothing = not self._wanted
         if has_nothing and not self._stop.is_set():
             with self._change:
                 self._change.wait()
         return take(self)
 
-    _set(fillers.Fillers, "_take", late)
+    _set(scheduler.FillScheduler, "_take", late)
 
 
 @_bug
@@ -159,8 +159,8 @@ def two_versions_mixed() -> None:
 def publish_in_two_steps() -> None:
     """A shard is published file by file into its new directory."""
 
-    def stepwise(self: part.Part, room: str) -> None:
-        target = self.tier.root / room / self.digest
+    def stepwise(self: part.Part, kind: str) -> None:
+        target = self.tier.root / kind / self.digest
         (self.path / "reserved").unlink(missing_ok=True)
         target.mkdir(mode=0o700, exist_ok=True)
         for file in sorted(self.path.iterdir()):

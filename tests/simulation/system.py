@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import Any
 
 from streamload import descriptors
-from streamload.cache import part, source, spare
-from streamload.prefetch import ahead, fillers, keeping, life
+from streamload.cache import fallback_tier, part, shard_copy
+from streamload.prefetch import fallback, heartbeat, prefetcher, scheduler
 
 from .disk import Disk
-from .engine import Engine, Killed, Process, Task, TaskThread
+from .engine import ExecutorFactory, Killed, Process, Task, TaskThread
 from .threads import Threads
 
 _PLAIN = ("stat", "lstat", "pread", "read", "fstat", "fsync", "link")
@@ -57,7 +57,7 @@ class System:
         short_writes: how often a write takes only a part of what it is given.
     """
 
-    def __init__(self, engine: Engine, disk: Disk, short_writes: float):
+    def __init__(self, engine: ExecutorFactory, disk: Disk, short_writes: float):
         self.engine = engine
         self.disk = disk
         self.torn: Process | None = None
@@ -303,11 +303,11 @@ def installed(system: System) -> Iterator[None]:
         (time, "monotonic", dispatch(_real_monotonic, system.monotonic)),
         (time, "sleep", dispatch(_real_sleep, system.sleep)),
         (secrets, "token_hex", dispatch(_real_token_hex, system.token_hex)),
-        (ahead, "threading", threads),
-        (fillers, "threading", threads),
-        (keeping, "threading", threads),
-        (life, "threading", threads),
-        (spare, "threading", threads),
+        (prefetcher, "threading", threads),
+        (scheduler, "threading", threads),
+        (fallback, "threading", threads),
+        (heartbeat, "threading", threads),
+        (fallback_tier, "threading", threads),
         (threading.Thread, "start", _start_of_no_task(engine)),
         # Each simulated process would have its own.
         (descriptors, "_open", set()),
@@ -315,7 +315,7 @@ def installed(system: System) -> Iterator[None]:
         (sys, "unraisablehook", _no_word_of_the_dead(sys.unraisablehook)),
         # Sets of these are gone through: their order must not depend on where they lie in memory.
         (part.Part, "__hash__", lambda one: zlib.crc32(one.path.name.encode())),
-        (source.Source, "__hash__", lambda found: zlib.crc32(found.path.name.encode())),
+        (shard_copy.ShardCopy, "__hash__", lambda found: zlib.crc32(found.path.name.encode())),
     ]
     accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own references
     if accessor is not None:
@@ -343,7 +343,7 @@ def installed(system: System) -> Iterator[None]:
         gc.collect()
 
 
-def _start_of_no_task(engine: Engine) -> Callable[[threading.Thread], None]:
+def _start_of_no_task(engine: ExecutorFactory) -> Callable[[threading.Thread], None]:
     """`Thread.start` for all but simulated tasks: a real thread would live outside of the history."""
 
     def start(thread: threading.Thread) -> None:

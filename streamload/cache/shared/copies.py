@@ -21,8 +21,8 @@ import numpy as np
 from xxhash import xxh3_64_digest
 
 from streamload.cache.shard import Shard, version_of
+from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shared.blocks import BLOCK_BYTES, BlockSums, Sums
-from streamload.cache.source import Source
 from streamload.errors import CacheCorrupt, ShardError
 from streamload.origins.origin import Version
 from streamload.shards.record import HEADER_START, header_lengths, unpack_meta
@@ -59,7 +59,7 @@ class SharedShard:
     names: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, shard: Shard, source: Source) -> SharedShard:
+    def of(cls, shard: Shard, source: ShardCopy) -> SharedShard:
         """What is to be said of a shard that a tier holds; all of it is read and compared with its index.
 
         Raises:
@@ -67,7 +67,7 @@ class SharedShard:
         """
         reader = source.reader
         reader.refresh()
-        if not reader.is_complete or source.is_bare or not reader.size:
+        if not reader.is_complete or source.is_index_only or not reader.size:
             raise CacheCorrupt(f"{source.path} isn't a whole shard")
         sums = _compared(source, bool(shard.recipe))
         at_origin = version_of(reader)
@@ -137,7 +137,7 @@ class SharedShard:
         return found
 
 
-def index_files(source: Source) -> tuple[bytes, bytes]:
+def index_files(source: ShardCopy) -> tuple[bytes, bytes]:
     """The files `index` and `names` of a shard in a tier."""
     return (source.path / "index").read_bytes(), (source.path / "names").read_bytes()
 
@@ -148,7 +148,7 @@ def data_name(version: Version, sums: Sums) -> str:
     return hashlib.blake2b(facts + sums.astype("<u8").tobytes(), digest_size=8).hexdigest() + ".tar"
 
 
-def _compared(source: Source, is_prepared: bool) -> Sums:
+def _compared(source: ShardCopy, is_prepared: bool) -> Sums:
     """Read a published shard, and compare it with its index; the checksums of its blocks."""
     scanner, sums, reader = ShardScanner(prepared=is_prepared), BlockSums(), source.reader
     size = number = 0
@@ -166,7 +166,7 @@ def _compared(source: Source, is_prepared: bool) -> Sums:
     return sums.finish()
 
 
-def _compare(entries: list[Entry], source: Source, number: int) -> int:
+def _compare(entries: list[Entry], source: ShardCopy, number: int) -> int:
     """Compare entries with those of the index from a number on; the number behind them."""
     for entry in entries:
         if number >= source.reader.count or entry != source.reader.entry(number):

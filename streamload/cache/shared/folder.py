@@ -105,18 +105,18 @@ class Folder:
     def _place(
         self, name: str, write: Callable[[BinaryIO], object], move: Callable[[Path, Path], None]
     ) -> None:
-        target, aside = self._root / name, self._root / _INCOMING / secrets.token_hex(8)
-        for folder in (aside.parent, target.parent):
+        target, yield_slot = self._root / name, self._root / _INCOMING / secrets.token_hex(8)
+        for folder in (yield_slot.parent, target.parent):
             folder.mkdir(parents=True, exist_ok=True)
         try:
-            with aside.open("xb") as file:
+            with yield_slot.open("xb") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())  # a file server may say only now that it has no room
                 now = os.fstat(file.fileno()).st_mtime
-            move(aside, target)
+            move(yield_slot, target)
         finally:
-            aside.unlink(missing_ok=True)
+            yield_slot.unlink(missing_ok=True)
         if not self._is_swept:
             self._is_swept = True
             self._sweep(now)
@@ -130,16 +130,16 @@ class Folder:
                         Path(left.path).unlink()
 
 
-def _link(aside: Path, target: Path) -> None:
+def _link(yield_slot: Path, target: Path) -> None:
     try:
-        os.link(aside, target)
+        os.link(yield_slot, target)
     except OSError as exc:
         if exc.errno not in _NO_LINKS:
             raise
         # A file system without hard links: the name is taken first, and its bytes come a moment later.
         with target.open("xb"):
             pass
-        aside.replace(target)
+        yield_slot.replace(target)
 
 
 def _unless_missing(exc: OSError) -> None:

@@ -1,12 +1,12 @@
-"""Who works on what, among processes that share nothing but a tier: one small object for each unit.
+"""Who works on what, among processes that share nothing but a tier: one small object for each task.
 
-    leases/<unit>.json      the holder, and a number that it counts up as long as it is at work
+    leases/<task>.json      the holder, and a number that it counts up as long as it is at work
 
 A lease only saves work: whatever two holders of the same one do is done twice, and right. So none of this
 has to be safe where a store ignores conditions, or where a holder is stopped and goes on. No clock is
 compared with another machine's: a lease has expired when it hasn't changed for a while by the clock of
 whoever looks, or, on the holder's own node, when its process has gone. Daemons share their work by them, and
-nodes that would fetch the same shard at the same moment (turns.py).
+nodes that would fetch the same shard at the same moment (single_flight.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEASE_SECONDS = 60.0
 _BEATS = 4
 """How often a holder shows life in that time."""
 _LIMIT_BYTES = 4096
-_UNIT = re.compile(r"[A-Za-z0-9._=+-]{1,200}")
+_TASK = re.compile(r"[A-Za-z0-9._=+-]{1,200}")
 _WORD = re.compile(r"[A-Za-z0-9.]{1,200}")
 _NAME = re.compile(r"leases/([A-Za-z0-9._=+-]{1,200})\.json")
 
@@ -92,90 +92,90 @@ class Leases:
         with self._change:
             return f"<Leases of {self.holder}: {sorted(self._mine)}>"
 
-    def take(self, unit: str) -> bool:
-        """Take the lease of a unit, unless somebody at work has it.
+    def take(self, task: str) -> bool:
+        """Take the lease of a task, unless somebody at work has it.
 
         Raises:
             SharedTierError: the tier can't be asked, or takes nothing.
         """
-        if not _UNIT.fullmatch(unit):
-            raise ValueError(f"{unit!r:.80} can't be the name of a unit")
+        if not _TASK.fullmatch(task):
+            raise ValueError(f"{task!r:.80} can't be the name of a task")
         with self._change:
-            if unit in self._mine:
+            if task in self._mine:
                 return True
-        name, content = _name(unit), self._content()
+        name, content = _name(task), self._content()
         found = self._objects.read(name, _LIMIT_BYTES)
         is_anothers = found is not None and holder_of(found) != self.holder
         if found is None:
             self._objects.write_new(name, content)
-        elif is_anothers and self._has_expired(unit, found):
+        elif is_anothers and self._has_expired(task, found):
             self._objects.write(name, content)
             self._stop.wait(self._settle_seconds)
         elif is_anothers:
             return False
         # Of several who wrote at once the last one has it, as a rule: nobody waits for a store to agree. And
         # it is this process's, too, where only the answer to its first request was lost.
-        if not self._is_mine(unit):
+        if not self._is_mine(task):
             return False
         with self._change:
-            self._mine.add(unit)
-            self._seen.pop(unit, None)
+            self._mine.add(task)
+            self._seen.pop(task, None)
             self.taken_over += is_anothers
             if self._thread is None and not self._stop.is_set():
                 self._thread = threading.Thread(target=self._show_life, name="streamload-leases", daemon=True)
                 self._thread.start()
         if self._stop.is_set():  # closed meanwhile
-            self.release(unit)
+            self.release(task)
             return False
         return True
 
-    def is_held(self, unit: str) -> bool:
-        """Whether anybody else has the lease of a unit and, by all that can be seen, is at work.
+    def is_held(self, task: str) -> bool:
+        """Whether anybody else has the lease of a task and, by all that can be seen, is at work.
 
         Raises:
             SharedTierError: that can't be asked now.
         """
-        found = self._objects.read(_name(unit), _LIMIT_BYTES)
+        found = self._objects.read(_name(task), _LIMIT_BYTES)
         if found is None:
             with self._change:
-                self._seen.pop(unit, None)
+                self._seen.pop(task, None)
             return False
-        return holder_of(found) != self.holder and not self._has_expired(unit, found)
+        return holder_of(found) != self.holder and not self._has_expired(task, found)
 
-    def release(self, unit: str) -> None:
+    def release(self, task: str) -> None:
         """Give a lease back, if it is still this process's. Never raises: it would only expire later."""
         with self._change:
-            if unit not in self._mine:
+            if task not in self._mine:
                 return
-            self._mine.discard(unit)
+            self._mine.discard(task)
         with contextlib.suppress(SharedTierError):
-            if self._is_mine(unit):
-                self._objects.delete(_name(unit))
+            if self._is_mine(task):
+                self._objects.delete(_name(task))
 
     def busy(self) -> set[str]:
-        """The units that anybody else has a lease of, whether he lives or not.
+        """The tasks that anybody else has a lease of, whether he lives or not.
 
         Raises:
             SharedTierError: they can't be listed.
         """
         busy = set(leased(self._objects.names("leases"))) - self.held()
         with self._change:
-            self._seen = {unit: seen for unit, seen in self._seen.items() if unit in busy}
+            self._seen = {task: seen for task, seen in self._seen.items() if task in busy}
         return busy
 
-    def tidy(self, units: Iterable[str]) -> None:
-        """Remove those leases, of units on which nothing is left to do, whose holders have gone.
+    def tidy(self, tasks: Iterable[str]) -> None:
+        """Remove those leases, of tasks on which nothing is left to do, whose holders have gone.
 
         Raises:
             SharedTierError: they can't be looked at, or removed.
         """
-        for unit in units:
-            found = self._objects.read(_name(unit), _LIMIT_BYTES)
-            if found is not None and self._has_expired(unit, found):
-                self._objects.delete(_name(unit))
+        for task in tasks:
+            found = self._objects.read(_name(task), _LIMIT_BYTES)
+            if found is not None and self._has_expired(task, found):
+                self._objects.delete(_name(task))
 
     def held(self) -> set[str]:
-        """The units that this process has a lease of."""
+        """The tasks that this process has a lease of."""
         with self._change:
             return set(self._mine)
 
@@ -191,45 +191,45 @@ class Leases:
         if thread is not None:
             thread.join(seconds)
 
-    def _has_expired(self, unit: str, content: bytes) -> bool:
+    def _has_expired(self, task: str, content: bytes) -> bool:
         if (address := _said(content, "address")) and self._has_gone(address):
             return True
         now = self._clock()
         with self._change:
-            seen = self._seen.get(unit)
+            seen = self._seen.get(task)
             if seen is None or seen.content != content:
-                self._seen[unit] = _Seen(content, now)
+                self._seen[task] = _Seen(content, now)
                 return False
             return now - seen.since >= self._lease_seconds
 
     def _show_life(self) -> None:
         while not self._stop.wait(self._lease_seconds / _BEATS):
-            for unit in self.held():
+            for task in self.held():
                 try:
-                    self._renew(unit)
+                    self._renew(task)
                 except SharedTierError as exc:
                     logger.debug("a lease can't be renewed: %s", exc)
-        for unit in self.held():
-            self.release(unit)
+        for task in self.held():
+            self.release(task)
 
-    def _renew(self, unit: str) -> None:
+    def _renew(self, task: str) -> None:
         """Change a lease, so that others see life; it may be another's by now, after a stop, say."""
-        is_mine = self._is_mine(unit)
+        is_mine = self._is_mine(task)
         with self._change:
-            if unit not in self._mine:
+            if task not in self._mine:
                 return
             if not is_mine:
-                self._mine.discard(unit)
+                self._mine.discard(task)
                 self.lost += 1
                 return
-        self._objects.write(_name(unit), self._content())
+        self._objects.write(_name(task), self._content())
         with self._change:
-            is_given_back = unit not in self._mine
+            is_given_back = task not in self._mine
         if is_given_back:  # while it was written
-            self._objects.delete(_name(unit))
+            self._objects.delete(_name(task))
 
-    def _is_mine(self, unit: str) -> bool:
-        found = self._objects.read(_name(unit), _LIMIT_BYTES)
+    def _is_mine(self, task: str) -> bool:
+        found = self._objects.read(_name(task), _LIMIT_BYTES)
         return found is not None and holder_of(found) == self.holder
 
     def _content(self) -> bytes:
@@ -240,7 +240,7 @@ class Leases:
 
 
 def leased(names: Iterable[str]) -> list[str]:
-    """The units that leases are of, by the names of objects."""
+    """The tasks that leases are of, by the names of objects."""
     return [match[1] for name in names if (match := _NAME.fullmatch(name))]
 
 
@@ -258,5 +258,5 @@ def _said(content: bytes, name: str) -> str:
     return ""
 
 
-def _name(unit: str) -> str:
-    return f"leases/{unit}.json"
+def _name(task: str) -> str:
+    return f"leases/{task}.json"

@@ -19,8 +19,8 @@ from streamload.settings import DEFAULT_SHARED_WAIT_SECONDS, Settings
 
 if TYPE_CHECKING:
     from streamload.cache.shared.objects import Objects
+    from streamload.cache.shared.single_flight import SingleFlight
     from streamload.cache.shared.tier import SharedTier
-    from streamload.cache.shared.turns import Turns
     from streamload.cache.shared.write_back import WriteBack
 
 _TIMEOUT_SECONDS = 10.0
@@ -96,15 +96,15 @@ class Sharing:
     ):
         self.tier: SharedTier | None = None
         self.write_back: WriteBack | None = None
-        self.turns: Turns | None = None
+        self.turns: SingleFlight | None = None
         self._ask = ask
         self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, until when
         if options is not None:  # what has no shared cache begins without its modules
-            from streamload.cache.shared.turns import Turns
+            from streamload.cache.shared.single_flight import SingleFlight
             from streamload.cache.shared.write_back import WriteBack
 
             self.tier = options.open_tier(counts)
-            self.turns = Turns(self.tier, wait_seconds=options.wait_seconds, stores=self._stores)
+            self.turns = SingleFlight(self.tier, wait_seconds=options.wait_seconds, stores=self._stores)
             if options.write_back:
                 self.write_back = WriteBack(self.tier, uploads, self.turns.stored)
 

@@ -2,7 +2,7 @@
 
 Both have the same version, so a transfer that breaks off there goes on here at the byte where it is, and a
 part that was begun here is taken up there. Where nothing tells two versions apart (a command's output), a
-transfer that breaks off begins anew. What the shared cache lacks is fetched in turns (turns.py).
+transfer that breaks off begins anew. What the shared cache lacks is fetched in turns (single_flight.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from streamload.origins.origin import Origin, Stream, Unproven, Version
 
 if TYPE_CHECKING:
     from streamload.cache.shared.copies import SharedShard
+    from streamload.cache.shared.single_flight import Aside, SingleFlight
     from streamload.cache.shared.tier import SharedStream, SharedTier
-    from streamload.cache.shared.turns import Aside, Turns
 
 
 class ReadThrough(Origin):
@@ -47,11 +47,11 @@ class ReadThrough(Origin):
         origin: Origin,
         stop: threading.Event,
         ask: Ask | None = None,
-        turns: Turns | None = None,
+        turns: SingleFlight | None = None,
     ):
         self.url = origin.url
         self.is_kept = True
-        self.aside: Aside = contextlib.nullcontext
+        self.yield_slot: Aside = contextlib.nullcontext
         self._turns = turns
         self._has_turn = False
         self._shard, self._tier, self._origin = shard, tier, origin
@@ -75,7 +75,7 @@ class ReadThrough(Origin):
                 lambda: self._look_again(expected),
                 self._stop,
                 takes=self.is_kept,
-                aside=self.aside,
+                yield_slot=self.yield_slot,
             )
         if held is not None and start <= held.size:
             shared = self._tier.attempt(
@@ -185,14 +185,14 @@ class _ThroughStream:
 
     def _rest(self) -> Iterator[bytes]:
         if not self.version.is_traceable:
-            self._tier.distrust(self._shard)
+            self._tier.invalidate(self._shard)
             raise Outdated
         try:
             self._stream = stream = self._origin.open(self._position, self.version)
         except Unproven:
             raise Outdated from None
         except DatasetChanged:
-            self._tier.distrust(self._shard)
+            self._tier.invalidate(self._shard)
             raise Outdated from None
         self.version = self.version.completed(stream.version)
         try:

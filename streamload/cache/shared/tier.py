@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from streamload.cache.shard import Shard
+from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shared.blocks import BLOCK_BYTES, verified
 from streamload.cache.shared.copies import SharedShard, index_files
 from streamload.cache.shared.objects import OBJECT_LIMIT_BYTES, Objects, TooLarge
-from streamload.cache.source import Source
 from streamload.errors import (
     CacheCorrupt,
     DatasetChanged,
@@ -145,7 +145,7 @@ class SharedTier:
             rests = time.monotonic() < self._rests_until
             return not rests and shard.digest in self._lacking and shard.digest not in self._distrusted
 
-    def distrust(self, shard: Shard) -> None:
+    def invalidate(self, shard: Shard) -> None:
         """Don't ask for a shard again before this process has stored it: what came wasn't of use."""
         with self._lock:
             self._distrusted.add(shard.digest)
@@ -232,7 +232,7 @@ class SharedTier:
             CacheCorrupt: it isn't what its index says.
             SharedTierError: the shared cache doesn't take it.
         """
-        source = Source.open(directory, shard) if shard.local is None else None
+        source = ShardCopy.open(directory, shard) if shard.local is None else None
         if source is None:
             return False
         with contextlib.closing(source):
@@ -278,7 +278,7 @@ class SharedTier:
         if self._stop.is_set():
             return
         if isinstance(cause, CacheCorrupt | OriginNotFound | DatasetChanged):
-            self.distrust(shard)
+            self.invalidate(shard)
         else:
             with self._lock:
                 self._failures += 1
@@ -299,7 +299,7 @@ class SharedTier:
                 *(self.objects.url, shard.name, cause),
             )
 
-    def _has_same(self, shard: Shard, source: Source) -> bool:
+    def _has_same(self, shard: Shard, source: ShardCopy) -> bool:
         """Whether it holds a shard with the same index, so with the same checksums of all samples."""
         with contextlib.suppress(CacheCorrupt):
             now = self.look(shard)

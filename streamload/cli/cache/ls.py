@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from streamload.cli.cache.options import AsJson, CacheDir, tier_at
 
 if TYPE_CHECKING:
-    from streamload.cache.ledger import HeldShard
+    from streamload.cache.eviction import HeldShard
     from streamload.cache.tier import Tier
 
 _STATES = {"shards": "complete", "parts": "arriving", "bare": "index only", "gone": "given up"}

@@ -12,8 +12,8 @@ _SHARES = {
     "published": "published shards",
     "live_parts": "parts being filled",
     "orphaned_parts": "parts without a filler",
-    "bare": "indexes without data",
-    "verdicts": "verdicts",
+    "index_only": "indexes without data",
+    "tombstones": "tombstones",
     "trash": "trash",
     "run_files": "files of runs",
 }

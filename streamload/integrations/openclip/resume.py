@@ -22,8 +22,8 @@ import fsspec
 from streamload.errors import StateMismatch
 from streamload.integrations.openclip.arguments import rank_of
 from streamload.loader import Loader, gather_state
-from streamload.loader.place import Place, from_state
-from streamload.loader.together import gathered
+from streamload.loader.distributed import gathered
+from streamload.loader.position import Position, from_state
 
 logger = logging.getLogger("streamload")
 
@@ -43,7 +43,7 @@ class SavedState:
 
     name: str
     state: dict[str, Any]
-    place: Place
+    place: Position
     factors: str | None
 
 

@@ -1,0 +1,141 @@
+"""Shared-memory control block between a loader and its workers: commands down, counters up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamload.ipc.memory import SharedArray
+from streamload.metrics import WIDTH
+
+_TEXT_BYTES = 64 << 20
+"""Only what is written on takes memory."""
+_HEAD_BYTES = 8
+_BLOCKED_BYTES = 4096
+
+
+class SharedJson:
+    """JSON-able values that one process writes and others read, whole or not at all."""
+
+    def __init__(self) -> None:
+        self._text = SharedArray((_TEXT_BYTES,), torch.uint8)
+        self._generation = SharedArray((1,), torch.int64)
+        self._generation.array[0] = 0
+
+    @property
+    def generation(self) -> int:
+        """The number of what is written there now; another one after each writing."""
+        return int(self._generation.array[0])
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Put these in place of what is there.
+
+        Raises:
+            ValueError: they are too long.
+        """
+        text = json.dumps(values).encode()
+        if len(text) > _TEXT_BYTES - _HEAD_BYTES:
+            raise ValueError(
+                f"a text of {len(text):,} bytes is too long for the control block ({_TEXT_BYTES:,})"
+            )
+        page, generation = self._text.array, self._generation.array
+        generation[0] += 1  # odd: being written
+        page[_HEAD_BYTES : _HEAD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        page[:_HEAD_BYTES] = np.frombuffer(len(text).to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
+        generation[0] += 1
+
+    def withdraw(self) -> None:
+        """Take another number without writing anything: whoever follows it stops."""
+        self._generation.array[0] += 2
+
+    def read(self) -> dict[str, Any]:
+        """What is there, with its `generation`.
+
+        Raises:
+            EOFError: the process that started this one was killed, maybe while it wrote.
+        """
+        page, parent = self._text.array, multiprocessing.parent_process()
+        while True:
+            generation = self.generation
+            length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")
+            text = page[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
+            if generation % 2 == 0 and generation == self.generation:
+                return {**json.loads(text), "generation": generation}
+            if parent is not None and not parent.is_alive():
+                raise EOFError("the process that writes this text was killed")
+            time.sleep(0.0005)
+
+
+class ControlBlock:
+    """What a loader and its workers tell each other outside of batches; it can be sent to any process.
+
+    Args:
+        writers: how many processes count: the rank and its workers.
+        sources: how many sources there are.
+
+    Attributes:
+        order: what to produce; a worker that follows an older one than is there stops.
+        changes: changes of the sources' shares, decided since the order was given.
+    """
+
+    def __init__(self, writers: int, sources: int = 1):
+        self.order = SharedJson()
+        self.changes = SharedJson()
+        self._counters = SharedArray((writers, WIDTH), torch.int64)
+        self._by_source = SharedArray((writers, sources, 2), torch.int64)
+        self._wanted = SharedArray((1,), torch.float64)
+        self._blocked = SharedArray((writers, _BLOCKED_BYTES), torch.uint8)
+
+    @property
+    def counters(self) -> npt.NDArray[np.int64]:
+        """int64[writers, counters]: each process writes its own row, anyone may read all."""
+        return self._counters.array
+
+    @property
+    def by_source(self) -> npt.NDArray[np.int64]:
+        """int64[writers, sources, 2]: samples taken, and nanoseconds waited for bytes; likewise."""
+        return self._by_source.array
+
+    def want(self, now: bool) -> None:
+        """Say whether the training loop is waiting for a batch."""
+        self._wanted.array[0] = time.monotonic() if now else -time.monotonic()
+
+    def wanted_seconds(self) -> float:
+        """How long the training loop has been waiting for the batch that it wants; 0 if it isn't."""
+        since = float(self._wanted.array[0])
+        return time.monotonic() - since if since > 0 else 0.0
+
+    def still_seconds(self) -> float:
+        """How long the training loop has neither asked for a batch nor been given one."""
+        since = abs(float(self._wanted.array[0]))
+        return time.monotonic() - since if since else 0.0
+
+    def block(self, writer: int, blocked: dict[str, Any] | None) -> None:
+        """Say what the work of a process waits for; None: for nothing.
+
+        Args:
+            writer: its number; it alone says so.
+            blocked: JSON-able; it isn't told where it is too long.
+        """
+        text = b"" if blocked is None else json.dumps(blocked).encode()
+        page = self._blocked.array[writer]
+        page[:_HEAD_BYTES] = 0  # who reads meanwhile finds nothing, or what is no JSON
+        if len(text) <= _BLOCKED_BYTES - _HEAD_BYTES:
+            page[_HEAD_BYTES : _HEAD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
+            page[:_HEAD_BYTES] = np.frombuffer(len(text).to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
+
+    def blocked(self) -> list[dict[str, Any]]:
+        """What the processes wait for that wait for anything."""
+        found = []
+        for page in self._blocked.array:
+            length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(page[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()))
+        return found

@@ -1,0 +1,244 @@
+"""From options to what the processes of a rank share: shards, tier, order, what becomes of samples (A)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from streamload.cache.fallback_tier import remove_unused
+from streamload.cache.forecast import forecast
+from streamload.cache.measure import Measure
+from streamload.cache.placement import Placed, memory_root, place_tier
+from streamload.cache.selection import Selection
+from streamload.cache.shard import ShardList
+from streamload.cache.shard_cache import ShardCache
+from streamload.cache.shared.sharing import SharedOptions
+from streamload.cache.tier import Tier
+from streamload.dataset import SourceOrder, WorkerConfig
+from streamload.errors import StreamloadError
+from streamload.loader.options import LoaderOptions
+from streamload.loader.schedule import Schedule
+from streamload.metrics import Counters
+from streamload.order.plan import OrderOptions, pieces
+from streamload.origins.credentials import warn_of_shared_headers
+from streamload.origins.origin import OriginOptions
+from streamload.settings import Settings, read_settings
+from streamload.shards.keys import KeySpec
+from streamload.topology import run_name
+from streamload.transforms import kernel
+from streamload.transforms.assembly import BatchAssembly, Choose, Preprocess
+from streamload.transforms.compile import compile_transform
+from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
+from streamload.transforms.prepare import Preparation
+from streamload.transforms.tokenize import adapt_tokenizer
+
+logger = logging.getLogger("streamload")
+
+_AHEAD_BYTES = 1 << 30
+_FEWEST_FILLS = 4
+_REPLACEMENTS = 64
+
+
+def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[WorkerConfig, Placed]:
+    """What a run reads and what it makes of it; and its tier, opened, to be closed when the run is over.
+
+    Args:
+        options: what was asked for.
+        schedule: the epochs of the run; where it begins its lanes and window are settled here.
+
+    Raises:
+        CacheError: the cache directory can't be used.
+    """
+    settings, storage, here = _settings(options), _storage(options), schedule.here
+    shards = _shards(options, settings)
+    warn_of_shared_headers(options.urls, storage)
+    placed = place_tier(settings, shards, storage, here.nodes)
+    try:
+        return _worker_config(options, schedule, settings, shards, placed), placed
+    except BaseException:
+        placed.close()
+        raise
+
+
+def _worker_config(
+    options: LoaderOptions, schedule: Schedule, settings: Settings, shards: ShardList, placed: Placed
+) -> WorkerConfig:
+    storage, here, tier = _storage(options), schedule.here, placed.tier
+    remove_unused(tier.root)
+    shared = SharedOptions.of(settings, options.shared_cache_options)
+    with Measure(tier, storage, shared) as measure:
+        schedule.fit(shards, measure)
+    orders, split = schedule.orders(), schedule.split()
+    lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
+    rank, first_group = (here.rank, 0) if options.train else (0, here.rank)
+    processes = here.local_world_size * max(1, options.num_workers)
+    logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, here.nodes))
+    groups = orders[0].groups
+    return WorkerConfig(
+        shards=shards,
+        storage_options=storage,
+        origin=OriginOptions(outage_seconds=settings.origin_wait_seconds),
+        tier_root=tier.root,
+        tier_limit_bytes=tier.limit_bytes,
+        free_disk=placed.free_disk,
+        eviction=settings.eviction,
+        revalidate=settings.revalidate,
+        shared=shared,
+        run=run_name(here, options.urls.fingerprint()),
+        fills=-(-max(lanes, _FEWEST_FILLS) // processes),
+        ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
+        sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),
+        split=split,
+        rank=rank,
+        first_group=first_group,
+        one_pass=not options.goes_on and (groups == 1 or not options.train),
+        train=options.train,
+        skip=options.on_error == "skip",
+        replacements=None if options.max_bad_samples is None else _REPLACEMENTS,
+        selection=_selection(options),
+        assembly=_assembly(options, _preparation(options, settings), settings.max_image_pixels),
+        with_keys=options.with_keys,
+    )
+
+
+def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
+    """How many samples of all shards can be used, by the indexes in the cache; None where one isn't whole.
+
+    Args:
+        options: what was asked for.
+        counts: where damage that is found is counted.
+    """
+    settings = _settings(options)
+    shards = _shards(options, settings)
+    roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
+    for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
+        if not (root / "tier.json").is_file():
+            continue
+        with contextlib.suppress(StreamloadError):
+            tier = Tier(root, None, counts)
+            samples = _counted(
+                ShardCache(
+                    tier, shards, _selection(options), skip=True, counts=counts, counted=lambda _: False
+                )
+            )
+            if samples is not None:
+                return samples
+    return None
+
+
+def _counted(cache: ShardCache) -> int | None:
+    samples = 0
+    with contextlib.closing(cache):
+        for place in range(len(cache.shards)):
+            numbers, ended = cache.arrived(place)
+            if not ended:
+                return None
+            samples += len(numbers)
+            cache.keep_open(())
+    return samples
+
+
+def _settings(options: LoaderOptions) -> Settings:
+    return read_settings(
+        options.cache_dir,
+        options.cache_size,
+        options.ahead,
+        revalidate=options.revalidate,
+        eviction=options.eviction,
+        free_disk=options.free_disk,
+        cache=options.cache,
+        memory_size=options.memory_size,
+        shared_cache=options.shared_cache,
+        write_back=options.write_back,
+        max_image_pixels=options.max_image_pixels,
+    )
+
+
+def _storage(options: LoaderOptions) -> dict[str, Any] | None:
+    return dict(options.storage_options) if options.storage_options else None
+
+
+def _preparation(options: LoaderOptions, settings: Settings) -> Preparation | None:
+    if options.prepare is None:
+        return None
+    return Preparation.parse(options.prepare, settings.max_image_pixels)
+
+
+def _shards(options: LoaderOptions, settings: Settings) -> ShardList:
+    preparation = _preparation(options, settings)
+    return ShardList(options.urls, _storage(options), "" if preparation is None else preparation.name)
+
+
+def _sources(
+    options: LoaderOptions, orders: Sequence[OrderOptions], groups: Sequence[int]
+) -> tuple[SourceOrder, ...]:
+    sources, first = [], 0
+    for source, order in zip(options.sources, orders, strict=True):
+        count = len(source.urls)
+        own = {group: pieces(order, count, group) for group in groups}
+        sources.append(SourceOrder(source.name, first, count, order, own))
+        first += count
+    return tuple(sources)
+
+
+def _selection(options: LoaderOptions) -> Selection:
+    keys = tuple(KeySpec.parse(key) for key in options.keys)
+    return Selection(keys, options.keep, reads_all=options.map_sample is not None)
+
+
+def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixels: int) -> BatchAssembly:
+    is_mapped = options.map_sample is not None
+    on_device = options.device is not None and options.device.type != "cpu" and not is_mapped
+    planned = _planned(options)
+    if preparation is not None:
+        logger.info("prepare: images as by %s, from prepared shards where there are any", preparation.name)
+        if isinstance(planned, ImagePlan) and preparation.size < max(planned.size):
+            logger.warning(
+                "prepare=%r leaves images smaller than the %d×%d pixels that they are then made",
+                *(options.prepare, *planned.size),
+            )
+    return BatchAssembly(
+        image=KeySpec.parse(options.image_key).choose,
+        text=_choose(options.text_key),
+        tokenizer=adapt_tokenizer(options.tokenizer),
+        preprocess=planned,
+        map_sample=options.map_sample,
+        as_bytes=on_device or options.image_dtype == "uint8",
+        preparation=preparation,
+        as_model_inputs=options.output == "hf",
+        blank_captions=options.blank_captions,
+        most_pixels=most_pixels,
+        label=_choose(options.label_key),
+        collate=options.collate,
+    )
+
+
+@functools.cache
+def _say_what_is_lost() -> None:
+    """Warn once in a process of an installation that lacks the kernels."""
+    if lost := kernel.lost():
+        logger.warning("%s", lost)
+
+
+def _choose(key: str | None) -> Choose | None:
+    return None if key is None else KeySpec.parse(key).choose
+
+
+def _planned(options: LoaderOptions) -> ImagePlan | Preprocess | None:
+    """The plan of what was asked for; the function itself if there is none; None: images stay bytes."""
+    if options.map_sample is None or options.preprocess is not None:
+        _say_what_is_lost()
+    if options.preprocess is None:
+        return None if options.map_sample is not None else clip_plan(options.train)
+    if not options.compile:
+        return options.preprocess
+    try:
+        plan = compile_transform(options.preprocess)
+    except NotRecognised as exc:
+        logger.info("preprocess= runs as given: %s", exc)
+        return options.preprocess
+    logger.info("preprocess= is compiled: %s", plan)
+    return plan

@@ -1,0 +1,172 @@
+"""Which source each position of a group is filled from (between C and E): shares that may change in a run.
+
+A step takes of each source what its share is due, to the sample: what is rounded off is carried on as a
+credit. Integers only, so that all processes agree. Each source has a sequence of its own (group.py), which
+goes on where the last step stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isfinite
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.errors import OptionError
+from streamload.order.split import Split
+
+UNIT = 1 << 32
+"""The sum of all shares."""
+
+
+def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, ...]:
+    """Weights as shares of UNIT, exactly proportional but for what floors ask and for the last unit.
+
+    Args:
+        weights: of each source, in any scale; 0 takes a source out, if it has no floor.
+        floors: the least part, 0 to 1, of all samples that each source gets.
+
+    Raises:
+        OptionError: a weight that is negative or no number, weights that are all zero, or floors that add up
+            to more than 1.
+    """
+    for what, values in (("weights", weights), ("floors", floors)):
+        if any(not isfinite(value) or value < 0 for value in values):
+            raise OptionError(f"{what} must be numbers from 0, not {list(values)}.")
+    if not any(weights):
+        raise OptionError(f"weights must not all be 0: {list(weights)} leaves nothing to read.")
+    parts, least = [Fraction(weight) for weight in weights], [Fraction(floor) for floor in floors]
+    if sum(least) > 1:
+        raise OptionError(f"floors must not add up to more than 1, and {list(floors)} do.")
+    raised: set[int] = set()
+    while True:
+        free, total = 1 - sum(least[i] for i in raised), sum(parts) - sum(parts[i] for i in raised)
+        shares = [
+            least[i] if i in raised else part * free / total if total else Fraction(0)
+            for i, part in enumerate(parts)
+        ]
+        below = {i for i in range(len(parts)) if shares[i] < least[i]}
+        if not below:
+            break
+        raised |= below
+    if sum(shares) < 1:  # all that have weight stand at their floors
+        shares = [share / sum(shares) for share in shares]
+    whole = [int(share * UNIT) for share in shares]
+    rests = sorted(range(len(whole)), key=lambda i: (whole[i] - shares[i] * UNIT, i))
+    for i in rests[: UNIT - sum(whole)]:
+        whole[i] += 1
+    return tuple(whole)
+
+
+class Change(NamedTuple):
+    """New shares, from the first step that begins at a global position or behind it."""
+
+    position: int
+    shares: tuple[int, ...]
+
+
+def in_effect(changes: Sequence[Change], position: int) -> list[Change]:
+    """The changes that count from a position on: the last one up to it, and those behind it."""
+    first = max((i for i, change in enumerate(changes) if change.position <= position), default=0)
+    return list(changes[first:])
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What a step takes of one group: of each source the positions from `first`, `take` many.
+
+    Attributes:
+        first: int for each source, the position in its sequence.
+        take: how many samples of each.
+        owed: in UNITs, what each source is owed behind the step; they add up to 0.
+    """
+
+    first: tuple[int, ...]
+    take: tuple[int, ...]
+    owed: tuple[int, ...]
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The position in each source's sequence behind the step."""
+        return tuple(first + take for first, take in zip(self.first, self.take, strict=True))
+
+    def seats(self) -> NDArray[np.int64]:
+        """The source of each of the group's samples in the step, spread evenly: int64[sum(take)]."""
+        if len(self.take) == 1:
+            return np.zeros(self.take[0], np.int64)
+        times = [(np.arange(take) + 0.5) / take for take in self.take if take]
+        sources = np.repeat(np.arange(len(self.take)), self.take)
+        return sources[np.argsort(np.concatenate(times), kind="stable")]
+
+
+class Mixing:
+    """The portions of one group, step by step.
+
+    Args:
+        deal: how steps are dealt.
+        group: whose portions.
+        position: the global position of the first step.
+        changes: of the shares, the first of which counts at `position`; may be replaced by a list that is
+            the same up to the steps that have been asked for.
+        given: the position of each source in its own sequence.
+        owed: what each source is owed by then, in UNITs.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        group: int,
+        position: int,
+        changes: Sequence[Change],
+        given: Sequence[int],
+        owed: Sequence[int],
+    ) -> None:
+        self.changes = changes
+        self._deal, self._group = split, group
+        self._position = position
+        self._given, self._owed = tuple(given), tuple(owed)
+
+    def at(self, position: int) -> Portion:
+        """The portion of the step that begins at a global position; those before it are gone by then.
+
+        Raises:
+            ValueError: no step begins there, or it has gone by.
+        """
+        while self._position <= position:
+            begins, found = self._position, self._next()
+            if begins == position:
+                return found
+        raise ValueError(f"no step begins at {position}, or it has gone by: the next is at {self._position}")
+
+    def _next(self) -> Portion:
+        position, self._position = self._position, self._position + self._deal.batch
+        size = self._deal.start(self._position, self._group) - self._deal.start(position, self._group)
+        found = portion(self._given, self._owed, in_effect(self.changes, position)[0].shares, size)
+        self._given, self._owed = found.stop, found.owed
+        return found
+
+
+def portion(given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ...], size: int) -> Portion:
+    """What the next `size` samples take of each source: each within a sample or two of its share so far."""
+    if len(shares) == 1:
+        return Portion(given, (size,), owed)
+    due = [before + share * size for before, share in zip(owed, shares, strict=True)]
+    take = [max(0, units // UNIT) if share else 0 for units, share in zip(due, shares, strict=True)]
+
+    def rest(source: int) -> tuple[int, int]:
+        return due[source] - take[source] * UNIT, -source
+
+    while (missing := size - sum(take)) > 0:
+        most_due = sorted((s for s, share in enumerate(shares) if share), key=rest, reverse=True)
+        for source in most_due[:missing]:
+            take[source] += 1
+    while (excess := sum(take) - size) > 0:
+        least_due = sorted((s for s, many in enumerate(take) if many), key=rest)
+        for source in least_due[:excess]:
+            take[source] -= 1
+    left = tuple(units - many * UNIT for units, many in zip(due, take, strict=True))
+    return Portion(given, tuple(take), left)

@@ -1,0 +1,197 @@
+"""How a shard is stored (step F): whole in the tier, index-only, or in the fallback tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from streamload.cache.budget import part_bytes
+from streamload.cache.fallback_tier import FallbackTier
+from streamload.cache.fill import index_bytes, reserved_bytes
+from streamload.cache.locks import PATIENCE_SECONDS
+from streamload.cache.shard import Shard
+from streamload.cache.tier import Tier
+from streamload.errors import CacheError, CacheFull, is_shortage
+
+logger = logging.getLogger("streamload")
+
+_MOST_TROUBLES = 3
+"""After so many failures of the disk it is left alone."""
+
+
+class StorageMode(NamedTuple):
+    """How a shard is kept."""
+
+    tier: Tier
+    index_only: bool
+    """Its index alone: its samples are read from the origin."""
+
+
+class FallbackPolicy:
+    """What became of the shards that found no room, or whose tier failed them. Thread-safe.
+
+    Args:
+        tier: where shards are kept if nothing is said of them.
+        fallback_tier: where to fill what the tier can't take.
+        may_be_bare: whether a shard's samples can be read from its origin, so that its index is enough.
+        changed: told of a shard that is to be kept in another way from now on.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        fallback_tier: FallbackTier | None,
+        may_be_index_only: Callable[[Shard], bool],
+        changed: Callable[[Shard], object],
+    ):
+        self._tier = tier
+        self._fallback_tier = fallback_tier
+        self._may_be_index_only = may_be_index_only
+        self._changed = changed
+        self._lock = threading.Lock()
+        # Guarded by _lock; shards by their digests:
+        self._index_only: set[str] = set()
+        self._elsewhere: set[str] = set()  # in the fallback tier
+        self._refused_since: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}  # of those that were refused: their origin needn't be asked again
+        self._troubles = 0
+        self._short_since: float | None = None  # of descriptors
+        self._has_told = False
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where shards may be: the tier, and the fallback tier if there is one by now."""
+        fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
+        return (self._tier,) if fallback_tier is None else (self._tier, fallback_tier)
+
+    def mode(self, shard: Shard) -> StorageMode:
+        """How a shard is kept now."""
+        with self._lock:
+            return self._mode(shard)
+
+    def only(self, shards: Iterable[Shard]) -> None:
+        """All others are kept as usual again, should they be wanted once more."""
+        digests = {shard.digest for shard in shards}
+        with self._lock:
+            self._index_only &= digests
+            self._elsewhere &= digests
+
+    def index_only(self, shard: Shard) -> bool:
+        """Keep a shard's index alone; False if that won't do, or has been asked for."""
+        with self._lock:
+            if shard.digest in self._index_only or not self._may_be_index_only(shard):
+                return False
+            self._index_only.add(shard.digest)
+            self._refused_since.pop(shard.digest, None)
+        self._changed(shard)
+        return True
+
+    def elsewhere(self, shard: Shard, trouble: Exception | None = None) -> bool:
+        """Keep a shard in the fallback tier; False if there is none, or if that has been asked for.
+
+        Args:
+            shard: which one.
+            trouble: why the tier doesn't take it, where that is known.
+        """
+        fallback_tier = self._fallback_tier.open() if self._fallback_tier is not None else None
+        with self._lock:
+            if fallback_tier is None or shard.digest in self._elsewhere:
+                return False
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "the cache at %s doesn't take %s%s: such shards are kept in memory at %s, up to %d bytes "
+                    "beside the cache's limit",
+                    *(self._tier.root, shard.name, f" ({trouble})" if trouble else ""),
+                    *(fallback_tier.root, fallback_tier.limit_bytes),
+                )
+            self._troubles += trouble is not None and not isinstance(trouble, CacheFull)
+            self._elsewhere.add(shard.digest)
+            self._index_only.discard(shard.digest)
+            self._forget(shard)
+        self._changed(shard)
+        return True
+
+    def refuse(self, shard: Shard, size_bytes: int = 0) -> None:
+        """There is no room for a shard, of so many bytes where that is known."""
+        with self._lock:
+            self._refused_since.setdefault(shard.digest, time.monotonic())
+            if size_bytes:
+                self._sizes[shard.digest] = size_bytes
+
+    def accept(self, shard: Shard) -> None:
+        """There is room for a shard, or none is needed."""
+        with self._lock:
+            self._refused_since.pop(shard.digest, None)
+
+    def note(self, shard: Shard, mode: StorageMode, is_refused: bool) -> bool:
+        """Note whether a fill that is under way has no room.
+
+        Args:
+            shard: what is filled.
+            way: how.
+            is_refused: whether it has no room at present.
+
+        Returns:
+            Whether the shard is to be kept in another way by now, for which the fill has to begin anew.
+        """
+        with self._lock:
+            is_outdated = self._mode(shard) != mode
+            if is_refused and not is_outdated:
+                self._refused_since.setdefault(shard.digest, time.monotonic())
+            else:
+                self._refused_since.pop(shard.digest, None)
+            return is_outdated
+
+    def is_refused(self, shard: Shard) -> bool:
+        """Whether there was no room for it."""
+        with self._lock:
+            return shard.digest in self._refused_since
+
+    def refused_seconds(self, shard: Shard) -> float:
+        """For how long there has been no room for it (0: there is)."""
+        with self._lock:
+            since = self._refused_since.get(shard.digest)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def size_bytes(self, shard: Shard) -> int:
+        """Of a shard that was refused; 0: unknown."""
+        with self._lock:
+            return self._sizes.get(shard.digest, 0)
+
+    def lacks_bytes(self, shard: Shard) -> int:
+        """The least that a shard takes for which there was no room, as it is kept now; 0: there is."""
+        with self._lock:
+            mode = self._mode(shard)
+            if shard.digest not in self._refused_since or mode.tier is not self._tier:
+                return 0
+            size = self._sizes.get(shard.digest, 0)
+            return part_bytes(index_bytes(size) if mode.index_only else reserved_bytes(size))
+
+    def may_pass(self, trouble: OSError) -> bool:
+        """Whether files or memory are short now: no disk's fault, and soon fewer may be in use."""
+        cause = trouble.__cause__ if isinstance(trouble, CacheError) else trouble
+        if not isinstance(cause, OSError) or not is_shortage(cause):
+            return False
+        with self._lock:
+            now = time.monotonic()
+            self._short_since = self._short_since or now
+            return now - self._short_since < PATIENCE_SECONDS
+
+    def went_well(self) -> None:
+        """There are files to open again."""
+        with self._lock:
+            self._short_since = None
+
+    def _mode(self, shard: Shard) -> StorageMode:
+        fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
+        fails = shard.digest in self._elsewhere or self._troubles >= _MOST_TROUBLES
+        tier = fallback_tier if fallback_tier is not None and fails else self._tier
+        return StorageMode(tier, shard.digest in self._index_only)
+
+    def _forget(self, shard: Shard) -> None:
+        self._sizes.pop(shard.digest, None)
+        self._refused_since.pop(shard.digest, None)

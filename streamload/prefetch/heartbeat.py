@@ -1,0 +1,81 @@
+"""Signs of life of those who fill: of this process's parts, and how long others' have shown none (step F)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from streamload.cache.part import Part
+from streamload.cache.tier import Tier
+
+_TOUCHES = 5
+"""How often a filler shows life in the time after which it counts as stopped."""
+
+
+class Heartbeat:
+    """Touches the parts that are filled here, in a thread, and watches the touches of others.
+
+    Args:
+        stopped_seconds: how long a filler, of any process, may show no life before another takes over.
+    """
+
+    def __init__(self, stopped_seconds: float):
+        self._stopped_seconds = stopped_seconds
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._parts: set[Part] = set()
+        self._touched: dict[str, dict[Path, tuple[int, float]]] = {}
+        # By digest, of others' parts: the last touch, and when it was first seen.
+        self._thread = threading.Thread(target=self._show, name="streamload-life", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def of(self, part: Part, digest: str) -> Iterator[None]:
+        """While this is entered, a part of a shard is being filled here."""
+        with self._lock:
+            self._parts.add(part)
+            self._touched.pop(digest, None)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._parts.discard(part)
+
+    def holds_room(self) -> bool:
+        """Whether a fill is under way here that has got some room, which it may give back."""
+        with self._lock:
+            return any(part.reserved_bytes for part in self._parts)
+
+    def stopped(self, tier: Tier, digest: str) -> list[Path]:
+        """The parts of a shard whose fillers have shown no life for long.
+
+        The time of a touch is compared with the one before, never with a clock: two machines may disagree.
+        """
+        now = time.monotonic()
+        with self._lock:
+            before = self._touched.get(digest, {})
+        seen: dict[Path, tuple[int, float]] = {}
+        for path in tier.parts(digest):
+            with contextlib.suppress(FileNotFoundError):
+                touched = (path / "index").stat().st_mtime_ns
+                last, since = before.get(path, (touched, now))
+                seen[path] = (touched, since if touched == last else now)
+        with self._lock:
+            self._touched[digest] = seen
+        return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
+
+    def close(self) -> None:
+        """Show no more; once is enough."""
+        self._closing.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        while not self._closing.wait(self._stopped_seconds / _TOUCHES):
+            with self._lock:
+                parts = list(self._parts)
+            for part in parts:
+                part.touch()

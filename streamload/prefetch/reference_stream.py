@@ -1,0 +1,198 @@
+"""The references of one sequence as they become known, and the shards that they will need (B to D, for F).
+
+It joins the order of a group, of one source, with what the filling threads and the other users of a tier have
+to know of it: which shards must stay readable, which come next, and how far this reader is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from streamload.cache.checkpoint import CheckedArrivals, CheckpointShard
+from streamload.cache.demand import VISITS_KEPT, DemandFile, short
+from streamload.cache.shard import ShardList
+from streamload.cache.tier import Tier
+from streamload.order.cursor import Cursor
+from streamload.order.group import GroupOrder
+
+NextPass = Callable[[], npt.NDArray[np.int64]]
+
+_PLACE_BITS = 32
+_PLACE_MASK = (1 << _PLACE_BITS) - 1
+_SHARD = 1
+"""The column of references that has the shard; the others: pass, sample."""
+
+
+class ReferenceStream:
+    """One group's sequence of one source as one process follows it.
+
+    The order counts the shards of its source; all that is given out here counts those of the run.
+
+    Args:
+        order: the sequence.
+        next_pass: the shards of the source that are read after the order has ended, in order.
+        shards: all shards of the run.
+        first: the place of the source's first one among them.
+        arrivals: what has arrived of the source's shards.
+        tier: where this reader says what it will visit.
+    """
+
+    def __init__(
+        self,
+        order: GroupOrder,
+        next_pass: NextPass,
+        shards: ShardList,
+        first: int,
+        arrivals: CheckedArrivals,
+        tier: Tier,
+    ):
+        self._order = order
+        self._next_pass = next_pass
+        self._shards = shards
+        self._first = first
+        self._arrivals = arrivals
+        self._base = order.position
+        self._known = np.empty((0, 3), np.int64)  # a row for each: they are taken, and hashed, by rows
+        self._demand_file = DemandFile(tier.root / "runs")
+        self._hash = xxhash.xxh3_64()
+        self._hashed = self._base
+        self._in_use: list[int] | None = None  # asked for several times a batch
+        self._in_use_until = 0  # the position behind which one of them isn't needed any more
+        self._coming: tuple[tuple[object, ...], npt.NDArray[np.int64]] | None = None  # for what; these
+        self._told: tuple[list[int], list[int]] | None = None
+        self._named = np.empty(0, np.int64), np.empty(0, np.uint64)  # shards that were told of last: names
+        self.tell_progress()
+
+    def blocked(self) -> list[int]:
+        """The shards whose next entries the order waits for, the most urgent first."""
+        self._in_use = None
+        return self._here(self._order.blocked(self._arrivals))
+
+    def reaches(self, position: int) -> bool:
+        """Whether all references before a position are known, or there are no more."""
+        return self.has(position) or self._order.finished
+
+    def has(self, position: int) -> bool:
+        """Whether there are as many references, as far as is known by now."""
+        return self._order.position >= position
+
+    def known(self, stop: int) -> int:
+        """Up to which position, `stop` at most, the references are known."""
+        return min(stop, self._order.position)
+
+    def follow(self, most: int | None = None) -> bool:
+        """Take up what has arrived; False if it gives no reference.
+
+        Args:
+            most: about how many references to take up, where room for their shards is short.
+        """
+        self._in_use = None
+        fresh = self._order.advance(self._arrivals, most)
+        if len(fresh.shards):
+            rows = np.column_stack(fresh)
+            rows[:, _SHARD] += self._first
+            self._known = np.concatenate([self._known, rows])
+        return len(fresh.shards) > 0
+
+    def peek(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """Those of the references from position `first` to `stop` that are known by now; they stay."""
+        return self._known[max(0, first - self._base) : max(0, stop - self._base)]
+
+    def take(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """The references from position `first` to `stop`, fewer at the end; they are forgotten.
+
+        Returns:
+            int64[N, 3], pass, shard and sample of each.
+        """
+        self.digest(stop)
+        count = stop - self._base
+        taken = self._known[first - self._base : count]
+        self._known = self._known[count:]
+        self._base = stop
+        if stop > self._in_use_until:
+            self._in_use = None
+        return taken
+
+    def digest(self, position: int) -> int:
+        """A hash of all references before a position, from where this process began.
+
+        Args:
+            position: not before one that was asked for earlier, or taken; known, or behind the end.
+        """
+        start, stop = self._hashed - self._base, min(position, self._order.position) - self._base
+        if stop > start:
+            self._hash.update(self._known[start:stop].tobytes())
+            self._hashed = self._base + stop
+        return self._hash.intdigest()
+
+    def cursor(self, position: int) -> Cursor:
+        """How to go on from a position that has been taken; the end, where the sequence ended before it."""
+        return self._order.mark_at(min(position, self._order.position))
+
+    def begun(self) -> dict[int, CheckpointShard]:
+        """What a state is to know of the shards that are open, by their place in the source."""
+        return self._arrivals.begun([shard - self._first for shard in self.shards_in_use()])
+
+    def shards_in_use(self) -> list[int]:
+        """The shards that have to stay readable, those needed first in front."""
+        if self._in_use is None:
+            shards = self._known[:, _SHARD]
+            places = np.sort(shards << _PLACE_BITS | np.arange(shards.size))  # by shard, then by place
+            last = places[np.diff(places >> _PLACE_BITS, append=-1) != 0]
+            known = (last >> _PLACE_BITS).tolist()
+            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
+            self._in_use_until = self._base + int((last & _PLACE_MASK).min(initial=_PLACE_MASK))
+        return self._in_use
+
+    def coming(self, count: int) -> npt.NDArray[np.int64]:
+        """The next shards that will be opened, over the end of the pass."""
+        asked = (count, self._order.front, self._order.finished)
+        if self._coming is None or self._coming[0] != asked:
+            coming = self._order.coming_shards(count)
+            if len(coming) < count:
+                coming = np.concatenate([coming, self._next_pass()[: count - len(coming)]])
+            self._coming = asked, coming + self._first
+        return self._coming[1]
+
+    @property
+    def front(self) -> tuple[int, int]:
+        """The pass under way, and the place in it of the next shard that will be opened."""
+        return self._order.front
+
+    @property
+    def reads_everything(self) -> bool:
+        """Whether the group's own shards gave nothing, so that it reads those of all groups."""
+        return self._order.everything
+
+    def tell_progress(self) -> None:
+        """Tell the other users of the tier what is open and what comes next, if that has changed."""
+        in_use = self.shards_in_use()
+        state = (in_use, self._order.coming_shards(1).tolist())
+        if state != self._told:
+            self._told = state
+            visits = np.concatenate([np.array(in_use, np.int64), self.coming(VISITS_KEPT)])[:VISITS_KEPT]
+            self._demand_file.tell(self._names_of(visits))
+
+    def _names_of(self, visits: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """The short names of shards; those of which it was asked the last time are known."""
+        known, names = self._named
+        places = np.searchsorted(known, visits)
+        is_known = np.append(known, -1)[places] == visits
+        found = np.append(names, np.uint64(0))[places]
+        for place in np.flatnonzero(~is_known).tolist():
+            found[place] = short(self._shards.digest(int(visits[place])))
+        order = np.argsort(visits)
+        self._named = visits[order], found[order]
+        return found
+
+    def close(self) -> None:
+        """Say no more; once is enough."""
+        self._demand_file.close()
+
+    def _here(self, shards: list[int]) -> list[int]:
+        """Shards of the source by their place among those of the run."""
+        return [shard + self._first for shard in shards]

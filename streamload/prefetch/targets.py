@@ -1,0 +1,134 @@
+"""Where a daemon is to have shards: in the tier of its node, or in a shared one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from streamload.cache.locks import FileLock
+from streamload.cache.shard import Shard
+from streamload.cache.shared.tier import SharedTier
+from streamload.cache.tier import Tier
+from streamload.errors import OptionError
+
+_SEEN_SECONDS = 3600.0
+"""What was seen to be in a shared tier is taken to be there for so long."""
+_ASKED_AT_ONCE = 8
+LACKING = 64
+"""After so many that a shared tier lacks it isn't asked for those behind them, which nobody begins with."""
+
+
+class Target(Protocol):
+    """Where shards are to be held. Thread-safe."""
+
+    def missing(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Those of some shards that aren't there, in their order.
+
+        What was seen to be there lately needn't be asked for again, and what lies behind many that are
+        missing may count as missing unasked: `holds` is asked before it is begun.
+
+        Raises:
+            SharedTierError: that can't be asked now.
+        """
+        ...
+
+    def holds(self, shard: Shard) -> bool:
+        """Whether a shard is there now.
+
+        Raises:
+            SharedTierError: that can't be asked now.
+        """
+        ...
+
+    def deliver(self, shard: Shard, directory: Path) -> None:
+        """Bring a shard there that is published in the tier of this node, in a directory.
+
+        Raises:
+            StreamloadError, OSError: why it can't be done now.
+        """
+        ...
+
+    def task_name(self, shard: Shard) -> str:
+        """The name of the work on a shard, the same for all daemons."""
+        ...
+
+
+class LocalTarget:
+    """The goal is the tier of this node itself."""
+
+    def __init__(self, tier: Tier):
+        self._tier = tier
+
+    def missing(self, shards: Sequence[Shard]) -> list[Shard]:
+        """See Target."""
+        return [shard for shard in shards if not self.holds(shard)]
+
+    def holds(self, shard: Shard) -> bool:
+        """See Target."""
+        return self._tier.published(shard.digest).exists()
+
+    def deliver(self, shard: Shard, directory: Path) -> None:
+        """See Target: it is there."""
+
+    def task_name(self, shard: Shard) -> str:
+        """See Target."""
+        return shard.digest
+
+
+class SharedTarget:
+    """The goal is a shared tier.
+
+    Args:
+        tier: it is written to through the tier of this node.
+        clock: monotonic.
+    """
+
+    def __init__(self, tier: SharedTier, clock: Callable[[], float] = time.monotonic):
+        self._tier = tier
+        self._clock = clock
+        self._seen: dict[str, float] = {}  # by digest, when it was seen to be there; for one thread
+        self._pool = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="streamload-look")
+
+    def missing(self, shards: Sequence[Shard]) -> list[Shard]:
+        """See Target."""
+        since = self._clock() - _SEEN_SECONDS
+        self._seen = {digest: seen for digest, seen in self._seen.items() if seen > since}
+        unknown = [shard for shard in shards if shard.digest not in self._seen]
+        lacking = 0
+        for first in range(0, len(unknown), _ASKED_AT_ONCE):
+            some = unknown[first : first + _ASKED_AT_ONCE]
+            for shard, is_there in zip(some, self._pool.map(self.holds, some), strict=True):
+                if is_there:
+                    self._seen[shard.digest] = self._clock()
+                else:
+                    lacking += 1
+            if lacking >= LACKING:
+                break
+        return [shard for shard in unknown if shard.digest not in self._seen]
+
+    def holds(self, shard: Shard) -> bool:
+        """See Target: its index is written last."""
+        return self._tier.has(shard)
+
+    def deliver(self, shard: Shard, directory: Path) -> None:
+        """See Target."""
+        if shard.local is not None:
+            raise OptionError(f"{shard.name} is a file of this machine, and isn't stored for others")
+        pin = FileLock.acquire(directory / "names", shared=True)  # or it may be evicted meanwhile
+        if pin is None:
+            raise FileNotFoundError(f"{shard.name} was evicted before it was stored")
+        with contextlib.closing(pin):
+            self._tier.store(shard, directory)
+
+    def task_name(self, shard: Shard) -> str:
+        """See Target."""
+        return shard.digest
+
+    def close(self) -> None:
+        """End all waits; once is enough."""
+        self._tier.close()
+        self._pool.shutdown()
