@@ -34,11 +34,11 @@ from PIL import Image
 from benchmarks import machine, turns
 from benchmarks.contenders.workload import SIDE, Job
 from benchmarks.turns import Contender
+from streamload.derived.preparation import Preparation
 from streamload.testing.server import ShardServer
 from streamload.transforms.augment import RandomBox
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.draws import Draws
-from streamload.transforms.prepare import Preparation
 
 RECIPES = ("raw-256", "jpeg-256-q90")
 SHARDS = {"as they are": None, **{recipe: recipe for recipe in RECIPES}}

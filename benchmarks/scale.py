@@ -56,10 +56,10 @@ from streamload.cache.tier import Tier
 from streamload.order.group import GroupOrder
 from streamload.order.plan import OrderOptions, pieces
 from streamload.order.split import default_lanes, default_window
-from streamload.prefetch.reference_stream import ReferenceStream
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.urls import expand_urls
+from streamload.worker.reference_stream import ReferenceStream
 
 RANKS, NODES, RANK, BATCH_SIZE = 1024, 128, 1023, 64
 LOCAL = RANKS // NODES

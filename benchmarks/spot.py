@@ -27,8 +27,8 @@ from benchmarks import turns
 from benchmarks.contenders.workload import versions
 from benchmarks.spot_run import simulate
 from benchmarks.spot_setup import Setup
-from streamload.prefetch.demand import DEFAULT_WINDOW
-from streamload.prefetch.targets import LACKING
+from streamload.daemon.demand import DEFAULT_WINDOW
+from streamload.daemon.targets import LACKING
 from streamload.settings import parse_size
 
 FULL = Setup()

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.spot_parts import Transfer
 from streamload.cache.shared import leases
-from streamload.prefetch import daemon, demand, targets
+from streamload.daemon import daemon, demand, targets
 
 if TYPE_CHECKING:
     from benchmarks.spot_world import World

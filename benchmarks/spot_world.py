@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from benchmarks.spot_actors import OPTIONS, PATIENCE_SECONDS, Group, Lease, Node
 from benchmarks.spot_parts import Events, Limit, Link
 from benchmarks.spot_setup import Setup
+from streamload.daemon import publisher
 from streamload.order.plan import OrderOptions, pass_order, pieces
-from streamload.prefetch import publisher
 
 SMALL = frozenset({"progress", "leases"})
 """What has to do with small objects, all in one partition of the shared cache."""

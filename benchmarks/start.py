@@ -34,7 +34,7 @@ from pathlib import Path
 from benchmarks import link, machine, near, turns
 from benchmarks.contenders.workload import Job
 from benchmarks.turns import ROOT, Contender, Row
-from streamload.prefetch.warm import warm
+from streamload.daemon.warm import warm
 
 METHODS = ("fork", "spawn", "forkserver")
 OWN = {"preprocess": "default"}

@@ -5,8 +5,8 @@ import functools
 import numpy as np
 from PIL import Image
 
+from streamload.batches.assembly import BatchAssembly
 from streamload.shards.keys import KeySpec
-from streamload.transforms.assembly import BatchAssembly
 from streamload.transforms.fused import Place
 from streamload.transforms.plan import clip_plan
 

@@ -14,8 +14,8 @@ from benchmarks.stores.store import KINDS, Store
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
+from streamload.daemon.warm import WarmReport, warm
 from streamload.metrics import Counters
-from streamload.prefetch.warm import WarmReport, warm
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

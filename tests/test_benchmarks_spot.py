@@ -17,8 +17,8 @@ from benchmarks.spot_run import simulate
 from benchmarks.spot_setup import Setup
 from benchmarks.spot_world import World
 from streamload.cache.shared import leases
+from streamload.daemon import plan_file, publisher
 from streamload.order.plan import OrderOptions, pieces
-from streamload.prefetch import plan_file, publisher
 
 ROOT = Path(__file__).resolve().parents[1]
 FREE = 1e12

@@ -20,10 +20,10 @@ from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
+from streamload.daemon.warm import warm
 from streamload.errors import DatasetChanged
 from streamload.metrics import Counters
 from streamload.origins.origin import Version, open_origin
-from streamload.prefetch.warm import warm
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

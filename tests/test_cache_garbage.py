@@ -22,7 +22,7 @@ from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
-from streamload.prefetch.warm import warm
+from streamload.daemon.warm import warm
 from streamload.testing.shards import write_shards
 
 

@@ -25,9 +25,9 @@ from streamload.cache.locks import FileLock
 from streamload.cache.placement import agreement_on, decide, memory_root, place_tier, why_not_writable
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
+from streamload.daemon.warm import warm
 from streamload.errors import CacheError
 from streamload.metrics import Counters
-from streamload.prefetch.warm import warm
 from streamload.settings import Settings, file_system, read_settings
 from streamload.testing.disks import small_disk, why_no_small_disk
 from streamload.testing.faults import Fault

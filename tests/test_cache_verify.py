@@ -21,8 +21,8 @@ from streamload.cache.repair import Repair, repair
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.cache.verify import Damage, verify
+from streamload.daemon.warm import warm
 from streamload.origins.origin import OriginOptions
-from streamload.prefetch.warm import warm
 from streamload.shards.index import IndexWriter
 from streamload.shards.record import HEADER_START, RECORD, header_lengths
 from streamload.testing.faults import Fault

@@ -24,11 +24,11 @@ import pytest
 from pages import get
 
 from streamload.cli.options import storage_options_of
+from streamload.daemon import status_server as page_module
+from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.status import Status
+from streamload.daemon.status_server import StatusServer, complaint, listen_at, metrics_text
 from streamload.errors import OptionError
-from streamload.prefetch import status_server as page_module
-from streamload.prefetch.service import Service, ServiceOptions
-from streamload.prefetch.status import Status
-from streamload.prefetch.status_server import StatusServer, complaint, listen_at, metrics_text
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 

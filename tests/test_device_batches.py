@@ -10,10 +10,10 @@ import torch
 from photographs import clip_examples
 
 import streamload
+from streamload.batches.assembly import Sample
 from streamload.device import feed_for
 from streamload.ipc import own_empty
 from streamload.testing.shards import read_oracle, write_shards
-from streamload.transforms.assembly import Sample
 from streamload.transforms.plan import OPENAI
 
 

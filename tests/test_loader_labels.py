@@ -15,8 +15,8 @@ from PIL import Image
 from torch.testing import assert_close
 
 import streamload
+from streamload.batches.captions import read_label
 from streamload.errors import LabelError, NoValidSamples, OptionError, StateMismatch
-from streamload.transforms.captions import read_label
 
 COUNT = 24
 UNREADABLE = {3: b"cat", 7: b"", 11: b"1e3"}

@@ -11,7 +11,7 @@ import pytest
 from order_oracle import Case, sequence
 
 import streamload
-from streamload.prefetch.warm import warm
+from streamload.daemon.warm import warm
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 

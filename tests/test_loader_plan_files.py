@@ -14,15 +14,15 @@ import pytest
 import streamload
 from streamload.cache.fill import reserved_bytes
 from streamload.cache.shared.objects import Objects
+from streamload.daemon import publisher
+from streamload.daemon.daemon import DaemonOptions
+from streamload.daemon.demand import FollowedDemand, PrefetchWindow
+from streamload.daemon.plan_file import Coming, PlannedSource, Progress, RunPlan, plan_of, runs_in
+from streamload.daemon.service import Service, ServiceOptions
 from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
 from streamload.origins.credentials import Named
 from streamload.origins.origin import OriginOptions
-from streamload.prefetch import publisher
-from streamload.prefetch.daemon import DaemonOptions
-from streamload.prefetch.demand import FollowedDemand, PrefetchWindow
-from streamload.prefetch.plan_file import Coming, PlannedSource, Progress, RunPlan, plan_of, runs_in
-from streamload.prefetch.service import Service, ServiceOptions
 from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

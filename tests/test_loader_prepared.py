@@ -23,13 +23,13 @@ import streamload
 from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.tier import Tier
 from streamload.cli import main
+from streamload.daemon.warm import warm
+from streamload.derived.preparation import Preparation
 from streamload.errors import OptionError
 from streamload.loader import make_loader
-from streamload.prefetch.warm import warm
 from streamload.shards.tar import NOTE
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
-from streamload.transforms.prepare import Preparation
 
 COUNTS = [14, 9, 20]
 NAMES = [f"{number:05d}.tar" for number in range(len(COUNTS))]

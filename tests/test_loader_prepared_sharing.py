@@ -15,8 +15,8 @@ from tiers import flip, until
 
 import streamload
 from streamload.cache.shard import prepared_form
+from streamload.derived.preparation import Preparation
 from streamload.testing.shards import ShardOptions
-from streamload.transforms.prepare import Preparation
 
 COUNTS = (14, 9, 20)
 RECIPE = "jpeg-32-q90"

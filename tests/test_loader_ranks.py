@@ -24,7 +24,6 @@ import torch.multiprocessing
 from tiers import until
 
 import streamload
-from streamload.dataset import supply
 from streamload.errors import OriginOutage, RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader import distributed, worker_config
@@ -33,6 +32,7 @@ from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from streamload.worker import reader
 
 WAIT_SECONDS = 2
 
@@ -45,7 +45,7 @@ def in_a_hurry() -> None:
     """Tenths of seconds where a training has seconds."""
     distributed._LOOK_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
     distributed._WAIT_SECONDS = distributed._AWAY_SECONDS = 0.5
-    supply._BLOCKED_SECONDS = 0.1
+    reader._BLOCKED_SECONDS = 0.1
     worker_config.OriginOptions = functools.partial(  # type: ignore[attr-defined]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
     )

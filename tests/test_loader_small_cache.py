@@ -109,7 +109,7 @@ def test_what_was_given_is_kept_and_read_by_range_at_once_where_it_is_certain_no
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name in ("_NO_ROOM_SECONDS", "_STANDOFF_SECONDS"):
-        monkeypatch.setattr(f"streamload.dataset.shortage.{name}", 600.0)
+        monkeypatch.setattr(f"streamload.worker.shortage.{name}", 600.0)
     given = {"lanes": 8, "shuffle": 100, "num_workers": 0}
     with make(server, tmp_path / "cache", room_for(data, 4.1), **given) as loader:
         narrow = keys(loader)

@@ -15,8 +15,8 @@ import torch.multiprocessing
 from drawn import augmented
 
 import streamload
+from streamload.daemon.warm import warm
 from streamload.loader import position
-from streamload.prefetch.warm import warm
 from streamload.testing.faults import Fault
 from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
 from streamload.testing.server import ShardServer

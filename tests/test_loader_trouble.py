@@ -38,8 +38,6 @@ from tiers import flip, until
 import streamload
 from streamload.cache import fallback_tier
 from streamload.cache.tier import Tier
-from streamload.dataset import Batch, loop
-from streamload.dataset.messages import SealedStates
 from streamload.loader import worker_config
 from streamload.loader.checks import Checks, GivenUp
 from streamload.metrics import Counters
@@ -47,6 +45,8 @@ from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from streamload.worker import Batch, loop
+from streamload.worker.messages import SealedStates
 
 COUNTS = [20, 30, 25, 15]
 NoLeaks = Callable[..., AbstractContextManager[None]]
@@ -675,7 +675,7 @@ def test_what_has_no_room_in_the_cache_is_read_by_range(
 ) -> None:
     # Four indexes fit, and one more while it is made: who waits for his must not take it for refused.
     seconds = 0.2 if shards_that_fit > 1 else 5.0
-    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_SECONDS", seconds)
+    monkeypatch.setattr("streamload.worker.shortage._NO_ROOM_SECONDS", seconds)
     largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
     limit = int(shards_that_fit * largest)
     with make(urls(server), tmp_path, cache_size=limit, num_workers=workers) as loader:
@@ -695,7 +695,7 @@ def test_what_has_no_room_in_the_cache_is_read_by_range(
 def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an_error(
     shards_that_fit: float, says: str, tmp_path: Path, server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_SECONDS", 0.2)
+    monkeypatch.setattr("streamload.worker.shortage._NO_ROOM_SECONDS", 0.2)
     largest = max(path.stat().st_size for path in (tmp_path / "data").iterdir())
     limit = int(shards_that_fit * largest)
     commands = f"pipe:cat {tmp_path}/data/{{00000..00003}}.tar"
@@ -768,8 +768,8 @@ def test_with_a_full_disk_the_training_goes_on(server: ShardServer, tmp_path: Pa
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards that have no room are done without soon."""
-    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_SECONDS", 0.5)
-    monkeypatch.setattr("streamload.dataset.shortage._NO_ROOM_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("streamload.worker.shortage._NO_ROOM_SECONDS", 0.5)
+    monkeypatch.setattr("streamload.worker.shortage._NO_ROOM_AGAIN_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -1161,7 +1161,7 @@ def test_the_workers_outlive_an_interrupt_that_the_training_outlives(
 def test_a_batch_that_waits_says_for_what(
     server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamload.dataset.supply._SLOW_SECONDS", 0.3)
+    monkeypatch.setattr("streamload.worker.reader._SLOW_SECONDS", 0.3)
     server.stop_after(0.2)
     loader = make(urls(server), tmp_path, num_workers=0, batch_size=50)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from streamload.daemon.warm import warm
 from streamload.errors import (
     OriginCut,
     OriginDenied,
@@ -25,7 +26,6 @@ from streamload.errors import (
 )
 from streamload.origins import origin as origins
 from streamload.origins.origin import OriginOptions, import_origins, open_origin
-from streamload.prefetch.warm import warm
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import Request as Seen

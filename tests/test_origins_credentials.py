@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from streamload.daemon.warm import warm
 from streamload.errors import OptionError, OriginDenied
 from streamload.origins import credentials
 from streamload.origins.addresses import refuse_address, refuse_host
 from streamload.origins.credentials import Named, granted, headers_for, warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, open_origin
-from streamload.prefetch.warm import warm
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.urls import expand_urls, origin_of

@@ -13,9 +13,9 @@ import pytest
 from sharing import Origin, Place
 
 import streamload
-from streamload.prefetch.daemon import DaemonOptions
-from streamload.prefetch.service import Service, ServiceOptions
-from streamload.prefetch.warm import warm
+from streamload.daemon.daemon import DaemonOptions
+from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.warm import warm
 from streamload.testing.disks import read_only, small_disk, why_no_small_disk
 from streamload.testing.kills import Child, Stage
 from streamload.testing.shards import ShardOptions

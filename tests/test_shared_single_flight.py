@@ -30,10 +30,10 @@ from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.liveness import own_address, stands_still
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.single_flight import SingleFlight
+from streamload.daemon.service import Service, ServiceOptions
 from streamload.errors import OriginStopped
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
-from streamload.prefetch.service import Service, ServiceOptions
 from streamload.testing.kills import Child, Stage
 from streamload.testing.shards import ShardOptions
 

@@ -20,8 +20,8 @@ from streamload.cache.shared import sharing, tier
 from streamload.cache.shared.copies import SharedShard
 from streamload.cache.shared.write_back import WriteBack
 from streamload.cache.tier import Tier
+from streamload.daemon.warm import warm
 from streamload.errors import OptionError
-from streamload.prefetch.warm import warm
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.kills import Child
 from streamload.testing.s3 import S3Server

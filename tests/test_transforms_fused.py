@@ -15,12 +15,12 @@ from photographs import clip_examples
 from PIL import Image
 
 import streamload
+from streamload.batches.assembly import Sample
 from streamload.cli.doctor import _resizing
 from streamload.ipc import own_empty
 from streamload.loader import worker_config
 from streamload.testing.shards import write_shards
 from streamload.transforms import fused, kernel, resize
-from streamload.transforms.assembly import Sample
 from streamload.transforms.augment import Box
 from streamload.transforms.fused import Place
 from streamload.transforms.normalise import packed

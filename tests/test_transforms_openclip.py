@@ -12,6 +12,8 @@ import torch
 from photographs import SIZES, photograph, transformed
 from PIL import Image
 
+from streamload.batches.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
+from streamload.batches.tokenize import adapt_tokenizer
 from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms import kernel
 from streamload.transforms.augment import RandomBox
@@ -19,8 +21,6 @@ from streamload.transforms.draws import Draws
 from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
 from streamload.transforms.plan import clip_plan
-from streamload.transforms.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
-from streamload.transforms.tokenize import adapt_tokenizer
 from streamload.transforms.user import SeededGenerators
 
 define_torchvision_schemas()
@@ -236,7 +236,7 @@ def test_ids_are_simple_tokenizers_own(clean):
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr("streamload.transforms.simple_tokenizer._WORDS", 10)
+    monkeypatch.setattr("streamload.batches.simple_tokenizer._WORDS", 10)
     remembering = RememberingTokenizer(SimpleTokenizer())
     plain = SimpleTokenizer()
     for number in range(50):

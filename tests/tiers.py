@@ -13,8 +13,8 @@ from streamload.cache.fill import fill
 from streamload.cache.follow import ShardView
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
+from streamload.daemon.warm import warm
 from streamload.origins.origin import open_origin
-from streamload.prefetch.warm import warm
 from streamload.shards.index import IndexReader
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards

@@ -14,22 +14,23 @@ from typing import Any
 
 from benchmarks.contenders import streamload_
 from benchmarks.contenders.workload import Job
+from streamload.batches import assembly
+from streamload.batches.tokenize import BatchTokenizer
 from streamload.cache import sample_io
-from streamload.dataset import loop, supply
-from streamload.dataset.steps import Step, Steps
 from streamload.ipc import BufferPool
 from streamload.shards.index import IndexReader
-from streamload.transforms import assembly, decode, execute, kernel, resize
+from streamload.transforms import decode, execute, kernel, resize
 from streamload.transforms.execute import PlannedTransform
-from streamload.transforms.tokenize import BatchTokenizer
+from streamload.worker import loop, reader
+from streamload.worker.sampler import Sampler, Step
 
 Owner = Any
 
 STAGES: dict[str, list[tuple[Owner, str]]] = {
-    "order": [(Steps, "at"), (Step, "_take"), (Step, "states"), (Step, "spans"), (supply.Supply, "has")],
-    "what is wanted and done": [(supply.Supply, "want"), (supply.Supply, "let_go")],
+    "order": [(Sampler, "at"), (Step, "_take"), (Step, "states"), (Step, "spans"), (reader.Reader, "has")],
+    "what is wanted and done": [(reader.Reader, "want"), (reader.Reader, "let_go")],
     "entry": [(IndexReader, "entries")],
-    "read": [(supply.Supply, "sample")],
+    "read": [(reader.Reader, "sample")],
     "checksum": [(sample_io, "is_whole")],
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],

@@ -17,11 +17,11 @@ from streamload.cache.shard import Shard
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.tier import SharedTier
+from streamload.daemon.daemon import DaemonOptions
+from streamload.daemon.service import Service, ServiceOptions
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
-from streamload.prefetch.daemon import DaemonOptions
-from streamload.prefetch.service import Service, ServiceOptions
 from streamload.testing.kills import Child, Hit, Moment, Stage, kill_loop
 from streamload.testing.metadata import MetadataServer
 

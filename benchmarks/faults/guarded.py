@@ -17,10 +17,10 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import QUICK, Reading, read
 from benchmarks.faults.rows import Row
 from streamload.cache.shard import Shard, shard_of
+from streamload.daemon.plan_file import PlannedSource, Progress, plan_of
 from streamload.metrics import Counters
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import Origin, open_origin
-from streamload.prefetch.plan_file import PlannedSource, Progress, plan_of
 from streamload.testing.faults import Fault
 from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer

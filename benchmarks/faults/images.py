@@ -16,11 +16,11 @@ from benchmarks.faults.data import digest_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.processes import differences, import_torch
 from benchmarks.faults.rows import Row
-from streamload.prefetch.warm import warm
+from streamload.daemon.warm import warm
+from streamload.derived.preparation import Preparation
 from streamload.shards.tar import NOTE
 from streamload.testing.kills import Child
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
-from streamload.transforms.prepare import Preparation
 
 LIMIT_PIXELS = 20_000_000
 _MEMORY_BYTES = 256 << 20

@@ -13,8 +13,8 @@ from typing import Any
 
 from streamload.cache.shard import Shard, ShardList
 from streamload.cache.tier import Tier
+from streamload.daemon.warm import warm
 from streamload.errors import NoValidSamples, OptionError, OriginError
-from streamload.prefetch.warm import warm
 from streamload.shards.local import index_local
 from streamload.urls import expand_urls
 

@@ -60,7 +60,7 @@ def tokenizer_of(model: str | None) -> Any:
     """
     if model is None:
         return None
-    from streamload.transforms.simple_tokenizer import is_simple_tokenizer
+    from streamload.batches.simple_tokenizer import is_simple_tokenizer
 
     try:
         import open_clip

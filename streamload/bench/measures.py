@@ -29,8 +29,8 @@ Row = dict[str, Any]
 
 def origin(job: Job) -> Row:
     """The link: all shards by the product's own fill, into a tier that is empty before."""
+    from streamload.daemon.warm import warm
     from streamload.origins.origin import import_origins
-    from streamload.prefetch.warm import warm
 
     import_origins(job.urls)
     with tempfile.TemporaryDirectory(dir=job.directory, prefix="origin-") as tier:

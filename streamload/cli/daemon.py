@@ -25,8 +25,8 @@ from streamload.cli.options import (
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.prefetch.service import Service, ServiceOptions
-    from streamload.prefetch.status import Status
+    from streamload.daemon.service import Service, ServiceOptions
+    from streamload.daemon.status import Status
 
 _SHOW_SECONDS = 0.5
 _PLAIN_SECONDS = 10.0
@@ -89,8 +89,8 @@ def daemon(
     Ends on SIGTERM, on a cloud's notice that it takes the machine away, or with --once when all is held; the
     exit code is 1 if --once could not have a shard. Start it again, and as many as you like, at any time.
     """
-    from streamload.prefetch.service import ServiceOptions
-    from streamload.prefetch.status_server import DEFAULT_LISTEN
+    from streamload.daemon.service import ServiceOptions
+    from streamload.daemon.status_server import DEFAULT_LISTEN
 
     if urls == ["status"]:
         show_status(listen or DEFAULT_LISTEN, as_json)
@@ -130,7 +130,7 @@ def serve(given: ServiceOptions) -> None:
         typer.Exit: with 1: it was to end when all is held, and can't have something.
     """
     from streamload.cache.locks import allow_many_files
-    from streamload.prefetch.service import Service
+    from streamload.daemon.service import Service
 
     allow_many_files()
     with Service(given) as service, _shown(service):
@@ -152,8 +152,8 @@ def show_status(listen: str, as_json: bool = False) -> None:
 
     import urllib3
 
+    from streamload.daemon.status_server import listen_at, url_at
     from streamload.metrics import format_bytes
-    from streamload.prefetch.status_server import listen_at, url_at
 
     url = url_at(*listen_at(listen))
     with urllib3.PoolManager(retries=False, timeout=5.0) as pools:

@@ -11,7 +11,7 @@ import typer
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.transforms.prepare import Preparation
+    from streamload.derived.preparation import Preparation
 
 CacheDir = Annotated[str | None, typer.Option(help="Where this node keeps its shards.")]
 CacheSize = Annotated[str | None, typer.Option(help='The most to keep there: "500GB", "80%".')]
@@ -73,8 +73,8 @@ def preparation_of(text: str) -> Preparation:
     """
     import torch
 
+    from streamload.derived.preparation import Preparation
     from streamload.settings import read_settings
-    from streamload.transforms.prepare import Preparation
 
     found = Preparation.parse(text, read_settings().max_image_pixels)
     torch.set_num_threads(1)

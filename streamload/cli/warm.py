@@ -24,7 +24,7 @@ from streamload.errors import OptionError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from streamload.prefetch.warm import WarmProgress, WarmReport
+    from streamload.daemon.warm import WarmProgress, WarmReport
 
 
 def warm(
@@ -76,7 +76,7 @@ def warm(
         )
         return
     from streamload.cache.locks import allow_many_files
-    from streamload.prefetch.warm import warm as fill
+    from streamload.daemon.warm import warm as fill
 
     allow_many_files()
     with _Bar() as bar:
@@ -136,7 +136,7 @@ def _warm_by_ray(
     **options: Any,  # of ServiceOptions
 ) -> None:
     from streamload.cli.daemon import serve
-    from streamload.prefetch.service import ServiceOptions
+    from streamload.daemon.service import ServiceOptions
 
     if any(near):
         raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")

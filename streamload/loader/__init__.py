@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from streamload.batches.assembly import Collate, MapSample, Preprocess
 from streamload.cache.selection import Keep
 from streamload.loader.distributed import gather_state
 from streamload.loader.loader import Loader
@@ -26,7 +27,6 @@ from streamload.loader.options import (
 )
 from streamload.loader.sources import Factors, Source, read_sources
 from streamload.settings import Eviction, Revalidate, Where
-from streamload.transforms.assembly import Collate, MapSample, Preprocess
 from streamload.urls import Urls
 
 __all__ = ["Loader", "LoaderOptions", "Source", "gather_state", "make_loader"]

@@ -9,9 +9,9 @@ import logging
 import math
 from collections.abc import Sequence
 
-from streamload.dataset import Batch, SkippedSample
 from streamload.errors import OrderDiverged, TooManyBadSamples, TooManyBadShards
 from streamload.metrics import Counters
+from streamload.worker import Batch, SkippedSample
 
 logger = logging.getLogger("streamload")
 

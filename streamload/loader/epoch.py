@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.autograd import profiler
 
-from streamload.dataset import Batch
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
+from streamload.worker import Batch
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from streamload.dataset import Batch, EpochStart, SkippedSample, StreamDataset
+from streamload.batches.collate import unnamed
 from streamload.device import Feed, feed_for
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.checks import Checks, GivenUp
@@ -33,8 +33,8 @@ from streamload.loader.waits import ShardWaits, report_waiting
 from streamload.loader.worker_config import counted_samples, worker_config_for
 from streamload.metrics import Counters, Snapshot, total
 from streamload.origins.origin import import_origins
-from streamload.transforms.collate import unnamed
 from streamload.transforms.plan import Statistics
+from streamload.worker import Batch, EpochStart, SkippedSample, StreamDataset
 
 _BATCHES_HELD = 3
 """How many batches of one worker a training loop has at a time, at most, as a rule."""

@@ -13,15 +13,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from streamload.batches.assembly import Collate, MapSample, Preprocess
 from streamload.cache.selection import Keep
 from streamload.cache.shared.objects import refuse_url
+from streamload.derived.preparation import Preparation
 from streamload.errors import OptionError
 from streamload.loader.sources import SourceOptions
 from streamload.settings import Eviction, Revalidate, Where
-from streamload.transforms.assembly import Collate, MapSample, Preprocess
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
-from streamload.transforms.prepare import Preparation
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from streamload.dataset.messages import GroupState, changes_from
 from streamload.errors import OptionError, StateMismatch
 from streamload.order.group import most_skipped
 from streamload.order.mixing import UNIT, Change, in_effect
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
+from streamload.worker.messages import GroupState, changes_from
 
 FORMAT = 3
 _WITHOUT_CHECKSUM = 2

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from streamload.batches.assembly import BatchAssembly, Choose, Preprocess
+from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fallback_tier import remove_unused
 from streamload.cache.forecast import forecast
 from streamload.cache.measure import Measure
@@ -17,7 +19,7 @@ from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
-from streamload.dataset import SourceOrder, WorkerConfig
+from streamload.derived.preparation import Preparation
 from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
@@ -29,11 +31,9 @@ from streamload.settings import Settings, read_settings
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
-from streamload.transforms.assembly import BatchAssembly, Choose, Preprocess
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
-from streamload.transforms.prepare import Preparation
-from streamload.transforms.tokenize import adapt_tokenizer
+from streamload.worker import SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
 

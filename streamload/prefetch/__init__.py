@@ -1,1 +1,1 @@
-"""Bytes before they are needed: what fills a tier in front of its readers."""
+"""The loader's prefetcher: fills the shards that a run needs next, and stores what it can where disks fail."""

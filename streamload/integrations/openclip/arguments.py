@@ -13,13 +13,13 @@ from typing import Any
 
 from streamload import urls
 from streamload.cache.shared.objects import refuse_url
+from streamload.derived.preparation import Preparation
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader import make_loader
 from streamload.settings import read_settings
 from streamload.shards.keys import KeySpec
 from streamload.shards.samples import Entry
 from streamload.topology import read_topology
-from streamload.transforms.prepare import Preparation
 
 _OURS = "--streamload-"
 _GONE = {

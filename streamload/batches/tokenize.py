@@ -1,0 +1,171 @@
+"""Tokenizers of several kinds behind one call for a batch (part of I): list of str → int64[N, L]."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from streamload.batches.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
+from streamload.transforms.user import SeededGenerators
+
+CLIP_LENGTH = 77
+_LONGEST = 1024
+"""transformers say 10³⁰ where a tokenizer has no limit, models of books 100,000: neither is for captions."""
+
+
+class Texts(NamedTuple):
+    """The tokens of a batch.
+
+    Attributes:
+        ids: int64[N, L].
+        others: whatever else the tokenizer gave, by its own names: `attention_mask` int64[N, L], say.
+    """
+
+    ids: torch.Tensor
+    others: dict[str, torch.Tensor]
+
+
+class BatchTokenizer:
+    """A tokenizer called by batch, its results checked; what it raises itself is left as it is.
+
+    One that draws random numbers (open_clip's with a `reduction_mask`) is called caption by caption, with the
+    generators seeded by the caption's sample: its ids don't depend on what else is in the batch.
+
+    As picklable as what it wraps.
+    """
+
+    def __init__(self, tokenizer: Callable[..., Any]) -> None:
+        self._tokenizer = tokenizer
+        self._options = _transformers_options(tokenizer)
+        self._length: int | None = None
+        self._draws: bool | None = None  # not known yet
+        if self._options or isinstance(tokenizer, RememberingTokenizer):
+            self._draws = False
+        if _runs_threads(tokenizer):
+            # As open_clip does: workers are processes enough, and the library warns of a fork after a use.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def __call__(self, captions: list[str], seeds: Sequence[int]) -> Texts:
+        """Tokenize a batch.
+
+        Args:
+            captions: of its samples.
+            seeds: uint64, of their random choices.
+
+        Raises:
+            TypeError: the tokenizer gave something else than integers.
+            ValueError: not one row for each caption, or rows of another length than before.
+        """
+        if self._draws is False:
+            return self._texts(captions)
+        with SeededGenerators() as generators:
+            if self._draws is None:
+                generators.seed(0)
+                texts = self._texts(captions)
+                if not generators.were_used(
+                    0
+                ):  # a later batch may have longer captions, of which it drops words
+                    return texts
+                self._draws = True
+            rows = []
+            for caption, seed in zip(captions, seeds, strict=True):
+                generators.seed(seed)
+                rows.append(self._texts([caption]))
+        others = {name: torch.cat([row.others[name] for row in rows]) for name in rows[0].others}
+        return Texts(torch.cat([row.ids for row in rows]), others)
+
+    def _texts(self, captions: list[str]) -> Texts:
+        result = self._tokenizer(captions, **self._options)
+        others = {}
+        if isinstance(result, Mapping):
+            others = {name: value for name, value in result.items() if name != "input_ids"}
+            result = result.get("input_ids")
+        ids = self._checked(result, len(captions))
+        return Texts(ids, {name: self._row_by_row(name, each, len(ids)) for name, each in others.items()})
+
+    def _row_by_row(self, name: str, value: Any, count: int) -> torch.Tensor:
+        """Something else than ids: a row for each caption, too."""
+        tensor = torch.as_tensor(value)
+        if not tensor.ndim or len(tensor) != count:
+            raise ValueError(
+                f"{self._name} gave {name} {list(tensor.shape)} for {count} captions; expected a row for each"
+            )
+        return tensor
+
+    def _checked(self, result: Any, count: int) -> torch.Tensor:
+        ids = self._as_tensor(result)
+        if ids.ndim != 2 or len(ids) != count:
+            raise ValueError(
+                f"{self._name} gave {list(ids.shape)} for {count} captions; expected [{count}, L]: "
+                f"a row for each caption, all padded to one length"
+            )
+        if self._length is None:
+            self._length = ids.shape[1]
+        if ids.shape[1] != self._length:
+            raise ValueError(
+                f"{self._name} gave rows of {ids.shape[1]} ids after rows of {self._length}; "
+                f"expected one length: pad each batch to the same"
+            )
+        return ids
+
+    def _as_tensor(self, result: Any) -> torch.Tensor:
+        if isinstance(result, (list, tuple)) and len({np.shape(row) for row in result}) > 1:
+            raise ValueError(f"{self._name} gave rows of several lengths; expected them padded to one")
+        try:
+            ids = result if isinstance(result, torch.Tensor) else torch.from_numpy(np.array(result))
+        except TypeError:
+            ids = None
+        if ids is None or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            kind = type(result).__name__ if ids is None else f"{type(result).__name__} of {ids.dtype}"
+            raise TypeError(f"{self._name} gave a {kind}; expected integer ids of shape [N, L]")
+        return ids.long()
+
+    @property
+    def _name(self) -> str:
+        return f"tokenizer {getattr(self._tokenizer, '__name__', type(self._tokenizer).__name__)}"
+
+
+def adapt_tokenizer(tokenizer: Any) -> BatchTokenizer | None:
+    """Wrap a tokenizer.
+
+    To be called before worker processes are forked (see BatchTokenizer).
+
+    Args:
+        tokenizer: open_clip's, one of transformers, or any function from a list of str to ids [N, L] as
+            tensor, array or lists; None for none. One of transformers pads and truncates to its
+            `model_max_length`, or to 77 where that is unset or over 1024.
+
+    Raises:
+        TypeError: it can't be called.
+    """
+    if tokenizer is None:
+        return None
+    if not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}; expected open_clip's, one of transformers, "
+            f"a function from a list of str to ids [N, L], or None"
+        )
+    return BatchTokenizer(RememberingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer)
+
+
+def _transformers_options(tokenizer: Any) -> dict[str, Any]:
+    """What one of transformers has to be told, so that it gives rows of one length."""
+    length = getattr(tokenizer, "model_max_length", None)
+    if length is None or not hasattr(tokenizer, "convert_tokens_to_ids"):
+        return {}
+    return {
+        "padding": "max_length",
+        "truncation": True,
+        "max_length": int(length) if 0 < length <= _LONGEST else CLIP_LENGTH,
+        "return_tensors": "pt",
+    }
+
+
+def _runs_threads(tokenizer: Any) -> bool:
+    """Whether it is a fast tokenizer of transformers, or holds one as open_clip's does."""
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    return bool(getattr(inner, "is_fast", False))

@@ -1,0 +1,170 @@
+"""What runs a daemon's tasks: threads of this process (LocalExecutor), or a Ray cluster (ray_executor.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from streamload.cache.fill import Filled
+from streamload.cache.shard import Shard
+from streamload.cache.shard_cache import tombstone_cause
+from streamload.cache.tier import Tier
+from streamload.daemon.targets import Target
+from streamload.errors import StreamloadError
+from streamload.metrics import Counters
+from streamload.prefetch.prefetcher import STOPPED_SECONDS, OpenOrigin, Prefetcher
+
+Completed = Callable[[Shard, int], None]
+"""Told, from any thread, that a task is where it is wanted, and of how many bytes it is."""
+Failed = Callable[[Shard, str], float]
+"""Told, from any thread, why a task can't be had now; says in how many seconds it is tried again."""
+NextUseOf = Callable[[Shard], float]
+"""Says how soon a task is needed, in shard visits."""
+
+NO_ROOM_SECONDS = 30.0
+
+
+class Executor(Protocol):
+    """Those who bring tasks. Thread-safe; for one daemon; `close()` is idempotent."""
+
+    def want(self, tasks: Sequence[Shard]) -> None:
+        """Say what is to be brought, in order of need; it replaces what was said before."""
+        ...
+
+    def capacity(self, due: Sequence[Shard]) -> int:
+        """How many tasks they can have at once, now; of those that are due, in order of need."""
+        ...
+
+    def has_begun(self, task: Shard) -> bool:
+        """Whether a task is worked on, and better brought to its end than left."""
+        ...
+
+    def check(self) -> None:
+        """Look whether all is well; called again and again.
+
+        Raises:
+            StreamloadError: they can't go on, whatever the task.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop where they are; what they have begun stays for whoever takes it up."""
+        ...
+
+
+ExecutorFactory = Callable[[Completed, Failed, NextUseOf], Executor]
+"""Makes the executor of a daemon, from the callbacks that report how tasks end."""
+
+
+class LocalExecutor:
+    """Threads of this process; see Executor. Units go through the tier of this node.
+
+    Args:
+        brought, failed, wait_of: see there.
+        tier: of this node.
+        goal: where tasks are delivered.
+        open_origin: gives the origin of a task; the event ends its waits.
+        threads: tasks that are worked on at once.
+        preparing: as many of those that are prepared, which takes a CPU each; None: as many as all.
+        no_room_seconds: after which a task that finds no room in the tier has failed.
+        stopped_seconds: how long a filler of the same tier may show no life before it is taken over from.
+        counts: of what arrives.
+    """
+
+    def __init__(
+        self,
+        completed: Completed,
+        failed: Failed,
+        next_use_of: NextUseOf,
+        *,
+        tier: Tier,
+        target: Target,
+        open_origin: OpenOrigin,
+        threads: int,
+        preparing: int | None = None,
+        no_room_seconds: float = NO_ROOM_SECONDS,
+        stopped_seconds: float = STOPPED_SECONDS,
+        counts: Counters,
+    ):
+        self._tell_completed, self._tell_failed = completed, failed
+        self._tier, self._target, self._threads = tier, target, threads
+        self._preparing = threads if preparing is None else min(preparing, threads)
+        self._no_room_seconds = no_room_seconds
+        self._lock = threading.Lock()
+        self._units: dict[str, Shard] = {}  # that are wanted, by digest; guarded by _lock
+        self._prefetcher = Prefetcher(
+            tier,
+            open_origin,
+            threads=threads,
+            counts=counts,
+            report=self._report,
+            next_use_of=next_use_of,
+            stopped_seconds=stopped_seconds,
+            failed=lambda shard, error: self._failed(shard, str(error)),
+        )
+
+    def want(self, tasks: Sequence[Shard]) -> None:
+        """See Executor."""
+        with self._lock:
+            self._units = {shard.digest: shard for shard in tasks}
+        self._prefetcher.want((), tasks)
+
+    def capacity(self, due: Sequence[Shard]) -> int:
+        """See Executor."""
+        return self._preparing if due and due[0].recipe else self._threads
+
+    def has_begun(self, task: Shard) -> bool:
+        """See Executor."""
+        return self._prefetcher.filling(task)
+
+    def check(self) -> None:
+        """See Executor.
+
+        Raises:
+            CacheError: the tier of this node can't be used any more.
+        """
+        self._prefetcher.check()
+        with self._lock:
+            tasks = list(self._units.values())
+        for shard in tasks:
+            if self._prefetcher.refused_seconds(shard) > self._no_room_seconds:
+                limit = self._tier.limit_bytes
+                self._failed(shard, f"no room in {self._tier.root}, whose limit is {limit:,} bytes")
+
+    def close(self) -> None:
+        """See Executor."""
+        self._prefetcher.close()
+
+    def _report(self, shard: Shard, result: Filled) -> None:
+        """A filling thread tells how a look at a shard ended."""
+        with self._lock:
+            is_wanted = shard.digest in self._units
+        if not is_wanted:
+            return
+        if result is Filled.GAVE_UP:
+            why = "given up by another process of this node"
+            with contextlib.suppress(OSError, StreamloadError):
+                why = tombstone_cause(self._tier.tombstone(shard.digest))
+            self._failed(shard, why)
+        if result is not Filled.PUBLISHED:
+            return
+        directory = self._tier.published(shard.digest)
+        try:
+            self._target.deliver(shard, directory)
+            size = (directory / "data").stat().st_size if shard.in_place is None else 0
+        except (StreamloadError, OSError) as exc:
+            self._failed(shard, str(exc))
+            return
+        self._ended(shard)
+        self._tell_completed(shard, size)
+
+    def _failed(self, shard: Shard, why: str) -> float:
+        self._ended(shard)
+        return self._tell_failed(shard, why)
+
+    def _ended(self, shard: Shard) -> None:
+        """Tell of a task once, until it is wanted again."""
+        with self._lock:
+            self._units.pop(shard.digest, None)

@@ -1,0 +1,345 @@
+"""The journey of a sample inside a worker, one step per line: the one place that knows all the rooms.
+
+Steps A (the list of shards) and K (the rank) are in loader/, L (the device) in device.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401  (each worker comes to import it, and numpy.random: here they share one)
+import gc
+import itertools
+import multiprocessing.util
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy.random  # noqa: F401
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from streamload.batches.assembly import BatchInProgress, Sample
+from streamload.cache.locks import allow_many_files
+from streamload.cache.sample_io import ReadMemory
+from streamload.errors import (
+    BlankCaption,
+    CaptionError,
+    DataError,
+    ImageTooLarge,
+    LabelError,
+    SampleError,
+    TooManyBadSamples,
+    add_note,
+)
+from streamload.ipc import BufferPool, ControlBlock, own_empty, shared_empty
+from streamload.metrics import Counters
+from streamload.order.hashing import pick, sample_seed
+from streamload.worker import process
+from streamload.worker.messages import (
+    Batch,
+    EpochStart,
+    SealedStates,
+    SkippedSample,
+    WorkerConfig,
+    changes_from,
+)
+from streamload.worker.reader import Reader, Superseded
+from streamload.worker.sampler import Sampler, Visit
+
+_OF_A_SHARD = 8
+"""How many samples of one shard are tried in place of a bad one, before the next shard's."""
+_REPLACEMENTS_FROM = 256
+"""Those of another shard begin at a random place among so many: one sample must not replace a whole shard."""
+_READ_AHEAD_BYTES = 16 << 20
+"""About how many bytes of a batch's samples are read in advance, at most."""
+
+
+class _Visited(NamedTuple):
+    """A sample of one visit before its pixels.
+
+    Attributes:
+        seed: uint64, of its random choices.
+        seen: what the batch needs to know of it, or why it can't be used: to be told, or to be raised.
+    """
+
+    visit: Visit
+    sample: Sample
+    seed: int
+    seen: Any | SkippedSample | SampleError
+
+
+class StreamDataset(IterableDataset[Batch]):
+    """The samples of a run as batches; a DataLoader iterates it in its workers, or in the rank itself."""
+
+    def __init__(self, config: WorkerConfig, control: ControlBlock, buffers: Sequence[BufferPool] = ()):
+        self._config = config
+        self._control = control
+        self._slots = buffers
+        self._loop: WorkerLoop | None = None
+        self._environ: dict[str, str] | None = None  # the rank's, where the worker isn't forked from it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_environ": dict(os.environ)}
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        if self._loop is None or self._loop.pid != os.getpid():
+            worker, workers = (info.id, info.num_workers) if info else (0, 0)
+            if workers:
+                process.leave_interrupts_to_rank()
+                if self._environ is not None:
+                    process.put_environment(self._environ)
+                gc.freeze()  # else a collection would copy every page of objects that is shared with the rank
+                allow_many_files()
+            buffers = self._slots[worker] if self._slots else None
+            self._loop = WorkerLoop(self._config, self._control, worker, workers, buffers)
+            if workers:
+                multiprocessing.util.Finalize(self, self._loop.close, exitpriority=10)
+                process.end_with_rank(self._loop.close)
+        return self._loop.batches(EpochStart.from_json(self._control.order.read()))
+
+    def close(self) -> None:
+        """Stop what runs in this process."""
+        if self._loop is not None and self._loop.pid == os.getpid():
+            self._loop.close()
+        self._loop = None
+
+
+class WorkerLoop:
+    """One process that reads: its tier, its fills, its place in the order; it lasts from epoch to epoch."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        control: ControlBlock,
+        worker: int,
+        workers: int,
+        buffers: BufferPool | None,
+    ):
+        self.pid = os.getpid()
+        self._config = config
+        self._control = control
+        self._worker, self._workers = worker, workers
+        self._counts = Counters(control.counters[worker + 1 if workers else 0])
+        self._reader = Reader(config, control, self._counts, worker, workers)
+        self._slots = buffers
+        self._begin = config.assembly.ready()
+        self._memory = ReadMemory(_READ_AHEAD_BYTES)
+        self._fresh = shared_empty if workers else own_empty
+
+    def batches(self, start: EpochStart) -> Iterator[Batch]:
+        """This process's share of an epoch: of the rank's batches every n-th, n the number of workers."""
+        self._reader.begin(start)
+        if self._slots is not None:
+            self._slots.take_back()
+        sampler = Sampler(self._config, self._reader, start)
+        numbers = range(start.steps) if start.steps is not None else itertools.count()
+        noted = start.noted
+        try:
+            for number in itertools.islice(numbers, self._worker, None, self._workers or 1):
+                if self._control.order.generation != start.generation:
+                    return
+                if noted != self._control.changes.generation:
+                    note = self._control.changes.read()
+                    noted = note["generation"]
+                    sampler.change(changes_from(note["changes"]))
+                position = start.position + number * self._config.split.batch
+                step = sampler.at(position)  # E
+                if self._reader.reads_ranges:
+                    later = position + (self._workers or 1) * self._config.split.batch
+                    self._reader.want_ranges(sampler.coming(later))
+                made = self._make(start.epoch, step.size, step.visits())  # B, C, D while F, G go on; H, I, J
+                if made is None:
+                    self._check_end(number, start)
+                    return
+                values, skipped = made
+                origins = {name: values.pop(name) for name in ("__key__", "__url__")}
+                states, spans = SealedStates(step.states()), step.spans()
+                self._reader.let_go()
+                if self._slots is not None:
+                    values = self._slots.hand_over(values, self._counts)
+                if self._config.with_keys:
+                    values |= origins
+                samples = len(origins["__key__"])
+                blocked = self._reader.blocked()
+                yield Batch(
+                    values, position, states, skipped, spans, samples, step.taken, start.generation, blocked
+                )
+        except Superseded:
+            return
+
+    def close(self) -> None:
+        """Stop the fills and let go of the tier; once is enough."""
+        self._reader.close()
+
+    def _check_end(self, number: int, start: EpochStart) -> None:
+        """The sequence has ended before this step: see whether it should have.
+
+        Raises:
+            NoValidSamples: it had no sample.
+            DataError: in training it has too few for one step, or passes don't follow each other any more.
+        """
+        if self._config.train and not self._config.one_pass:
+            self._reader.complain_if_barren()
+            raise DataError(
+                "a whole pass over the shards gave no usable sample, so this epoch can't go on: see whether "
+                "they can still be read"
+            )
+        if start.position:
+            return  # the rest of an epoch may be nothing
+        is_share = not self._config.train and self._config.sources[0].order.groups > 1
+        if not is_share:  # a rank's share of an evaluation may be empty
+            self._reader.complain_if_barren()
+        if self._config.train and number == 0:
+            raise DataError(
+                f"the data has fewer usable samples than one step takes ({self._config.split.batch}): lower "
+                f"batch_size, or give num_batches to go round and round"
+            )
+
+    def _make(
+        self, epoch: int, size: int, visits: Iterator[list[Visit] | None]
+    ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
+        """Turn samples into the values of a batch, each as soon as it is known; None: no batch."""
+        self._reader.want()
+        batch = self._begin(size, self._empty)
+        skipped: list[SkippedSample] = []
+        found = 0
+        with contextlib.closing(batch), _one_thread():
+            for part in visits:
+                if part is None:
+                    return None
+                found += len(part)
+                with self._counts.timed("transform_ns"):
+                    for one in self._read(batch, epoch, part):
+                        one_skipped = self._place(batch, one)
+                        if one_skipped is not None:
+                            skipped.append(one_skipped)
+            if not found:
+                return None
+            with self._counts.timed("transform_ns"):
+                values = batch.finish()
+        self._reader.fill_ahead()
+        return values, skipped
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor of a batch: a slot's, where there is one."""
+        tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
+        return self._fresh(shape, dtype) if tensor is None else tensor
+
+    def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Visited]:
+        """Look samples up, read them (H), and do all that goes before their pixels.
+
+        All of that is code and bookkeeping, which an image's pixels push out of the processor's caches: done
+        sample by sample, in between, it takes up to five times as long. So entries are looked up for all of
+        them, and the rest is done for as many in a row as there is memory for.
+        """
+        found = self._reader.find([visit.shard for visit in visits], [visit.number for visit in visits])
+        row: list[tuple[Visit, Sample]] = []
+        self._memory.begin_anew()
+        for visit, entry in zip(visits, found, strict=True):
+            row.append((visit, self._reader.sample(visit.shard, visit.number, self._memory, entry)))
+            if self._memory.is_full:
+                yield from [self._look_at(batch, epoch, *one) for one in row]
+                row.clear()
+                self._memory.begin_anew()
+        yield from [self._look_at(batch, epoch, *one) for one in row]
+
+    def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Visited:
+        source = self._config.sources[visit.source]
+        seed = sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
+        try:
+            return _Visited(visit, sample, seed, batch.look_at(sample, seed))
+        except SampleError as exc:  # in its turn: what stands for it may wait for bytes
+            passed = self._config.skip or isinstance(exc, BlankCaption)
+            return _Visited(visit, sample, seed, _skipped(sample, exc) if passed else exc)
+        except Exception as exc:
+            add_note(exc, _place_of(sample))
+            raise
+
+    def _place(self, batch: BatchInProgress, one: _Visited) -> SkippedSample | None:
+        """Put one sample into a batch or, where it can't be used, in training another in its stead."""
+        visit, sample, seed, seen = one
+        if isinstance(seen, SampleError):
+            raise seen
+        if isinstance(seen, SkippedSample):
+            skipped = seen
+        else:
+            try:
+                batch.add(seen)
+                return None
+            except SampleError as exc:
+                if not self._config.skip:
+                    raise
+                skipped = _skipped(sample, exc)
+            except Exception as exc:
+                add_note(exc, _place_of(sample))
+                raise
+        if not self._config.train:
+            return skipped
+        tried = 0
+        for shard, number in itertools.islice(self._replacements(visit, seed), self._config.replacements):
+            tried += 1
+            with contextlib.suppress(SampleError):
+                batch.add(batch.look_at(self._reader.sample(shard, number), seed))
+                return skipped
+        raise TooManyBadSamples(
+            f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "
+            f"{skipped.message}"
+        )
+
+    def _replacements(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
+        """What may stand for a sample, depending on data alone.
+
+        Some earlier ones of its shard, then some later ones, then some of each of the source's next shards.
+        """
+        usable = self._reader.arrived(visit.shard)
+        earlier = usable[usable < visit.number]
+        for attempt in range(_OF_A_SHARD if len(earlier) else 0):
+            yield visit.shard, int(earlier[pick(seed, attempt, len(earlier))])
+        yield from self._usable_after(visit.shard, visit.number)
+        source = self._config.sources[visit.source]
+        place, count = visit.shard - source.first, source.count
+        for distance in range(1, count):
+            shard = source.first + (place + distance) % count
+            start = pick(seed, distance, _REPLACEMENTS_FROM)
+            if self._reader.next_usable(shard, start) < 0:  # it has ended before: then among all of it
+                usable = self._reader.arrived(shard)
+                start = int(usable[pick(seed, distance, len(usable))]) - 1 if len(usable) else start
+            yield from self._usable_after(shard, start)
+
+    def _usable_after(self, shard: int, number: int) -> Iterator[tuple[int, int]]:
+        """Some usable samples of a shard behind one of its samples."""
+        for _ in range(_OF_A_SHARD):
+            number = self._reader.next_usable(shard, number)
+            if number < 0:
+                return
+            yield shard, number
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch from spreading an image over threads, which costs more than it gains."""
+    threads = torch.get_num_threads()
+    if threads == 1:  # as in every DataLoader worker
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _place_of(sample: Sample) -> str:
+    return f"in sample {sample.key!r} of {sample.url}"
+
+
+def _skipped(sample: Sample, error: SampleError) -> SkippedSample:
+    """What is told of an error, which itself has hold of all that was there when it was raised."""
+    causes = {
+        BlankCaption: "missing",
+        CaptionError: "caption",
+        LabelError: "label",
+        ImageTooLarge: "too_large",
+    }
+    return SkippedSample(causes.get(type(error), "decode"), sample.url, sample.key, str(error))

@@ -1,0 +1,248 @@
+"""What a rank and its workers tell each other: the recipe once, a start for each epoch, and the batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamload.batches.assembly import BatchAssembly
+from streamload.cache.checkpoint import CheckpointShard
+from streamload.cache.selection import Selection
+from streamload.cache.shard import ShardList
+from streamload.cache.shared.sharing import SharedOptions
+from streamload.errors import OptionError
+from streamload.order.cursor import Cursor
+from streamload.order.mixing import Change
+from streamload.order.plan import OrderOptions, Pieces
+from streamload.order.split import Split
+from streamload.origins.origin import OriginOptions
+from streamload.settings import Eviction, FreeDisk, Revalidate
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOrder:
+    """One source: which of the run's shards are its own, and in what order they are read."""
+
+    name: str
+    first: int
+    """The place of its first shard."""
+    count: int
+    """How many shards it has."""
+    order: OrderOptions
+    pieces: Mapping[int, Pieces] = field(repr=False)
+    """Of each group that the rank reads: computed once, because that goes over all shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a run reads and what it makes of it: the same in all processes of a rank."""
+
+    shards: ShardList
+    storage_options: dict[str, Any] | None = field(repr=False)
+    origin: OriginOptions
+    tier_root: Path
+    tier_limit_bytes: int
+    """Of a tier that has to be made anew; else the limit that it has by then counts."""
+    free_disk: FreeDisk
+    """What the tier leaves free on its disk."""
+    eviction: Eviction
+    revalidate: Revalidate
+    shared: SharedOptions | None
+    """What is asked before the origins."""
+    run: str
+    """A name that all processes of the run on this node have, and none of another run."""
+    fills: int
+    """Shards that each process fills at once."""
+    ahead_bytes: int
+    sources: tuple[SourceOrder, ...]
+    """They follow each other in `shards`."""
+    split: Split
+    rank: int
+    first_group: int
+    """The first of the groups that the deal speaks of."""
+    one_pass: bool
+    """An epoch is a pass: it ends where the shards end."""
+    train: bool
+    skip: bool
+    replacements: int | None
+    """How many samples are tried in place of one that can't be used; None: some of every shard."""
+    selection: Selection
+    """Which samples are used, from the index alone."""
+    assembly: BatchAssembly
+    with_keys: bool
+    """Whether a batch says which samples it is of."""
+
+
+class SourceState(NamedTuple):
+    """Where a group is in one source."""
+
+    cursor: Cursor
+    begun: dict[int, CheckpointShard]
+    """What is known of the shards that are open, by their place in the source."""
+
+
+class GroupState(NamedTuple):
+    """Where a group is: all that is needed to go on with it."""
+
+    owed: tuple[int, ...]
+    """What each source is owed by then (the credits of order.mixture.Portion)."""
+    sources: tuple[SourceState, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as JSON-able values."""
+        return {
+            "owed": list(self.owed),
+            "sources": [
+                {
+                    "cursor": state.cursor.to_json(),
+                    "begun": {str(shard): list(begun) for shard, begun in state.begun.items()},
+                }
+                for state in self.sources
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> GroupState:
+        """The state that `to_json` wrote.
+
+        Raises:
+            OptionError: it is something else.
+        """
+        try:
+            owed = tuple(int(credit) for credit in value["owed"])
+            sources = tuple(
+                SourceState(
+                    Cursor.from_json(state["cursor"]),
+                    {int(shard): CheckpointShard.from_json(begun) for shard, begun in state["begun"].items()},
+                )
+                for state in value["sources"]
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise OptionError(f"not the state of a group: {type(exc).__name__}") from exc
+        if len(owed) != len(sources) or sum(owed) != 0:
+            raise OptionError("not the state of a group: what its sources are owed doesn't add up to 0")
+        return cls(owed, sources)
+
+
+class SealedStates(Mapping[int, GroupState]):
+    """States of groups, by their number, opened only where one is asked for.
+
+    A rank is given some with every batch, and needs those of the batch that it took last, for a checkpoint.
+    Sealed, and as plain tuples, they cost a fraction of that on their way.
+    """
+
+    def __init__(self, states: Mapping[int, GroupState]):
+        plain = {
+            number: (state.owed, [(tuple(cursor), _plain(begun)) for cursor, begun in state.sources])
+            for number, state in states.items()
+        }
+        self._sealed = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
+
+    def __getitem__(self, number: int) -> GroupState:
+        return self._open()[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._open())
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def _open(self) -> dict[int, GroupState]:
+        return {
+            number: GroupState(owed, tuple(_source_state(*source) for source in sources))
+            for number, (owed, sources) in pickle.loads(self._sealed).items()
+        }
+
+
+def _plain(begun: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
+    return {shard: tuple(seen) for shard, seen in begun.items()}
+
+
+def _source_state(cursor: tuple[Any, ...], begun: Mapping[int, tuple[Any, ...]]) -> SourceState:
+    return SourceState(Cursor(*cursor), {shard: CheckpointShard(*seen) for shard, seen in begun.items()})
+
+
+class EpochStart(NamedTuple):
+    """Where the workers start and end: what the rank writes into the control block before each epoch."""
+
+    epoch: int
+    """Of the sequence: an epoch that goes on where another stopped keeps its number."""
+    position: int
+    """Global samples of the sequence before the first step."""
+    steps: int | None
+    """How many steps; None: to the end of the pass."""
+    changes: list[Change]
+    """Of the shares of the sources, from the position on."""
+    groups: dict[int, GroupState]
+    """Of each group, by its number among all; none at the beginning of a sequence."""
+    noted: int
+    """The generation of the control block's changes that are among these."""
+    generation: int = 0
+    """Of the order in the control block."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The start as JSON-able values, without its generation."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "steps": self.steps,
+            "changes": self.changes,
+            "groups": {str(number): state.to_json() for number, state in self.groups.items()},
+            "noted": self.noted,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> EpochStart:
+        """The start that `to_json` wrote, with the control block's generation."""
+        groups = {int(number): GroupState.from_json(state) for number, state in value["groups"].items()}
+        return cls(**{**value, "changes": changes_from(value["changes"]), "groups": groups})
+
+
+def changes_from(value: list[Any]) -> list[Change]:
+    """Changes of shares that went through JSON."""
+    return [Change(position, tuple(shares)) for position, shares in value]
+
+
+class SkippedSample(NamedTuple):
+    """A sample that could not be used."""
+
+    cause: str
+    """One of metrics.CAUSES."""
+    url: str
+    key: str
+    message: str
+
+
+class Span(NamedTuple):
+    """Hashes of a sequence's references, up to where a step begins and up to where it ends."""
+
+    begin: int
+    before: int
+    end: int
+    behind: int
+
+
+class Batch(NamedTuple):
+    """What a worker hands over: the values, and where the order stands behind them."""
+
+    values: dict[str, Any]
+    """With the lists `__key__` and `__url__` if the recipe says so."""
+    position: int
+    """Where its step begins: global samples of the sequence before it."""
+    groups: SealedStates
+    """Of each group that it is of, by its number among all: where it is behind this step."""
+    skipped: list[SkippedSample]
+    """The samples that could not be used."""
+    digests: dict[str, Span]
+    """Of each group and source: hashes of all references before this step and before the next."""
+    samples: int
+    """How many it has."""
+    taken: list[int]
+    """How many of its samples are of each source."""
+    generation: int
+    """Of the start that it was made for."""
+    blocked: tuple[tuple[int, int], ...] = ()
+    """Shards whose bytes it waited for while the training loop waited, and for how many nanoseconds."""

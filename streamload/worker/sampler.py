@@ -1,0 +1,221 @@
+"""B to E in a worker: which samples this rank computes of each step, and where the order stands behind it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.errors import NoValidSamples
+from streamload.order.mixing import Change, Mixing, Portion, in_effect
+from streamload.order.split import Share
+from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, WorkerConfig
+from streamload.worker.reader import Reader, Waiting
+
+
+class Visit(NamedTuple):
+    """One use of one sample.
+
+    Attributes:
+        source: its source.
+        pass_: the pass of its source.
+        shard: the place of its shard among those of the run.
+        number: of the sample in its shard.
+    """
+
+    source: int
+    pass_: int
+    shard: int
+    number: int
+
+
+class Sampler:
+    """The steps of one epoch, in ascending order.
+
+    Args:
+        recipe: what is read.
+        supply: follows the sequences.
+        start: where the epoch begins.
+    """
+
+    def __init__(self, config: WorkerConfig, reader: Reader, start: EpochStart):
+        self._config = config
+        self._reader = reader
+        self._start = start
+        self._changes = start.changes
+        self._groups = config.split.groups_of(config.rank)
+        self._mixtures: dict[int, Mixing] = {}
+
+    def change(self, changes: list[Change]) -> None:
+        """The shares change, in steps that nobody has asked for yet."""
+        self._changes = changes
+        for mixture in self._mixtures.values():
+            mixture.changes = changes
+
+    def at(self, position: int) -> Step:
+        """The step that begins at a global position."""
+        if len(self._config.sources) > 1:
+            self._reader.give_shares(in_effect(self._changes, position))
+        shares = self._config.split.shares(position, self._config.rank, self._groups)
+        parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
+        return Step(self._config, self._reader, parts)
+
+    def coming(self, position: int) -> list[tuple[int, int]]:
+        """Shard and number of what this rank computes of a later step, as far as that is known."""
+        found: list[tuple[int, int]] = []
+        for share in self._config.split.shares(position, self._config.rank, self._groups):
+            # Of a copy: weights may still change before that step.
+            part = _Part(share, copy.copy(self._mixture(share.group)).at(position))
+            for source in _sources(part.seats):
+                first = part.first[source]
+                stop = first + int(np.count_nonzero(part.seats == source))
+                rows = self._reader.peek(share.group, source, first, stop)
+                found += [(int(shard), int(number)) for _, shard, number in rows]
+        return found
+
+    def _mixture(self, group: int) -> Mixing:
+        found = self._mixtures.get(group)
+        if found is None:
+            start, zeros = self._start, (0,) * len(self._config.sources)
+            state = start.groups.get(self._config.first_group + group)
+            given = zeros if state is None else [source.cursor.position for source in state.sources]
+            owed = zeros if state is None else state.owed
+            found = self._mixtures[group] = Mixing(
+                self._config.split, group, start.position, self._changes, given, owed
+            )
+        return found
+
+
+class _Part:
+    """What a rank computes of a step out of one group.
+
+    Attributes:
+        seats: the source of each sample.
+        first: of each source, the position in its sequence at which these begin.
+    """
+
+    def __init__(self, share: Share, portion: Portion):
+        self.group = share.group
+        self.portion = portion
+        seats = portion.seats()
+        self.seats = seats[share.first - share.begin : share.stop - share.begin]
+        before = np.bincount(seats[: share.first - share.begin], minlength=len(portion.take))
+        self.first = (before + portion.first).tolist()
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, as far as this rank computes it. Its references can be taken once."""
+
+    config: WorkerConfig
+    reader: Reader
+    parts: list[_Part]
+    _waiting: Waiting = field(default_factory=Waiting)
+    _before: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many samples this rank computes."""
+        return sum(part.seats.size for part in self.parts)
+
+    @property
+    def taken(self) -> list[int]:
+        """How many of these are of each source."""
+        seats = np.concatenate([part.seats for part in self.parts])
+        taken: list[int] = np.bincount(seats, minlength=len(self.config.sources)).tolist()
+        return taken
+
+    def visits(self) -> Iterator[list[Visit] | None]:
+        """The samples, some at a time as they become known; fewer where the sequence ends.
+
+        In training a step that isn't full on all ranks isn't taken on any: then the last thing given is None.
+        """
+        for part in self.parts:
+            yield from self._known(part)
+        if self.config.train and not self._is_whole():
+            yield None
+
+    def states(self) -> dict[int, GroupState]:
+        """Where each group is behind the step, once all visits have been given."""
+        return {
+            self.config.first_group + part.group: GroupState(
+                part.portion.owed,
+                tuple(
+                    SourceState(stream.cursor(stop), stream.begun())
+                    for stream, stop in (
+                        (self.reader.references(part.group, source), stop)
+                        for source, stop in enumerate(part.portion.stop)
+                    )
+                ),
+            )
+            for part in self.parts
+        }
+
+    def spans(self) -> dict[str, Span]:
+        """The hashes around the step, of each group and source, once all visits have been given."""
+        spans = {}
+        for part in self.parts:
+            for source, stop in enumerate(part.portion.stop):
+                behind = self.reader.references(part.group, source).digest(stop)
+                before = self._before.get((part.group, source), behind)
+                begin = part.portion.first[source]
+                spans[f"{part.group}.{source}"] = Span(begin, before, stop, behind)
+        return spans
+
+    def _known(self, part: _Part) -> Iterator[list[Visit]]:
+        """The visits of a part, in the order of its seats."""
+        rest, first = part.seats, list(part.first)
+        while rest.size and self.reader.has(part.group, int(rest[0]), first[rest[0]] + 1, self._waiting):
+            many = rest.size
+            for source in _sources(rest):
+                seats = np.flatnonzero(rest == source)
+                stream = self.reader.references(part.group, source)
+                known = max(0, stream.known(first[source] + seats.size) - first[source])
+                if known < seats.size:
+                    many = min(many, int(seats[known]))
+            yield self._take(part, rest[:many], first)
+            rest = rest[many:]
+
+    def _take(self, part: _Part, seats: npt.NDArray[np.int64], first: list[int]) -> list[Visit]:
+        """The visits of some seats, whose references are all known."""
+        rows = np.empty((seats.size, 3), np.int64)
+        for source in _sources(seats):
+            self._note(part, source)
+            own = seats == source
+            stop = first[source] + int(np.count_nonzero(own))
+            rows[own] = self.reader.references(part.group, source).take(first[source], stop)
+            first[source] = stop
+        return [Visit(source, *row) for source, row in zip(seats.tolist(), rows.tolist(), strict=True)]
+
+    def _note(self, part: _Part, source: int) -> None:
+        """Keep the hash of what lies before the step, known by now and not yet passed."""
+        if (part.group, source) not in self._before:
+            stream = self.reader.references(part.group, source)
+            self._before[part.group, source] = stream.digest(part.portion.first[source])
+
+    def _is_whole(self) -> bool:
+        """Wait for all that the step takes of the groups, on whatever rank.
+
+        Raises:
+            NoValidSamples: one of several sources, which are read over and over, has nothing to give.
+        """
+        for part in self.parts:
+            for source, stop in enumerate(part.portion.stop):
+                if not self.reader.has(part.group, source, stop, self._waiting):
+                    if len(self.config.sources) > 1:
+                        name = self.config.sources[source].name
+                        raise NoValidSamples(
+                            f"no usable sample in source {name!r}, which has a share of a step"
+                        )
+                    return False
+                self._note(part, source)
+        return True
+
+
+def _sources(seats: npt.NDArray[np.int64]) -> list[int]:
+    """The sources that some seats are of, in order (np.unique would import numpy.ma, 5 MB in each worker)."""
+    return [int(source) for source in np.flatnonzero(np.bincount(seats))]
