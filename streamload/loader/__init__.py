@@ -14,8 +14,7 @@ import torch
 
 from streamload.batches.assembly import Collate, MapSample, Preprocess
 from streamload.cache.selection import Keep
-from streamload.loader.distributed import gather_state
-from streamload.loader.loader import Loader
+from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import (
     ImageDtype,
     LoaderOptions,

@@ -1,6 +1,6 @@
 """What the ranks of a run settle among each other, where torch.distributed joins them.
 
-`gathered` and `gather_state` are collectives: all ranks have to call. The others go through the store of
+`gathered` is a collective: all ranks have to call. The others go through the store of
 torch.distributed, for which nobody has to wait, or not for long: by `first_told` ranks compare what they
 found, and by `agreed` they decide. `Ranks` is for
 a rank that sits in a collective of the training's own, which can't be asked by one: a rank whose data doesn't
@@ -18,16 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed
 
-from streamload.errors import OrderDiverged, RankFailed
+from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
-from streamload.loader.position import counted_of, from_state, to_state
-
-if TYPE_CHECKING:
-    from streamload.loader.loader import Loader
 
 T = TypeVar("T")
 logger = logging.getLogger("streamload")
@@ -57,24 +53,6 @@ def gathered(value: T, world_size: int) -> list[T]:
     values: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(values, value)
     return values
-
-
-def gather_state(loader: Loader) -> dict[str, Any]:
-    """One state of all ranks, to be called by all of them behind the same batch; each gets all of it.
-
-    A rank by itself knows the place of its own node's sequence only. On one node `state_dict()` says as much.
-
-    Raises:
-        OrderDiverged: the ranks are not behind the same batch.
-    """
-    states = gathered(loader.state_dict(), loader.world_size)
-    positions = [state["position"] for state in states]
-    if len(set(positions)) > 1:
-        raise OrderDiverged(
-            f"the ranks are not behind the same batch: by rank, {positions[:16]} samples are taken. Call "
-            f"gather_state() on all of them after the same step"
-        )
-    return to_state(*from_state(states), counted_of(states))
 
 
 def first_told(name: str, value: str, world_size: int) -> str:

@@ -10,21 +10,46 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch.autograd import profiler
 
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
+from streamload.loader.options import LoaderOptions
 from streamload.worker import Batch
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
     from streamload.loader.distributed import Watch
-    from streamload.loader.loader import Loader
 
 _Coming = Callable[[], tuple[Batch, dict[str, Any]]]
 """Gives a batch as it came, and its values where they were asked for."""
+
+
+class Owner(Protocol):
+    """The part of a loader that its epoch uses (loader.Loader)."""
+
+    options: LoaderOptions
+    waited_ns: int
+    """How long the last `waiting` block took."""
+
+    def waiting(self, began: float) -> AbstractContextManager[None]:
+        """Count the time since `began` as waiting for data."""
+        ...
+
+    def took(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
+        """Take up a batch's place in the order; what is given to the training loop, or None."""
+        ...
+
+    def ran_out(self) -> None:
+        """The epoch was given to its end."""
+        ...
+
+    def close(self) -> None:
+        """End the workers."""
+        ...
 
 
 class Epoch:
@@ -46,7 +71,7 @@ class Epoch:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: Owner,
         batches: Iterator[Batch],
         feed: Feed,
         began: float,

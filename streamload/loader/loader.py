@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from streamload.batches.collate import unnamed
 from streamload.device import Feed, feed_for
+from streamload.errors import OrderDiverged
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.checks import Checks, GivenUp
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
@@ -27,7 +28,7 @@ from streamload.loader.distributed import Watch, gathered, ranks_of
 from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.fork_safety import here_only, watch_over
 from streamload.loader.options import LoaderOptions, at_least, read_device
-from streamload.loader.position import BAD_SAMPLES, BAD_SHARDS, OrderSpec, counted_of
+from streamload.loader.position import BAD_SAMPLES, BAD_SHARDS, OrderSpec, counted_of, from_state, to_state
 from streamload.loader.schedule import Schedule
 from streamload.loader.waits import ShardWaits, report_waiting
 from streamload.loader.worker_config import counted_samples, worker_config_for
@@ -421,6 +422,24 @@ class Loader(DataLoaderInterface):
         if options.output == "dict":
             return {**values, **extra}
         return (*values.values(), extra) if extra else tuple(values.values())
+
+
+def gather_state(loader: Loader) -> dict[str, Any]:
+    """One state of all ranks, to be called by all of them behind the same batch; each gets all of it.
+
+    A rank by itself knows the place of its own node's sequence only. On one node `state_dict()` says as much.
+
+    Raises:
+        OrderDiverged: the ranks are not behind the same batch.
+    """
+    states = gathered(loader.state_dict(), loader.world_size)
+    positions = [state["position"] for state in states]
+    if len(set(positions)) > 1:
+        raise OrderDiverged(
+            f"the ranks are not behind the same batch: by rank, {positions[:16]} samples are taken. Call "
+            f"gather_state() on all of them after the same step"
+        )
+    return to_state(*from_state(states), counted_of(states))
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[object]:

@@ -44,7 +44,7 @@ from streamload.origins.protocol import (
     strong,
 )
 from streamload.origins.sockets import Pools, basic, receive
-from streamload.origins.web_stream import HttpStream
+from streamload.origins.web_stream import Answer, HttpStream
 from streamload.urls import redact, redact_text
 from streamload.urls.identity import DEFAULT_PORTS
 
@@ -54,26 +54,6 @@ _NUMBER = "[0-9]{1,18}"  # none is larger that a file could have
 _CONTENT_RANGE = re.compile(rf"bytes\s+(?:({_NUMBER})-({_NUMBER})|\*)/({_NUMBER}|\*)", re.IGNORECASE)
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
-
-
-class Answer(NamedTuple):
-    """An answer whose head has been found good.
-
-    Attributes:
-        response: its body is still to be read; None where there is none.
-        first, stop: the body's first byte, and the one behind its last (None: not stated).
-        start: the byte that was asked for.
-        is_part: a range of a stated length was asked for and is given, so the shard may go on behind it.
-        is_unproven: it doesn't begin at `start`, or nothing says that it is of the version that was expected.
-    """
-
-    response: urllib3.BaseHTTPResponse | None
-    version: Version
-    first: int
-    start: int
-    stop: int | None
-    is_part: bool = False
-    is_unproven: bool = False
 
 
 class _Place(NamedTuple):

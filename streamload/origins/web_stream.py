@@ -9,8 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from typing import NamedTuple, Protocol
 
 import urllib3
 from urllib3.exceptions import HTTPError
@@ -20,14 +20,59 @@ from streamload.origins.protocol import ReadSize, Session, Version
 from streamload.origins.ranged import OrderedParts
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
 
-if TYPE_CHECKING:
-    from streamload.origins.web import Answer, HttpOrigin
+
+class Answer(NamedTuple):
+    """An answer whose head has been found good.
+
+    Attributes:
+        response: its body is still to be read; None where there is none.
+        first, stop: the body's first byte, and the one behind its last (None: not stated).
+        start: the byte that was asked for.
+        is_part: a range of a stated length was asked for and is given, so the shard may go on behind it.
+        is_unproven: it doesn't begin at `start`, or nothing says that it is of the version that was expected.
+    """
+
+    response: urllib3.BaseHTTPResponse | None
+    version: Version
+    first: int
+    start: int
+    stop: int | None
+    is_part: bool = False
+    is_unproven: bool = False
+
+
+class Asked(Protocol):
+    """The part of an origin that its streams use: requests, checked answers (web.HttpOrigin)."""
+
+    url: str
+
+    def ask(self, pools: Pools, start: int, expected: Version | None) -> Answer:
+        """Request the shard from byte `start` on, of the expected version."""
+        ...
+
+    def read_range(
+        self, pools: Pools, start: int, stop: int, version: Version, *, is_proven: bool = False
+    ) -> Generator[bytes, None, None]:
+        """The bytes of a range, from where the first answer came from. For any thread."""
+        ...
+
+    def continued(self, answer: Answer) -> Answer:
+        """Check that an answer may follow those before it."""
+        ...
+
+    def translated(self, exc: HTTPError, what: str) -> OriginError:
+        """The error of this package for one of urllib3's."""
+        ...
+
+    def keep_to_one_connection(self) -> None:
+        """Request no parallel ranges from now on."""
+        ...
 
 
 class HttpStream:
     """The bodies of answers, one behind the other; what stands before the byte asked for is dropped."""
 
-    def __init__(self, origin: HttpOrigin, session: Session, pools: Pools, answer: Answer) -> None:
+    def __init__(self, origin: Asked, session: Session, pools: Pools, answer: Answer) -> None:
         self.version = answer.version
         self._origin, self._session = origin, session
         self._pools, self._answer = pools, answer
@@ -126,7 +171,7 @@ class HttpStream:
 class _Parts:
     """The rest of a shard in ranges side by side, each read by a thread over a connection that is kept."""
 
-    def __init__(self, origin: HttpOrigin, session: Session, start: int, version: Version) -> None:
+    def __init__(self, origin: Asked, session: Session, start: int, version: Version) -> None:
         self._origin, self._session, self._version = origin, session, version
         self._closed = _Either(session.stop)
         own = Session(session.options, session.counts, self._closed)
@@ -156,7 +201,7 @@ class _RangePart:
 
     def __init__(
         self,
-        origin: HttpOrigin,
+        origin: Asked,
         session: Session,
         pools: Pools,
         place: tuple[int, int],

@@ -1,1 +1,1 @@
-"""The loader's prefetcher: fills the shards that a run needs next, and stores what it can where disks fail."""
+"""The loader's prefetcher: fills the shards that a run needs next; a fallback policy for disks that fail."""

@@ -11,16 +11,15 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
 
 from streamload.testing.faults import Fault
 from streamload.testing.link import Link
-
-if TYPE_CHECKING:
-    from streamload.testing.server import ShardServer
 
 _DRIPS = {
     "header": (b"HTTP/1.1 200 OK\r\nX-Drip: ", b"."),
@@ -56,6 +55,34 @@ class Request:
     ended: float = 0.0
 
 
+class Served(Protocol):
+    """What a request handler needs of its server (server.ShardServer)."""
+
+    root: Path
+    log: list[Request]
+    closed: threading.Event
+    link: Link
+    bytes_per_second_per_connection: float | None
+    latency_seconds: float
+    tls_context: ssl.SSLContext | None
+
+    def seconds(self) -> float:
+        """Since the server began."""
+        ...
+
+    def fault_for(self, path: str) -> Fault:
+        """The fault that the next request of a path meets."""
+        ...
+
+    def gate(self, size: int) -> int:
+        """Up to which byte a file of this size may be sent now."""
+        ...
+
+    def wait_while(self, holds: Callable[[], bool], client_is_there: Callable[[], bool]) -> None:
+        """Wait as long as something holds, the server is open and its client there."""
+        ...
+
+
 class Answers(http.server.BaseHTTPRequestHandler):
     """One connection."""
 
@@ -67,7 +94,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Begin TLS, where the server has it."""
-        self.shards: ShardServer = self.server.shards
+        self.shards: Served = self.server.shards
         if self.shards.tls_context is not None:
             self.request = self.shards.tls_context.wrap_socket(self.request, server_side=True)
         self.own_link = Link(self.shards.bytes_per_second_per_connection, self.shards.closed)

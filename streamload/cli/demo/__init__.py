@@ -32,7 +32,7 @@ def demo(
     from streamload.cli.demo.run import train
     from streamload.settings import parse_size
     from streamload.testing.photographs import write_photograph_shards
-    from streamload.testing.server_process import SpawnedServer
+    from streamload.testing.server import SpawnedServer
 
     console, bytes_per_second = Console(), parse_size(link, "--link")
     with ExitStack() as stack:
