@@ -8,8 +8,8 @@ import pytest
 
 from streamload.cache import memory
 from streamload.cache.memory import free_memory
-from streamload.testing.disks import small_disk, why_no_small_disk
-from streamload.testing.kills import Child
+from tests.disks import small_disk, why_no_small_disk
+from tests.kills import Child
 
 GB = 10**9
 UNLIMITED = "9223372036854771712"  # what version 1 has for "no limit"

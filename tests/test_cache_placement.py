@@ -29,11 +29,11 @@ from streamload.daemon.warm import warm
 from streamload.errors import CacheError
 from streamload.metrics import Counters
 from streamload.settings import Settings, file_system, read_settings
-from streamload.testing.disks import small_disk, why_no_small_disk
 from streamload.testing.faults import Fault
-from streamload.testing.kills import Child
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
+from tests.disks import small_disk, why_no_small_disk
+from tests.kills import Child
 
 COUNTS = [20, 30, 25, 15]
 pytestmark = pytest.mark.usefixtures("shm")

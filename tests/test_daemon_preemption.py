@@ -12,7 +12,7 @@ import pytest
 
 from streamload.daemon import preemption
 from streamload.daemon.preemption import Cloud, Notice, Watch, on_signals
-from streamload.testing.metadata import MetadataServer
+from tests.metadata import MetadataServer
 
 TOLD = {"aws": 90.0, "gcp": 30.0, "azure": 25.0}
 SLACK_SECONDS = 10.0

@@ -31,9 +31,9 @@ from streamload.derived.prepared import Recipe, prepared_tar
 from streamload.errors import ClusterError, OptionError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
-from streamload.testing.ray_cluster import RayCluster
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from tests.ray_cluster import RayCluster
 
 COMMAND = [sys.executable, "-m", "streamload"]
 SHARDS = 6

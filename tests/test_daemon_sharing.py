@@ -20,11 +20,11 @@ from streamload.daemon.service import Service, ServiceOptions
 from streamload.daemon.targets import SharedTarget
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
-from streamload.testing.kills import Child, Stage
 from streamload.testing.s3 import S3Server
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls
+from tests.kills import Child, Stage
 
 COUNTS = [6, 5, 7, 4, 6, 5]
 QUICK = OriginOptions(connect_seconds=0.5, stall_seconds=0.5, attempts=2, backoff_seconds=0.01)

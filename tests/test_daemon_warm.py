@@ -14,9 +14,9 @@ from streamload.cache.demand import DemandFile
 from streamload.cache.shard import shard_of
 from streamload.daemon.failures import Failures
 from streamload.daemon.warm import warm
-from streamload.testing.kills import Child
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.kills import Child
 
 
 def test_what_a_killed_warm_up_left_of_another_version_is_fetched_anew(tmp_path: Path) -> None:

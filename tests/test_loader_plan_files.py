@@ -23,10 +23,10 @@ from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
 from streamload.origins.credentials import Named
 from streamload.origins.origin import OriginOptions
-from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls
+from tests.kills import Child, Stage
 
 SHARDS = 16
 SECRET = "hunter2"

@@ -16,9 +16,9 @@ import streamload
 from streamload.daemon.daemon import DaemonOptions
 from streamload.daemon.service import Service, ServiceOptions
 from streamload.daemon.warm import warm
-from streamload.testing.disks import read_only, small_disk, why_no_small_disk
-from streamload.testing.kills import Child, Stage
 from streamload.testing.shards import ShardOptions
+from tests.disks import read_only, small_disk, why_no_small_disk
+from tests.kills import Child, Stage
 
 pytestmark = pytest.mark.skipif(bool(why_no_small_disk()), reason=why_no_small_disk())
 

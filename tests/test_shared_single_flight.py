@@ -34,8 +34,8 @@ from streamload.daemon.service import Service, ServiceOptions
 from streamload.errors import OriginStopped
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
-from streamload.testing.kills import Child, Stage
 from streamload.testing.shards import ShardOptions
+from tests.kills import Child, Stage
 
 COUNTS = (30, 25, 40, 20)
 LARGE = ShardOptions(padding_bytes=(3_000, 30_000))

@@ -22,9 +22,9 @@ from streamload.metrics import Counters
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import Origin, open_origin
 from streamload.testing.faults import Fault
-from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer
 from streamload.urls import expand_urls
+from tests.kills import Child, Stage
 
 _END_SECONDS = 60.0
 _LOOPBACK = (

@@ -19,8 +19,8 @@ from benchmarks.faults.rows import Row
 from streamload.daemon.warm import warm
 from streamload.derived.preparation import Preparation
 from streamload.shards.tar import NOTE
-from streamload.testing.kills import Child
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests.kills import Child
 
 LIMIT_PIXELS = 20_000_000
 _MEMORY_BYTES = 256 << 20

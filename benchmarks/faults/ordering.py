@@ -11,9 +11,9 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.processes import describe, import_torch
 from benchmarks.faults.rows import Row
 from streamload.testing.faults import EMPTY_PAGE, Fault
-from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests.kills import Child, Stage
 
 _STEPS = 40
 _RANKS = 64

@@ -17,10 +17,10 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import PATIENT, QUICK, Reading, read_in_child
 from benchmarks.faults.rows import Row
 from streamload.cache.shard import shard_of
-from streamload.testing.disks import shown_instead, why_no_small_disk
 from streamload.testing.faults import Fault
-from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer
+from tests.disks import shown_instead, why_no_small_disk
+from tests.kills import Child, Stage
 
 _BORDER = 512
 _AWAY = replace(PATIENT, connect_seconds=0.5, stall_seconds=0.5)

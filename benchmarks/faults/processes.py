@@ -16,9 +16,9 @@ from benchmarks.faults.data import Data, digest_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import Reading, read_in_child
 from benchmarks.faults.rows import Row
-from streamload.testing.disks import small_disk, why_no_small_disk
 from streamload.testing.faults import Fault
-from streamload.testing.kills import Child, Stage
+from tests.disks import small_disk, why_no_small_disk
+from tests.kills import Child, Stage
 
 TRAINING = "training"
 """The stage of a training that has its first samples."""

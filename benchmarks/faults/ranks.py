@@ -15,8 +15,8 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.processes import all_samples, describe, differences, import_torch
 from benchmarks.faults.rows import Row
 from streamload.testing.faults import Fault
-from streamload.testing.kills import Child
 from streamload.testing.server import ShardServer
+from tests.kills import Child
 
 COUNTS = (10,) * 8
 _BATCH = 2

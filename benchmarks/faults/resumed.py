@@ -20,7 +20,7 @@ from benchmarks.faults.processes import (
     import_torch,
 )
 from benchmarks.faults.rows import Row
-from streamload.testing.kills import Child, Stage
+from tests.kills import Child, Stage
 
 _GLOBAL_BATCH = 4
 """It divides the samples: none is left over at the end of the epoch."""

@@ -10,8 +10,8 @@ from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.processes import all_samples, describe, differences, gone_from, import_torch
 from benchmarks.faults.rows import Row
-from streamload.testing.kills import Child, Stage
 from streamload.worker import shortage
+from tests.kills import Child, Stage
 
 _COUNTS = (32,) * 8
 _BATCH = 8

@@ -23,8 +23,8 @@ from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
 from streamload.shards.index import IndexReader
-from streamload.testing.kills import Child
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.kills import Child
 
 _OPTIONS = ShardOptions(padding_bytes=(4000, 9000))
 _SAMPLES = (40, 12)

@@ -25,8 +25,8 @@ from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.settings import read_settings
 from streamload.shards.index import IndexWriter
-from streamload.testing.kills import Child, Stage
 from streamload.testing.server import ShardServer
+from tests.kills import Child, Stage
 
 _OTHER_USER = 12345
 _FORKS = 150

@@ -16,8 +16,8 @@ import socket
 import subprocess
 from pathlib import Path
 
-from streamload.testing.disks import NotPossibleHere
-from streamload.testing.kills import Child
+from tests.disks import NotPossibleHere
+from tests.kills import Child
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 _SWITCH = "switch"

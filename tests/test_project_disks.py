@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamload.testing.disks import (
+from tests.disks import (
     failing_calls,
     limited_file_size,
     read_only,
@@ -19,7 +19,7 @@ from streamload.testing.disks import (
     why_no_small_disk,
     why_no_strace,
 )
-from streamload.testing.kills import Child
+from tests.kills import Child
 
 needs_mounts = pytest.mark.skipif(bool(why_no_small_disk()), reason=why_no_small_disk())
 

@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from streamload.testing.kills import Child
+from tests.kills import Child
 
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 32, 4096, 16384, 1 << 18

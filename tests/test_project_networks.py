@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from streamload.testing.kills import Child, Stage
-from streamload.testing.networks import Switch, why_no_network
+from tests.kills import Child, Stage
+from tests.networks import Switch, why_no_network
 
 needs_network = pytest.mark.skipif(bool(why_no_network()), reason=why_no_network())
 

@@ -40,9 +40,9 @@ class RayCluster:
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None):
-        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "streamload.testing.ray_cluster"],
+            [sys.executable, "-m", "tests.ray_cluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

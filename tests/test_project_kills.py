@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamload.testing.kills import Child, ChildFailed, Moment, Stage, kill_loop
+from tests.kills import Child, ChildFailed, Moment, Stage, kill_loop
 
 
 def in_steps(stage: Stage) -> str:
