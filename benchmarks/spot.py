@@ -28,7 +28,7 @@ from benchmarks.contenders.workload import versions
 from benchmarks.spot_run import simulate
 from benchmarks.spot_setup import Setup
 from streamload.daemon.demand import DEFAULT_WINDOW
-from streamload.daemon.targets import LACKING
+from streamload.daemon.targets import MOST_MISSES
 from streamload.settings import parse_size
 
 FULL = Setup()
@@ -129,7 +129,7 @@ def requests(of: Setup) -> dict[str, Setup]:
     return {
         "20 groups a daemon, a window of 10 min": of,
         "the same, when the windows are full": replace(of, head_start=900.0, seconds=300.0),
-        "the same, asking only of the next 64": replace(of, asks=LACKING),
+        "the same, asking only of the next 64": replace(of, asks=MOST_MISSES),
         "all groups, a window of 10 min": replace(of, follows=None),
         f"all groups, the default window ({DEFAULT_WINDOW})": replace(of, follows=None, window_bytes=default),
     }
@@ -152,7 +152,7 @@ def sizes(counts: tuple[int, ...]) -> dict[str, Setup]:
         own = FULL.scaled(count / FULL.groups)
         own = replace(own, gets=FULL.gets, puts=FULL.puts, seconds=480.0, shards=count * 200)
         found[f"{count} trainers, 1 partition"] = replace(own, partitions=1)
-        found[f"{count} trainers, 1 partition, next 64"] = replace(own, partitions=1, asks=LACKING)
+        found[f"{count} trainers, 1 partition, next 64"] = replace(own, partitions=1, asks=MOST_MISSES)
         found[f"{count} trainers, 8 partitions"] = own
     return found
 

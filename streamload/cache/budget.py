@@ -84,7 +84,7 @@ class Budget:
         free_disk: what this process leaves free on the disk, whatever the limit says.
         eviction: by which rule this process makes room.
         disk_usage: says how much of a path's disk is free.
-        tend_seconds: how often `enforce_limits` looks.
+        enforce_seconds: how often `enforce_limits` looks.
 
     Raises:
         CacheError: the tier has no limit yet and none is given, or its record can't be read.
@@ -140,7 +140,7 @@ class Budget:
         Args:
             part: whose room it is; its reservation becomes `size_bytes`.
             size_bytes: all that will be written into the part.
-            wait: how many shard visits away its use is: only shards that are needed later go for it.
+            next_use: how many shard visits away its use is: only shards that are needed later go for it.
 
         Returns:
             False if not enough may go now: try again later.
@@ -173,7 +173,7 @@ class Budget:
 
         Args:
             size_bytes: how much to evict, at most by a shard more.
-            wait: only shards that are needed later than this go.
+            next_use: only shards that are needed later than this go.
 
         Returns:
             Whether anything went, so that another attempt is worth it.

@@ -1,9 +1,9 @@
-"""Who will read what, and in which order: one small file for each reading process, in the tier's `runs/`.
+"""The demand of a node's runs: each reading process announces its next shards in a small file (`runs/`).
 
-A file holds the digests of the shards that the process has open and of those that it will open, in that
-order. From the files of all live processes follows how soon each shard is needed, which is all that eviction
-asks. The writer holds a lock on its file; a file without one belongs to nobody and goes. The pages of
-freshness.py lie here for that rule's sake.
+A file holds the digests of the shards that the process has open, then of those that it will open, in order.
+The files of all live processes give the next use of each shard, which is all that eviction needs. The writer
+holds a lock on its file; a file without one belongs to no live process and is deleted. Version logs
+(freshness.py) lie here, too, to follow the same rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}")
 _VERSION_LOG = re.compile(r"\w+(\.[0-9-]+)?\.page")
 _ATTEMPTS = 100
 VISITS_KEPT = 4096
-"""How many visits ahead a file tells of: 32 KiB. What comes later counts as never."""
+"""Visits in a file, 32 KiB; later ones count as never."""
 
 
 def short(digest: str) -> int:
@@ -36,9 +36,9 @@ def short(digest: str) -> int:
 
 
 class DemandFile:
-    """This process's own file: what it will visit, and how far it is.
+    """The demand file of this process: the shards that it will visit.
 
-    It is advice to those who evict: on a disk that doesn't take it, nothing is announced.
+    It is advice for eviction: on a disk that doesn't take it, nothing is announced.
     """
 
     def __init__(self, directory: Path):
@@ -52,7 +52,7 @@ class DemandFile:
                 self._lock = FileLock.acquire(self._path)
                 if self._lock is not None and self._path.exists():
                     return
-                self.close()  # whoever saw it before it was locked took it for a dead process's: make another
+                self.close()  # it was taken for a dead process's before it was locked: make another
 
     @property
     def path(self) -> Path:
@@ -60,11 +60,11 @@ class DemandFile:
         return self._path
 
     def announce(self, digests: Iterable[str]) -> None:
-        """Say which shards are open and which come next, in order (a shard may come again)."""
+        """Announce the open shards and the next ones, in order (a shard may come again)."""
         self.tell(np.fromiter((short(d) for d in itertools.islice(digests, VISITS_KEPT)), dtype="<u8"))
 
     def tell(self, names: npt.NDArray[np.uint64]) -> None:
-        """Say the same by `short` names."""
+        """Announce the same by `short` names."""
         if self._file is None:
             return
         visits = names[:VISITS_KEPT].astype("<u8", copy=False)
@@ -72,7 +72,7 @@ class DemandFile:
             os.pwrite(self._file.number, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
 
     def close(self) -> None:
-        """Take the file away; once is enough."""
+        """Delete the file. Idempotent."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         if self._lock is not None:
@@ -83,9 +83,9 @@ class DemandFile:
 
 
 def next_uses(directory: Path, digests: Sequence[str]) -> dict[str, float]:
-    """How many visits away each shard's next use is, over all live runs; absent = no run will visit it.
+    """The next use of each shard over all live runs, in visits from now; absent: no run will visit it.
 
-    Files of processes that are gone are removed on the way. Call it while deciding.
+    Deletes the files of dead processes. Call it under the tier's lock.
     """
     names = np.fromiter(map(short, digests), "<u8", len(digests))
     order = np.argsort(names)

@@ -43,8 +43,8 @@ def victims(
 
     Args:
         held: what is in the tier.
-        waits: for each digest how many shard visits away its next use is; missing = never.
-        newcomer_wait: the same for the shard that wants the room: what is needed sooner stays.
+        next_uses: for each digest how many shard visits away its next use is; missing = never.
+        newcomer_next_use: the same for the shard that wants the room: what is needed sooner stays.
         excess_bytes: how much is missing.
         may_go: whether nobody has it open; asked only of those that would go.
         eviction: "plan" is the rule above; under "lru" the one goes that was opened longest ago, whatever

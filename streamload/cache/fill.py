@@ -107,12 +107,12 @@ def fill(
         open_origin: gives its origin (not asked for a local file that stays where it is); for a shard that is
             to be prepared, one that gives the prepared bytes under the version of what they are made of.
         size_bytes: of the shard, where it is known: without room for it its origin isn't asked.
-        wait: how soon the shard is needed, in shard visits (see `Budget.reserve`).
+        next_use: how soon the shard is needed, in shard visits (see `Budget.reserve`).
         stop: ends the fill; the samples that it has so far stay.
-        bare: keep the index alone; its readers get the bytes from the origin, by range.
+        index_only: keep the index alone; its readers get the bytes from the origin, by range.
         refused: told, with True, again and again while the fill waits for room in the middle of a shard, and
             with False when it has got it; what it returns ends the fill as one that had no room.
-        leave_verdict: whether a shard that can't be had is given up for all who read from the tier.
+        leave_tombstone: whether a shard that can't be had is given up for all who read from the tier.
 
     Raises:
         OriginError, ShardError: why it can't be had, where no tombstone says so.

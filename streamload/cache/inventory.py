@@ -72,7 +72,8 @@ class Inventory:
         used_bytes: what counts against the limit: published shards, parts with what is reserved for them,
             index-only copies, tombstones and trash.
         free_bytes: of the disk.
-        published, live_parts, orphaned_parts, bare, tombstones, trash, run_files: shares of the directory.
+        published, live_parts, orphaned_parts, index_only, tombstones, trash, run_files: shares of the
+            directory.
         samples: in the published shards, as their indexes say.
         open_shards: the published shards that a process has open, by URL without secrets.
         runs: the live ones.

@@ -39,7 +39,7 @@ class Tier(Directory):
         eviction: by which rule this process makes room.
         disk_usage: says how much of a path's disk is free; by default the file system, and in memory what
             machine and container leave as well.
-        tend_seconds: how often `enforce_limits` looks.
+        enforce_seconds: how often `enforce_limits` looks.
 
     Raises:
         CacheError: the directory can't be used, or isn't ours.

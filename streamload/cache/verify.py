@@ -44,7 +44,7 @@ class Damage:
     """A shard, or an orphaned part of one, that isn't what arrived.
 
     Attributes:
-        room: "shards", "bare" or "parts".
+        kind: "shards", "bare" or "parts".
         url: as its index names it, without secrets; empty if that can't be read.
         cause: what is wrong, in words.
         size_bytes: of the whole shard as far as that is known, else 0.

@@ -1,6 +1,6 @@
-"""A file of a tier's `runs/` that the processes of a run share: by which version of each shard the run goes.
+"""The version log of a run: which version of each shard all its processes use; a file in the tier's `runs/`.
 
-A line for each shard, appended to by all of them and read by all; the first line of a shard counts.
+One line per shard, appended and read by all processes of the run; the first line of a shard counts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from streamload.descriptors import Descriptor
 from streamload.origins.origin import Version
 
 _NO_VISITS = bytes(8)
-"""A page lies among the files of runs, and reads as one that visits nothing."""
+"""The log lies among the demand files, and reads as one without visits."""
 
 
 class VersionLog:
-    """One file that says which versions are gone by: appended to by all, read by all."""
+    """The log as one process of the run has it open."""
 
     def __init__(self, tier: Directory, name: str):
         self._versions: dict[str, Version] = {}
@@ -29,7 +29,7 @@ class VersionLog:
         self._path = tier.root / "runs" / f"{name}.page"
         self._pin: FileLock | None = None
         self._file: Descriptor | None = None
-        with contextlib.suppress(OSError):  # on a disk that takes no page, each process goes by its own
+        with contextlib.suppress(OSError):  # on a disk that takes no log, each process decides for itself
             self._open()
 
     def _open(self) -> None:
@@ -43,14 +43,14 @@ class VersionLog:
                 self._file = Descriptor.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
 
     def version(self, digest: str) -> Version | None:
-        """What has been settled for a shard; looks into the file only where it isn't known yet."""
+        """The version that was chosen for a shard; reads the file only while it isn't known."""
         if digest not in self._versions:
             with contextlib.suppress(OSError):
                 self._read()
         return self._versions.get(digest)
 
     def write(self, digest: str, version: Version) -> None:
-        """Settle it; what another process has settled before stands."""
+        """Choose a version; one that another process has chosen before stands."""
         line = json.dumps([digest, *astuple(version)]) + "\n"
         with contextlib.suppress(OSError):  # a full disk: then the others ask for themselves
             if self._file is not None:
@@ -59,7 +59,7 @@ class VersionLog:
         self._versions.setdefault(digest, version)
 
     def close(self) -> None:
-        """Let go of it; the last process of the run takes it away."""
+        """Close it; the last process of the run deletes it."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -74,7 +74,7 @@ class VersionLog:
                 alone.close()
 
     def _read(self) -> None:
-        """Take in the whole lines that are new; the first of a shard counts."""
+        """Read the new whole lines; the first of a shard counts."""
         if self._file is None:
             return
         size = os.fstat(self._file.number).st_size

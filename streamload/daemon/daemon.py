@@ -71,23 +71,23 @@ class DaemonOptions:
 
 
 class Daemon:
-    """Keeps what is wanted held, in the thread that calls `run`.
+    """Keeps the demanded shards at the target, in the thread that calls `run`.
 
     Args:
-        wanted: what is to be held.
-        goal: where.
-        engine: makes those who bring it there.
-        leases: among the daemons with the same goal; None where something else keeps them apart.
+        demand: the shards to hold.
+        target: where to hold them.
+        make_executor: makes the executor that runs the tasks.
+        leases: among the daemons with the same target; None where the executor shares the work out itself.
         options: see there.
-        run_file: where `run` announces what it will fill, so that none of it goes for a later one.
-        counts: where what arrives is counted.
-        rng: chooses among what several daemons could begin with.
+        demand_file: where `run` announces what it will fill, so that none of it is evicted for a later shard.
+        counts: where arriving bytes are counted.
+        rng: chooses among tasks that several daemons could start.
         clock: monotonic.
     """
 
     def __init__(
         self,
-        wanted: Demand,
+        demand: Demand,
         target: Target,
         make_executor: ExecutorFactory,
         *,
@@ -98,7 +98,7 @@ class Daemon:
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._demand, self._target, self._make_executor, self._leases = wanted, target, make_executor, leases
+        self._demand, self._target, self._make_executor, self._leases = demand, target, make_executor, leases
         self._options = options or DaemonOptions()
         self._demand_file = demand_file
         self._rng = rng or random.Random()

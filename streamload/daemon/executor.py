@@ -17,40 +17,40 @@ from streamload.metrics import Counters
 from streamload.prefetch.prefetcher import STOPPED_SECONDS, OpenOrigin, Prefetcher
 
 Completed = Callable[[Shard, int], None]
-"""Told, from any thread, that a task is where it is wanted, and of how many bytes it is."""
+"""Called from any thread when a task is done: the shard, and its size in bytes."""
 Failed = Callable[[Shard, str], float]
-"""Told, from any thread, why a task can't be had now; says in how many seconds it is tried again."""
+"""Called from any thread when a task has failed, with the reason; returns the seconds until it is retried."""
 NextUseOf = Callable[[Shard], float]
-"""Says how soon a task is needed, in shard visits."""
+"""Returns the next use of a task's shard, in shard visits."""
 
 NO_ROOM_SECONDS = 30.0
 
 
 class Executor(Protocol):
-    """Those who bring tasks. Thread-safe; for one daemon; `close()` is idempotent."""
+    """What runs the tasks of one daemon. Thread-safe; `close()` is idempotent."""
 
     def want(self, tasks: Sequence[Shard]) -> None:
-        """Say what is to be brought, in order of need; it replaces what was said before."""
+        """Set the tasks to run, in order of need; replaces those set before."""
         ...
 
     def capacity(self, due: Sequence[Shard]) -> int:
-        """How many tasks they can have at once, now; of those that are due, in order of need."""
+        """How many tasks can run at once now, given the tasks that are due."""
         ...
 
     def has_begun(self, task: Shard) -> bool:
-        """Whether a task is worked on, and better brought to its end than left."""
+        """Whether a task is running, and better finished than left."""
         ...
 
     def check(self) -> None:
-        """Look whether all is well; called again and again.
+        """Raise what has gone wrong; called again and again.
 
         Raises:
-            StreamloadError: they can't go on, whatever the task.
+            StreamloadError: no task can be run any more.
         """
         ...
 
     def close(self) -> None:
-        """Stop where they are; what they have begun stays for whoever takes it up."""
+        """Stop running tasks where they are; partial fills stay, to be taken over."""
         ...
 
 
@@ -59,17 +59,17 @@ ExecutorFactory = Callable[[Completed, Failed, NextUseOf], Executor]
 
 
 class LocalExecutor:
-    """Threads of this process; see Executor. Units go through the tier of this node.
+    """Threads of this process; see Executor. Shards go through the tier of this node.
 
     Args:
-        brought, failed, wait_of: see there.
+        completed, failed, next_use_of: see there.
         tier: of this node.
-        goal: where tasks are delivered.
+        target: where tasks are delivered.
         open_origin: gives the origin of a task; the event ends its waits.
-        threads: tasks that are worked on at once.
-        preparing: as many of those that are prepared, which takes a CPU each; None: as many as all.
+        threads: tasks that run at once.
+        preparing: tasks that prepare images and run at once, as each takes a CPU; None: as `threads`.
         no_room_seconds: after which a task that finds no room in the tier has failed.
-        stopped_seconds: how long a filler of the same tier may show no life before it is taken over from.
+        stopped_seconds: after how long without a heartbeat another filler of the tier is taken over from.
         counts: of what arrives.
     """
 
@@ -138,7 +138,7 @@ class LocalExecutor:
         self._prefetcher.close()
 
     def _report(self, shard: Shard, result: Filled) -> None:
-        """A filling thread tells how a look at a shard ended."""
+        """Deliver a shard once it is published; called from a filling thread."""
         with self._lock:
             is_wanted = shard.digest in self._units
         if not is_wanted:
@@ -165,6 +165,6 @@ class LocalExecutor:
         return self._tell_failed(shard, why)
 
     def _ended(self, shard: Shard) -> None:
-        """Tell of a task once, until it is wanted again."""
+        """Report a task once, until it is set again."""
         with self._lock:
             self._units.pop(shard.digest, None)

@@ -85,8 +85,8 @@ class RayExecutor:
     """The nodes of a Ray cluster; see Executor.
 
     Args:
-        brought, failed: see there.
-        wait_of: of no use here: nothing goes for what is brought.
+        completed, failed: see there.
+        next_use_of: of no use here: nothing goes for what is brought.
         ray: of `connect`.
         job: what all tasks have in common.
         recipes: by which some are prepared.

@@ -1,4 +1,4 @@
-"""Where a daemon is to have shards: in the tier of its node, or in a shared one."""
+"""Where a daemon delivers shards: the tier of its node, or a shared tier."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from streamload.cache.tier import Tier
 from streamload.errors import OptionError
 
 _SEEN_SECONDS = 3600.0
-"""What was seen to be in a shared tier is taken to be there for so long."""
+"""How long a shard that was seen in a shared tier is assumed to stay there."""
 _ASKED_AT_ONCE = 8
-LACKING = 64
-"""After so many that a shared tier lacks it isn't asked for those behind them, which nobody begins with."""
+MOST_MISSES = 64
+"""Stop probing a shared tier after so many misses: later shards won't be started yet."""
 
 
 class Target(Protocol):
-    """Where shards are to be held. Thread-safe."""
+    """Where shards are delivered. Thread-safe."""
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those of some shards that aren't there, in their order.
+        """The shards that the target lacks, in the order given.
 
-        What was seen to be there lately needn't be asked for again, and what lies behind many that are
-        missing may count as missing unasked: `holds` is asked before it is begun.
+        A shard seen there lately may count as held, and shards after many missing ones as missing, without a
+        request: `holds` is called before a task starts.
 
         Raises:
-            SharedTierError: that can't be asked now.
+            SharedTierError: the target can't be asked now.
         """
         ...
 
     def holds(self, shard: Shard) -> bool:
-        """Whether a shard is there now.
+        """Whether the target has a shard now.
 
         Raises:
-            SharedTierError: that can't be asked now.
+            SharedTierError: the target can't be asked now.
         """
         ...
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """Bring a shard there that is published in the tier of this node, in a directory.
+        """Deliver a shard that is published in the tier of this node, in `directory`.
 
         Raises:
-            StreamloadError, OSError: why it can't be done now.
+            StreamloadError, OSError: the delivery failed.
         """
         ...
 
     def task_name(self, shard: Shard) -> str:
-        """The name of the work on a shard, the same for all daemons."""
+        """The name of the task for a shard: the same in all daemons, for leases."""
         ...
 
 
 class LocalTarget:
-    """The goal is the tier of this node itself."""
+    """The tier of this node itself."""
 
     def __init__(self, tier: Tier):
         self._tier = tier
@@ -80,7 +80,7 @@ class LocalTarget:
 
 
 class SharedTarget:
-    """The goal is a shared tier.
+    """A shared tier.
 
     Args:
         tier: it is written to through the tier of this node.
@@ -98,15 +98,15 @@ class SharedTarget:
         since = self._clock() - _SEEN_SECONDS
         self._seen = {digest: seen for digest, seen in self._seen.items() if seen > since}
         unknown = [shard for shard in shards if shard.digest not in self._seen]
-        lacking = 0
+        misses = 0
         for first in range(0, len(unknown), _ASKED_AT_ONCE):
             some = unknown[first : first + _ASKED_AT_ONCE]
             for shard, is_there in zip(some, self._pool.map(self.holds, some), strict=True):
                 if is_there:
                     self._seen[shard.digest] = self._clock()
                 else:
-                    lacking += 1
-            if lacking >= LACKING:
+                    misses += 1
+            if misses >= MOST_MISSES:
                 break
         return [shard for shard in unknown if shard.digest not in self._seen]
 

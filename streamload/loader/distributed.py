@@ -170,7 +170,7 @@ class Watch:
 
     Args:
         ranks: the ranks of the run.
-        board: of the loader.
+        control: of the loader.
     """
 
     def __init__(self, ranks: Ranks, control: ControlBlock) -> None:

@@ -107,7 +107,7 @@ class Mixing:
     """The portions of one group, step by step.
 
     Args:
-        deal: how steps are dealt.
+        split: how steps are dealt.
         group: whose portions.
         position: the global position of the first step.
         changes: of the shares, the first of which counts at `position`; may be replaced by a list that is

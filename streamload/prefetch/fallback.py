@@ -36,7 +36,7 @@ class FallbackPolicy:
     Args:
         tier: where shards are kept if nothing is said of them.
         fallback_tier: where to fill what the tier can't take.
-        may_be_bare: whether a shard's samples can be read from its origin, so that its index is enough.
+        may_be_index_only: whether a shard's samples can be read from its origin, so that its index is enough.
         changed: told of a shard that is to be kept in another way from now on.
     """
 
@@ -132,7 +132,7 @@ class FallbackPolicy:
 
         Args:
             shard: what is filled.
-            way: how.
+            mode: how.
             is_refused: whether it has no room at present.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Signs of life of those who fill: of this process's parts, and how long others' have shown none (step F)."""
+"""Heartbeats of fills: touches on this process's parts, and since when others' have stopped (step F)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from streamload.cache.part import Part
 from streamload.cache.tier import Tier
 
 _TOUCHES = 5
-"""How often a filler shows life in the time after which it counts as stopped."""
+"""Heartbeats in the time after which a filler counts as stopped."""
 
 
 class Heartbeat:
     """Touches the parts that are filled here, in a thread, and watches the touches of others.
 
     Args:
-        stopped_seconds: how long a filler, of any process, may show no life before another takes over.
+        stopped_seconds: after how long without a heartbeat a filler, of any process, is taken over from.
     """
 
     def __init__(self, stopped_seconds: float):
@@ -30,12 +30,12 @@ class Heartbeat:
         self._parts: set[Part] = set()
         self._touched: dict[str, dict[Path, tuple[int, float]]] = {}
         # By digest, of others' parts: the last touch, and when it was first seen.
-        self._thread = threading.Thread(target=self._show, name="streamload-life", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="streamload-heartbeat", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def of(self, part: Part, digest: str) -> Iterator[None]:
-        """While this is entered, a part of a shard is being filled here."""
+        """Keep up the heartbeat of a part while the block runs."""
         with self._lock:
             self._parts.add(part)
             self._touched.pop(digest, None)
@@ -46,12 +46,12 @@ class Heartbeat:
                 self._parts.discard(part)
 
     def holds_room(self) -> bool:
-        """Whether a fill is under way here that has got some room, which it may give back."""
+        """Whether a running fill of this process holds a reservation, which it may give back."""
         with self._lock:
             return any(part.reserved_bytes for part in self._parts)
 
     def stopped(self, tier: Tier, digest: str) -> list[Path]:
-        """The parts of a shard whose fillers have shown no life for long.
+        """The parts of a shard whose heartbeats have stopped.
 
         The time of a touch is compared with the one before, never with a clock: two machines may disagree.
         """
@@ -69,11 +69,11 @@ class Heartbeat:
         return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
 
     def close(self) -> None:
-        """Show no more; once is enough."""
+        """End the heartbeats. Idempotent."""
         self._closing.set()
         self._thread.join()
 
-    def _show(self) -> None:
+    def _beat(self) -> None:
         while not self._closing.wait(self._stopped_seconds / _TOUCHES):
             with self._lock:
                 parts = list(self._parts)

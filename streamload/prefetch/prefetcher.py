@@ -1,9 +1,9 @@
-"""Fill the shards that a run needs, in order of need, by some threads of a process (step F).
+"""The prefetcher: threads that fill the shards a run needs, in order of need (step F).
 
-Every worker of a node runs one of these with the same list: whoever claims a shard first fills it, the others
-pass on to the next (scheduler.py). Where a shard finds no room, less of it is kept, or it is kept elsewhere
-(fallback.py). Whoever fills shows life by touching its parts; one that doesn't for some seconds is stopped,
-and another takes over (heartbeat.py).
+Every worker of a node runs one with the same list: the first to claim a shard fills it, the others go on to
+the next (scheduler.py). A shard without room is stored index-only or in the fallback tier (fallback.py).
+A filler touches its parts as a heartbeat; without one for some seconds another process takes over
+(heartbeat.py).
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ OpenOrigin = Callable[[Shard, threading.Event], Origin]
 
 
 class Prefetcher:
-    """Threads that fill what is wanted.
+    """Threads that fill shards ahead of the readers.
 
     Args:
-        tier: where to.
-        open_origin: gives the origin of a shard, which is closed when the fill is over and `published` was
-            told; the event ends its waits.
-        threads: how many shards this process fills at once; those that wait for another node don't count.
+        tier: where shards are filled into.
+        open_origin: opens the origin of a shard, which is closed after the fill and the call of `published`;
+            the event ends its waits.
+        threads: shards that this process fills at once, not counting those that wait for another node.
         counts: where fills are counted.
-        report: told, from a filling thread, how each look at a shard ended; PUBLISHED if it was there.
-        may_be_bare: whether a shard's samples can be read from its origin, so that its index is enough where
-            the shard itself can't be kept.
-        fallback_tier: where to fill what the tier can't take.
-        stopped_seconds: how long a filler, of any process, may show no life before another takes over.
+        report: called from a filling thread with the result of each look at a shard; PUBLISHED if held.
+        may_be_index_only: whether a shard's samples can be read from its origin, by range, where the shard
+            itself can't be kept.
+        fallback_tier: where shards go that the tier can't take.
+        stopped_seconds: after how long without a heartbeat a filler, of any process, is taken over from.
         freshness: by which versions the run goes; None takes what is published as it is.
-        published: told, from a filling thread, of each shard that was filled here, and where it is.
-        wait_of: how soon a shard is needed, in shard visits, as the process announces it; None: by its place
-            among those that are wanted.
-        failed: told why a shard can't be had, from a filling thread, and says in how many seconds it is tried
-            again; None: it is given up, by a tombstone that all who read from the tier heed.
+        published: called from a filling thread with each shard that was filled here, and its directory.
+        next_use_of: the next use of a shard, in shard visits, as announced; None: its position in the list.
+        failed: called from a filling thread when a shard can't be fetched; returns the seconds until it is
+            retried. None: the shard is given up by a tombstone, for all readers of the tier.
         is_prepared: whether a prepared shard can be had as it is; then it is filled in place of the shard
             that it stands for.
     """
@@ -106,30 +105,30 @@ class Prefetcher:
         return f"<Ahead {self._scheduler!r}>"
 
     def want(self, needed: Sequence[Shard], later: Sequence[Shard] = ()) -> None:
-        """Say what is to be filled, in order of need; it replaces what was said before.
+        """Set the shards to fill, in order of need; replaces those set before.
 
         Args:
-            needed: shards that readers have open: anything that isn't open may go for them.
-            later: shards to fill while there is room that is needed less.
+            needed: shards that readers have open: anything that isn't open may be evicted for them.
+            later: shards to fill while only shards with a later next use have to go for them.
         """
         self._fallback.only(needed)
         self._scheduler.want(needed, later)
 
     def look_again(self) -> None:
-        """Look at all shards anew, now: what was settled about them may not hold any more."""
+        """Look at all shards again now: what is known about them may be outdated."""
         self._scheduler.look_again()
 
     def check(self) -> None:
-        """Raise what a filling thread could not deal with: a cache that can't be used.
+        """Raise the error of a filling thread: a cache that can't be used.
 
         Raises:
-            CacheError: a tier can't take a shard that is needed, and nothing else can.
+            CacheError: no tier can take a shard that is needed.
         """
         if self._error is not None:
             raise self._error
 
     def refused_seconds(self, shard: Shard) -> float:
-        """How long this process has been refused the room for a shard (0: it hasn't)."""
+        """How long there has been no room for a shard (0: there is)."""
         return self._fallback.refused_seconds(shard)
 
     def lacks_bytes(self, shard: Shard) -> int:
@@ -137,10 +136,10 @@ class Prefetcher:
         return self._fallback.lacks_bytes(shard)
 
     def do_without(self, shard: Shard) -> bool:
-        """Be content with a shard's index as long as it is wanted; its samples are read from the origin then.
+        """Store a shard index-only as long as it is wanted; its samples are read from the origin.
 
         Returns:
-            False if they can't be, or if even the index has been asked for.
+            False if the origin has no ranges, or the shard is index-only already.
         """
         return self._fallback.index_only(shard)
 
@@ -148,7 +147,7 @@ class Prefetcher:
         """Fill a shard into the fallback tier as long as it is wanted.
 
         Returns:
-            False if there is none, or if it has been asked for.
+            False if there is none, or the shard is there already.
         """
         return self._fallback.elsewhere(shard)
 
@@ -157,11 +156,11 @@ class Prefetcher:
         return self._scheduler.is_busy_with(shard)
 
     def holds_room(self) -> bool:
-        """Whether a fill is under way here that has got some room, which it may give back."""
+        """Whether a running fill of this process holds a reservation, which it may give back."""
         return self._heartbeat.holds_room()
 
     def close(self) -> None:
-        """Stop all fills where they are; what they have filled stays for whoever takes it up."""
+        """Stop all fills where they are; partial fills stay, to be taken over."""
         self._scheduler.close()
         self._heartbeat.close()
         for tombstone in self._tombstones:
@@ -169,7 +168,7 @@ class Prefetcher:
         self._tombstones.clear()
 
     def _look(self, shard: Shard) -> float:
-        """Fill a shard if it has to be done and can be; returns the seconds until it is looked at again."""
+        """Fill a shard if necessary and possible; returns the seconds until the next look at it."""
         try:
             pause = self._fill(shard)
         except BaseException as exc:
@@ -189,7 +188,7 @@ class Prefetcher:
         return pause
 
     def _make_do(self, shard: Shard, trouble: OSError) -> float:
-        """Where a tier fails a shard: keep less of it, keep it elsewhere, or leave it until it is needed."""
+        """After a tier failed: go index-only, use the fallback tier, or wait until the shard is needed."""
         if not self._scheduler.is_needed(shard):
             self._fallback.refuse(shard)
             if isinstance(trouble, CacheFull):
@@ -204,7 +203,7 @@ class Prefetcher:
         raise CacheError(f"the cache at {self.tier.root} can't be used any more: {trouble}") from trouble
 
     def _fill_as(self, mode: StorageMode, shard: Shard) -> float:
-        """Fill a shard that is to be kept in some way."""
+        """Fill a shard in its storage mode."""
         tier = mode.tier
         if self._freshness is not None and self._freshness.has_to_ask(shard, self._fallback.tiers):
             is_settled = self._freshness.check(shard, self._stop, self._fallback.tiers)
@@ -226,7 +225,7 @@ class Prefetcher:
     def _fill_part(
         self, mode: StorageMode, shard: Shard, job: Shard, part: Part, opened: contextlib.ExitStack
     ) -> float:
-        """Fill what was claimed; what it opens is closed by the caller."""
+        """Fill a claimed part; the caller closes what it opens."""
         try:
             with self._heartbeat.of(part, job.digest):
                 outcome = fill(
@@ -260,7 +259,7 @@ class Prefetcher:
         return _NO_ROOM_SECONDS if is_refused else _HELD_SECONDS
 
     def _job(self, mode: StorageMode, shard: Shard) -> Shard:
-        """What is filled for a shard: its prepared form where that can be had, else itself."""
+        """The shard to fill: the prepared form where there is one, else the shard itself."""
         form = shard.prepared
         if (
             form is None

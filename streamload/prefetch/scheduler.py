@@ -1,6 +1,6 @@
-"""Threads of a process that look at what is wanted, the most needed first (step F).
+"""Threads that take the shards to fill, the most needed first (step F).
 
-There is no queue: what is wanted is compared with what is there again and again.
+There is no queue: the list of shards is compared with what the tier holds, again and again.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from streamload.cache.shard import Shard
 
 _IDLE_SECONDS = 0.25  # the longest that nobody looks at all
 _MOST_YIELDING = 32
-"""So many threads that wait for other nodes leave their work to others; any more keep it."""
+"""The most threads that yield their slot while they wait for another node; any more keep it."""
 
 
 class FillScheduler:
-    """Threads that look at the shards that are wanted, at each again when it is due.
+    """Threads that look at the listed shards, at each again when it is due.
 
     Args:
-        threads: how many look at once; those that have stepped aside don't count.
+        threads: how many look at once, not counting those that have yielded their slot.
         look: looks at a shard, in one of the threads, and says in how many seconds it is due again.
-        tend: called in a thread before it takes a shard, and whenever it has slept.
+        enforce_limits: called in a thread before it takes a shard, and whenever it has slept.
         is_refused: whether there was no room for a shard.
         stop: once it is set, no thread takes another shard.
     """
@@ -48,7 +48,7 @@ class FillScheduler:
         self._needed = 0  # how many of them, from the first, a reader waits for
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
-        self._yielding = 0  # of those that are busy, how many have stepped aside
+        self._yielding = 0  # of those that are busy, how many have yielded their slot
         self._is_watched = False  # whether an idle thread watches the clock
         self._threads = [self._thread(i) for i in range(threads)]
 

@@ -63,8 +63,8 @@ class Reader:
     """The tier, its views and its fills, and the sequences that this process follows; it lasts over epochs.
 
     Args:
-        recipe: what is read.
-        board: tells whether the training loop waits, and whether it has given another order.
+        config: what is read.
+        control: tells whether the training loop waits, and whether it has given another order.
         counts: of this process.
         worker, workers: which of how many this process is; 0 workers: the rank itself.
     """

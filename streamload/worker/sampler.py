@@ -37,8 +37,8 @@ class Sampler:
     """The steps of one epoch, in ascending order.
 
     Args:
-        recipe: what is read.
-        supply: follows the sequences.
+        config: what is read.
+        reader: follows the sequences.
         start: where the epoch begins.
     """
 

@@ -31,8 +31,8 @@ class Shortage:
     """What one process does without room for its shards.
 
     Args:
-        recipe: what is read.
-        board: tells whether the training loop waits.
+        config: what is read.
+        control: tells whether the training loop waits.
         tier: which has too little room.
         cache: the process's views of shards.
         ahead: its fills.

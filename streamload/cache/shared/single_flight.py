@@ -122,7 +122,7 @@ class SingleFlight:
             look: asks the shared cache for it, now.
             stop: ends the wait.
             takes: whether it would be stored if this process fetched it.
-            aside: entered while it waits.
+            yield_slot: entered while it waits.
 
         Returns:
             What `look` found; None: the origin is to be asked. Then `end` has to follow.

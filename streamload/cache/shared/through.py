@@ -37,7 +37,7 @@ class ReadThrough(Origin):
 
     Attributes:
         is_kept: whether what is opened is kept whole, so that it can be stored for others.
-        aside: entered while `open` waits for another node.
+        yield_slot: entered while `open` waits for another node.
     """
 
     def __init__(
