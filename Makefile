@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint pytest pytest-openclip ranges fuzz faults peers bench pins wheel clean
+.PHONY: help demo quick test lint pytest pytest-openclip ranges fuzz faults peers bench pins wheel clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -23,6 +23,12 @@ demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
 	$(BIN)/streamload demo
 
 test: lint pytest pytest-openclip  ## Check everything (style, types, import contract, tests)
+
+# Compared with BASE, or those of one room: ROOM=cache.
+BASE ?= main
+quick: lint  ## Check style, types and the tests of what changed since BASE=main, or of one room: ROOM=cache
+	files=$$($(BIN)/python .ci/quick.py $(BASE) $(ROOM)); \
+	[ -z "$$files" ] || $(BIN)/python -m pytest --numprocesses 4 --dist worksteal $$files
 
 lint: $(READY)  ## Check style, types and the import contract
 	$(BIN)/ruff check

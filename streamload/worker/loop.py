@@ -1,4 +1,6 @@
-"""The journey of a sample inside a worker, one step per line: the one place that knows all the rooms.
+"""The loop of a worker: a batch's way from its references to its values, one step per line.
+
+The one module that knows all the rooms.
 
 Steps A (the list of shards) and K (the rank) are in loader/, L (the device) in device.py.
 """
@@ -47,11 +49,11 @@ from streamload.worker.reader import Reader, Superseded
 from streamload.worker.sampler import Sampler, Visit
 
 _OF_A_SHARD = 8
-"""How many samples of one shard are tried in place of a bad one, before the next shard's."""
+"""Replacements that are tried from one shard before the next shard's."""
 _REPLACEMENTS_FROM = 256
-"""Those of another shard begin at a random place among so many: one sample must not replace a whole shard."""
+"""Replacements from another shard start at a random one of so many, so that none replaces a whole shard."""
 _READ_AHEAD_BYTES = 16 << 20
-"""About how many bytes of a batch's samples are read in advance, at most."""
+"""The most bytes of a batch's samples that are read in advance, about."""
 
 
 class _Visited(NamedTuple):
@@ -99,14 +101,14 @@ class StreamDataset(IterableDataset[Batch]):
         return self._loop.batches(EpochStart.from_json(self._control.order.read()))
 
     def close(self) -> None:
-        """Stop what runs in this process."""
+        """Stop the fills and close the tier. Idempotent."""
         if self._loop is not None and self._loop.pid == os.getpid():
             self._loop.close()
         self._loop = None
 
 
 class WorkerLoop:
-    """One process that reads: its tier, its fills, its place in the order; it lasts from epoch to epoch."""
+    """One reading process: tier, fills and position in the order. It lasts from epoch to epoch."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class WorkerLoop:
         self._fresh = shared_empty if workers else own_empty
 
     def batches(self, start: EpochStart) -> Iterator[Batch]:
-        """This process's share of an epoch: of the rank's batches every n-th, n the number of workers."""
+        """This worker's batches of an epoch: every n-th of the rank's, for n workers."""
         self._reader.begin(start)
         if self._slots is not None:
             self._slots.take_back()
@@ -169,11 +171,11 @@ class WorkerLoop:
             return
 
     def close(self) -> None:
-        """Stop the fills and let go of the tier; once is enough."""
+        """Stop the fills and close the tier. Idempotent."""
         self._reader.close()
 
     def _check_end(self, number: int, start: EpochStart) -> None:
-        """The sequence has ended before this step: see whether it should have.
+        """Raise if the sequence should not have ended before this step.
 
         Raises:
             NoValidSamples: it had no sample.
@@ -222,12 +224,12 @@ class WorkerLoop:
         return values, skipped
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor of a batch: a slot's, where there is one."""
+        """Memory for a tensor of a batch: of a shared buffer, where one is free."""
         tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
         return self._fresh(shape, dtype) if tensor is None else tensor
 
     def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Visited]:
-        """Look samples up, read them (H), and do all that goes before their pixels.
+        """Look samples up, read them (H), and do everything that comes before their pixels.
 
         All of that is code and bookkeeping, which an image's pixels push out of the processor's caches: done
         sample by sample, in between, it takes up to five times as long. So entries are looked up for all of
@@ -257,7 +259,7 @@ class WorkerLoop:
             raise
 
     def _place(self, batch: BatchInProgress, one: _Visited) -> SkippedSample | None:
-        """Put one sample into a batch or, where it can't be used, in training another in its stead."""
+        """Add one sample to a batch; in training, a replacement where it can't be used."""
         visit, sample, seed, seen = one
         if isinstance(seen, SampleError):
             raise seen
@@ -288,7 +290,7 @@ class WorkerLoop:
         )
 
     def _replacements(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
-        """What may stand for a sample, depending on data alone.
+        """Replacements for a sample, a function of the data alone.
 
         Some earlier ones of its shard, then some later ones, then some of each of the source's next shards.
         """
@@ -308,7 +310,7 @@ class WorkerLoop:
             yield from self._usable_after(shard, start)
 
     def _usable_after(self, shard: int, number: int) -> Iterator[tuple[int, int]]:
-        """Some usable samples of a shard behind one of its samples."""
+        """The next usable samples of a shard after one of its samples."""
         for _ in range(_OF_A_SHARD):
             number = self._reader.next_usable(shard, number)
             if number < 0:
@@ -335,7 +337,7 @@ def _place_of(sample: Sample) -> str:
 
 
 def _skipped(sample: Sample, error: SampleError) -> SkippedSample:
-    """What is told of an error, which itself has hold of all that was there when it was raised."""
+    """The report of an error, without the traceback, which would keep the sample alive."""
     causes = {
         BlankCaption: "missing",
         CaptionError: "caption",

@@ -1,4 +1,4 @@
-"""What a rank and its workers tell each other: the recipe once, a start for each epoch, and the batches."""
+"""The messages between a rank and its workers: configuration once, a start per epoch, and the batches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from streamload.settings import Eviction, FreeDisk, Revalidate
 
 @dataclass(frozen=True, slots=True)
 class SourceOrder:
-    """One source: which of the run's shards are its own, and in what order they are read."""
+    """One source: its shards among those of the run, and the order in which they are read."""
 
     name: str
     first: int
-    """The place of its first shard."""
+    """The index of its first shard among the run's."""
     count: int
-    """How many shards it has."""
+    """Its number of shards."""
     order: OrderOptions
     pieces: Mapping[int, Pieces] = field(repr=False)
     """Of each group that the rank reads: computed once, because that goes over all shards."""
@@ -38,57 +38,57 @@ class SourceOrder:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a run reads and what it makes of it: the same in all processes of a rank."""
+    """What the processes of a rank read and how they process it; the same for all of them."""
 
     shards: ShardList
     storage_options: dict[str, Any] | None = field(repr=False)
     origin: OriginOptions
     tier_root: Path
     tier_limit_bytes: int
-    """Of a tier that has to be made anew; else the limit that it has by then counts."""
+    """The limit of a tier that has to be created; an existing tier keeps its own."""
     free_disk: FreeDisk
-    """What the tier leaves free on its disk."""
+    """Space that the tier leaves free on its disk."""
     eviction: Eviction
     revalidate: Revalidate
     shared: SharedOptions | None
-    """What is asked before the origins."""
+    """The shared cache that is asked before the origins."""
     run: str
-    """A name that all processes of the run on this node have, and none of another run."""
+    """The name of the run on this node, unique among runs."""
     fills: int
     """Shards that each process fills at once."""
     ahead_bytes: int
     sources: tuple[SourceOrder, ...]
-    """They follow each other in `shards`."""
+    """In the order of their shards in `shards`."""
     split: Split
     rank: int
     first_group: int
-    """The first of the groups that the deal speaks of."""
+    """The number of the first group of `split`."""
     one_pass: bool
     """An epoch is a pass: it ends where the shards end."""
     train: bool
     skip: bool
     replacements: int | None
-    """How many samples are tried in place of one that can't be used; None: some of every shard."""
+    """Replacements that are tried for a sample that can't be used; None: some of every shard."""
     selection: Selection
-    """Which samples are used, from the index alone."""
+    """Which samples are used, decided from the index alone."""
     assembly: BatchAssembly
     with_keys: bool
-    """Whether a batch says which samples it is of."""
+    """Whether a batch carries the keys and URLs of its samples."""
 
 
 class SourceState(NamedTuple):
-    """Where a group is in one source."""
+    """The state of a group in one source."""
 
     cursor: Cursor
     begun: dict[int, CheckpointShard]
-    """What is known of the shards that are open, by their place in the source."""
+    """The open shards as a checkpoint records them, by their index in the source."""
 
 
 class GroupState(NamedTuple):
-    """Where a group is: all that is needed to go on with it."""
+    """The state of a group: all that is needed to resume it."""
 
     owed: tuple[int, ...]
-    """What each source is owed by then (the credits of order.mixture.Portion)."""
+    """What each source is owed (the credits of order.mixing.Portion)."""
     sources: tuple[SourceState, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class GroupState(NamedTuple):
 
 
 class SealedStates(Mapping[int, GroupState]):
-    """States of groups, by their number, opened only where one is asked for.
+    """States of groups by group number, unpickled only on access.
 
     A rank is given some with every batch, and needs those of the batch that it took last, for a checkpoint.
     Sealed, and as plain tuples, they cost a fraction of that on their way.
@@ -169,7 +169,7 @@ class EpochStart(NamedTuple):
     """Where the workers start and end: what the rank writes into the control block before each epoch."""
 
     epoch: int
-    """Of the sequence: an epoch that goes on where another stopped keeps its number."""
+    """Of the sequence: an epoch that continues where another stopped keeps its number."""
     position: int
     """Global samples of the sequence before the first step."""
     steps: int | None
@@ -202,7 +202,7 @@ class EpochStart(NamedTuple):
 
 
 def changes_from(value: list[Any]) -> list[Change]:
-    """Changes of shares that went through JSON."""
+    """Changes of shares from their JSON form."""
     return [Change(position, tuple(shares)) for position, shares in value]
 
 
@@ -226,23 +226,23 @@ class Span(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a worker hands over: the values, and where the order stands behind them."""
+    """A batch as a worker hands it over: its values, and the state of the order after it."""
 
     values: dict[str, Any]
-    """With the lists `__key__` and `__url__` if the recipe says so."""
+    """With the lists `__key__` and `__url__` if `with_keys`."""
     position: int
-    """Where its step begins: global samples of the sequence before it."""
+    """The position of its step: global samples of the sequence before it."""
     groups: SealedStates
-    """Of each group that it is of, by its number among all: where it is behind this step."""
+    """The state after this step of each group that contributed, by group number."""
     skipped: list[SkippedSample]
     """The samples that could not be used."""
     digests: dict[str, Span]
-    """Of each group and source: hashes of all references before this step and before the next."""
+    """By group and source: hashes of all references before this step and before the next."""
     samples: int
-    """How many it has."""
+    """Its number of samples."""
     taken: list[int]
-    """How many of its samples are of each source."""
+    """Its samples by source."""
     generation: int
-    """Of the start that it was made for."""
+    """The generation of the EpochStart that it was made for."""
     blocked: tuple[tuple[int, int], ...] = ()
-    """Shards whose bytes it waited for while the training loop waited, and for how many nanoseconds."""
+    """Shards whose bytes held up the training loop, and for how many nanoseconds."""

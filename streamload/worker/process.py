@@ -1,4 +1,4 @@
-"""What a worker process sees to beside its work: its environment, signals, and its end."""
+"""A worker process: its environment, its signals, and its end with its rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 
 def put_environment(environ: Mapping[str, str]) -> None:
-    """Give this worker its rank's environment: a forkserver's is that of the moment when it was started."""
+    """Apply the rank's environment, as a forkserver still has that of its own start."""
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
@@ -22,7 +22,7 @@ def leave_interrupts_to_rank() -> None:
 
 
 def end_with_rank(close: Callable[[], None]) -> None:
-    """End this worker when its rank is killed, where torch doesn't see to it.
+    """End this worker when its rank is killed, where torch doesn't.
 
     torch looks whether the parent process is another one. A forkserver is the parent of its workers, and
     lives as long as any of them does.

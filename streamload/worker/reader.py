@@ -1,4 +1,4 @@
-"""What one process reads from: samples that have arrived, and the fills that bring the others (F, G, H)."""
+"""The reader of a process: samples that have arrived, and the fills that fetch the others (F, G, H)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ logger = logging.getLogger("streamload")
 
 _POLL_SECONDS = (0.004, 0.05)
 _POLL_SHARE = 0.02
-"""How long a worker sleeps until it looks again: of the time that it has waited, within those bounds. What a
-look costs is the processor's time, which those want who fill."""
+"""A worker sleeps for this share of the time it has waited, within those bounds, before it looks again: each
+look costs processor time that the fills need."""
 _SLOW_SECONDS = 30.0
 _BLOCKED_SECONDS = 5.0
 _WITHOUT_SAMPLES = (
@@ -56,11 +56,11 @@ _FEWEST_KNOWN = 16
 
 
 class Superseded(Exception):
-    """The rank has given another order, or is gone."""
+    """The rank has started another epoch, or has died."""
 
 
 class Reader:
-    """The tier, its views and its fills, and the sequences that this process follows; it lasts over epochs.
+    """The tier, its views and fills, and the sequences that a process follows. It lasts from epoch to epoch.
 
     Args:
         config: what is read.
@@ -163,11 +163,11 @@ class Reader:
         return stream.has(position)
 
     def arrived(self, shard: int) -> Numbers:
-        """The usable sample numbers of a shard so far, ascending."""
+        """The usable sample numbers of a shard that have arrived, ascending."""
         return self._cache.arrived(shard)[0]
 
     def next_usable(self, shard: int, after: int) -> int:
-        """The first usable sample of a shard behind `after`, waited for; -1 if there is none."""
+        """Wait for the first usable sample of a shard after number `after`; -1 if there is none."""
         waiting = Waiting()
         while True:
             usable, ended = self._cache.arrived(shard)
@@ -179,7 +179,7 @@ class Reader:
             self._pause(waiting, [shard], self._source_of(shard))
 
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples, by shard and number; None where something has to be fetched again."""
+        """The entries of samples, by shard and number; None for what has to be fetched again."""
         places: dict[int, list[int]] = {}
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)
@@ -192,14 +192,14 @@ class Reader:
         return found
 
     def peek(self, group: int, source: int, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """References that are known, or can be without a wait, and aren't taken yet."""
+        """References that are known without waiting, and not taken yet."""
         stream = self.references(group, source)
         while not stream.reaches(stop) and stream.follow(self._known_ahead):
             pass
         return stream.peek(first, stop)
 
     def want_ranges(self, samples: Sequence[tuple[int, int]]) -> None:
-        """Ask the origins for those samples, by shard and number, that have to be read there."""
+        """Request from the origins the samples, by shard and number, that have to be read there."""
         by_shard: dict[int, list[int]] = {}
         for shard, number in samples:
             by_shard.setdefault(shard, []).append(number)
@@ -212,7 +212,7 @@ class Reader:
     def sample(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
     ) -> Sample:
-        """A sample's bytes, in `memory` if it is given; waited for where they have to be fetched again."""
+        """A sample's bytes, in `memory` if given; waits where they have to be fetched again."""
         read = self._cache.read(shard, number, memory, found)
         if read is None:
             waiting = Waiting()
@@ -225,20 +225,20 @@ class Reader:
         return Sample(entry.key, self._config.shards[shard].name, members, prepared)
 
     def complain_if_barren(self) -> None:
-        """Raise NoValidSamples if nothing usable has been seen: there is no more to come."""
+        """Raise NoValidSamples if no usable sample has been seen: no more will come."""
         self._cache.complain_if_barren()
 
     def give_shares(self, changes: Sequence[Change]) -> None:
-        """Fill ahead only for the sources that have a share in one of these."""
+        """Prefetch only for the sources that have a share in one of these."""
         shares = zip(*(change.shares for change in changes), strict=True)
         self._idle = {source for source, own in enumerate(shares) if not any(own)}
 
     def fill_ahead(self) -> None:
-        """From now on fill what comes later, too: the first batch had the link for itself."""
+        """Prefetch later shards from now on: the first batch had the link to itself."""
         self._fills_ahead = True
 
     def blocked(self) -> tuple[tuple[int, int], ...]:
-        """The shards for which the training loop stood still since the last call; nanoseconds for each."""
+        """The shards that held up the training loop since the last call, with nanoseconds."""
         blocked = tuple(self._blocked_ns.items())
         self._blocked_ns.clear()
         if self._blocked_by is not None:
@@ -247,7 +247,7 @@ class Reader:
         return blocked
 
     def let_go(self) -> None:
-        """Close the shards that no reference to come is in, and tell the others."""
+        """Close the shards that no known reference needs, and announce the demand."""
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
@@ -272,7 +272,7 @@ class Reader:
         self._fallback_tier.close()
 
     def _publish(self, publisher: Publisher) -> None:
-        """Tell daemons how far the groups are that this process tells of."""
+        """Publish the progress of this process's groups for daemons."""
         assert self._start is not None
         sources = range(len(self._config.sources))
         for group in self._told_groups:
@@ -303,7 +303,7 @@ class Reader:
         )
 
         def next_pass() -> npt.NDArray[np.int64]:
-            """An epoch that is one pass is followed by the next epoch's."""
+            """The shards that are read after this pass: where an epoch is one pass, the next epoch's."""
             if not config.one_pass or not config.train:
                 return np.empty(0, np.int64)
             return pass_order(own.order, pieces.shards, number, start.epoch + 1, 0)
@@ -313,11 +313,11 @@ class Reader:
         return ReferenceStream(order, next_pass, config.shards, own.first, arrivals, self._tier)
 
     def _source_of(self, shard: int) -> int:
-        """Which source a shard is of."""
+        """The source of a shard."""
         return bisect.bisect_right(self._config.sources, shard, key=lambda source: source.first) - 1
 
     def _pause(self, waiting: Waiting, blocked: list[int], source: int) -> None:
-        """Bytes of a source aren't there yet: see to it that they come, and wait a moment."""
+        """Wait a moment for bytes of a source, after making sure that they are being fetched."""
         assert self._start is not None
         orphaned = self._parent is not None and os.getppid() != self._parent
         if orphaned or self._control.order.generation != self._start.generation:
@@ -347,20 +347,20 @@ class Reader:
             self._blocked_ns[blocked[0]] = self._blocked_ns.get(blocked[0], 0) + waited_ns
 
     def _tell(self) -> None:
-        """Tell the rank what holds up this process: a shard, and servers that are away."""
+        """Report to the rank what holds up this process: a shard, and servers that are away."""
         with self._telling:
             away = [[name, outage.cause[:500], outage.until] for name, outage in outages().items()]
             told = {"shard": self._blocked_by, "away": away[:4]}
             self._control.block(self._row, told if self._blocked_by or away else None)
 
     def _fetch(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
-        """Bytes of a shard of which only the index is kept."""
+        """Bytes of an index-only shard, from its origin."""
         self._counts.add("range_reads")
         self.reads_ranges = True
         return self._ranges.read(Range(shard, version, start, stop))
 
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
-        """Where a shard lives, the shared cache in front of it."""
+        """The origin of a shard, behind the shared cache."""
         config = self._config
         origin = open_origin(shard.url, config.storage_options, config.origin, self._counts, stop)
         preparation = config.assembly.preparation
@@ -369,7 +369,7 @@ class Reader:
         return self._sharing.through(shard, origin, stop)
 
     def want(self, blocked: Iterable[int] = ()) -> None:
-        """Tell the fills what is needed, in order of need, and the other processes how far this one is."""
+        """Give the prefetcher the shards to fill, in order of need."""
         needed = dict.fromkeys(blocked)
         later: dict[int, None] = {}
         most_open = 0
@@ -398,7 +398,7 @@ class Reader:
         return waits
 
     def _are_refused(self, shards: Iterable[int]) -> bool:
-        """Whether there was no room for one of these."""
+        """Whether one of these shards has found no room."""
         return any(self._prefetcher.refused_seconds(self._config.shards[shard]) for shard in shards)
 
     def _in_use(self) -> set[int]:
@@ -414,7 +414,7 @@ class Reader:
 
 
 def _open_tier(config: WorkerConfig, counts: Counters) -> Tier:
-    """The tier with the limit that it has: another run may have given it one since this one began."""
+    """The tier with its current limit: another run may have changed it since this one started."""
     is_there = (config.tier_root / "tier.json").is_file()
     return Tier(
         config.tier_root,
@@ -426,7 +426,7 @@ def _open_tier(config: WorkerConfig, counts: Counters) -> Tier:
 
 
 def _publisher(config: WorkerConfig) -> Publisher | None:
-    """Who tells daemons of a training; None where nobody could hear it."""
+    """The publisher of plan files for daemons; None without a shared cache."""
     if config.shared is None or not config.train:
         return None
     sources = [PlannedSource(source.count, source.order) for source in config.sources]
@@ -439,7 +439,7 @@ def _publisher(config: WorkerConfig) -> Publisher | None:
 
 
 class Waiting:
-    """How long a worker has been waiting for one thing, and when to say so again."""
+    """How long a worker has waited for one thing, and when to log it again."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

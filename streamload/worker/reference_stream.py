@@ -1,4 +1,4 @@
-"""The references of one sequence as they become known, and the shards that they will need (B to D, for F).
+"""The sampler's reference stream: references as they become known, and the shards they need (B to D, for F).
 
 It joins the order of a group, of one source, with what the filling threads and the other users of a tier have
 to know of it: which shards must stay readable, which come next, and how far this reader is.
@@ -28,7 +28,7 @@ _SHARD = 1
 
 
 class ReferenceStream:
-    """One group's sequence of one source as one process follows it.
+    """The sequence of one group and source as one process follows it.
 
     The order counts the shards of its source; all that is given out here counts those of the run.
 
@@ -68,7 +68,7 @@ class ReferenceStream:
         self.tell_progress()
 
     def blocked(self) -> list[int]:
-        """The shards whose next entries the order waits for, the most urgent first."""
+        """The shards that the order waits for, the most urgent first."""
         self._in_use = None
         return self._here(self._order.blocked(self._arrivals))
 
@@ -77,15 +77,15 @@ class ReferenceStream:
         return self.has(position) or self._order.finished
 
     def has(self, position: int) -> bool:
-        """Whether there are as many references, as far as is known by now."""
+        """Whether the references up to a position are known."""
         return self._order.position >= position
 
     def known(self, stop: int) -> int:
-        """Up to which position, `stop` at most, the references are known."""
+        """The position up to which references are known, at most `stop`."""
         return min(stop, self._order.position)
 
     def follow(self, most: int | None = None) -> bool:
-        """Take up what has arrived; False if it gives no reference.
+        """Extend the stream by what has arrived; False if that gives no reference.
 
         Args:
             most: about how many references to take up, where room for their shards is short.
@@ -130,15 +130,15 @@ class ReferenceStream:
         return self._hash.intdigest()
 
     def cursor(self, position: int) -> Cursor:
-        """How to go on from a position that has been taken; the end, where the sequence ended before it."""
+        """The cursor at a position that has been taken; the end's, where the sequence ended before."""
         return self._order.mark_at(min(position, self._order.position))
 
     def begun(self) -> dict[int, CheckpointShard]:
-        """What a state is to know of the shards that are open, by their place in the source."""
+        """The open shards as a checkpoint records them, by their index in the source."""
         return self._arrivals.begun([shard - self._first for shard in self.shards_in_use()])
 
     def shards_in_use(self) -> list[int]:
-        """The shards that have to stay readable, those needed first in front."""
+        """The shards that have to stay readable, the next needed first."""
         if self._in_use is None:
             shards = self._known[:, _SHARD]
             places = np.sort(shards << _PLACE_BITS | np.arange(shards.size))  # by shard, then by place
@@ -149,7 +149,7 @@ class ReferenceStream:
         return self._in_use
 
     def coming(self, count: int) -> npt.NDArray[np.int64]:
-        """The next shards that will be opened, over the end of the pass."""
+        """The next shards that will be opened, across the end of the pass."""
         asked = (count, self._order.front, self._order.finished)
         if self._coming is None or self._coming[0] != asked:
             coming = self._order.coming_shards(count)
@@ -160,7 +160,7 @@ class ReferenceStream:
 
     @property
     def front(self) -> tuple[int, int]:
-        """The pass under way, and the place in it of the next shard that will be opened."""
+        """The current pass, and the index in it of the next shard to open."""
         return self._order.front
 
     @property
@@ -169,7 +169,7 @@ class ReferenceStream:
         return self._order.everything
 
     def tell_progress(self) -> None:
-        """Tell the other users of the tier what is open and what comes next, if that has changed."""
+        """Announce the open shards and the next ones in the tier's demand, if they have changed."""
         in_use = self.shards_in_use()
         state = (in_use, self._order.coming_shards(1).tolist())
         if state != self._told:
@@ -178,7 +178,7 @@ class ReferenceStream:
             self._demand_file.tell(self._names_of(visits))
 
     def _names_of(self, visits: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """The short names of shards; those of which it was asked the last time are known."""
+        """The short names of shards, with those of the last call cached."""
         known, names = self._named
         places = np.searchsorted(known, visits)
         is_known = np.append(known, -1)[places] == visits
@@ -190,9 +190,9 @@ class ReferenceStream:
         return found
 
     def close(self) -> None:
-        """Say no more; once is enough."""
+        """Withdraw the demand. Idempotent."""
         self._demand_file.close()
 
     def _here(self, shards: list[int]) -> list[int]:
-        """Shards of the source by their place among those of the run."""
+        """The run's indexes of shards of the source."""
         return [shard + self._first for shard in shards]

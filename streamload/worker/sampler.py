@@ -1,4 +1,4 @@
-"""B to E in a worker: which samples this rank computes of each step, and where the order stands behind it."""
+"""The sampler: this rank's samples of each step, and the state of the order after it (B to E)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Sampler:
         self._mixtures: dict[int, Mixing] = {}
 
     def change(self, changes: list[Change]) -> None:
-        """The shares change, in steps that nobody has asked for yet."""
+        """Change the shares, for steps that haven't been asked for yet."""
         self._changes = changes
         for mixture in self._mixtures.values():
             mixture.changes = changes
@@ -65,7 +65,7 @@ class Sampler:
         return Step(self._config, self._reader, parts)
 
     def coming(self, position: int) -> list[tuple[int, int]]:
-        """Shard and number of what this rank computes of a later step, as far as that is known."""
+        """Shard and number of this rank's samples of a later step, as far as known."""
         found: list[tuple[int, int]] = []
         for share in self._config.split.shares(position, self._config.rank, self._groups):
             # Of a copy: weights may still change before that step.
@@ -91,7 +91,7 @@ class Sampler:
 
 
 class _Part:
-    """What a rank computes of a step out of one group.
+    """A rank's part of a step, out of one group.
 
     Attributes:
         seats: the source of each sample.
@@ -119,18 +119,18 @@ class Step:
 
     @property
     def size(self) -> int:
-        """How many samples this rank computes."""
+        """The samples that this rank computes."""
         return sum(part.seats.size for part in self.parts)
 
     @property
     def taken(self) -> list[int]:
-        """How many of these are of each source."""
+        """These by source."""
         seats = np.concatenate([part.seats for part in self.parts])
         taken: list[int] = np.bincount(seats, minlength=len(self.config.sources)).tolist()
         return taken
 
     def visits(self) -> Iterator[list[Visit] | None]:
-        """The samples, some at a time as they become known; fewer where the sequence ends.
+        """The samples, in parts as they become known; fewer where the sequence ends.
 
         In training a step that isn't full on all ranks isn't taken on any: then the last thing given is None.
         """
@@ -140,7 +140,7 @@ class Step:
             yield None
 
     def states(self) -> dict[int, GroupState]:
-        """Where each group is behind the step, once all visits have been given."""
+        """The state of each group after the step, once all visits have been given."""
         return {
             self.config.first_group + part.group: GroupState(
                 part.portion.owed,
@@ -156,7 +156,7 @@ class Step:
         }
 
     def spans(self) -> dict[str, Span]:
-        """The hashes around the step, of each group and source, once all visits have been given."""
+        """The hashes before and after the step, by group and source, once all visits have been given."""
         spans = {}
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):
@@ -192,13 +192,13 @@ class Step:
         return [Visit(source, *row) for source, row in zip(seats.tolist(), rows.tolist(), strict=True)]
 
     def _note(self, part: _Part, source: int) -> None:
-        """Keep the hash of what lies before the step, known by now and not yet passed."""
+        """Keep the hash of the references before the step."""
         if (part.group, source) not in self._before:
             stream = self.reader.references(part.group, source)
             self._before[part.group, source] = stream.digest(part.portion.first[source])
 
     def _is_whole(self) -> bool:
-        """Wait for all that the step takes of the groups, on whatever rank.
+        """Wait for all samples of the step, on all ranks.
 
         Raises:
             NoValidSamples: one of several sources, which are read over and over, has nothing to give.
@@ -217,5 +217,5 @@ class Step:
 
 
 def _sources(seats: npt.NDArray[np.int64]) -> list[int]:
-    """The sources that some seats are of, in order (np.unique would import numpy.ma, 5 MB in each worker)."""
+    """The distinct sources of some seats, sorted (np.unique would import numpy.ma: 5 MB in each worker)."""
     return [int(source) for source in np.flatnonzero(np.bincount(seats))]

@@ -1,4 +1,4 @@
-"""Shards that the order waits for and that have no room: when they are done without, what is said (F)."""
+"""Shards that the order waits for and that find no room: when to go on without storing them (step F)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger("streamload")
 _NO_ROOM_SECONDS = 10.0
 _NO_ROOM_AGAIN_SECONDS = 1.0
 _STANDOFF_SECONDS = 2.0
-"""Where no shard is arriving that may make way once it was read: others who have some open wait as well."""
+"""Used where no arriving shard may make way once it is read: the processes that have some open wait, too."""
 _LOOK_SECONDS = 0.1
 
 
 class Shortage:
-    """What one process does without room for its shards.
+    """The decision of one process about its shards that find no room.
 
     Args:
         config: what is read.
@@ -50,7 +50,7 @@ class Shortage:
         self._look_at = 0.0
 
     def make_do(self, blocked: Sequence[int], in_use: set[int], waited_seconds: float) -> None:
-        """Go on without room for shards that the order waits for, where it isn't worth to wait for it.
+        """Go on without room for the shards that the order waits for, where waiting won't help.
 
         It is certain not to come where so much is open that the order needs before it can go on. Else what
         others have open may make way, above all while the training loop does something else.
@@ -89,7 +89,7 @@ class Shortage:
             self._do_without(shards[0], is_certain=False)
 
     def _do_without(self, shard: Shard, *, is_certain: bool) -> None:
-        """Keep a shard's index alone, or keep it in memory.
+        """Store a shard index-only, or in the fallback tier.
 
         Raises:
             CacheFull: its origin gives no ranges, or not even its index has room; and memory has none either.
