@@ -15,12 +15,14 @@ TESTS = sorted(path for path in Path("tests").glob("test_*.py") if "openclip" no
 
 
 def main() -> None:
+    """Print the test files."""
     base, room = (*sys.argv[1:], "")[:2]
     found = of_room(room) if room else of_changes(changed(base))
     print(*found, sep="\n")
 
 
 def of_room(room: str) -> list[Path]:
+    """The test files of a room, by their names."""
     found = [path for path in TESTS if path.name.startswith(f"test_{room}_")]
     if not found:
         rooms = sorted({path.name.split("_")[1] for path in TESTS})
@@ -35,12 +37,11 @@ def changed(base: str) -> list[str]:
 
 
 def of_changes(paths: list[str]) -> list[Path]:
+    """The test files among changed paths, and those that import a changed module."""
     modules = [Path(path).with_suffix("").parts for path in paths if path.startswith("streamload/")]
     imports = [_import_of(".".join(parts[:-1]), parts[-1]) for parts in modules]
     return [
-        test
-        for test in TESTS
-        if str(test) in paths or any(one.search(test.read_text()) for one in imports)
+        test for test in TESTS if str(test) in paths or any(one.search(test.read_text()) for one in imports)
     ]
 
 

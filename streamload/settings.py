@@ -175,7 +175,7 @@ class Settings:
     Attributes:
         cache_dir: the directory of the tier on disk.
         cache_size: the most that it may hold.
-        ahead_bytes: how far in front of the cursor shards are filled.
+        ahead_bytes: how far ahead of the cursor shards are prefetched.
         revalidate: when the origin of a shard in the tier is asked whether it has changed.
         eviction: which shards go when room is needed.
         free_disk: what stays free on the tier's disk.

@@ -179,7 +179,7 @@ def memory_budget(settings: Settings) -> int:
 
 
 def why_no_disk(directory: Path) -> str:
-    """Why a tier can't be of use there, or "". Tries it, and takes away all that it made."""
+    """Return the reason why the disk is unusable, or "". Probes it with a temporary directory."""
     refused = why_not_writable(directory)
     if refused:
         return refused

@@ -56,7 +56,7 @@ def daemon(
         str | None, typer.Option(help='Where to: "shared", or "local": this node\'s cache.')
     ] = None,
     window: Annotated[
-        str | None, typer.Option(help='How far in front of the readers: "100GB", "30min", "2h".')
+        str | None, typer.Option(help='How far ahead of the readers: "100GB", "30min", "2h".')
     ] = None,
     prepare: Annotated[
         str | None,
@@ -84,7 +84,7 @@ def daemon(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep the shards in front of the readers held: in this node's cache, or in a shared one for others.
+    """Keep the next shards cached ahead of the readers: in this node's cache, or in a shared one for others.
 
     Ends on SIGTERM, on a cloud's notice that it takes the machine away, or with --once when all is held; the
     exit code is 1 if --once could not have a shard. Start it again, and as many as you like, at any time.

@@ -254,7 +254,7 @@ class Daemon:
         return found
 
     def _note_trouble(self, what: str, exc: SharedTierError, *, has_worked: bool) -> None:
-        """Say it once, and go on: it may pass. What is refused from the beginning somebody has to mend."""
+        """Log once and continue; raise if access is denied on first use."""
         if isinstance(exc, SharedTierDenied) and not has_worked:
             raise exc
         if self._trouble_since is None:

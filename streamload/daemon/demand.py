@@ -1,4 +1,4 @@
-"""What a daemon is to hold: the shards of a list, or those in front of the groups of published runs."""
+"""The demand of a daemon: the shards of a list, or those ahead of the groups of followed runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SizeOf = Callable[[Shard], float]
 
 @dataclass(frozen=True, slots=True)
 class PrefetchWindow:
-    """How far in front of the readers shards are held: so many bytes of all groups, or seconds of each."""
+    """How far ahead of the readers shards are held: bytes over all groups, or seconds of each."""
 
     size_bytes: int | None = None
     seconds: float | None = None
@@ -91,18 +91,18 @@ class PrefetchWindow:
 
 
 class Demand(Protocol):
-    """What is to be held. For one thread."""
+    """The shards that a daemon is to hold. For one thread."""
 
     def look(self, size_of: SizeOf) -> list[Shard]:
-        """The shards in order of need, each once, as it is now.
+        """The shards in order of need, each once, as of now.
 
         Raises:
-            SharedTierError: it can't be known now.
+            SharedTierError: the shared tier can't be asked now.
         """
         ...
 
     def describe(self) -> str:
-        """What is followed, in words."""
+        """The demand in words, for logs and status."""
         ...
 
 
@@ -180,7 +180,7 @@ class ListDemand:
 
 
 class FollowedDemand:
-    """The shards in front of the groups of runs that trainers have published in a shared tier.
+    """The next shards of the groups of runs whose plan files lie in a shared tier.
 
     Args:
         objects: of the tier.
@@ -249,7 +249,7 @@ class FollowedDemand:
         return self._window.cut(list(merged.values()), size_of)
 
     def _latest(self, published: Mapping[str, list[int]]) -> list[str]:
-        """The run that was told of last, by the store's own clock."""
+        """The run whose files are newest, by the store's clock."""
         if len(published) < 2:
             return list(published)
         last = {}
@@ -393,9 +393,9 @@ class FollowedDemand:
 
 
 class _RefusedBefore(Exception):
-    """The same bytes were refused at an earlier look, with a line that says why."""
+    """The same bytes were refused at an earlier look, and logged."""
 
 
 def _wanted_form(shard: Shard) -> Shard:
-    """What is brought of a shard: its prepared form, where that is wanted."""
+    """The prepared form of a shard where that is wanted, else the shard."""
     return shard.prepared or shard

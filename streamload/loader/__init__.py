@@ -91,8 +91,8 @@ def make_loader(
             globs, which are never copied. Or a list of Sources, which are mixed by weight.
         tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
             any `list[str] → int64[N, L]`. None leaves captions as strings.
-        preprocess: PIL image to tensor. A chain of torchvision's and open_clip's functions as open_clip's
-            `preprocess_train` and `preprocess_val` is compiled if all of it is known (docs/transforms.md has
+        preprocess: PIL image to tensor. A chain of torchvision and open_clip transforms such as open_clip's
+            `preprocess_train` and `preprocess_val` is compiled if every step is known (docs/transforms.md has
             the list): a faster path to the same batch, to the bit where the package was built with a C
             compiler, else within one level of 255. So is an image processor of transformers, where that gives
             the same bits. Anything else runs as given, its random generators seeded by the sample; the log
@@ -100,8 +100,8 @@ def make_loader(
             resized crop, else resize and centre crop), compiled.
         compile: False runs `preprocess` as given in any case.
         image_dtype: "uint8" leaves a compiled transform's images as levels, a quarter of the bytes, to be
-            normalised by whoever uses them. (On a device they are moved as uint8 anyway.)
-        prepare: train on images whose short side has been made this small, "raw-256" or, for less room,
+            normalised by the training. (With `device` they travel as uint8 anyway.)
+        prepare: train on images whose short side has been resized to this, "raw-256" or, for less room,
             "jpeg-256-q90". Where the cache has prepared shards (`streamload warm --prepare`) they are read,
             and nothing but the random part is done; else each image is prepared when it is used. The pixels
             are the same either way, but not those of the original images (docs/prepared.md).
@@ -111,18 +111,18 @@ def make_loader(
         batch_size: samples in a batch of one rank.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of
-            a given length goes on where the last one stopped; without one an epoch is once through the data.
+            a given length continues where the last one stopped; without one an epoch is one pass over all.
             In evaluation it only says how many samples there are, for `len()`.
         num_batches: the same for training, as batches of each rank; it wins over num_samples.
-        endless: an epoch of training has no end: pass follows pass.
+        endless: a training epoch has no end: pass follows pass.
         seed: of the order and of the augmentation.
-        shuffle: how many samples a sample may move from its place; 0: shards and samples as listed. None:
-            40 times what a node reads in a step, from 10,000 to 100,000; less where the cache has too little
-            room for the shards that this keeps open (docs/cache.md).
-        lanes: shards that are read side by side. None: from 8 to 64, by what a node reads in a step; fewer
-            where the cache has too little room for them.
-        groups: into how many sequences the shards are split, each read by one node. None: as many as there
-            are nodes; a run that may grow takes the most that it will ever have.
+        shuffle: the shuffle window: how many positions a sample may move; 0: shards and samples as listed.
+            None: 40 times the samples a node reads per step, between 10,000 and 100,000; less where the
+            cache can't hold the shards that this keeps open (docs/cache.md).
+        lanes: shards that are read side by side. None: 8 to 64, by the samples a node reads per step; fewer
+            where the cache can't hold them.
+        groups: the number of sequences that the shards are split into, each read by one node. None: the
+            number of nodes. For a run that may grow, give the most nodes it will ever have.
         upsampling_factors: mix the parts of `urls` between '::', a shard of each drawn as often as its factor
             says: numbers, or OpenCLIP's "1::2.5". A part's weight is its factor times its samples, by
             sizes.json, or times its shards where these aren't known.
@@ -149,7 +149,7 @@ def make_loader(
             returns is left out: those of the samples come by with_keys.
         collate: takes the list of what map_sample returned for a batch and returns the batch, a dict or a
             tuple, in the worker. None: values of one shape are stacked, others are a list.
-        on_error: "skip" counts and reports what can't be used and goes on; "raise" stops at the first.
+        on_error: "skip" counts and logs what can't be used and continues; "raise" stops at the first.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
             run, once bad samples of enough shards (ten at least) make that certain. None: there is no limit.
         max_bad_shards: the largest share of shards that may be given up; above it TooManyBadShards ends the
@@ -159,13 +159,13 @@ def make_loader(
         cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).
         cache_size: the most it may hold: bytes, "500GB", or "80%" of what is free plus what it holds
             (STREAMLOAD_CACHE_SIZE).
-        ahead: how many bytes to fill in front of what is being read (STREAMLOAD_AHEAD).
+        ahead: how many bytes to prefetch ahead of the readers (STREAMLOAD_AHEAD).
         revalidate: when the origin of a shard in the cache is asked whether it has changed: "never",
             before its first use in a run ("start"), or in each epoch ("always") (STREAMLOAD_REVALIDATE).
-        eviction: what goes when room is needed: the shard that is needed last ("plan"), or the one that was
-            opened longest ago ("lru") (STREAMLOAD_EVICTION).
-        free_disk: what stays free on the cache's disk, whatever else fills it: bytes, "20GB", or "5%" of the
-            disk (STREAMLOAD_FREE_DISK).
+        eviction: which shard is evicted first: the one whose next use is farthest ("plan"), or the least
+            recently used ("lru") (STREAMLOAD_EVICTION).
+        free_disk: space that the cache leaves free on its disk: bytes, "20GB", or "5%" of the disk
+            (STREAMLOAD_FREE_DISK).
         cache: where it is: "disk" (the default), "memory" (a tmpfs), or "auto": in memory if the data is
             known to fit there or no disk can be used, else on disk (STREAMLOAD_CACHE).
         memory_size: the most that a cache in memory may hold: bytes, "20GB", or "50%" of what is free
@@ -174,16 +174,16 @@ def make_loader(
             before its origin: "s3://bucket/folder", "/mnt/nfs/folder" (STREAMLOAD_SHARED_CACHE). If it fails
             in any way, the origin is asked.
         shared_cache_options: for its file system, as storage_options.
-        write_back: store there what was fetched from origins, beside the training
+        write_back: store shards fetched from origins there, in the background
             (STREAMLOAD_SHARED_WRITE_BACK).
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}.
         prefetch_factor: batches that each worker makes in advance.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.
-        unknown: there are no others; the error says what takes the place of a DataLoader's argument.
+        unknown: refused; for an argument of torch's DataLoader the error names the equivalent.
 
     Returns:
-        A Loader; nothing is read and nothing is started before it is iterated.
+        A Loader; nothing is read and no process is started before it is iterated.
 
     Raises:
         OptionError: an argument or a URL that can't be used.

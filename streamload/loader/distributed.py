@@ -1,11 +1,9 @@
-"""What the ranks of a run settle among each other, where torch.distributed joins them.
+"""Agreement and failure reports among the ranks of a run, where torch.distributed joins them.
 
-`gathered` is a collective: all ranks have to call. The others go through the store of
-torch.distributed, for which nobody has to wait, or not for long: by `first_told` ranks compare what they
-found, and by `agreed` they decide. `Ranks` is for
-a rank that sits in a collective of the training's own, which can't be asked by one: a rank whose data doesn't
-come writes down for what it waits, and one that has failed, why; a thread of each looks there while its
-training stands still.
+`gathered` is a collective: all ranks have to call it. The others use the store of torch.distributed, where no
+rank has to wait long for another: `first_told` compares values, `agreed` decides. `Ranks` reaches a rank that
+sits in a collective of the training itself: a rank whose data doesn't come writes down what it waits for, one
+that has failed writes why, and a thread of each rank reads that while its training stands still.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ logger = logging.getLogger("streamload")
 
 _LOOK_SECONDS = 5.0
 _STILL_SECONDS = 10.0
-"""A training that has taken no step for so long stands still: the store is looked at, and never before."""
+"""After so long without a step a training counts as standing still, and the store is read."""
 _WAIT_SECONDS = 30.0
 _AWAY_SECONDS = 5.0
-"""A rank tells that it waits for data after so long; after the other where a server is known to be away."""
+"""A rank reports a wait for data after the first; after the second where a server is known to be away."""
 _KEY = "streamload/told"
 _compared: Counter[str] = Counter()
 """How often this process has compared a value of each name."""
@@ -42,7 +40,7 @@ _ANSWERS_SECONDS = 30.0
 
 
 def gathered(value: T, world_size: int) -> list[T]:
-    """What each rank gives, by rank; this one's alone where nothing joins them.
+    """The values of all ranks, by rank; only this rank's where no process group joins them.
 
     Args:
         value: picklable.
@@ -56,9 +54,9 @@ def gathered(value: T, world_size: int) -> list[T]:
 
 
 def first_told(name: str, value: str, world_size: int) -> str:
-    """The value that the first rank told under a name; this rank's if it is the first, or none can compare.
+    """The value that the first rank gave under a name; this rank's if it is the first, or nothing joins them.
 
-    Nobody is waited for: a rank may call it alone, and only those that have called it are compared.
+    It waits for no rank: only ranks that have called it are compared.
     """
     store = _store_of(world_size)
     if store is None:
@@ -69,9 +67,9 @@ def first_told(name: str, value: str, world_size: int) -> str:
 
 
 def agreed(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) -> T:
-    """One decision for all ranks: by what each of them says, as far as they have said it in half a minute.
+    """One decision for all ranks, by the values that they give within half a minute.
 
-    A rank that comes late, or not at all, keeps nobody waiting for ever; it goes by what the others decided.
+    A rank that comes later keeps nobody waiting, and gets the decision of the others.
 
     Args:
         name: what is decided.
@@ -115,14 +113,14 @@ class Ranks:
         self._lock = threading.Lock()
 
     def tell(self, what: str, why: str = "") -> int:
-        """Append that this rank "waits", has "failed", or "goes on"; returns the number of the entry."""
+        """Append that this rank "waits", has "failed", or "goes on"; returns the entry's number."""
         self.has_failed = what == "failed"
         number: int = self._store.add(_KEY, 1)
         self._store.set(f"{_KEY}/{number}", json.dumps([self.rank, what, why]))
         return number
 
     def look(self) -> None:
-        """Read what was appended since the last look, and log it."""
+        """Read and log the entries since the last call."""
         waits: dict[int, str] = {}
         with self._lock:
             while self._read < self._store.add(_KEY, 0):

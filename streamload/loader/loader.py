@@ -114,10 +114,10 @@ class Loader(DataLoaderInterface):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of this rank in an epoch; None where nothing says so yet, or there is no end.
+        """Batches of this rank in an epoch; None while unknown, or if there is no end.
 
-        By num_batches, num_samples or a sizes.json; for one pass over the data also by the indexes in the
-        cache, once it has those of all shards.
+        Known from num_batches, num_samples or a sizes.json; for one pass over the data also from the indexes
+        in the cache, once it has those of all shards.
         """
         batches = self._schedule.num_batches
         if batches is None and self._schedule.is_one_pass:
@@ -130,7 +130,7 @@ class Loader(DataLoaderInterface):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of an epoch over all ranks; None where nothing says so yet, or there is no end."""
+        """Samples of an epoch over all ranks; None while unknown, or if there is no end."""
         samples, batches = self._schedule.num_samples, self.num_batches
         if samples is not None or batches is None:
             return samples
@@ -154,16 +154,16 @@ class Loader(DataLoaderInterface):
         return batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next `iter()` begins; by default the one after the last.
+        """Set the epoch that the next `iter()` starts. By default each `iter()` starts the next epoch.
 
         Args:
-            epoch: from 0. The one after the last goes on as if nothing had been said.
+            epoch: from 0.
         """
         at_least(0, epoch=epoch)
         self._schedule.course.epoch = epoch
 
     def place_on(self, device: str | torch.device) -> None:
-        """Put batches on a device from the next epoch on, where no `device` was given; for frameworks."""
+        """Put batches on a device from the next epoch on, unless `device` was given. For frameworks."""
         if self.options.device is None:
             device = read_device(device)
             if device.type != "cpu":
@@ -171,9 +171,9 @@ class Loader(DataLoaderInterface):
             self.options = replace(self.options, device=device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank is: behind the last batch that it handed out, or before the first of an epoch.
+        """The state after the last batch that this rank yielded, or before the first of an epoch.
 
-        JSON-able; nothing is read or communicated. On several nodes see `gather_state`.
+        JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
         return self._schedule.state({BAD_SAMPLES: self._checks.seen(), BAD_SHARDS: self._given_up.seen()})
 
@@ -183,19 +183,19 @@ class Loader(DataLoaderInterface):
         *,
         moved: Mapping[str, str] | None = None,
     ) -> None:
-        """Let the next `iter()` go on exactly behind a saved state, on whatever number of workers and ranks.
+        """Resume exactly after a saved state at the next `iter()`, on any number of workers and ranks.
 
-        That iteration gives the rest of the state's epoch. `set_epoch` with this epoch changes nothing;
-        with another one the next iteration is that epoch. Augmentation goes on alike. batch_size may be
-        another: the same samples come, in other batches.
+        That iteration yields the rest of the state's epoch. `set_epoch` with this epoch changes nothing; with
+        another one the next iteration is that epoch. Augmentation continues alike. batch_size may differ:
+        the same samples come, in other batches.
 
         Args:
             state: what `state_dict` or `gather_state` returned, or a list of what several ranks' did.
-            moved: if shards are in another place now: what their URLs, or the endpoint of their store, began
-                with then → what these begin with now. That they are the same is seen by their indexes.
+            moved: old → new prefix of the URLs, or of the store's endpoint, of shards that have been moved
+                since. Their indexes prove that they are the same.
 
         Raises:
-            StateMismatch: it is no whole state, or not of these shards and options.
+            StateMismatch: the state is damaged, or belongs to other shards or options.
         """
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
@@ -204,10 +204,10 @@ class Loader(DataLoaderInterface):
         self._given_up.recall(counted[BAD_SHARDS])
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
-        """Give sources other weights, at the first step that no worker of any rank can have begun.
+        """Change the sources' weights, from the first step on that no worker of any rank can have started.
 
-        With torch.distributed all ranks have to call it behind the same step; those of rank 0 count. Without,
-        each rank of a run has to be given the same. The change is part of the state.
+        With torch.distributed all ranks have to call it after the same step; the weights of rank 0 count.
+        Without, every rank has to be given the same. The change is part of the state.
 
         Args:
             weights: by the sources' names; those that aren't named keep the weight that they had.
@@ -233,9 +233,9 @@ class Loader(DataLoaderInterface):
         return (position - place.began) // batch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Begin the next epoch; where no batch of the last one was taken, that one again.
+        """Start the next epoch; the same one again if no batch of it was taken.
 
-        An iterator that is still in use ends: its `next` raises LoaderClosed.
+        Ends an iterator that is still in use: its `next` raises LoaderClosed.
 
         Raises:
             CacheError: the cache directory can't be used.
@@ -251,16 +251,15 @@ class Loader(DataLoaderInterface):
         return self._begin(began)  # a worker was killed while no batch was asked for
 
     def stats(self) -> Snapshot:
-        """What has happened so far, over all processes of this rank; cheap, at any time."""
+        """The counters of all processes of this rank so far. Cheap; at any time."""
         names = [source.name for source in self.options.sources]
         by_source = dict(zip(names, self._control.by_source.sum(axis=0), strict=True))
         return Snapshot.of(self._control.counters, by_source, self._waits.worst())
 
     def close(self) -> None:
-        """End the workers and let go of the cache; the loader can be iterated again. Once is enough.
+        """End the workers and release the cache. Idempotent; the loader can be iterated again.
 
-        An epoch that is under way gives no more batches: its iterator raises LoaderClosed. The state stays
-        that of the last batch taken.
+        The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch taken.
         """
         self._end_epoch("the loader was closed")
         if self._finalizer is not None:
@@ -273,7 +272,7 @@ class Loader(DataLoaderInterface):
         self._dataset = self._batches = self._finalizer = self._leave_tier = None
 
     def took(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
-        """Step K: take up a batch's place in the order, and give it the shape that was asked for.
+        """Step K: advance the state by a batch, and give the batch its output form.
 
         Args:
             batch: as it came.
@@ -297,7 +296,7 @@ class Loader(DataLoaderInterface):
         return self._shape(values)
 
     def ran_out(self) -> None:
-        """The epoch was given to its end."""
+        """The epoch has been yielded to its end."""
         began, before, epoch = self._epoch_began
         done = self.stats().since(before)
         report_waiting(epoch, time.monotonic() - began, done, self.options.num_workers)
@@ -306,7 +305,7 @@ class Loader(DataLoaderInterface):
 
     @contextlib.contextmanager
     def waiting(self, began: float) -> Iterator[None]:
-        """Count the time since `began` as waiting for data, and let the workers know that one waits."""
+        """Count the time since `began` as data wait, and let the workers know of it."""
         self._control.want(True)
         try:
             yield
@@ -318,7 +317,7 @@ class Loader(DataLoaderInterface):
             self._counts.add("first_batch_ns", waited_ns)
 
     def _settle_here(self) -> None:
-        """Begin with nothing in this process: what its workers read is not that of another's."""
+        """Start from scratch in this process, which has no part in the workers of another."""
         self._pid = os.getpid()
         self._control = ControlBlock(1 + self.options.num_workers, len(self.options.sources))
         self._counts = Counters(self._control.counters[0])
@@ -332,7 +331,7 @@ class Loader(DataLoaderInterface):
             self._given_up.judge(given_up, total(counters, "shards_complete"), self._schedule.shards)
 
     def _begin(self, began: float) -> Epoch:
-        """Give the order before the first batch is asked for."""
+        """Send the workers their EpochStart before the first batch is asked for."""
         if self._pid != os.getpid():  # forked from the one that made the loader, as its siblings may be
             self.close()
             self._settle_here()
@@ -425,12 +424,12 @@ class Loader(DataLoaderInterface):
 
 
 def gather_state(loader: Loader) -> dict[str, Any]:
-    """One state of all ranks, to be called by all of them behind the same batch; each gets all of it.
+    """The state of all ranks; a collective, to be called after the same step on every rank.
 
-    A rank by itself knows the place of its own node's sequence only. On one node `state_dict()` says as much.
+    A rank alone knows only the state of its own node's groups. On one node `state_dict()` is enough.
 
     Raises:
-        OrderDiverged: the ranks are not behind the same batch.
+        OrderDiverged: the ranks have not taken the same number of batches.
     """
     states = gathered(loader.state_dict(), loader.world_size)
     positions = [state["position"] for state in states]

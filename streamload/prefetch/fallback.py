@@ -19,25 +19,25 @@ from streamload.errors import CacheError, CacheFull, is_shortage
 logger = logging.getLogger("streamload")
 
 _MOST_TROUBLES = 3
-"""After so many failures of the disk it is left alone."""
+"""After so many disk failures all shards go to the fallback tier."""
 
 
 class StorageMode(NamedTuple):
-    """How a shard is kept."""
+    """How a shard is stored."""
 
     tier: Tier
     index_only: bool
-    """Its index alone: its samples are read from the origin."""
+    """Samples are read from the origin, by range."""
 
 
 class FallbackPolicy:
-    """What became of the shards that found no room, or whose tier failed them. Thread-safe.
+    """Decides the storage mode of shards that found no room, or whose tier failed. Thread-safe.
 
     Args:
-        tier: where shards are kept if nothing is said of them.
-        fallback_tier: where to fill what the tier can't take.
+        tier: where shards are stored by default.
+        fallback_tier: where shards go that the tier can't take.
         may_be_index_only: whether a shard's samples can be read from its origin, so that its index is enough.
-        changed: told of a shard that is to be kept in another way from now on.
+        changed: called with a shard whose storage mode has changed.
     """
 
     def __init__(
@@ -63,24 +63,24 @@ class FallbackPolicy:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Where shards may be: the tier, and the fallback tier if there is one by now."""
+        """The tiers that may hold shards: the tier, and the fallback tier once there is one."""
         fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
         return (self._tier,) if fallback_tier is None else (self._tier, fallback_tier)
 
     def mode(self, shard: Shard) -> StorageMode:
-        """How a shard is kept now."""
+        """The current storage mode of a shard."""
         with self._lock:
             return self._mode(shard)
 
     def only(self, shards: Iterable[Shard]) -> None:
-        """All others are kept as usual again, should they be wanted once more."""
+        """Return all other shards to the default mode."""
         digests = {shard.digest for shard in shards}
         with self._lock:
             self._index_only &= digests
             self._elsewhere &= digests
 
     def index_only(self, shard: Shard) -> bool:
-        """Keep a shard's index alone; False if that won't do, or has been asked for."""
+        """Store a shard index-only; False if its origin has no ranges, or it is already."""
         with self._lock:
             if shard.digest in self._index_only or not self._may_be_index_only(shard):
                 return False
@@ -90,7 +90,7 @@ class FallbackPolicy:
         return True
 
     def elsewhere(self, shard: Shard, trouble: Exception | None = None) -> bool:
-        """Keep a shard in the fallback tier; False if there is none, or if that has been asked for.
+        """Store a shard in the fallback tier; False if there is none, or it is already.
 
         Args:
             shard: which one.
@@ -116,14 +116,14 @@ class FallbackPolicy:
         return True
 
     def refuse(self, shard: Shard, size_bytes: int = 0) -> None:
-        """There is no room for a shard, of so many bytes where that is known."""
+        """Note that there is no room for a shard, with its size where known."""
         with self._lock:
             self._refused_since.setdefault(shard.digest, time.monotonic())
             if size_bytes:
                 self._sizes[shard.digest] = size_bytes
 
     def accept(self, shard: Shard) -> None:
-        """There is room for a shard, or none is needed."""
+        """Note that a shard has room, or needs none."""
         with self._lock:
             self._refused_since.pop(shard.digest, None)
 
@@ -172,7 +172,7 @@ class FallbackPolicy:
             return part_bytes(index_bytes(size) if mode.index_only else reserved_bytes(size))
 
     def may_pass(self, trouble: OSError) -> bool:
-        """Whether files or memory are short now: no disk's fault, and soon fewer may be in use."""
+        """Whether a shortage of files or memory may pass: it isn't the disk's fault."""
         cause = trouble.__cause__ if isinstance(trouble, CacheError) else trouble
         if not isinstance(cause, OSError) or not is_shortage(cause):
             return False
@@ -182,7 +182,7 @@ class FallbackPolicy:
             return now - self._short_since < PATIENCE_SECONDS
 
     def went_well(self) -> None:
-        """There are files to open again."""
+        """Note that the shortage has passed."""
         with self._lock:
             self._short_since = None
 

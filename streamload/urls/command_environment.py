@@ -1,4 +1,4 @@
-"""What around a curl or aws command could make it do something else than its own words say (step A).
+"""Environment variables and files that change what a curl or aws command does (step A).
 
 Looks at environment variables and at whether some files exist, and into one of them; changes nothing.
 """
