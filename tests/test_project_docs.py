@@ -129,3 +129,39 @@ def test_the_pins_name_no_place_and_hold_every_direct_dependency():
     pinned = {line.partition("==")[0].lower() for line in pins}
     assert {name for name in direct if name != "streamload"} <= pinned
     assert len(direct) > 15
+
+
+MODULES = sorted((ROOT / "streamload").rglob("*.py"))
+
+
+def test_every_module_that_code_names_is_there():
+    folders = [ROOT / name for name in ("streamload", "tests", "benchmarks", "examples")]
+    there = [path.as_posix() for folder in folders for path in folder.rglob("*.py")]
+    for path in MODULES:
+        for name in re.findall(r"(?<![\w/.-])((?:\w+/)*[a-z]\w*\.py)\b", path.read_text()):
+            assert any(one.endswith(f"/{name}") for one in there), f"{path.name}: {name}"
+
+
+def test_docstrings_describe_arguments_that_exist():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                described = arguments_described(ast.get_docstring(node) or "")
+                assert described <= arguments_of(node), f"{path.name}: {node.name}"
+
+
+def arguments_described(docstring):
+    section = re.search(r"^Args:\n((?: +.*\n?|\n)*)", docstring, re.MULTILINE)
+    names = re.findall(r"^    ([a-z_*][\w*, ]*):", section[1], re.MULTILINE) if section else []
+    return {name.strip("* ") for several in names for name in several.split(",")}
+
+
+def arguments_of(node):
+    """Of a function, or of a class: of its constructor, or its fields."""
+    if isinstance(node, ast.ClassDef):
+        fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign)}
+        made_by = [one for one in node.body if getattr(one, "name", "") == "__init__"]
+        return fields.union(*map(arguments_of, made_by))
+    given = node.args
+    several = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {one.arg for one in several if one is not None}

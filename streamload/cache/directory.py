@@ -6,7 +6,7 @@
     shards/<digest>/          a published shard: the same directory, renamed
     bare/<digest>/            the index alone of one that had no room: its samples are read from the origin
     gone/<digest>/            a shard that was given up: the tombstone, and the samples it gave before
-    runs/                     who reads what (cache/runs.py)
+    runs/                     who reads what (cache/demand.py)
     trash/                    being deleted
 
 What isn't named as above was not made here and is never touched.

@@ -70,9 +70,9 @@ def shard_of(url: str, storage_options: dict[str, Any] | None, recipe: str = "")
 
 
 def prepared_form(shard: Shard, recipe: str) -> Shard:
-    """The shard that is made of another by a recipe (prefetch/prepared.py), under a name of its own.
+    """The shard that is made of another by a recipe (derived/prepared.py), under a name of its own.
 
-    Both have the same short name (runs.py): a run needs the one as soon as the other.
+    Both have the same short name (demand.py): a run needs the one as soon as the other.
     """
     own = hashlib.blake2b(f"{shard.digest} {recipe}".encode(), digest_size=8).hexdigest()
     name = f"{shard.name}#{recipe}"

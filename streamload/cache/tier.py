@@ -1,6 +1,6 @@
 """A directory with a byte budget that all processes of a node share: claim, reserve, publish, evict (step F).
 
-What lies where is told in directory.py, how much it may be in room.py. A filler holds a lock on its part's
+What lies where is told in directory.py, how much it may be in budget.py. A filler holds a lock on its part's
 `index`, and touches it: without the lock the part is an orphan that another may take up, and without the
 touch its filler is stopped, and another may begin from a copy. A reader holds a shared lock on `names` of
 what it has open: such a shard isn't evicted.

@@ -1,7 +1,7 @@
 """The deterministic part of an image's transform, done in advance (part of I): decode, resize the short side.
 
 What comes of an image depends on its bytes, on the recipe and on the libraries alone. So a prepared shard
-(prefetch/prepared.py) and a training that finds none and prepares each image itself give the same pixels.
+(prepared.py) and a training that finds none and prepares each image itself give the same pixels.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _VOID = ord("-")
 
 
 class Recipe(Protocol):
-    """What is done to images (transforms/prepare.py). Thread-safe, deterministic."""
+    """What is done to images (preparation.py). Thread-safe, deterministic."""
 
     @property
     def name(self) -> str:

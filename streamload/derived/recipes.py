@@ -7,7 +7,7 @@ from collections.abc import Callable
 from streamload.derived.prepared import Recipe
 
 MakeRecipe = Callable[[str], Recipe]
-"""Makes a recipe of its text, "raw-256" (transforms/prepare.py); OptionError: it is none."""
+"""Makes a recipe of its text, "raw-256" (preparation.py); OptionError: it is none."""
 
 
 class Recipes:

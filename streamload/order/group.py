@@ -1,7 +1,7 @@
 """B to D joined: the sample sequence of one group, as far as what has arrived determines it.
 
 Every worker that needs a group follows it with a `GroupOrder` of its own and gets the same sequence, whatever
-arrives when. It reads nothing but the numbers of usable entries, and deals nothing out (E is deal.py).
+arrives when. It reads nothing but the numbers of usable entries, and splits nothing (E is split.py).
 
 A group whose own shards give nothing in a pass, being missing or fewer than the groups, takes the next pass
 from the shards of all groups: so every rank has batches as long as there is any sample.

@@ -2,7 +2,7 @@
 
 A lane reads one shard of the pass; when it is read to its end the lane takes the next. Everything here
 follows from how many samples each shard turns out to have, so the lanes wait where that is not yet known, and
-never longer: a reference is given as soon as no arrival can change it. Due times are window.py's (D).
+never longer: a reference is given as soon as no arrival can change it. Due times are shuffle.py's (D).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class OrderOptions:
         hints: int64[shards], the relative size of each shard (samples, or bytes), the same on every rank;
             None where nothing is known: then every shard counts alike.
         opens_after: after how many references of a run's first pass its window opens; 0: it is open. None: it
-            opens slowly, as in all states of format 2 (see window.py).
+            opens slowly, as in all states of format 2 (see shuffle.py).
     """
 
     seed: int

@@ -1,7 +1,7 @@
 """What an image transform does, as data: crop or resize, colour, statistics (part of I).
 
-A plan stands for a chain of functions on Pillow images, open_clip's for one. `recognise.py` reads it off such
-a chain, `planned.py` carries it out on pixels.
+A plan stands for a chain of functions on Pillow images, open_clip's for one. `compile.py` reads it off such
+a chain, `execute.py` carries it out on pixels.
 """
 
 from __future__ import annotations
