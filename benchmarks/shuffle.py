@@ -81,7 +81,7 @@ class Data:
 class Ours:
     """An order of streamload's; None is the default for the slice. No window: as listed.
 
-    The window opens after the first batch, as for remote shards; or at once, or slowly (see order/shuffle.py).
+    The window opens after the first batch, as for remote shards; or at once, or slowly (order/shuffle.py).
     """
 
     lanes: int | None = None

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from streamload.cache.shard import Shard
+from streamload.cache.shared.breaker import CircuitBreaker
 from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.liveness import own_address, stands_still
 from streamload.cache.shared.tier import SharedTier
@@ -41,10 +42,7 @@ _REFILL_TIMES = 10
 """The budget for waits in vain, which holds the longest wait, fills again in so many times that long."""
 _LEAST_SHARE = 0.1
 """With less of it left no wait is begun."""
-_FAILURES = 3
 """After so many in a row no lease is asked for …"""
-_REST_SECONDS = 60.0
-"""… for so long."""
 _GOODBYE_SECONDS = 2.0
 
 Aside = Callable[[], contextlib.AbstractContextManager[object]]
@@ -94,14 +92,13 @@ class SingleFlight:
             settle_seconds=_SETTLE_SECONDS,
             clock=clock,
         )
+        self._breaker = CircuitBreaker(clock=clock)
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._kept: set[str] = set()  # digests of fetched shards that wait to be stored
         self._vain_seconds = 0.0  # waited in vain, less what the budget has got back, at the time …
         self._vain_at = clock()
         self._said_until = clock()
-        self._failures = 0
-        self._rests_until = clock()
 
     def __repr__(self) -> str:
         return f"<Turns {self._leases!r}>"
@@ -177,21 +174,16 @@ class SingleFlight:
 
     def _asked(self, shard: Shard, ask: Callable[[], bool]) -> bool | None:
         """What the leases say; None where they can't be had, for a while after some failures unasked."""
-        with self._lock:
-            if self._clock() < self._rests_until:
-                return None
+        if self._breaker.is_open:
+            return None
         try:
             answer = ask()
         except SharedTierError as exc:
             if not self._closing.is_set():
                 self._tier.complain(shard, exc)
-            with self._lock:
-                self._failures += 1
-                if self._failures >= _FAILURES:
-                    self._failures, self._rests_until = 0, self._clock() + _REST_SECONDS
+            self._breaker.fail()
             return None
-        with self._lock:
-            self._failures = 0
+        self._breaker.succeed()
         return answer
 
     def _wait(self, shard: Shard, deadline: float, stop: threading.Event, yield_slot: Aside) -> _Wait:

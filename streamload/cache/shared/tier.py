@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +23,7 @@ from typing import TypeVar
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shared.blocks import BLOCK_BYTES, verified
+from streamload.cache.shared.breaker import PAUSE_SECONDS, CircuitBreaker
 from streamload.cache.shared.copies import SharedShard, index_files
 from streamload.cache.shared.objects import OBJECT_LIMIT_BYTES, Objects, TooLarge
 from streamload.errors import (
@@ -43,10 +43,7 @@ logger = logging.getLogger("streamload")
 _Result = TypeVar("_Result")
 FORMAT = 1
 _FORMAT_NAME = "streamload.json"
-_FAILURES = 3
 """After so many in a row the shared cache is left alone …"""
-_REST_SECONDS = 60.0
-"""… for so long."""
 BRIEF = OriginOptions(
     connect_seconds=10.0, stall_seconds=10.0, slow_seconds=10.0, slow_bytes=300_000, attempts=2
 )
@@ -71,17 +68,15 @@ class SharedTier:
         *,
         stop: threading.Event | None = None,
         folder: str = "shards",
-        rest_seconds: float = _REST_SECONDS,
+        rest_seconds: float = PAUSE_SECONDS,
     ):
         self.objects = objects
         self.counts = counts
         self._stop = stop or threading.Event()
         self._folder = folder
-        self._rest_seconds = rest_seconds
+        self._breaker = CircuitBreaker(rest_seconds)
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._failures = 0
-        self._rests_until = 0.0
         self._has_told = False
         self._is_marked = False  # whether the format is there, and is ours
         self._lacking: set[str] = set()  # digests of shards that weren't there, or not as they should be
@@ -141,9 +136,10 @@ class SharedTier:
 
     def is_absent(self, shard: Shard) -> bool:
         """Whether it answers, and what it answered last is that it hasn't a shard as it should be."""
+        if self._breaker.is_open:
+            return False
         with self._lock:
-            rests = time.monotonic() < self._rests_until
-            return not rests and shard.digest in self._lacking and shard.digest not in self._distrusted
+            return shard.digest in self._lacking and shard.digest not in self._distrusted
 
     def invalidate(self, shard: Shard) -> None:
         """Don't ask for a shard again before this process has stored it: what came wasn't of use."""
@@ -259,9 +255,8 @@ class SharedTier:
         Raises:
             OriginStopped: a wait was ended from this side.
         """
-        with self._lock:
-            if time.monotonic() < self._rests_until:
-                return None
+        if self._breaker.is_open:
+            return None
         try:
             result = act()
         except OriginStopped:
@@ -269,8 +264,7 @@ class SharedTier:
         except (SharedTierError, CacheCorrupt, OriginError, ShardError) as exc:
             self.failed(shard, exc)
             return None
-        with self._lock:
-            self._failures = 0
+        self._breaker.succeed()
         return result
 
     def failed(self, shard: Shard, cause: Exception) -> None:
@@ -280,11 +274,7 @@ class SharedTier:
         if isinstance(cause, CacheCorrupt | OriginNotFound | DatasetChanged):
             self.invalidate(shard)
         else:
-            with self._lock:
-                self._failures += 1
-                if self._failures >= _FAILURES:
-                    self._failures = 0
-                    self._rests_until = time.monotonic() + self._rest_seconds
+            self._breaker.fail()
         self.complain(shard, cause)
 
     def complain(self, shard: Shard, cause: Exception) -> None:

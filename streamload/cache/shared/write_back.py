@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from streamload.cache.shard import Shard, by_name
+from streamload.cache.shared.breaker import CircuitBreaker
 from streamload.cache.shared.tier import SharedTier
 
 logger = logging.getLogger("streamload")
 
 _WAITING = 1000
 _KEPT = 1000
-_FAILURES = 3
 """After so many in a row nothing is written for a while: no permission, say, or no room …"""
-_REST_SECONDS = 60.0
 _DOUBLINGS = 6
 """… at first for a minute, and twice as long each time that the next one fails as well, up to an hour."""
 
@@ -45,14 +44,12 @@ class WriteBack:
     ):
         self._tier = tier
         self._ended = ended
-        self._clock = clock
+        self._breaker = CircuitBreaker(doublings=_DOUBLINGS, clock=clock)
         self._change = threading.Condition()
         # Guarded by _change:
         self._waiting: deque[tuple[Shard, Path]] = deque()
         self._busy = 0
         self._is_closed = False
-        self._in_a_row = 0
-        self._rests_until = clock()
         self._failures: dict[str, tuple[str, str]] = {}  # by digest: name, and why
         self._threads = [
             threading.Thread(target=self._work, name="streamload-write-back", daemon=True)
@@ -129,11 +126,11 @@ class WriteBack:
             trouble = self._store(shard, directory)
             ended = [shard]
             with self._change:
-                self._in_a_row = self._in_a_row + 1 if trouble else 0
-                if trouble is not None:
+                if trouble is None:
+                    self._breaker.succeed()
+                else:
                     self._note(shard, str(trouble))
-                if self._in_a_row >= _FAILURES:
-                    ended += self._rest()
+                    ended += self._rest(self._breaker.fail())
             for each in ended:
                 self._ended(each)
             with self._change:
@@ -154,15 +151,15 @@ class WriteBack:
         return None
 
     def _takes(self) -> bool:
-        return not self._is_closed and self._clock() >= self._rests_until
+        return not self._is_closed and not self._breaker.is_open
 
-    def _rest(self) -> list[Shard]:
-        """Store nothing for a while, and leave what waits; which shards that is."""
-        seconds = _REST_SECONDS * 2 ** min(self._in_a_row - _FAILURES, _DOUBLINGS)
-        self._rests_until = self._clock() + seconds
+    def _rest(self, seconds: float) -> list[Shard]:
+        """Store nothing for some seconds, and drop the shards that wait; returns these."""
+        if not seconds:
+            return []
         logger.warning(
             "nothing is stored in the shared cache for %d s: %d shards in a row couldn't be",
-            *(seconds, self._in_a_row),
+            *(seconds, self._breaker.in_a_row),
         )
         for shard, _ in self._waiting:
             self._note(shard, "the shared cache had refused others")
