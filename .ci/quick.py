@@ -2,8 +2,8 @@
 
 Usage: python .ci/quick.py BASE [ROOM]
 
-A changed test counts, and each test file that imports a changed module by its name. Trainings as a whole
-(tests/test_loader_*.py and the like) import no modules, and are left to `make test`.
+A changed test counts, and each test file that imports a changed module by its name. Most trainings as a whole
+(tests/test_loader_*.py) import make_loader alone, and are left to `make test`.
 """
 
 import re

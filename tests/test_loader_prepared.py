@@ -63,7 +63,8 @@ def make(place: str | Path, cache: Path, **options: Any) -> streamload.Loader:
 
 def batches(place: str | Path, cache: Path, **options: Any) -> tuple[list[dict[str, Any]], Any]:
     with make(place, cache, **options) as loader:
-        return list(loader), loader.stats()
+        found = list(loader)
+    return found, loader.stats()  # closed: a fill may count just after its shard can be read
 
 
 def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

@@ -19,14 +19,14 @@ class Part:
     def __init__(
         self,
         tier: Directory,
-        kind: Budget,
+        budget: Budget,
         digest: str,
         path: Path,
         alive: FileLock,
         orphan: Orphan | None,
     ):
         self.tier = tier
-        self.budget = kind
+        self.budget = budget
         self.digest = digest
         self.path = path
         self.orphan = orphan

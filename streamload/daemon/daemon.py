@@ -210,7 +210,7 @@ class Daemon:
             for shard in due[: max(0, free)]:
                 self._mine[shard.digest] = shard
             tasks = [shard for digest, shard in self._missing.items() if digest in self._mine]
-            # What was delivered to others may go from here; where this is the goal, it stays as it is needed.
+            # What was delivered elsewhere may be evicted here; what this tier is to hold stays announced.
             needed = list(self._places) if self._leases is None else [shard.digest for shard in tasks]
         if self._demand_file is not None:
             self._demand_file.announce(needed)

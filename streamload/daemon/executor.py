@@ -93,7 +93,7 @@ class LocalExecutor:
         self._preparing = threads if preparing is None else min(preparing, threads)
         self._no_room_seconds = no_room_seconds
         self._lock = threading.Lock()
-        self._units: dict[str, Shard] = {}  # that are wanted, by digest; guarded by _lock
+        self._tasks: dict[str, Shard] = {}  # that are wanted, by digest; guarded by _lock
         self._prefetcher = Prefetcher(
             tier,
             open_origin,
@@ -108,7 +108,7 @@ class LocalExecutor:
     def want(self, tasks: Sequence[Shard]) -> None:
         """See Executor."""
         with self._lock:
-            self._units = {shard.digest: shard for shard in tasks}
+            self._tasks = {shard.digest: shard for shard in tasks}
         self._prefetcher.want((), tasks)
 
     def capacity(self, due: Sequence[Shard]) -> int:
@@ -127,7 +127,7 @@ class LocalExecutor:
         """
         self._prefetcher.check()
         with self._lock:
-            tasks = list(self._units.values())
+            tasks = list(self._tasks.values())
         for shard in tasks:
             if self._prefetcher.refused_seconds(shard) > self._no_room_seconds:
                 limit = self._tier.limit_bytes
@@ -140,7 +140,7 @@ class LocalExecutor:
     def _report(self, shard: Shard, result: Filled) -> None:
         """Deliver a shard once it is published; called from a filling thread."""
         with self._lock:
-            is_wanted = shard.digest in self._units
+            is_wanted = shard.digest in self._tasks
         if not is_wanted:
             return
         if result is Filled.GAVE_UP:
@@ -167,4 +167,4 @@ class LocalExecutor:
     def _ended(self, shard: Shard) -> None:
         """Report a task once, until it is set again."""
         with self._lock:
-            self._units.pop(shard.digest, None)
+            self._tasks.pop(shard.digest, None)

@@ -1,4 +1,4 @@
-"""A daemon with all that it needs: tier, goal, leases, notices, its page; from what the command was given."""
+"""A daemon from its options: tier, target, leases, notices and status server."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Service:
         options = self._options
         settings = read_settings(options.cache_dir, options.cache_size, shared_cache=options.shared_cache)
         shared = SharedOptions.of(settings, options.shared_cache_options)
-        if shared is not None:  # what is to be stored is stored by the goal
+        if shared is not None:  # what is to be stored is stored by the target
             shared = dataclasses.replace(shared, write_back=False)
         if shared is None and not options.urls:
             raise OptionError("nothing to do: give URLs, or a shared cache in which runs are published")

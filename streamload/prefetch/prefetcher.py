@@ -102,7 +102,7 @@ class Prefetcher:
         self._scheduler.start()
 
     def __repr__(self) -> str:
-        return f"<Ahead {self._scheduler!r}>"
+        return f"<Prefetcher {self._scheduler!r}>"
 
     def want(self, needed: Sequence[Shard], later: Sequence[Shard] = ()) -> None:
         """Set the shards to fill, in order of need; replaces those set before.

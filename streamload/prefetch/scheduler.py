@@ -54,7 +54,7 @@ class FillScheduler:
 
     def __repr__(self) -> str:
         with self._change:
-            return f"<Fillers wanted={len(self._wanted)} needed={self._needed} busy={sorted(self._busy)}>"
+            return f"<Scheduler {len(self._wanted)} wanted, {self._needed} needed, busy={sorted(self._busy)}>"
 
     def start(self) -> None:
         """Begin to look; once."""

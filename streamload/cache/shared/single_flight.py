@@ -101,7 +101,7 @@ class SingleFlight:
         self._said_until = clock()
 
     def __repr__(self) -> str:
-        return f"<Turns {self._leases!r}>"
+        return f"<SingleFlight {self._leases!r}>"
 
     def find(
         self,
