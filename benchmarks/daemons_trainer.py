@@ -10,8 +10,8 @@ import time
 
 import xxhash
 
-import streamload
 from benchmarks.contenders.workload import WordTokenizer, versions
+from tests import flat
 
 COUNTED = (
     "origin_bytes",
@@ -29,7 +29,7 @@ COUNTED = (
 def main() -> None:
     job = json.loads(sys.argv[1])
     digests = []
-    with streamload.make_loader(job["urls"], WordTokenizer(), **job["loader"]) as loader:
+    with flat.make_loader(job["urls"], WordTokenizer(), **job["loader"]) as loader:
         print("ready", flush=True)
         sys.stdin.readline()
         began = time.monotonic()

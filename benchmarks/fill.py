@@ -35,8 +35,8 @@ from benchmarks.contenders.workload import versions
 from streamload.cache.fill import Filled, fill
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
+from streamload.options import file_system
 from streamload.origins.origin import OriginOptions, Version
-from streamload.settings import file_system
 from streamload.shards.index import IndexWriter
 from streamload.shards.samples import Entry, ShardScanner
 

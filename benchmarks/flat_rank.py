@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import streamload
 from benchmarks.contenders.workload import WordTokenizer, versions
+from streamload import Order
 
 BATCH_SIZE, WORKERS = 64, 2
 _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s*(.*)")
@@ -46,7 +47,7 @@ def loader_for(job: dict[str, Any]) -> Iterable[Any]:
         WordTokenizer(),
         batch_size=BATCH_SIZE,
         num_workers=WORKERS,
-        endless=True,
+        order=Order(endless=True),
         seed=job["seed"],
         cache_dir=job["cache_dir"],
     )

@@ -19,9 +19,10 @@ from typing import Any
 
 from benchmarks import machine, turns
 from benchmarks.contenders.workload import versions
+from streamload import Workers
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
-from streamload.settings import file_system
+from streamload.options import file_system
 from streamload.shards.index import IndexWriter
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -109,7 +110,7 @@ def read(urls: str, root: Path) -> dict[str, float]:
     import streamload
 
     with streamload.make_loader(
-        urls, map_sample=_key, batch_size=8, num_workers=2, cache_dir=root, cache_size=LIMIT
+        urls, workers=Workers(map_sample=_key), batch_size=8, num_workers=2, cache_dir=root, cache_size=LIMIT
     ) as loader:
         began, first = time.monotonic(), 0.0
         for _ in loader:

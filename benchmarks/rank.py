@@ -14,6 +14,8 @@ from torch import distributed
 
 import streamload
 from benchmarks.contenders.workload import versions
+from streamload import Workers
+from tests import flat
 
 
 def only_key(sample: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +27,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     distributed.init_process_group("gloo")
     epochs = []
-    with streamload.make_loader(job.pop("urls"), map_sample=only_key, **job.pop("loader")) as loader:
+    with flat.make_loader(
+        job.pop("urls"), workers=Workers(map_sample=only_key), **job.pop("loader")
+    ) as loader:
         for _ in range(job["epochs"]):
             epochs.append(read_epoch(loader))
             distributed.barrier()

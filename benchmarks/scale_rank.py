@@ -11,6 +11,9 @@ from typing import Any
 
 import torch  # noqa: F401
 
+from streamload import Workers
+from tests import flat
+
 
 def only_key(sample: dict[str, Any]) -> dict[str, Any]:
     """The least that a sample can become: nothing is decoded, so that there are no batches to speak of."""
@@ -30,7 +33,7 @@ def main() -> None:
     streamload.make_loader  # noqa: B018  (imports what it needs)
     say("imported")
     print(json.dumps(["imported_cpu", time.process_time()]), flush=True)
-    with streamload.make_loader(job["urls"], map_sample=only_key, **job["loader"]) as loader:
+    with flat.make_loader(job["urls"], workers=Workers(map_sample=only_key), **job["loader"]) as loader:
         say("made")
         batches = iter(loader)
         say("iterated")

@@ -29,7 +29,7 @@ from benchmarks.spot_run import simulate
 from benchmarks.spot_setup import Setup
 from streamload.daemon.demand import DEFAULT_WINDOW
 from streamload.daemon.targets import MOST_MISSES
-from streamload.settings import parse_size
+from streamload.options import parse_size
 
 FULL = Setup()
 PART = FULL.scaled(0.05)

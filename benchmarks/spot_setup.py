@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from streamload.settings import DEFAULT_AHEAD, parse_size
+from streamload.options import Settings, parse_size
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Setup:
     shards: int = 1_500_000
     shard_bytes: float = 300e6
     bytes_per_second: float = 25e6
-    ahead: int = int(parse_size(DEFAULT_AHEAD, "ahead") / 300e6)
+    ahead: int = int(parse_size(Settings.ahead.default, "ahead") / 300e6)
     origin: float = 37.5e9
     uplink: float = 10e9
     stream: float = 30e6

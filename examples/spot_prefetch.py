@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import streamload
+from streamload import Cache, Order, Workers
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 
@@ -27,11 +28,17 @@ STEP_SECONDS = 0.1
 BYTES_PER_SECOND_PER_CONNECTION = 200_000.0
 
 
-def loader(url: str, place: Path, name: str, **more: Any) -> streamload.Loader:
+def loader(url: str, place: Path, name: str, shared: Path | None = None) -> streamload.Loader:
     """A training's loader, with a cache of its own."""
-    options = {"batch_size": 16, "num_workers": 1, "lanes": 2, "shuffle": 64, "ahead": 1, **more}
     return streamload.make_loader(
-        f"{url}/{{00000..{SHARDS - 1:05d}}}.tar", map_sample=keys, cache_dir=place / name, **options
+        f"{url}/{{00000..{SHARDS - 1:05d}}}.tar",
+        batch_size=16,
+        num_workers=1,
+        shuffle=64,
+        cache_dir=place / name,
+        order=Order(lanes=2),
+        cache=Cache(ahead=1, shared=shared),
+        workers=Workers(map_sample=keys),
     )
 
 
@@ -96,7 +103,7 @@ def main() -> None:
                 waited = alone.stats().data_wait_seconds
             nodes = SpotNodes(server.url, shared, place)
             try:
-                with loader(server.url, place, "trainer", shared_cache=shared) as training:
+                with loader(server.url, place, "trainer", shared) as training:
                     found = train(training)
                     stats = training.stats()
             finally:

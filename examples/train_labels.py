@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import streamload
+from streamload import Shards
 from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.server import ShardServer
 
@@ -47,8 +48,7 @@ def main() -> None:
     given = contextlib.nullcontext((args.urls, args.validation, None)) if args.urls else photographs()
     with given as (urls, validation, cache_dir):
         options = {
-            "text_key": None,
-            "label_key": "cls",
+            "shards": Shards(text_key=None, label_key="cls"),
             "batch_size": args.batch_size,
             "num_workers": args.workers,
             "cache_dir": cache_dir,

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
 import streamload
+from streamload import Workers
 from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.server import ShardServer
 
@@ -80,7 +81,7 @@ def main() -> None:
 def train(urls: str, epochs: int, batch_size: int, workers: int, cache_dir: str | None) -> None:
     torch.manual_seed(0)
     first = streamload.make_loader(
-        urls, map_sample=caption, num_samples=256, num_workers=0, cache_dir=cache_dir
+        urls, workers=Workers(map_sample=caption), num_samples=256, num_workers=0, cache_dir=cache_dir
     )
     with first:
         tokenizer = tokenizer_of(text for batch in first for text in batch["text"])

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import streamload
+from streamload import Workers
 from streamload.integrations.transformers import Trainer
 from streamload.testing.photographs import write_photograph_shards
 
@@ -38,7 +39,9 @@ def main() -> None:
 def train(args: argparse.Namespace, urls: str) -> None:
     torch.manual_seed(0)
     common: dict[str, Any] = {"num_workers": args.workers}
-    with streamload.make_loader(urls, map_sample=caption, num_samples=256, **common) as first:
+    with streamload.make_loader(
+        urls, workers=Workers(map_sample=caption), num_samples=256, **common
+    ) as first:
         tokenizer = tokenizer_of(text for batch in first for text in batch["text"])
     common |= {"tokenizer": tokenizer, "output": "hf", "batch_size": args.batch_size}
     arguments = TrainingArguments(

@@ -49,12 +49,23 @@ from streamload.errors import (
 )
 
 if TYPE_CHECKING:
-    from streamload.loader import Loader, Source, gather_state, make_loader
+    from streamload.loader import (
+        Cache,
+        Images,
+        Loader,
+        Order,
+        Shards,
+        Source,
+        Workers,
+        gather_state,
+        make_loader,
+    )
     from streamload.metrics import Snapshot
     from streamload.shards.samples import Entry
 
 __all__ = [
     "BlankCaption",
+    "Cache",
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
@@ -65,12 +76,14 @@ __all__ = [
     "DecodeError",
     "Entry",
     "ImageTooLarge",
+    "Images",
     "LabelError",
     "Loader",
     "LoaderClosed",
     "NoValidSamples",
     "NotSendable",
     "OptionError",
+    "Order",
     "OrderDiverged",
     "OriginCut",
     "OriginDenied",
@@ -86,6 +99,7 @@ __all__ = [
     "ShardCut",
     "ShardError",
     "ShardFormatError",
+    "Shards",
     "SharedTierDenied",
     "SharedTierError",
     "Snapshot",
@@ -96,11 +110,17 @@ __all__ = [
     "TooManyBadShards",
     "UrlError",
     "WorkerDied",
+    "Workers",
     "gather_state",
     "make_loader",
 ]
 
 _LATER = {
+    "Workers": "streamload.loader",
+    "Shards": "streamload.loader",
+    "Order": "streamload.loader",
+    "Images": "streamload.loader",
+    "Cache": "streamload.loader",
     "Entry": "streamload.shards.samples",
     "Loader": "streamload.loader",
     "Snapshot": "streamload.metrics",

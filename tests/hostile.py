@@ -22,8 +22,8 @@ import pytest
 from fuzzing.blocks import END, member
 from PIL import Image
 
-import streamload
 from streamload.testing.server import ShardServer
+from tests import flat
 
 MEMORY_BYTES = 256 << 20
 CPU_SECONDS = 2
@@ -161,7 +161,7 @@ def _read(urls: list[str], cache: Path, options: dict[str, Any], said: io.String
     values: list[Any] = []
     images: list[Any] = []
     error = ""
-    with streamload.make_loader(urls, cache_dir=cache, **{**plain, **options}) as loader:
+    with flat.make_loader(urls, cache_dir=cache, **{**plain, **options}) as loader:
         try:
             for batch in loader:
                 if isinstance(batch, dict):

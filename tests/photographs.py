@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image
 
 from streamload.batches.assembly import BatchAssembly
+from streamload.batches.images import ImageAssembly
 from streamload.shards.keys import KeySpec
 from streamload.transforms.fused import Place
 from streamload.transforms.plan import clip_plan
@@ -43,9 +44,5 @@ def clip_examples(as_bytes=True, preparation=None):
     return BatchAssembly(
         image=KeySpec.parse("jpg").choose,
         text=KeySpec.parse("txt").choose,
-        tokenizer=None,
-        preprocess=clip_plan(train=True),
-        map_sample=None,
-        as_bytes=as_bytes,
-        preparation=preparation,
+        images=ImageAssembly(clip_plan(train=True), as_bytes, preparation),
     )

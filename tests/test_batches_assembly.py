@@ -78,7 +78,7 @@ def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_byt
         if as_bytes:
             torch.testing.assert_close(image, expected, rtol=0, atol=0)
         else:
-            mean, std = (torch.tensor(each).view(3, 1, 1) for each in of.preprocess.statistics)
+            mean, std = (torch.tensor(each).view(3, 1, 1) for each in of.images.preprocess.statistics)
             torch.testing.assert_close(image, (expected / 255 - mean) / std, rtol=0, atol=1e-5)
 
 

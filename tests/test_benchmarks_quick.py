@@ -17,7 +17,7 @@ import torch
 from benchmarks import peer_tables, report, shuffle_report
 from benchmarks.markdown import filled
 from benchmarks.turns import RESULTS
-from streamload.settings import file_system
+from streamload.options import file_system
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import streamload
+from streamload import Cache, Workers
 from streamload.cache.demand import DemandFile
 from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import ShardView
@@ -25,10 +26,11 @@ from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheFull
+from streamload.options import FreeDisk, read_settings
 from streamload.origins.origin import Origin, open_origin
-from streamload.settings import FreeDisk, read_settings
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests import flat
 
 A, B, C = (letter * 32 for letter in "abc")
 KIB = 1024
@@ -211,11 +213,11 @@ def test_the_last_limit_that_was_given_holds_for_all_and_is_said_once(
 
 def test_a_run_that_gives_no_limit_takes_the_one_that_the_tier_has(tmp_path: Path) -> None:
     root = tmp_path / "tier"
-    assert open_tier(read_settings(root, "3MB", environ={})).limit_bytes == 3_000_000
-    assert open_tier(read_settings(root, environ={})).limit_bytes == 3_000_000
+    assert open_tier(read_settings(cache_dir=root, cache_size="3MB", environ={})).limit_bytes == 3_000_000
+    assert open_tier(read_settings(cache_dir=root, environ={})).limit_bytes == 3_000_000
     environ = {"STREAMLOAD_CACHE_SIZE": "2MB"}
-    assert open_tier(read_settings(root, environ=environ)).limit_bytes == 2_000_000
-    assert open_tier(read_settings(root, environ={})).limit_bytes == 2_000_000
+    assert open_tier(read_settings(cache_dir=root, environ=environ)).limit_bytes == 2_000_000
+    assert open_tier(read_settings(cache_dir=root, environ={})).limit_bytes == 2_000_000
 
 
 def test_what_lies_beside_the_shards_is_within_the_limit(tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
 
 def make(server: ShardServer, cache: Path, **options: Any) -> streamload.Loader:
     given = {"batch_size": 1, "num_workers": 2, "map_sample": key_of, "with_keys": True, "shuffle": 10}
-    return streamload.make_loader(
+    return flat.make_loader(
         f"{server.url}/{{00000..00003}}.tar", cache_dir=cache, **{**given, "lanes": 1, **options}
     )
 
@@ -338,10 +340,10 @@ def test_a_data_set_that_grows_between_runs_costs_what_is_new(server: ShardServe
             f"{server.url}/{{00000..{shards - 1:05d}}}.tar",
             batch_size=1,
             num_workers=2,
-            map_sample=key_of,
+            workers=Workers(map_sample=key_of),
             cache_dir=tmp_path / "cache",
             cache_size="1GB",
-            revalidate="start",
+            cache=Cache(revalidate="start"),
         ) as loader:
             found = sorted(batch["key"][0] for batch in loader)
         assert found == sorted(key for n in range(shards) for key, _ in read_oracle(data / f"{n:05d}.tar"))

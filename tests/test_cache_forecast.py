@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streamload
+from streamload import Workers
 from streamload.cache.forecast import Forecast, Width, fits, fitting, forecast, live_shards
 from streamload.cache.shard import LOOKED_THROUGH, ShardList, shard_of
 from streamload.cache.tier import Tier
@@ -19,6 +20,7 @@ from streamload.cli.doctor import _data
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.urls import expand_urls
+from tests import flat
 
 GB = 10**9
 
@@ -116,7 +118,9 @@ def only_key(sample: dict[str, Any]) -> dict[str, Any]:
 def make(server: ShardServer, cache: Path, **options: Any) -> streamload.Loader:
     given: dict[str, Any] = {"batch_size": 8, "num_workers": 2, "lanes": 4, "shuffle": 50, "ahead": "100KB"}
     urls = f"{server.url}/{{00000..{SHARDS - 1:05d}}}.tar"
-    return streamload.make_loader(urls, map_sample=only_key, cache_dir=cache, **{**given, **options})
+    return flat.make_loader(
+        urls, workers=Workers(map_sample=only_key), cache_dir=cache, **{**given, **options}
+    )
 
 
 def test_it_is_made_from_the_shards_that_the_tier_holds(server: ShardServer, tmp_path: Path) -> None:

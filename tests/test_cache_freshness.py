@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import streamload
+from streamload import Cache, Order, Workers
 from streamload.cache.fill import Filled, fill
 from streamload.cache.follow import ShardView
 from streamload.cache.freshness import Freshness
@@ -27,6 +28,7 @@ from streamload.origins.origin import Version, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from tests import flat
 
 COUNTS = [20, 30, 25, 15]
 NAMES = [f"{number:05d}.tar" for number in range(len(COUNTS))]
@@ -60,7 +62,7 @@ def overwrite(path: Path, word: bytes = b"other") -> None:
 def make(server: ShardServer, tmp_path: Path, **options: Any) -> streamload.Loader:
     urls = f"{server.url}/{{00000..{len(COUNTS) - 1:05d}}}.tar"
     given = {"batch_size": 1, "num_workers": 2, "map_sample": texts, "shuffle": 20, "cache_size": "1TB"}
-    return streamload.make_loader(urls, cache_dir=tmp_path / "cache", **{**given, **options})
+    return flat.make_loader(urls, cache_dir=tmp_path / "cache", **{**given, **options})
 
 
 def words(batches: Any) -> dict[int, collections.Counter[str]]:
@@ -208,10 +210,10 @@ def test_a_pipe_knows_no_version_is_never_run_again_for_one_and_says_so_once(
             urls,
             batch_size=1,
             num_workers=0,
-            map_sample=texts,
+            workers=Workers(map_sample=texts),
             cache_dir=tmp_path / "cache",
             cache_size="1TB",
-            revalidate=revalidate,
+            cache=Cache(revalidate=revalidate),
         ) as loader:
             assert words(loader) == whole(*["noise"] * 4)
             stats = loader.stats()
@@ -246,10 +248,10 @@ def test_local_files_are_compared_without_being_asked_for(data: Path, tmp_path: 
             f"{data}/{{00000..00003}}.tar",
             batch_size=1,
             num_workers=0,
-            map_sample=texts,
+            workers=Workers(map_sample=texts),
             cache_dir=tmp_path / "cache",
             cache_size="1TB",
-            revalidate="start",
+            cache=Cache(revalidate="start"),
         ) as loader:
             assert words(loader) == whole("noise", word, "noise", "noise")
             assert loader.stats().shards_revalidated == 0
@@ -262,11 +264,10 @@ def one_rank(rank: int, url: str, cache: Path, barrier: Any) -> None:
         batch_size=1,
         num_workers=0,
         num_batches=20,
-        map_sample=texts,
-        rank=rank,
-        world_size=2,
+        workers=Workers(map_sample=texts),
+        order=Order(rank=rank, world_size=2),
         cache_dir=cache,
-        revalidate="start",
+        cache=Cache(revalidate="start"),
     ) as loader:
         assert len(list(loader)) == 20
         barrier.wait(60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -28,10 +27,11 @@ from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.errors import CacheError
 from streamload.metrics import Counters
-from streamload.settings import Settings, file_system, read_settings
+from streamload.options import Settings, file_system, read_settings
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
+from tests import flat
 from tests.disks import small_disk, why_no_small_disk
 from tests.kills import Child
 
@@ -52,13 +52,15 @@ def urls(server: ShardServer, count: int = 4) -> list[str]:
 
 
 def settings(tmp_path: Path, cache: str = "auto", **options: Any) -> Settings:
-    return read_settings(tmp_path / "disk", "1GB", cache=cache, **{"memory_size": "1GB", **options})
+    return read_settings(
+        cache_dir=tmp_path / "disk", cache_size="1GB", cache=cache, **{"memory_size": "1GB", **options}
+    )
 
 
 def make(server: ShardServer, tmp_path: Path, **options: Any) -> streamload.Loader:
     given = {"batch_size": 5, "num_workers": 2, "with_keys": True, "cache_dir": tmp_path / "disk"}
     given |= {"cache_size": "1GB", "memory_size": "1GB"}
-    return streamload.make_loader(urls(server), **{**given, **options})
+    return flat.make_loader(urls(server), **{**given, **options})
 
 
 def keys_of(loader: streamload.Loader) -> list[str]:
@@ -183,18 +185,18 @@ def test_what_other_runs_need_of_the_memory_is_not_free(server: ShardServer, tmp
 
 
 def test_a_cache_dir_in_memory_is_the_place_of_the_tier_in_memory(shm: Path) -> None:
-    given = read_settings(shm / "mine", cache="memory", memory_size="70MB")
+    given = read_settings(cache_dir=shm / "mine", cache="memory", memory_size="70MB")
     placed = place_tier(given, shards(1), None)
     assert placed.tier.root == shm / "mine"
     assert placed.tier.limit_bytes == 70_000_000
-    auto = dataclasses.replace(given, cache="auto")
+    auto = read_settings(cache_dir=shm / "mine", cache="auto", memory_size="70MB")
     assert decide(auto, shards(1), lambda shard: 10**12) == Answer("memory", "auto: cache_dir is in memory")
 
 
 def test_no_more_than_what_is_free_is_taken_whatever_was_asked_for(shm: Path) -> None:
     free_bytes = memory.free_memory().free_bytes
     for where in ("memory", "disk"):  # a directory in memory that was taken for a disk
-        given = read_settings(shm / where, "900TB", cache=where, memory_size="900TB")
+        given = read_settings(cache_dir=shm / where, cache_size="900TB", cache=where, memory_size="900TB")
         assert 0 < place_tier(given, shards(1), None).tier.limit_bytes < 0.95 * free_bytes
 
 
@@ -317,14 +319,14 @@ def test_a_volume_of_roots_where_all_may_write_holds_a_cache_of_each_user(mode: 
 
 def check_volume(volume: Path) -> None:
     def work(uid: int) -> None:
-        given = read_settings(volume, "1MB", environ={})
+        given = read_settings(cache_dir=volume, cache_size="1MB", environ={})
         assert given.cache_dir == volume / f"streamload-{uid}"
         assert why_not_writable(given.cache_dir) == ""
         assert not given.cache_dir.exists()
         tier = place_tier(given, shards(1), None).tier
         assert tier.root == given.cache_dir
         assert tier.root.stat().st_mode & 0o777 == 0o700
-        assert read_settings(tier.root, environ={}).cache_dir == tier.root
+        assert read_settings(cache_dir=tier.root, environ={}).cache_dir == tier.root
 
     in_a_child(lambda: work(OTHER_USER), uid=OTHER_USER)
     work(0)
@@ -336,7 +338,7 @@ def test_a_cache_in_a_directory_that_is_opened_to_all_afterwards_is_refused(tmp_
     """A cold one beside it would take its room twice."""
     Tier(tmp_path / "tier", 1 << 20)
     (tmp_path / "tier").chmod(0o777)
-    given = read_settings(tmp_path / "tier", environ={})
+    given = read_settings(cache_dir=tmp_path / "tier", environ={})
     assert given.cache_dir == tmp_path / "tier"
     assert "others may write into" in why_not_writable(given.cache_dir)
     with pytest.raises(CacheError, match="others may write into"):
@@ -353,8 +355,8 @@ def test_without_a_disk_auto_is_in_memory_whatever_the_size(tmp_path: Path) -> N
 def test_without_room_on_the_disk_auto_is_in_memory(tmp_path: Path, shm: Path) -> None:
     def work(stage: object) -> list[str]:
         small_disk(tmp_path / "full", 1 << 20)
-        given = read_settings(cache="auto", memory_size="1GB")  # its directory isn't one that was named
-        given = dataclasses.replace(given, cache_dir=tmp_path / "full" / "cache")
+        given = read_settings(cache="auto", memory_size="1GB")
+        given._values["cache_dir"] = tmp_path / "full" / "cache"  # as a default: not one that was named
         return list(decide(given, shards(3), lambda shard: None))
 
     with Child(work) as child:

@@ -18,6 +18,7 @@ import pytest
 from tiers import flip
 
 import streamload
+from streamload import Workers
 from streamload.cache.garbage import clear, collect_garbage
 from streamload.cache.inventory import take_inventory
 from streamload.cache.repair import repair
@@ -42,7 +43,7 @@ def train(urls: str, root: Path, limit: int, results: multiprocessing.SimpleQueu
             urls,
             batch_size=3,
             num_workers=2,
-            map_sample=fingerprint,
+            workers=Workers(map_sample=fingerprint),
             with_keys=True,
             train=False,
             shuffle=20,

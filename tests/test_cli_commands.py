@@ -473,7 +473,8 @@ def test_warm_through_a_shared_cache_and_doctor_on_it(streamload, tmp_path):
     assert " 0 B arrived and " in done.stdout
     assert "from the shared cache" in done.stdout
     assert "its shards can be read" in said_by_doctor()
-    assert "write back can be written STREAMLOAD_SHARED_WRITE_BACK" in said_by_doctor()
+    assert "write back yes STREAMLOAD_SHARED_WRITE_BACK" in said_by_doctor()
+    assert "its storage can be written" in said_by_doctor()
 
 
 def test_warm_fails_where_the_shared_cache_does_not_take_what_it_is_to_store(streamload, tmp_path):

@@ -19,7 +19,6 @@ import torch
 from sharing import Origin, Place, opened
 from tiers import until
 
-import streamload
 from streamload.cache.shard import prepared_form
 from streamload.cli.options import preparation_of
 from streamload.daemon import publisher
@@ -34,6 +33,7 @@ from streamload.order.plan import OrderOptions
 from streamload.testing.s3 import S3Server
 from streamload.testing.shards import ShardOptions
 from streamload.urls import expand_urls
+from tests import flat
 from tests.kills import Child, Stage
 
 COUNTS = (14, 9, 20, 11)
@@ -87,7 +87,7 @@ def epoch_of(origin: Origin, cache: Path, place: Place | None, **options: Any) -
     given: dict[str, Any] = {"batch_size": 5, "num_workers": 0, "cache_size": "1TB", "prepare": RECIPE}
     if place is not None:
         given |= {"shared_cache": place.url, "shared_cache_options": place.options}
-    with streamload.make_loader(origin.urls, cache_dir=cache, **{**given, **options}) as loader:
+    with flat.make_loader(origin.urls, cache_dir=cache, **{**given, **options}) as loader:
         return [(images, list(texts)) for images, texts in loader], loader.stats()
 
 
@@ -353,7 +353,7 @@ def test_a_daemon_follows_a_training_and_prepares_what_it_asks_for(
     given = {"prepare": RECIPE, "lanes": 1, "ahead": 1, "batch_size": 5, "num_workers": 0}
     made, _ = epoch_of(origin, tmp_path / "alone", None, **given)
     options = {**given, "cache_size": "1GB", "shared_cache": place.url}
-    with streamload.make_loader(origin.urls, cache_dir=tmp_path / "node", **options) as loader:
+    with flat.make_loader(origin.urls, cache_dir=tmp_path / "node", **options) as loader:
         batches = iter(loader)
         found = [next(batches)]
         until(lambda: len(place.objects().names("runs")) == 2)

@@ -10,11 +10,13 @@ import torch
 from photographs import clip_examples
 
 import streamload
+from streamload import Workers
 from streamload.batches.assembly import Sample
 from streamload.device import feed_for
 from streamload.ipc import own_empty
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.transforms.plan import OPENAI
+from tests import flat
 
 
 def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:
         lambda texts: torch.zeros(len(texts), 7, dtype=torch.int64),
         batch_size=5,
         num_workers=1,
-        multiprocessing_context="fork",
+        workers=Workers(multiprocessing_context="fork"),
         device="meta",
         cache_dir=tmp_path / "cache",
         cache_size="1GB",
@@ -64,14 +66,14 @@ def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"image_dtype": "uint8"}, {"preprocess": lambda image: torch.zeros(3, 224, 224, dtype=torch.uint8)}],
+    [{"dtype": "uint8"}, {"preprocess": lambda image: torch.zeros(3, 224, 224, dtype=torch.uint8)}],
 )
 def test_levels_that_were_asked_for_stay_levels_on_the_device(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     paths = [str(path) for path in write_shards(tmp_path / "data", [10], seed=44)]
     options = {"num_workers": 0, "cache_dir": tmp_path / "cache", "cache_size": "1GB", **options}
-    with streamload.make_loader(paths, batch_size=5, device="meta", **options) as loader:
+    with flat.make_loader(paths, batch_size=5, device="meta", **options) as loader:
         batches = list(loader)
     assert len(batches) == 2
     for images, _ in batches:

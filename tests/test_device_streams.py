@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import streamload
 from streamload.device import Streamed, feed_for
 from streamload.testing.shards import write_shards
 from streamload.transforms.normalise import normalise_batch
 from streamload.transforms.plan import OPENAI
+from tests import flat
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True)
 pytestmark = pytest.mark.skipif(
@@ -120,7 +120,7 @@ def test_a_loader_gives_a_device_what_it_gives_the_processor(num_workers: int, t
 
     def batches(device: torch.device | None) -> list[Any]:
         options = {"cache_dir": tmp_path / "cache", "cache_size": "1GB", "num_workers": num_workers}
-        with streamload.make_loader(
+        with flat.make_loader(
             paths, batch_size=5, device=device, with_keys=True, output="dict", **options
         ) as loader:
             return [

@@ -11,8 +11,8 @@ import pytest
 from fuzzing.blocks import END, header, octal
 from hostile import Outcome, among_good_ones, outcomes, sample
 
-import streamload
 from streamload.errors import SampleError
+from tests import flat
 
 GOOD = json.dumps({"caption": "a good one"}).encode()
 BEFORE, AFTER = sample("before", json=GOOD), sample("after", json=GOOD) + END
@@ -70,7 +70,7 @@ def test_nothing_of_a_skipped_sample_is_kept(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
-        with streamload.make_loader(urls, cache_dir=cache, **options) as loader:
+        with flat.make_loader(urls, cache_dir=cache, **options) as loader:
             assert [extra["__key__"] for _, _, extra in loader] == [["before", "after"]]
         assert not [kept for kept in gc.get_objects() if issubclass(type(kept), SampleError)]
     finally:

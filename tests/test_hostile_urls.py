@@ -14,6 +14,7 @@ from fuzzing.blocks import END, member
 from hostile import outcomes, sample
 
 import streamload
+from streamload import Shards
 from streamload.errors import OriginDenied, UrlError
 from streamload.loader.schedule import Schedule
 from streamload.loader.worker_config import worker_config_for
@@ -228,7 +229,11 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
     with serve(data) as server:
         url = f"{server.url}/a.tar?token={SECRET}"
         with streamload.make_loader(
-            [url], train=False, num_workers=0, cache_dir=tmp_path / "cache", storage_options=options
+            [url],
+            train=False,
+            num_workers=0,
+            cache_dir=tmp_path / "cache",
+            shards=Shards(storage_options=options),
         ) as loader:
             schedule = Schedule(loader.options)
             recipe, placed = worker_config_for(loader.options, schedule)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import streamload
 from streamload.testing.shards import write_shards
+from tests import flat
 
 COUNTS = [12, 11]
 
@@ -29,7 +30,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 def make(paths: list[str], tmp_path: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 4, "cache_dir": tmp_path / "cache", "cache_size": "1GB", "with_keys": True}
-    return streamload.make_loader(paths, **{**defaults, **options})
+    return flat.make_loader(paths, **{**defaults, **options})
 
 
 def keys_of(batches: Any) -> list[str]:

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import streamload
 from streamload.testing.shards import write_shards
+from tests import flat
 
 COUNTS = [20, 30, 25]
 
@@ -54,9 +55,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def make(paths: list[str], tmp_path: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 5, "num_workers": 2, "output": "dict", "with_keys": True}
-    return streamload.make_loader(
-        paths, cache_dir=tmp_path / "cache", cache_size="1GB", **{**defaults, **options}
-    )
+    return flat.make_loader(paths, cache_dir=tmp_path / "cache", cache_size="1GB", **{**defaults, **options})
 
 
 def trainer(tmp_path: Path, **options: Any) -> lightning.Trainer:

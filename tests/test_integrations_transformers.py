@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 import streamload
 from streamload.integrations.transformers import STATE_NAME, Trainer
 from streamload.testing.shards import write_shards
+from tests import flat
 
 COUNTS = [20, 30, 25]
 
@@ -50,7 +51,7 @@ class Notes(torch.nn.Module):
 
 def make(place: Path, **options: Any) -> streamload.Loader:
     urls = [str(path) for path in sorted((place / "data").glob("*.tar"))]
-    return streamload.make_loader(
+    return flat.make_loader(
         urls, one_id, output="hf", batch_size=5, cache_dir=place / "cache", cache_size="1GB", **options
     )
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import streamload
+from streamload import Workers
 from streamload.ipc import BufferPool
 from streamload.metrics import Counters
 from streamload.testing.shards import write_shards
+from tests import flat
 
 NUMBERS = 5000
 
@@ -49,8 +51,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loader(directory: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[streamload.Loader]:
     options = {"batch_size": 4, "num_workers": 2, "shuffle": 50, "map_sample": as_numbers, "with_keys": True}
     urls = str(directory / "{00000..00004}.tar")
-    with streamload.make_loader(
-        urls, **options, cache_dir=tmp_path, cache_size="1GB", multiprocessing_context=request.param
+    with flat.make_loader(
+        urls,
+        cache_dir=tmp_path,
+        cache_size="1GB",
+        workers=Workers(multiprocessing_context=request.param),
+        **options,
     ) as loader:
         yield loader
 

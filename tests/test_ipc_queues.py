@@ -19,10 +19,12 @@ import pytest
 from tiers import until
 
 import streamload
+from streamload import Workers
 from streamload.errors import NotSendable, OptionError
 from streamload.ipc import queues
 from streamload.ipc.queues import MessageQueue, context_with_queues
 from streamload.testing.shards import write_shards
+from tests import flat
 
 SIZES = [0, 1, 1900, 2040, 2048, 2100, 5000, 1 << 16, 3, (1 << 20) + 7, 12 << 20, 10]
 PATIENCE_SECONDS = 60.0
@@ -238,7 +240,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_batch_that_cannot_be_sent_is_an_error(urls: str, tmp_path: Path, method: str) -> None:
     """With a queue of multiprocessing the training would wait without end: its thread only prints."""
     options: Any = {"num_workers": 2, "cache_dir": tmp_path, "multiprocessing_context": method}
-    with streamload.make_loader(urls, batch_size=4, map_sample=not_sendable, **options) as loader:
+    with flat.make_loader(urls, batch_size=4, workers=Workers(map_sample=not_sendable), **options) as loader:
         for _ in range(2):
             with pytest.raises(NotSendable, match="can't be sent"):
                 list(loader)
@@ -249,7 +251,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error(urls: str, tmp_path: Path, meth
 def test_what_cannot_be_sent_to_workers_is_named(urls: str, tmp_path: Path, method: str) -> None:
     options: Any = {"num_workers": 1, "cache_dir": tmp_path, "multiprocessing_context": method}
     options["map_sample"] = lambda sample: {"key": sample["__key__"]}
-    with streamload.make_loader(urls, **options) as loader:
+    with flat.make_loader(urls, **options) as loader:
         if method == "fork":
             assert len(list(loader)) == 1  # 64 of the 80 samples
             return
@@ -268,7 +270,7 @@ def test_a_lambda_is_not_blamed_for_what_else_hinders_forked_workers(
     options: Any = {"num_workers": 1, "cache_dir": tmp_path, "multiprocessing_context": "fork"}
     monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", hindered)
     with (
-        streamload.make_loader(urls, map_sample=lambda sample: sample, **options) as loader,
+        flat.make_loader(urls, workers=Workers(map_sample=lambda sample: sample), **options) as loader,
         pytest.raises(TypeError, match="no processes today"),
     ):
         iter(loader)
@@ -284,14 +286,16 @@ def test_workers_have_the_environment_of_their_rank(
         with monkeypatch.context() as patch:
             for name, value in given.items():
                 patch.setenv(name, value)
-            with streamload.make_loader(urls, batch_size=80, map_sample=environment, **options) as loader:
+            with flat.make_loader(
+                urls, batch_size=80, workers=Workers(map_sample=environment), **options
+            ) as loader:
                 (batch,) = loader
             assert set(batch["has"]) == {str(given)}
 
 
 def test_batches_need_no_thread(urls: str, tmp_path: Path) -> None:
     with streamload.make_loader(
-        urls, batch_size=4, num_workers=2, cache_dir=tmp_path, map_sample=threads
+        urls, batch_size=4, num_workers=2, cache_dir=tmp_path, workers=Workers(map_sample=threads)
     ) as loader:
         before = threading.enumerate()
         for batch in loader:
@@ -307,5 +311,5 @@ def test_where_there_are_no_such_files_batches_come_all_the_same(
     monkeypatch.delattr(os, "memfd_create")
     assert context_with_queues("spawn") == "spawn"
     options: Any = {"num_workers": 2, "cache_dir": tmp_path, "multiprocessing_context": "fork"}
-    with streamload.make_loader(urls, batch_size=4, with_keys=True, **options) as loader:
+    with flat.make_loader(urls, batch_size=4, with_keys=True, **options) as loader:
         assert len({key for *_, origin in loader for key in origin["__key__"]}) == 80

@@ -14,6 +14,7 @@ import streamload
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
+from tests import flat
 
 COUNTS = [40, 10, 25, 5, 30, 10]
 
@@ -25,7 +26,7 @@ def only_key(sample: dict[str, Any]) -> dict[str, Any]:
 def make(urls: Any, cache: Path, **options: Any) -> streamload.Loader:
     defaults: dict[str, Any] = {"batch_size": 5, "num_workers": 0, "shuffle": 20, "lanes": 2}
     defaults |= {"map_sample": only_key, "with_keys": True, "cache_dir": cache, "cache_size": "1GB"}
-    return streamload.make_loader(urls, **{**defaults, **options})
+    return flat.make_loader(urls, **{**defaults, **options})
 
 
 def keys(batches: Any) -> list[str]:

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamload
+from streamload import Workers
 from streamload.loader.position import from_state
 from streamload.testing.shards import write_shards
+from tests import flat
 
 
 def only_key(sample: dict[str, Any]) -> dict[str, Any]:
@@ -33,8 +35,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         (sources, {"num_batches": 7}),
     ):
         layout: dict[str, Any] = {"num_workers": 0, "batch_size": 4, **options}
-        with streamload.make_loader(
-            urls, map_sample=only_key, cache_dir=place / "cache", cache_size="1GB", **layout
+        with flat.make_loader(
+            urls, workers=Workers(map_sample=only_key), cache_dir=place / "cache", cache_size="1GB", **layout
         ) as loader:
             found.append(loader.state_dict())
             for number, _ in enumerate(loader):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import streamload
+from streamload import Order
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
 
@@ -31,7 +32,7 @@ def test_batches_come_out_while_no_shard_is_complete(tmp_path: Path) -> None:
             batch_size=4,
             num_workers=2,
             shuffle=1,
-            lanes=len(COUNTS),
+            order=Order(lanes=len(COUNTS)),
             with_keys=True,
             cache_dir=tmp_path / "cache",
             cache_size="1TB",

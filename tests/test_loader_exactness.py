@@ -17,6 +17,7 @@ import streamload
 from streamload.cache.tier import Tier
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
+from tests import flat
 
 UNEVEN = [1, 300, 17, 64, 0, 2, 129, 33, 5, 80, 12]
 Seen = tuple[str, str, str]
@@ -34,7 +35,7 @@ def digest(members: Iterable[tuple[str, bytes]]) -> str:
 def make(urls: Any, cache: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 1, "num_workers": 0, "cache_size": "1TB", "shuffle": 100}
     options = {**defaults, "map_sample": fingerprint, "with_keys": True, "cache_dir": cache, **options}
-    return streamload.make_loader(urls, **options)
+    return flat.make_loader(urls, **options)
 
 
 def seen(batches: Iterable[Any]) -> Iterator[Seen]:

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import streamload
 from streamload.batches.captions import read_label
 from streamload.errors import LabelError, NoValidSamples, OptionError, StateMismatch
+from tests import flat
 
 COUNT = 24
 UNREADABLE = {3: b"cat", 7: b"", 11: b"1e3"}
@@ -65,7 +66,7 @@ def bad_shard(tmp_path_factory):
 
 def make(shards, tmp_path, **options):
     options = {"batch_size": 8, "num_workers": 0, "train": False, "cache_dir": tmp_path, **options}
-    return streamload.make_loader(shards, **options)
+    return flat.make_loader(shards, **options)
 
 
 def batches(shards, tmp_path, **options):
@@ -243,7 +244,7 @@ def test_the_image_lies_in_the_batch_and_is_not_copied(shards, tmp_path):
 
 
 def test_levels_are_given_to_map_sample_where_they_are_asked_for(shards, tmp_path):
-    options = {"preprocess": processor(), "image_dtype": "uint8"}
+    options = {"preprocess": processor(), "dtype": "uint8"}
     expected = batches(shards, tmp_path, text_key=None, label_key="cls", **options)
     for device in (None, "cpu"):
         found = batches(shards, tmp_path, map_sample=labelled, device=device, **options)

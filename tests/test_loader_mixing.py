@@ -13,6 +13,7 @@ import torch.multiprocessing
 import streamload
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from tests import flat
 
 COUNTS = {"large": [40, 52, 61, 33, 47, 58], "small": [12, 9], "middle": [30, 35, 41]}
 
@@ -34,7 +35,7 @@ def drawn(sample: dict[str, Any]) -> dict[str, Any]:
 def make(sources: Any, cache: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 20, "num_workers": 0, "shuffle": 40, "lanes": 4, "num_batches": 30}
     options = {**defaults, "map_sample": drawn, "with_keys": True, "cache_dir": cache, **options}
-    return streamload.make_loader(sources, cache_size="1GB", **options)
+    return flat.make_loader(sources, cache_size="1GB", **options)
 
 
 def sources_of(paths: dict[str, list[str]], **weights: float) -> list[streamload.Source]:

@@ -14,6 +14,7 @@ import streamload
 from streamload.daemon.warm import warm
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests import flat
 
 COUNT = 150
 FORMAT_2 = """{"streamload_state": 2, "data": "8da518adceab84959516e1e3719d692c", "choice": ["map_sample"],
@@ -31,7 +32,7 @@ def only_key(sample: dict[str, Any]) -> dict[str, Any]:
 
 def make(urls: Any, cache: Path, **options: Any) -> streamload.Loader:
     defaults: dict[str, Any] = {"map_sample": only_key, "cache_dir": cache, "cache_size": "1GB"}
-    return streamload.make_loader(urls, num_workers=0, **{**defaults, **options})
+    return flat.make_loader(urls, num_workers=0, **{**defaults, **options})
 
 
 def epoch(loader: streamload.Loader) -> list[tuple[int, int]]:

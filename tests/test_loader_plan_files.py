@@ -26,6 +26,7 @@ from streamload.origins.origin import OriginOptions
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls
+from tests import flat
 from tests.kills import Child, Stage
 
 SHARDS = 16
@@ -53,7 +54,7 @@ class Training:
             "shared_cache": str(self.shared),
             "map_sample": lambda sample: {"key": sample["__key__"], "size": len(sample["jpg"])},
         }
-        return streamload.make_loader(more.pop("urls", self.pattern), **{**given, **more})
+        return flat.make_loader(more.pop("urls", self.pattern), **{**given, **more})
 
     def keys(self, loader: streamload.Loader) -> list[Any]:
         return [batch["key"] for batch in loader]

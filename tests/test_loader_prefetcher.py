@@ -19,6 +19,7 @@ from streamload.device import Direct
 from streamload.loader import loader as module
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import write_shards
+from tests import flat
 
 
 class Prefetcher(Direct):
@@ -47,7 +48,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make(paths: list[str], directory: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 5, "num_workers": 2, "with_keys": True, "output": "dict"}
-    return streamload.make_loader(
+    return flat.make_loader(
         paths, cache_dir=directory, cache_size="1GB", **{**defaults, "map_sample": small, **options}
     )
 

@@ -26,10 +26,10 @@ from streamload.cli import main
 from streamload.daemon.warm import warm
 from streamload.derived.preparation import Preparation
 from streamload.errors import OptionError
-from streamload.loader import make_loader
 from streamload.shards.tar import NOTE
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests import flat
 
 COUNTS = [14, 9, 20]
 NAMES = [f"{number:05d}.tar" for number in range(len(COUNTS))]
@@ -58,7 +58,7 @@ def prepare(server: ShardServer, cache: Path, recipe: str, names: list[str] = NA
 def make(place: str | Path, cache: Path, **options: Any) -> streamload.Loader:
     urls = [f"{place}/{name}" for name in NAMES]
     chosen = {"batch_size": 5, "num_workers": 0, "output": "dict", "with_keys": True, **options}
-    return make_loader(urls, cache_dir=cache, cache_size="1TB", **chosen)
+    return flat.make_loader(urls, cache_dir=cache, cache_size="1TB", **chosen)
 
 
 def batches(place: str | Path, cache: Path, **options: Any) -> tuple[list[dict[str, Any]], Any]:
@@ -94,7 +94,7 @@ def large_and_wide(entry: streamload.Entry) -> bool:
         {"num_workers": 2},
         {"preprocess": to_numbers},
         {"keep": large_and_wide},
-        {"train": False, "image_dtype": "uint8"},
+        {"train": False, "dtype": "uint8"},
     ],
     ids=lambda options: "-".join(options) or "training",
 )
@@ -317,7 +317,7 @@ def test_prepared_shards_count_as_needed(server: ShardServer, tmp_path: Path) ->
 )
 def test_what_cannot_be_prepared_fails(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        make_loader("x.tar", **options)
+        flat.make_loader("x.tar", **options)
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ import torch
 from sharing import Origin, Place, running_s3
 from tiers import flip, until
 
-import streamload
+from streamload import Images
 from streamload.cache.shard import prepared_form
 from streamload.derived.preparation import Preparation
 from streamload.testing.shards import ShardOptions
+from tests import flat
 
 COUNTS = (14, 9, 20)
 RECIPE = "jpeg-32-q90"
@@ -42,7 +43,7 @@ def epoch_of(
     given: dict[str, Any] = {"batch_size": 5, "num_workers": 0, "cache_size": "1GB", **options}
     if place is not None:
         given |= {"shared_cache": place.url, "shared_cache_options": place.options}
-    with streamload.make_loader(origin.urls, cache_dir=cache, prepare=prepare, **given) as loader:
+    with flat.make_loader(origin.urls, cache_dir=cache, images=Images(prepare=prepare), **given) as loader:
         return [(images, list(texts)) for images, texts in loader], loader.stats()
 
 
@@ -130,8 +131,8 @@ def test_a_shared_cache_that_goes_in_a_run_changes_no_batch(origin: Origin, tmp_
         prepare(origin, tmp_path / "spot", place)
         given: dict[str, Any] = {"shared_cache": place.url, "shared_cache_options": place.options}
         given |= {"lanes": 1, "num_workers": 1, "ahead": 1, "batch_size": 5, "cache_size": "1GB"}
-        with streamload.make_loader(
-            origin.urls, cache_dir=tmp_path / "node", prepare=RECIPE, **given
+        with flat.make_loader(
+            origin.urls, cache_dir=tmp_path / "node", images=Images(prepare=RECIPE), **given
         ) as loader:
             batches = iter(loader)
             found = [next(batches)]
@@ -184,7 +185,9 @@ def test_a_training_that_writes_back_stores_what_it_fetched_as_it_is(
     origin: Origin, tmp_path: Path, place: Place
 ) -> None:
     given = {"shared_cache": place.url, "write_back": True, "num_workers": 0, "batch_size": 5}
-    with streamload.make_loader(origin.urls, cache_dir=tmp_path / "one", prepare=RECIPE, **given) as loader:
+    with flat.make_loader(
+        origin.urls, cache_dir=tmp_path / "one", images=Images(prepare=RECIPE), **given
+    ) as loader:
         list(loader)
         until(lambda: loader.stats().shared_stored == 3)
     assert len(list(Path(place.url).glob("shards/*/index"))) == 3

@@ -24,6 +24,7 @@ import torch.multiprocessing
 from tiers import until
 
 import streamload
+from streamload import Cache, Order, Workers
 from streamload.errors import OriginOutage, RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader import distributed, worker_config
@@ -64,17 +65,13 @@ def train(rank: int, urls: list[str], place: Path) -> None:
     )
     loader = streamload.make_loader(
         urls[rank],
-        map_sample=key_of,
+        workers=Workers(map_sample=key_of, multiprocessing_context="fork"),
         batch_size=4,
         num_workers=1,
-        multiprocessing_context="fork",
         num_batches=1000,
-        groups=2,
-        rank=rank,
-        world_size=2,
-        lanes=1,
+        order=Order(groups=2, rank=rank, world_size=2, lanes=1),
         shuffle=0,
-        ahead="1KB",
+        cache=Cache(ahead="1KB"),
         cache_dir=place / f"node-{rank}",
         cache_size="1GB",
     )

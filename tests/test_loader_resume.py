@@ -10,8 +10,10 @@ import pytest
 from drawn import augmented
 
 import streamload
+from streamload import Workers
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import write_shards
+from tests import flat
 
 
 class Case:
@@ -56,8 +58,13 @@ class Case:
         # The same global batches on every layout: batch_size is that of a rank.
         sizes = {"num_batches", "num_samples"} & self.options.keys()
         assert len(sizes) <= 1
-        return streamload.make_loader(
-            self.urls, map_sample=augmented, with_keys=True, cache_size="1GB", **self.options, **layout
+        return flat.make_loader(
+            self.urls,
+            workers=Workers(map_sample=augmented),
+            with_keys=True,
+            cache_size="1GB",
+            **self.options,
+            **layout,
         )
 
 

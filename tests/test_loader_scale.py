@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import streamload
+from streamload import Workers
 from streamload.cache.shard import LOOKED_THROUGH
 from streamload.loader.orders import SHARDS_NAMED
 from streamload.loader.schedule import Schedule
@@ -17,6 +18,7 @@ from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import listing
+from tests import flat
 
 SHARDS = 1_000_000
 SAMPLES = 40
@@ -48,9 +50,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def make(server: ShardServer, cache: Path, **options: Any) -> streamload.Loader:
     given: dict[str, Any] = {"num_workers": 0, "batch_size": 8, "shuffle": 200, "lanes": 4, **options}
-    return streamload.make_loader(
+    return flat.make_loader(
         f"{server.url}/{{000000..{SHARDS - 1}}}.tar",
-        map_sample=only_key,
+        workers=Workers(map_sample=only_key),
         num_samples=10**9,
         with_keys=True,
         cache_dir=cache,

@@ -16,6 +16,7 @@ from tiers import flip, until
 
 import streamload
 from streamload.testing.shards import ShardOptions
+from tests import flat
 
 COUNTS = (30, 25, 40, 20)
 LARGE = ShardOptions(padding_bytes=(3_000, 30_000))
@@ -33,7 +34,7 @@ def make(origin: Origin, cache: Path, place: Place | None, **options: Any) -> st
     defaults: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "cache_size": "1TB", "seed": 5}
     if place is not None:
         defaults |= {"shared_cache": place.url, "shared_cache_options": place.options}
-    return streamload.make_loader(origin.urls, cache_dir=cache, **{**defaults, **options})
+    return flat.make_loader(origin.urls, cache_dir=cache, **{**defaults, **options})
 
 
 def epoch_of(loader: streamload.Loader) -> Batches:

@@ -15,9 +15,11 @@ import torch
 from tiers import until
 
 import streamload
+from streamload import Workers
 from streamload.cache.fill import reserved_bytes
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests import flat
 
 SHARDS, SAMPLES = 10, 30
 OPTIONS = ShardOptions(image_side=(8, 8), padding_bytes=(8_000, 10_000))
@@ -47,7 +49,7 @@ def only_key(sample: dict[str, Any]) -> dict[str, Any]:
 def make(server: ShardServer, cache: Path, limit: int, **options: Any) -> streamload.Loader:
     given: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "map_sample": only_key, "cache_size": limit}
     urls = f"{server.url}/{{00000..{SHARDS - 1:05d}}}.tar"
-    return streamload.make_loader(urls, cache_dir=cache, **{**given, **options})
+    return flat.make_loader(urls, cache_dir=cache, **{**given, **options})
 
 
 def keys(batches: Any) -> list[list[str]]:
@@ -168,7 +170,7 @@ def in_step(rank: int, url: str, rooms: list[int], place: Path) -> None:
     )
     with streamload.make_loader(
         f"{url}/{{00000..{SHARDS - 1:05d}}}.tar",
-        map_sample=only_key,
+        workers=Workers(map_sample=only_key),
         batch_size=4,
         num_workers=0,
         num_batches=20,
@@ -205,7 +207,7 @@ def test_with_half_of_the_data_fitting_a_few_lanes_never_wait_for_room(
         urls = f"{server.url}/{{00000..00019}}.tar"
         options = {"cache_dir": tmp_path / "cache", "cache_size": limit, "map_sample": only_key}
         shape = {"lanes": 4, "shuffle": 16, "batch_size": 16, "num_workers": 4}
-        with streamload.make_loader(urls, **options, **shape) as loader:
+        with flat.make_loader(urls, **options, **shape) as loader:
             for _ in range(2):
                 assert sum(len(batch["key"]) for batch in loader) == 640
             assert loader.stats().range_reads == 0

@@ -15,12 +15,14 @@ import torch.multiprocessing
 from drawn import augmented
 
 import streamload
+from streamload import Cache, Order, Workers
 from streamload.daemon.warm import warm
 from streamload.loader import position
 from streamload.testing.faults import Fault
 from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests import flat
 
 COUNTS = [30, 41, 8, 25, 33, 19, 27, 12]
 
@@ -33,7 +35,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def make(urls: Any, cache: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 5, "num_workers": 0, "shuffle": 20, "lanes": 3, "cache_size": "1GB"}
     options = {**defaults, "map_sample": augmented, "with_keys": True, "cache_dir": cache, **options}
-    return streamload.make_loader([str(u) for u in urls] if isinstance(urls, list) else urls, **options)
+    return flat.make_loader([str(u) for u in urls] if isinstance(urls, list) else urls, **options)
 
 
 def keys(batches: Any) -> list[list[str]]:
@@ -283,9 +285,7 @@ def test_every_rank_gives_as_many_full_batches_whatever_happens_to_its_part(tmp_
                 batch_size=4,
                 num_workers=3,
                 num_batches=25,
-                groups=2,
-                rank=rank,
-                world_size=2,
+                order=Order(groups=2, rank=rank, world_size=2),
                 cache_dir=tmp_path / f"node-{rank}",
                 cache_size="1GB",
             )
@@ -565,14 +565,14 @@ def test_real_workers_and_ranks_fetch_only_what_is_still_to_come(tmp_path: Path)
 
         def make_rank(**layout: Any) -> streamload.Loader:
             before.update({name: len(server.requests(name)) for name in names if layout["rank"] == 0})
-            return streamload.make_loader(
+            return flat.make_loader(
                 f"{server.url}/{{00000..{len(counts) - 1:05d}}}.tar",
-                map_sample=augmented,
+                workers=Workers(map_sample=augmented),
                 with_keys=True,
                 shuffle=30,
-                lanes=3,
+                order=Order(lanes=3),
                 cache_size="1GB",
-                ahead=1,
+                cache=Cache(ahead=1),
                 **layout,
             )
 

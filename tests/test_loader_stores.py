@@ -15,6 +15,7 @@ import pytest
 import streamload
 from streamload.testing.s3 import S3Server
 from streamload.testing.shards import read_oracle, write_shards
+from tests import flat
 
 COUNTS = [12, 30, 7]
 
@@ -35,7 +36,7 @@ def keys(loader: streamload.Loader) -> list[str]:
 
 
 def make(urls: str, cache: Path, **options: Any) -> streamload.Loader:
-    return streamload.make_loader(
+    return flat.make_loader(
         urls, batch_size=1, num_workers=2, with_keys=True, cache_dir=cache, cache_size="1GB", **options
     )
 

@@ -47,6 +47,7 @@ from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.worker import Batch, loop
 from streamload.worker.messages import SealedStates
+from tests import flat
 
 COUNTS = [20, 30, 25, 15]
 NoLeaks = Callable[..., AbstractContextManager[None]]
@@ -61,7 +62,7 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
 
 def make(urls: Any, tmp_path: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 5, "num_workers": 2, "with_keys": True, "cache_dir": tmp_path / "cache"}
-    return streamload.make_loader(urls, **{**defaults, "cache_size": "1GB", **options})
+    return flat.make_loader(urls, **{**defaults, "cache_size": "1GB", **options})
 
 
 def keys_of(loader: streamload.Loader) -> list[str]:
@@ -487,7 +488,7 @@ def captioned(sample: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("other_default_device")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_default_device_changes_nothing(workers: int, server: ShardServer, tmp_path: Path) -> None:
-    for options in ({}, {"train": False}, {"image_dtype": "uint8"}, {"map_sample": captioned}):
+    for options in ({}, {"train": False}, {"dtype": "uint8"}, {"map_sample": captioned}):
         with make(urls(server), tmp_path, num_workers=workers, output="dict", **options) as loader:
             for batch in loader:
                 values = [value for value in batch.values() if isinstance(value, torch.Tensor)]
@@ -1444,4 +1445,4 @@ def test_an_argument_of_another_loader_says_what_takes_its_place(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(streamload.OptionError, match=re.escape(says)):
-        streamload.make_loader("a.tar", **options)
+        flat.make_loader("a.tar", **options)

@@ -23,6 +23,7 @@ from tally import Tally
 from tiers import until
 
 import streamload
+from streamload import Cache, Order, Shards
 from streamload.errors import (
     OriginDenied,
     OriginError,
@@ -309,10 +310,10 @@ def test_what_an_outage_costs_a_training(tmp_path: Path, monkeypatch: pytest.Mon
             num_workers=1,
             cache_dir=tmp_path / "cache",
             cache_size="1GB",
-            lanes=1,
+            order=Order(lanes=1),
             shuffle=20,
-            ahead="1KB",
-            max_bad_shards=None,
+            cache=Cache(ahead="1KB"),
+            shards=Shards(max_bad_shards=None),
         ) as loader,
     ):
         batches = iter(loader)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamload.cli import app
-from streamload.settings import VARIABLES
+from streamload.options import options
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -73,7 +73,7 @@ def test_every_command_and_target_that_is_named_exists(page):
 
 def test_the_readme_names_both_commands_and_every_variable():
     readme = (ROOT / "README.md").read_text()
-    for needed in ("make demo", "make test", *VARIABLES.values()):
+    for needed in ("make demo", "make test", *(option.variable for option in options())):
         assert needed in readme
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from sharing import Origin, Place
 
-import streamload
 from streamload.daemon.daemon import DaemonOptions
 from streamload.daemon.service import Service, ServiceOptions
 from streamload.daemon.warm import warm
 from streamload.testing.shards import ShardOptions
+from tests import flat
 from tests.disks import read_only, small_disk, why_no_small_disk
 from tests.kills import Child, Stage
 
@@ -53,7 +53,7 @@ def half_full(origin: Origin, tmp_path: Path, stored: int = STORED) -> Place:
 
 def epoch_of(origin: Origin, cache: Path, **options: Any) -> list[Any]:
     """The batches of an epoch, as one digest, and what was counted."""
-    with streamload.make_loader(
+    with flat.make_loader(
         origin.urls, batch_size=10, num_workers=2, cache_size="1GB", seed=5, cache_dir=cache, **options
     ) as loader:
         seen = hashlib.sha256()

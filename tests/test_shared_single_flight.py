@@ -23,7 +23,6 @@ import pytest
 import tiers
 from sharing import Origin, Place, opened
 
-import streamload
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared import sharing, single_flight
 from streamload.cache.shared.leases import Leases
@@ -35,6 +34,7 @@ from streamload.errors import OriginStopped
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.testing.shards import ShardOptions
+from tests import flat
 from tests.kills import Child, Stage
 
 COUNTS = (30, 25, 40, 20)
@@ -79,7 +79,7 @@ class Nodes:
 
         def work(stage: Stage) -> Any:
             made = {**given, **options, "cache_dir": self.tmp_path / f"node-{name}"}
-            with streamload.make_loader(self.origin.urls, **made) as loader:
+            with flat.make_loader(self.origin.urls, **made) as loader:
                 done = threading.Event()
 
                 def watch() -> None:

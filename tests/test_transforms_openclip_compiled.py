@@ -14,7 +14,6 @@ import torch
 from photographs import SIZES, photograph, transformed
 from PIL import Image
 
-import streamload
 from streamload.errors import OptionError
 from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.torchvision_stub import define_torchvision_schemas
@@ -24,6 +23,7 @@ from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.plan import OPENAI, NotRecognised, clip_plan
 from streamload.transforms.user import SeededGenerators
+from tests import flat
 
 define_torchvision_schemas()
 with warnings.catch_warnings():
@@ -238,7 +238,7 @@ def shards(tmp_path_factory):
 
 
 def images(shards, tmp_path, **options):
-    with streamload.make_loader(
+    with flat.make_loader(
         shards, batch_size=16, cache_dir=tmp_path, cache_size="1GB", seed=5, **{"num_workers": 2, **options}
     ) as loader:
         return torch.cat([image for image, _ in loader])
@@ -264,7 +264,7 @@ def test_a_loader_gives_the_same_batches_with_a_plan_that_holds_functions_as_giv
     assert all(map(torch.equal, generators, as_before))
     assert torch.equal(ours, images(shards, tmp_path, preprocess=transform, num_workers=2))
     if transform is not GIVEN["levels, sharp"]:
-        levels = images(shards, tmp_path, preprocess=transform, image_dtype="uint8")
+        levels = images(shards, tmp_path, preprocess=transform, dtype="uint8")
         mean, std = compile_transform(transform).statistics
         mean, std = (torch.tensor(of).view(3, 1, 1) for of in (mean, std))
         assert torch.equal(levels.to(torch.float32).div(255).sub(mean).div(std), given)
@@ -289,7 +289,7 @@ def test_a_loader_gives_the_same_batches_compiled_and_as_given(name, shards, tmp
 def test_levels_are_what_a_worker_would_have_normalised(shards, tmp_path):
     transform = KNOWN["SigLIP's statistics"]
     floats = images(shards, tmp_path, preprocess=transform)
-    levels = images(shards, tmp_path, preprocess=transform, image_dtype="uint8")
+    levels = images(shards, tmp_path, preprocess=transform, dtype="uint8")
     assert levels.dtype == torch.uint8
     torch.testing.assert_close((levels / 255 - 0.5) / 0.5, floats, rtol=0, atol=1e-5)
     on_device = images(shards, tmp_path, preprocess=transform, device="cpu")
@@ -298,11 +298,11 @@ def test_levels_are_what_a_worker_would_have_normalised(shards, tmp_path):
 
 def test_levels_are_asked_for_only_where_they_can_be_had(shards, tmp_path):
     with pytest.raises(OptionError, match="Pad isn't known"):
-        images(shards, tmp_path, preprocess=colour_of(transforms.Pad(2)), image_dtype="uint8")
+        images(shards, tmp_path, preprocess=colour_of(transforms.Pad(2)), dtype="uint8")
     with pytest.raises(OptionError, match="functions as given"):
-        images(shards, tmp_path, preprocess=KNOWN["grey"], image_dtype="uint8", compile=False)
-    with pytest.raises(OptionError, match="image_dtype='int8'"):
-        images(shards, tmp_path, image_dtype="int8")
+        images(shards, tmp_path, preprocess=KNOWN["grey"], dtype="uint8", compile=False)
+    with pytest.raises(OptionError, match="dtype='int8'"):
+        images(shards, tmp_path, dtype="int8")
 
 
 def test_a_transform_that_is_not_recognised_runs_as_given_and_the_log_says_why(shards, tmp_path, caplog):

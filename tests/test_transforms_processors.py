@@ -10,11 +10,11 @@ import transformers
 from processors import NAMES, SIZED, assert_exact
 from torch.testing import assert_close
 
-import streamload
 from streamload.testing.photographs import write_photograph_shards
 from streamload.transforms import kernel
 from streamload.transforms.plan import NotRecognised, Squash
 from streamload.transforms.processors import plan_of
+from tests import flat
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_transformers_clip import tokenizer_of
@@ -39,7 +39,7 @@ def shards(tmp_path_factory):
 
 def batches(shards, tmp_path, **options):
     options = {"train": False, "batch_size": 12, "num_workers": 0, "cache_dir": tmp_path, **options}
-    with streamload.make_loader(shards, **options) as loader:
+    with flat.make_loader(shards, **options) as loader:
         return list(loader)
 
 

@@ -30,9 +30,7 @@ def main() -> None:
 
     sample_io.is_whole = {"shipped": _shipped, "timed": timed, "off": lambda entry, data: True}[job.checks]
     so_far = []
-    result = streamload_.run(
-        job, after_epoch=lambda: so_far.append(list(checked)), multiprocessing_context="fork"
-    )
+    result = streamload_.run(job, after_epoch=lambda: so_far.append(list(checked)), start_method="fork")
     last = [now - before for now, before in zip(so_far[-1], [[0, 0, 0], *so_far][-2], strict=True)]
     result.notes["checked"] = dict(zip(("samples", "bytes", "ns"), last, strict=True))
     result.print()

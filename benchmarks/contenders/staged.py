@@ -86,7 +86,7 @@ def main() -> None:
         assert os.getpid() == rank
         so_far.append((clocks.read(), time.process_time_ns()))
 
-    result = streamload_.run(job, after_epoch=note, multiprocessing_context="fork")
+    result = streamload_.run(job, after_epoch=note, start_method="fork")
     (before, rank_before), (now, rank_now) = so_far[1], so_far[-1]  # behind the first epoch
     spent = dict(zip(STAGES, (late - early for late, early in zip(now, before, strict=True)), strict=True))
     result.notes["stages"] = {**spent, "rank": rank_now - rank_before}

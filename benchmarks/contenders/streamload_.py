@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import streamload
 from benchmarks.contenders.workload import (
@@ -16,14 +15,17 @@ from benchmarks.contenders.workload import (
     train,
     versions,
 )
+from streamload import Images, Workers
 
 
 def main() -> None:
     run(Job.from_argument()).print()
 
 
-def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any) -> Result:
-    """Do the job; `more` is for make_loader."""
+def run(
+    job: Job, after_epoch: Callable[[], object] = lambda: None, start_method: str | None = None
+) -> Result:
+    """Do the job; `start_method`, of its workers, is the job's own by default."""
     is_open_clips = job.preprocess in ("open_clip", JITTERED)
     preprocess = open_clip_preprocess(job.preprocess == JITTERED) if is_open_clips else None
     reads_only = job.preprocess == "none"
@@ -34,17 +36,17 @@ def run(job: Job, after_epoch: Callable[[], object] = lambda: None, **more: Any)
         job.urls,
         tokenize,
         preprocess=preprocess,
-        compile=job.compile,
-        map_sample=bytes_of if reads_only else None,
         batch_size=job.batch_size,
         num_workers=job.workers,
         shuffle=job.shuffle,
         seed=job.seed,
-        image_dtype=job.images,
-        prepare=job.prepare,
+        images=Images(dtype=job.images, compile=job.compile, prepare=job.prepare),
+        workers=Workers(
+            map_sample=bytes_of if reads_only else None,
+            multiprocessing_context=start_method or job.start_method,
+        ),
         cache_dir=job.cache_dir,
         cache_size=job.cache_bytes,
-        **{"multiprocessing_context": job.start_method, **more},
     ) as loader:
         if job.takes_up:
             loader.load_state_dict(job.saved_state())

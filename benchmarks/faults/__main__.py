@@ -79,7 +79,7 @@ def _write(out: Path, results: list[dict[str, Any]]) -> None:
 
 
 def _kind_of(directory: str) -> str:
-    from streamload.settings import file_system
+    from streamload.options import file_system
 
     return file_system(Path(directory)).kind
 

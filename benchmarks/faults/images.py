@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import streamload
 from benchmarks.faults.data import digest_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.processes import differences, import_torch
@@ -20,6 +19,7 @@ from streamload.daemon.warm import warm
 from streamload.derived.preparation import Preparation
 from streamload.shards.tar import NOTE
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests import flat
 from tests.kills import Child
 
 LIMIT_PIXELS = 20_000_000
@@ -188,7 +188,7 @@ def _decode(path: Path, root: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     options = {"train": False, "num_workers": 0, "batch_size": 4, "with_keys": True, "cache_size": "1GB"}
-    with streamload.make_loader(str(path), cache_dir=root, **options) as loader:
+    with flat.make_loader(str(path), cache_dir=root, **options) as loader:
         held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (held + _MEMORY_BYTES, held + _MEMORY_BYTES))
         seconds = math.ceil(time.process_time() + _CPU_SECONDS)
@@ -227,7 +227,7 @@ def _both(path: Path, attempt: Attempt) -> tuple[list[Any], list[Any]]:
     found = []
     for root in (attempt.root, attempt.place / "prepared"):
         options = {"num_workers": 0, "batch_size": 1, "with_keys": True, "train": False, "prepare": _RECIPE}
-        with streamload.make_loader(str(path), cache_dir=root, preprocess=_digest, **options) as loader:
+        with flat.make_loader(str(path), cache_dir=root, preprocess=_digest, **options) as loader:
             found.append([[names["__key__"], images, texts] for images, texts, names in loader])
     return found[0], found[1]
 

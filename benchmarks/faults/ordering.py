@@ -10,9 +10,11 @@ import streamload
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.processes import describe, import_torch
 from benchmarks.faults.rows import Row
+from streamload import Workers
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests import flat
 from tests.kills import Child, Stage
 
 _STEPS = 40
@@ -179,7 +181,9 @@ def _caught(work: Any) -> Any:
 
 def _loader(urls: list[str], cache: Path, **options: Any) -> streamload.Loader:
     defaults = {"num_workers": 0, "shuffle": 20, "lanes": 2, "cache_size": "1GB", "max_bad_shards": None}
-    return streamload.make_loader(urls, map_sample=describe, cache_dir=cache, **{**defaults, **options})
+    return flat.make_loader(
+        urls, workers=Workers(map_sample=describe), cache_dir=cache, **{**defaults, **options}
+    )
 
 
 ROWS = [

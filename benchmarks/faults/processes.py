@@ -16,7 +16,9 @@ from benchmarks.faults.data import Data, digest_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import Reading, read_in_child
 from benchmarks.faults.rows import Row
+from streamload import Workers
 from streamload.testing.faults import Fault
+from tests import flat
 from tests.disks import small_disk, why_no_small_disk
 from tests.kills import Child, Stage
 
@@ -233,8 +235,13 @@ def _train(data: Data, root: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loader(data: Data, root: Path, options: dict[str, Any]) -> streamload.Loader:
-    return streamload.make_loader(
-        data.urls, map_sample=describe, batch_size=1, cache_dir=root, cache_size="1GB", **options
+    return flat.make_loader(
+        data.urls,
+        workers=Workers(map_sample=describe),
+        batch_size=1,
+        cache_dir=root,
+        cache_size="1GB",
+        **options,
     )
 
 

@@ -14,6 +14,7 @@ from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.processes import all_samples, describe, differences, import_torch
 from benchmarks.faults.rows import Row
+from streamload import Cache, Order, Workers
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from tests.kills import Child
@@ -96,16 +97,13 @@ def _rank(rank: int, urls: list[str], place: Path, wait: float, stage: Any) -> d
         )
         loader = streamload.make_loader(
             urls,
-            map_sample=describe,
+            workers=Workers(map_sample=describe),
             batch_size=_BATCH,
             num_workers=1,
             num_batches=sum(COUNTS) // 2 // _BATCH,
-            groups=2,
-            rank=rank,
-            world_size=2,
-            lanes=1,
+            order=Order(groups=2, rank=rank, world_size=2, lanes=1),
             shuffle=0,
-            ahead="1KB",
+            cache=Cache(ahead="1KB"),
             cache_dir=place / f"node-{rank}",
             cache_size="1GB",
         )
@@ -176,7 +174,7 @@ def _train(data: Data, root: Path, workers: int) -> Any:
         _said(root.with_name("told")) as said,
         streamload.make_loader(
             data.urls,
-            map_sample=describe,
+            workers=Workers(map_sample=describe),
             batch_size=_BATCH,
             num_workers=workers,
             cache_dir=root,

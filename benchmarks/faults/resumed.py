@@ -20,6 +20,7 @@ from benchmarks.faults.processes import (
     import_torch,
 )
 from benchmarks.faults.rows import Row
+from streamload import Order, Workers
 from tests.kills import Child, Stage
 
 _GLOBAL_BATCH = 4
@@ -86,13 +87,11 @@ def _loaders(data: Data, place: Path, layout: tuple[int, int]) -> list[streamloa
     return [
         streamload.make_loader(
             data.urls,
-            map_sample=describe,
+            workers=Workers(map_sample=describe),
             batch_size=_GLOBAL_BATCH // ranks,
             num_workers=workers,
-            rank=rank,
-            world_size=ranks,
+            order=Order(rank=rank, world_size=ranks, lanes=2),
             shuffle=15,
-            lanes=2,
             cache_dir=place,
             cache_size="1GB",
         )

@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import streamload
 from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.processes import all_samples, describe, differences, gone_from, import_torch
 from benchmarks.faults.rows import Row
+from streamload import Workers
 from streamload.worker import shortage
+from tests import flat
 from tests.kills import Child, Stage
 
 _COUNTS = (32,) * 8
@@ -66,8 +67,13 @@ def _train(
     data: Data, root: Path, limit_bytes: int, options: dict[str, Any], steps: int, state: Any = None
 ) -> dict[str, Any]:
     """Two epochs; or one, with the state after some steps; or the rest of one from a state."""
-    with streamload.make_loader(
-        data.urls, map_sample=describe, batch_size=_BATCH, cache_dir=root, cache_size=limit_bytes, **options
+    with flat.make_loader(
+        data.urls,
+        workers=Workers(map_sample=describe),
+        batch_size=_BATCH,
+        cache_dir=root,
+        cache_size=limit_bytes,
+        **options,
     ) as loader:
         if state is not None:
             loader.load_state_dict(state)

@@ -23,7 +23,7 @@ from streamload.cache.placement import agreement_on
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
-from streamload.settings import read_settings
+from streamload.options import read_settings
 from streamload.shards.index import IndexWriter
 from streamload.testing.server import ShardServer
 from tests.kills import Child, Stage
@@ -56,7 +56,7 @@ def planted(attempt: Attempt) -> None:
                 assert found is not None
                 return found
             case _:
-                settings = read_settings(root, cache="auto", environ={})
+                settings = read_settings(cache_dir=root, cache="auto", environ={})
                 return agreement_on(settings, data.shards)._path
 
     def work(stage: Stage) -> Any:
@@ -69,7 +69,7 @@ def planted(attempt: Attempt) -> None:
             fallback_tier.FallbackTier(attempt.root, Counters()).open()
             return {"error": None}
         if attempt.variant == "the answer of auto":
-            agreement = agreement_on(read_settings(root, cache="auto", environ={}), data.shards)
+            agreement = agreement_on(read_settings(cache_dir=root, cache="auto", environ={}), data.shards)
             agreement.join(lambda: Answer("disk", "by this process"))
             agreement.close()
             return {"error": None}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,30 +10,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from streamload.batches.captions import read_caption, read_label
-from streamload.batches.collate import Allocate, collate, collate_images, named
+from streamload.batches.collate import Allocate, collate, named
+from streamload.batches.images import ImageAssembly, Images
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.derived.preparation import Preparation
 from streamload.errors import BlankCaption, add_note
-from streamload.transforms.decode import (
-    Pixels,
-    decode_jpeg_or_image,
-    decode_there,
-    is_stored,
-    place_in_scratch,
-    stored_pixels,
-)
-from streamload.transforms.execute import PlannedTransform, Put
-from streamload.transforms.fused import Place
-from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import ImagePlan, Statistics
-from streamload.transforms.processors import GivenProcessor, image_processor_of
-from streamload.transforms.user import SeededGenerators, UserTransform
+from streamload.transforms.user import SeededGenerators
 
 _KEYS_SHOWN = 16
 _OF_MAP_SAMPLE, _OF_COLLATE = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
 """What seeds are changed by, so that a function doesn't draw the numbers that another one drew."""
 
-Preprocess = Callable[[Any], Any]
 MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
 Collate = Callable[[list[Mapping[str, Any]]], Any]
 Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
@@ -97,46 +82,36 @@ Begin = Callable[[int, Allocate], BatchInProgress]
 
 @dataclass(frozen=True, slots=True)
 class BatchAssembly:
-    """What is made of samples.
+    """What samples become.
 
     Attributes:
         image: tells from a sample's extensions which one holds the image.
-        text: which one holds the caption, and in which field of a JSON member; None: there are no captions.
+        images: how images are made; None: they aren't decoded, but are map_sample's.
+        text: which extension holds the caption, and in which field of a JSON member; None: no captions.
         tokenizer: captions to ids; None leaves them as strings.
-        preprocess: pixels to an image of the batch by a plan, or PIL image to value by a function as given;
-            None: images aren't decoded, but are map_sample's.
-        preparation: what is done to each image that isn't prepared yet, before anything else; None: nothing.
         blank_captions: whether samples with a caption of nothing but white space are used.
-        map_sample: in place of captions and labels: the raw sample to a dict of values. With `preprocess`,
-            it gets the image that this makes, as "image".
-        as_bytes: leave a plan's images as uint8, to be normalised where they are used.
-        as_model_inputs: give whatever else the tokenizer and an image processor give, too (`attention_mask`,
-            say), and refuse images that aren't tensors.
-        most_pixels: of an image that is decoded (limits.py); a preparation has its own.
         label: as `text`, of a whole number.
+        map_sample: in place of captions and labels: the raw sample to a dict of values. With `images` it gets
+            the image as "image".
         collate: what `map_sample` returned for the samples of a batch to the batch: a dict of its values, or
             a tuple of them; None: values are stacked.
+        as_model_inputs: keep all values that the tokenizer returns (`attention_mask`, say).
     """
 
     image: Choose
+    images: ImageAssembly | None
     text: Choose | None
-    tokenizer: BatchTokenizer | None
-    preprocess: ImagePlan | Preprocess | None
-    map_sample: MapSample | None
-    as_bytes: bool
-    preparation: Preparation | None = None
-    as_model_inputs: bool = False
+    tokenizer: BatchTokenizer | None = None
     blank_captions: bool = True
-    most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
     label: Choose | None = None
+    map_sample: MapSample | None = None
     collate: Collate | None = None
+    as_model_inputs: bool = False
 
     @property
-    def unnormalised(self) -> Statistics | None:
-        """What images that are left as uint8 have still to be normalised by; None: nothing."""
-        return (
-            self.preprocess.statistics if self.as_bytes and isinstance(self.preprocess, ImagePlan) else None
-        )
+    def preparation(self) -> Preparation | None:
+        """The preparation of its images."""
+        return None if self.images is None else self.images.preparation
 
     def layout(self, sample: Sample) -> Layout:
         """The members that are meant; the index has promised that there are such."""
@@ -149,56 +124,14 @@ class BatchAssembly:
         return Layout(image[0], text, label)
 
     def ready(self) -> Begin:
-        """What begins batches, one at a time: what they have in common is made once."""
-        images, map_sample = self._images(), self.map_sample
+        """A function that begins batches, one at a time; what they share is made once."""
+        images, map_sample = None if self.images is None else self.images.ready(), self.map_sample
         if map_sample is not None:
             return lambda size, allocate: _MappedBatch(
                 map_sample, self, None if images is None else images(size, allocate), allocate
             )
         assert images is not None
         return lambda size, allocate: _CaptionedBatch(images(size, allocate), self, allocate)
-
-    def _images(self) -> Callable[[int, Allocate], _Images] | None:
-        """What begins the images of batches; None: nobody asked for images."""
-        preprocess = self.preprocess
-        if preprocess is None:
-            return None
-        if isinstance(preprocess, ImagePlan):
-            transform, places = PlannedTransform(preprocess, self.as_bytes), _Places()
-            return lambda size, allocate: _PlannedImages(transform, self, places, size, allocate)
-        return lambda size, allocate: _GivenImages(preprocess, self, allocate)
-
-    def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
-        """The pixels that the transform gets, needed only until the next image."""
-        if self.preparation is None or is_prepared:
-            return decode_jpeg_or_image(data, in_scratch=True, most_pixels=self.most_pixels)
-        return self.preparation.pixels(data)
-
-
-class _Images(Protocol):
-    """The images of a batch; see BatchInProgress."""
-
-    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> Any: ...
-
-    def add(self, seen: Any) -> None: ...
-
-    def last(self) -> Any:
-        """The image that was added last, needed until the batch has been handed over."""
-        ...
-
-    def drop(self) -> None:
-        """Take back the image that was added last."""
-        ...
-
-    def joined(self, images: list[Any]) -> torch.Tensor | None:
-        """The batch of these images where there is no need to stack them: `last` of each; else None."""
-        ...
-
-    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The values, `image` among them, of the samples with these keys."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class _Captioned(NamedTuple):
@@ -215,11 +148,11 @@ class _Captioned(NamedTuple):
 class _CaptionedBatch:
     """Images with captions and labels: `image`, `text`, `label`, and what else is asked for."""
 
-    def __init__(self, images: _Images, examples: BatchAssembly, allocate: Allocate):
+    def __init__(self, images: Images, assembly: BatchAssembly, allocate: Allocate):
         self._images = images
-        self._examples = examples
+        self._assembly = assembly
         self._allocate = allocate
-        self._allows_blank = examples.blank_captions
+        self._allows_blank = assembly.blank_captions
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._added: list[_Captioned] = []
 
@@ -248,7 +181,7 @@ class _CaptionedBatch:
         extensions = tuple(sample.members)
         layout = self._layouts.get(extensions)
         if layout is None:
-            layout = self._layouts[extensions] = self._examples.layout(sample)
+            layout = self._layouts[extensions] = self._assembly.layout(sample)
         return layout
 
     def finish(self) -> dict[str, Any]:
@@ -261,204 +194,21 @@ class _CaptionedBatch:
         return {**values, "__key__": keys, "__url__": urls}
 
     def _values(self, keys: Sequence[str]) -> dict[str, Any]:
-        examples, values = self._examples, self._images.finish(keys)
-        if examples.text is not None:
+        assembly, values = self._assembly, self._images.finish(keys)
+        if assembly.text is not None:
             values["text"] = captions = [one.caption for one in self._added if one.caption is not None]
-            if examples.tokenizer is not None and captions:
-                texts = examples.tokenizer(captions, [one.seed for one in self._added])
+            if assembly.tokenizer is not None and captions:
+                texts = assembly.tokenizer(captions, [one.seed for one in self._added])
                 values["text"] = texts.ids
-                if examples.as_model_inputs:
+                if assembly.as_model_inputs:
                     values |= texts.others
-        if examples.label is not None:
+        if assembly.label is not None:
             labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
         return values
 
     def close(self) -> None:
         self._images.close()
-
-
-class _Planned(NamedTuple):
-    """An image before its pixels, with all that can be known of it by then.
-
-    Attributes:
-        data: its file; None where the pixels are there, as they were stored.
-        is_prepared: whether it is.
-        seed: uint64, of what is drawn for it.
-        pixels: where its pixels will be; None where the file has to be decoded to know.
-        put: makes the image of a batch of these.
-    """
-
-    data: memoryview | None
-    is_prepared: bool
-    seed: int
-    pixels: Pixels | None
-    put: Put | None
-
-
-class _Places:
-    """The places of a batch's images in its memory, made once for memory that is used again."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[Place]]] = {}
-
-    def of(
-        self, memory: torch.Tensor, split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    ) -> Sequence[Place]:
-        """Those of the parts of a tensor, always by the same `split`."""
-        number = id(memory)  # known only as long as it lives
-        if number not in self._known:
-            forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
-            # Views keep what they are views of, and that is to go when nobody else has it.
-            self._known[number] = forget, [Place.of(part) for part in split(memory.detach())]
-        return self._known[number][1]
-
-
-def _channels_first(levels: torch.Tensor) -> Sequence[torch.Tensor]:
-    """[N, H, W, 3] → N views [1, 3, H, W]."""
-    return torch.split(levels.permute(0, 3, 1, 2), 1)
-
-
-class _PlannedImages:
-    """Images by a plan, each put straight into its place in the batch."""
-
-    def __init__(
-        self,
-        transform: PlannedTransform,
-        examples: BatchAssembly,
-        places: _Places,
-        size: int,
-        allocate: Allocate,
-    ):
-        self._transform, plan = transform, transform.plan
-        self._pixels = examples.pixels
-        self._preparation = examples.preparation
-        self._most_pixels = examples.most_pixels
-        self._count = 0
-        self._handed: list[torch.Tensor] = []
-        self._borrowed = ExitStack()
-        if plan.given:
-            self._borrowed.enter_context(SeededGenerators())
-        if examples.as_bytes or plan.statistics is None:
-            memory = allocate((size, *plan.size, 3), torch.uint8)
-            self._batch = memory.permute(0, 3, 1, 2)
-            self._places = places.of(memory, _channels_first)
-        else:
-            self._batch = allocate((size, 3, *plan.size), torch.float32)
-            self._places = places.of(self._batch, torch.unbind)
-
-    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
-        """See BatchInProgress."""
-        if self._preparation is not None and not is_prepared:
-            return _Planned(data, is_prepared, seed, None, None)
-        if is_stored(data):
-            pixels = stored_pixels(data, True, self._most_pixels)
-            return _Planned(None, is_prepared, seed, pixels, self._put(pixels, seed))
-        place = place_in_scratch(data, self._most_pixels)
-        put = None if place is None else self._put(place, seed)
-        return _Planned(data, is_prepared, seed, place, put)
-
-    def add(self, seen: _Planned) -> None:
-        """See BatchInProgress. Between two images each call costs a microsecond or two: few are left."""
-        data, is_prepared, seed, pixels, put = seen
-        if data is not None:
-            if pixels is None:
-                there = self._pixels(data, is_prepared)
-            else:
-                there = decode_there(data, pixels, self._most_pixels)
-            if there is not pixels:
-                put = self._put(there, seed)
-        assert put is not None  # as there are pixels
-        put(out=self._places[self._count])
-        self._count += 1
-
-    def last(self) -> torch.Tensor:
-        """See _Images. Not a view of the batch: torch, which moves what it sends, would move all of it."""
-        image = torch.from_numpy(self._batch.numpy()[self._count - 1])
-        del self._handed[self._count - 1 :]
-        self._handed.append(image)
-        return image
-
-    def drop(self) -> None:
-        self._count -= 1
-
-    def joined(self, images: list[Any]) -> torch.Tensor | None:
-        is_ours = len(images) == len(self._handed) and all(map(operator.is_, images, self._handed))
-        return self._batch[: self._count] if is_ours else None
-
-    def _put(self, pixels: Pixels, seed: int) -> Put:
-        height, width, _ = pixels.shape
-        return self._transform.put(pixels, self._transform.draw(height, width, seed))
-
-    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
-        return {"image": self._batch[: self._count]}
-
-    def close(self) -> None:
-        self._borrowed.close()
-
-
-class _GivenImages:
-    """The user's own transform, run as given."""
-
-    def __init__(self, preprocess: Preprocess, examples: BatchAssembly, allocate: Allocate):
-        processor = image_processor_of(preprocess)
-        self._is_processor = processor is not None
-        self._transform = UserTransform(
-            GivenProcessor(processor) if self._is_processor else preprocess, examples.most_pixels
-        )
-        self._prepare = None if examples.preparation is None else examples.pixels
-        self._as_model_inputs = examples.as_model_inputs
-        self._allocate = allocate
-        self._values: list[Any] = []
-        self._borrowed = ExitStack()
-        self._generators = self._borrowed.enter_context(SeededGenerators())
-
-    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[memoryview, bool, int]:
-        """Nothing is known of what it does."""
-        return data, is_prepared, seed
-
-    def add(self, seen: tuple[memoryview, bool, int]) -> None:
-        """See BatchInProgress."""
-        data, is_prepared, seed = seen
-        if self._prepare is None:
-            value = self._transform(data, self._generators, seed)
-        else:
-            pixels = self._prepare(data, is_prepared)
-            value = self._transform.of_pixels(pixels, self._generators, seed)
-        self._values.append(value)
-
-    def last(self) -> Any:
-        return self._values[-1]["image"] if self._is_processor else self._values[-1]
-
-    def drop(self) -> None:
-        del self._values[-1]
-
-    def joined(self, images: list[Any]) -> torch.Tensor | None:
-        return None
-
-    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
-        if not self._values:
-            return {"image": []}
-        return {
-            name: collate_images(
-                values,
-                keys,
-                self._allocate,
-                name=name,
-                only_tensors=self._is_processor or self._as_model_inputs,
-            )
-            for name, values in self._columns().items()
-        }
-
-    def _columns(self) -> dict[str, list[Any]]:
-        """The values of all samples by name: of an image processor without those that nobody asked for."""
-        if not self._is_processor:
-            return {"image": self._values}
-        names = self._values[0] if self._as_model_inputs else ("image",)
-        return {name: [value[name] for value in self._values] for name in names}
-
-    def close(self) -> None:
-        self._borrowed.close()
 
 
 class _Mapped(NamedTuple):
@@ -473,11 +223,11 @@ class _MappedBatch:
     """Whatever the user's function makes of samples."""
 
     def __init__(
-        self, map_sample: MapSample, examples: BatchAssembly, images: _Images | None, allocate: Allocate
+        self, map_sample: MapSample, assembly: BatchAssembly, images: Images | None, allocate: Allocate
     ):
         self._map_sample = map_sample
-        self._choose_image = examples.image
-        self._collate = examples.collate
+        self._choose_image = assembly.image
+        self._collate = assembly.collate
         self._images = images
         self._allocate = allocate
         self._values: list[Mapping[str, Any]] = []

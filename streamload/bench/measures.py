@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from streamload import Cache, Shards
 from streamload.bench.job import Job, NotHere, tokenizer_of
 from streamload.bench.process_tree import cpu_seconds
 from streamload.errors import OptionError, OriginError, StreamloadError
@@ -51,7 +52,7 @@ def disk(job: Job) -> Row:
     Raises:
         NotHere: they are in memory.
     """
-    from streamload.settings import file_system
+    from streamload.options import file_system
 
     if all(file_system(Path(path)).is_memory for path in job.paths):
         raise NotHere("the shards' files are in memory")
@@ -96,9 +97,9 @@ def streamload(job: Job) -> Row:
         num_workers=job.workers,
         num_batches=job.batches,
         seed=job.seed,
-        cache="disk",
+        cache=Cache(where="disk"),
         cache_dir=job.tier or str(Path(job.directory) / "unused"),
-        storage_options=job.storage_options,
+        shards=Shards(storage_options=job.storage_options),
     ) as loader:
         row = _read(loader, job)
         stats = loader.stats()

@@ -22,7 +22,7 @@ from streamload.bench.job import Job
 from streamload.bench.rounds import Row, medians, rotated
 from streamload.bench.verdict import Figures, Verdict, verdict
 from streamload.errors import OptionError, StreamloadError
-from streamload.settings import read_settings
+from streamload.options import read_settings
 
 NAMES = (
     "origin",
@@ -122,7 +122,7 @@ def bench(
     wanted = options.samples or _SAMPLES_PER_WORKER * workers
     if options.tokenizer is not None and find_spec("open_clip") is None:
         raise OptionError(f"--tokenizer={options.tokenizer}: open_clip is not installed here")
-    beside = read_settings(options.cache_dir).cache_dir.absolute().parent
+    beside = read_settings(cache_dir=options.cache_dir).cache_dir.absolute().parent
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="streamload-bench-", dir=beside) as directory:
         on_step("getting the shards")

@@ -33,7 +33,7 @@ from streamload.cache.eviction import HeldShard
 from streamload.cache.locks import FileLock, Usage, exclusive, usage_of
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheError, CacheFull
-from streamload.settings import Eviction, FreeDisk
+from streamload.options import Eviction, FreeDisk
 
 logger = logging.getLogger("streamload")
 

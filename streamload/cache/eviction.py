@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamload.settings import Eviction
+from streamload.options import Eviction
 
 NEVER = math.inf
 

@@ -20,7 +20,7 @@ from streamload.cache import memory
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Tier
 from streamload.metrics import Counts
-from streamload.settings import FreeDisk
+from streamload.options import FreeDisk
 
 _MEMORY = memory.PLACE
 _SHARE = 4

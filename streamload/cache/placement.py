@@ -24,8 +24,8 @@ from streamload.cache.shard import Shard, fingerprint, spread
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheError, OriginError
 from streamload.metrics import format_bytes
+from streamload.options import DEFAULT_FREE_DISK, FreeDisk, Settings, file_system
 from streamload.origins.origin import OriginOptions, open_origin
-from streamload.settings import DEFAULT_FREE_DISK, FreeDisk, Settings, file_system
 
 logger = logging.getLogger("streamload")
 

@@ -22,7 +22,7 @@ from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Orphan, Part
 from streamload.errors import CacheError
 from streamload.metrics import Counters, Counts
-from streamload.settings import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system
+from streamload.options import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system
 
 
 class Tier(Directory):

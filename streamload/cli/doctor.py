@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ import typer
 from streamload.cli.options import AsJson, StorageOptions, storage_options_of
 
 if TYPE_CHECKING:
-    from streamload.settings import Settings
+    from streamload.options import Option, Settings
 
 _LIBRARIES = (
     "streamload",
@@ -99,33 +100,41 @@ def examine() -> list[Finding]:
 
 def _settings() -> list[Finding]:
     from streamload.errors import OptionError
-    from streamload.metrics import format_bytes
-    from streamload.settings import VARIABLES, read_settings
+    from streamload.options import options, read_settings
 
     try:
         found = read_settings()
     except OptionError as exc:
         return [Finding("settings", "can't be read", "", str(exc), unusable=True)]
-    sources = {
-        name: source if source != "default" else f"default ({VARIABLES[name]} is not set)"
-        for name, source in found.sources.items()
-    }
-    size = found.cache_size.size_bytes
-    limit = str(found.cache_size) if size is None else format_bytes(size)
-    return [
-        Finding("cache directory", str(found.cache_dir), sources["cache_dir"]),
-        Finding("cache size", limit, sources["cache_size"]),
-        Finding("ahead", format_bytes(found.ahead_bytes), sources["ahead"]),
-        Finding("revalidate", found.revalidate, sources["revalidate"]),
-        Finding("waits for origins", f"{found.origin_wait_seconds:g} s", sources["origin_wait"]),
-        Finding("eviction", found.eviction, sources["eviction"]),
-        Finding("free disk", _kept_free(found), sources["free_disk"]),
-        Finding("cache", _where(found), sources["cache"]),
-        Finding("memory size", _memory_size(found), sources["memory_size"]),
-        Finding("largest image", f"{found.max_image_pixels:,} pixels", sources["max_image_pixels"]),
-        *_cache(found),
-        *_shared(found),
-    ]
+    rows = []
+    for option in options():
+        source = found.sources[option.name]
+        source = f"default ({option.variable} is not set)" if source == "default" else source
+        rows.append(Finding(_label(option), _shown(option, found), source))
+    return [*rows, *_cache(found), *_shared(found)]
+
+
+def _label(option: "Option[Any]") -> str:
+    label = {"cache_dir": "cache directory", "max_image_pixels": "largest image"}.get(option.name)
+    return label or option.name.replace("_", " ")
+
+
+def _shown(option: "Option[Any]", found: "Settings") -> str:
+    """An option's value for people; for some with what follows from it on this machine."""
+    from streamload.metrics import format_bytes
+    from streamload.urls import redact
+
+    value = getattr(found, option.name)
+    if option.name in _EXPLAINED:
+        return _EXPLAINED[option.name](found)
+    if option.is_secret:
+        return redact(value) if value else "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if size := getattr(value, "size_bytes", None):
+        return format_bytes(size)
+    shown = {"bytes": format_bytes, "seconds": "{:g} s".format, "pixels": "{:,} pixels".format}
+    return shown[option.unit](value) if option.unit else str(value)
 
 
 def _kept_free(found: "Settings") -> str:
@@ -162,6 +171,13 @@ def _memory_size(settings: "Settings") -> str:
     return f"{size} of what is free" if size.size_bytes is None else format_bytes(size.size_bytes)
 
 
+_EXPLAINED: "dict[str, Callable[[Settings], str]]" = {
+    "free_disk": _kept_free,
+    "cache": _where,
+    "memory_size": _memory_size,
+}
+
+
 def _cache(settings: "Settings") -> list[Finding]:
     """Whether what a run would take can be used."""
     from streamload.cache.placement import memory_budget, memory_root, why_no_disk
@@ -186,7 +202,7 @@ def _cache(settings: "Settings") -> list[Finding]:
 def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
     from streamload.cache.placement import nearest, why_not_writable
     from streamload.metrics import format_bytes
-    from streamload.settings import file_system
+    from streamload.options import file_system
 
     place = file_system(directory)
     where = Finding("file system", f"{place.kind} at {place.mount_point}")
@@ -221,15 +237,10 @@ def _shared(settings: "Settings") -> list[Finding]:
     from streamload.cache.shared.sharing import SharedOptions
     from streamload.errors import StreamloadError
     from streamload.metrics import Counters
-    from streamload.settings import VARIABLES
-    from streamload.urls import redact
 
-    source = settings.sources["shared_cache"]
     if settings.shared_cache is None:
-        return [Finding("shared cache", "none", f"default ({VARIABLES['shared_cache']} is not set)")]
-    found = [Finding("shared cache", redact(settings.shared_cache), source)]
-    waits = f"{settings.shared_wait_seconds:g} s at most" if settings.shared_wait_seconds else "none"
-    found.append(Finding("waits for other nodes", waits, settings.sources["shared_wait"]))
+        return []
+    found = []
     try:
         options = SharedOptions.of(settings)
         assert options is not None
@@ -237,7 +248,7 @@ def _shared(settings: "Settings") -> list[Finding]:
         found.append(Finding("its shards", "can be read" if tier.check_format() else "none yet"))
         if settings.write_back:
             conditions = "" if tier.objects.has_conditions else ", without conditions"
-            found.append(Finding("write back", f"can be written{conditions}", settings.sources["write_back"]))
+            found.append(Finding("its storage", f"can be written{conditions}"))
     except StreamloadError as exc:
         is_invalid = isinstance(exc, ValueError)  # that ends trainings, too
         advice = str(exc) if is_invalid else f"{exc}. Trainings go on without it."

@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.errors import OptionError
+from streamload.options import Option, Settings, read_settings
 
 if TYPE_CHECKING:
     from streamload.derived.preparation import Preparation
 
-CacheDir = Annotated[str | None, typer.Option(help="Where this node keeps its shards.")]
-CacheSize = Annotated[str | None, typer.Option(help='The most to keep there: "500GB", "80%".')]
-SharedCache = Annotated[
-    str | None,
-    typer.Option(help='A folder that nodes share: "s3://bucket/x" (STREAMLOAD_SHARED_CACHE).'),
-]
+
+def _flag(option: Option[Any]) -> Any:
+    """The flag of an option that also has a variable; typer makes its name from the parameter's."""
+    return typer.Option(help=f"{option.help} ({option.variable})", show_default=False)
+
+
+CacheDir = Annotated[str | None, _flag(Settings.cache_dir)]
+CacheSize = Annotated[str | None, _flag(Settings.cache_size)]
+Cache = Annotated[str | None, _flag(Settings.cache)]
+MemorySize = Annotated[str | None, _flag(Settings.memory_size)]
+SharedCache = Annotated[str | None, _flag(Settings.shared_cache)]
+WriteBack = Annotated[bool | None, _flag(Settings.write_back)]
 SharedCacheOptions = Annotated[
     str | None, typer.Option(help="For the shared cache's object store, as --storage-options.")
 ]
@@ -74,7 +81,6 @@ def preparation_of(text: str) -> Preparation:
     import torch
 
     from streamload.derived.preparation import Preparation
-    from streamload.settings import read_settings
 
     found = Preparation.parse(text, read_settings().max_image_pixels)
     torch.set_num_threads(1)

@@ -30,8 +30,8 @@ from streamload.daemon.plan_file import (
 )
 from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError, PlanError, SharedTierError
+from streamload.options import parse_size
 from streamload.origins.credentials import Named
-from streamload.settings import parse_size
 from streamload.urls import UrlList, origin_of
 
 logger = logging.getLogger("streamload")

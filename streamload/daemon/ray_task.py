@@ -27,9 +27,9 @@ from streamload.derived.prepared import Recipe
 from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError, StreamloadError
 from streamload.metrics import Counters
+from streamload.options import read_settings
 from streamload.origins.credentials import Named
 from streamload.origins.origin import OriginOptions
-from streamload.settings import read_settings
 
 _TICK_SECONDS = 0.05
 _AGAIN_SECONDS = 1.0
@@ -139,7 +139,7 @@ class _Carrier:
                     f"the shared cache {shared.objects.url} is another one there: name an object store, or a "
                     f"folder that is mounted at the same place on all nodes"
                 )
-            tier = open_tier(read_settings(job.cache_dir, job.cache_size))
+            tier = open_tier(read_settings(cache_dir=job.cache_dir, cache_size=job.cache_size))
             self._demand_file = stack.enter_context(contextlib.closing(DemandFile(tier.root / "runs")))
             origins = TaskOrigins(
                 self._counts,

@@ -46,8 +46,8 @@ from streamload.derived.prepared import Recipe
 from streamload.derived.recipes import MakeRecipe, Recipes
 from streamload.errors import OptionError
 from streamload.metrics import Counters
+from streamload.options import parse_size, read_settings
 from streamload.origins.credentials import Named, warn_of_shared_headers
-from streamload.settings import parse_size, read_settings
 from streamload.urls import UrlList, expand_urls, is_local
 
 logger = logging.getLogger("streamload")
@@ -159,7 +159,9 @@ class Service:
 
     def _made(self, stack: contextlib.ExitStack) -> Daemon:
         options = self._options
-        settings = read_settings(options.cache_dir, options.cache_size, shared_cache=options.shared_cache)
+        settings = read_settings(
+            cache_dir=options.cache_dir, cache_size=options.cache_size, shared_cache=options.shared_cache
+        )
         shared = SharedOptions.of(settings, options.shared_cache_options)
         if shared is not None:  # what is to be stored is stored by the target
             shared = dataclasses.replace(shared, write_back=False)

@@ -21,10 +21,10 @@ from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import Tier
 from streamload.derived.prepared import PreparedOrigin, Recipe
 from streamload.metrics import Counters
+from streamload.options import file_system, read_settings
 from streamload.origins.credentials import warn_of_shared_headers
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch.prefetcher import Prefetcher
-from streamload.settings import file_system, read_settings
 from streamload.urls import expand_urls
 
 if TYPE_CHECKING:
@@ -264,8 +264,8 @@ def warm(
     """
     storage = dict(storage_options) if storage_options else None
     settings = read_settings(
-        cache_dir,
-        cache_size,
+        cache_dir=cache_dir,
+        cache_size=cache_size,
         cache=cache,
         memory_size=memory_size,
         shared_cache=shared_cache,
@@ -282,7 +282,7 @@ def warm(
     tally, counts = _Tally(), Counters()
     ask = asker(storage, OriginOptions(), counts)
     is_asked = settings.revalidate != "never"
-    patience = OriginOptions(outage_seconds=settings.origin_wait_seconds)
+    patience = OriginOptions(outage_seconds=settings.origin_wait)
     sharing = Sharing(shared, counts, ask if is_asked else None, uploads=min(4, concurrency))
     freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
 

@@ -60,7 +60,7 @@ class DataLoaderInterface(DataLoader[Any]):
     @property
     def prefetch_factor(self) -> int | None:  # type: ignore[override]
         """Batches that each worker makes in advance."""
-        return self.options.prefetch_factor if self.options.num_workers else None
+        return self.options.workers.prefetch_factor if self.options.num_workers else None
 
     @property
     def persistent_workers(self) -> bool:  # type: ignore[override]
@@ -75,7 +75,7 @@ class DataLoaderInterface(DataLoader[Any]):
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> str | None:
         """How workers are started."""
-        return self.options.multiprocessing_context
+        return self.options.workers.multiprocessing_context
 
     def as_dataset(self) -> IterableDataset[Any]:
         """This loader's batches as a dataset, for a DataLoader of your own around it.

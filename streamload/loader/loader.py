@@ -27,7 +27,8 @@ from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, a
 from streamload.loader.distributed import Watch, gathered, ranks_of
 from streamload.loader.epoch import Epoch, is_a_death
 from streamload.loader.fork_safety import here_only, watch_over
-from streamload.loader.options import LoaderOptions, at_least, read_device
+from streamload.loader.groups import at_least
+from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.position import BAD_SAMPLES, BAD_SHARDS, OrderSpec, counted_of, from_state, to_state
 from streamload.loader.schedule import Schedule
 from streamload.loader.waits import ShardWaits, report_waiting
@@ -225,7 +226,7 @@ class Loader(DataLoaderInterface):
         position = place.position
         if self._under_way() is not None:
             ahead = 1 if self._feed is not None and self._feed.runs_ahead else 0
-            position += (self.options.prefetch_factor * self.options.num_workers + ahead) * batch
+            position += (self.options.workers.prefetch_factor * self.options.num_workers + ahead) * batch
         said = gathered((dict(weights), position), self.world_size)
         agreed = schedule.weights(said[0][0])  # what is wrong with them is wrong on all ranks
         position = max(at for _, at in said)
@@ -321,9 +322,9 @@ class Loader(DataLoaderInterface):
         self._pid = os.getpid()
         self._control = ControlBlock(1 + self.options.num_workers, len(self.options.sources))
         self._counts = Counters(self._control.counters[0])
-        self._checks = Checks(self._counts, self.options.train, self.options.max_bad_samples)
+        self._checks = Checks(self._counts, self.options.train, self.options.shards.max_bad_samples)
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
-        self._given_up = GivenUp(self.options.max_bad_shards)
+        self._given_up = GivenUp(self.options.shards.max_bad_shards)
 
     def _judge_shards(self) -> None:
         counters = self._control.counters
@@ -388,10 +389,11 @@ class Loader(DataLoaderInterface):
             options = self.options
             config, placed = worker_config_for(options, self._schedule)
             self._order, self._batch = self._schedule.order, config.split.batch
-            self._statistics = config.assembly.unnormalised if options.image_dtype == "float32" else None
+            images = config.assembly.images if options.images.dtype == "float32" else None
+            self._statistics = None if images is None else images.unnormalised
             self._leave_tier = weakref.finalize(self, here_only(placed.close))
             import_origins([*options.urls.kinds(), *([config.shared.url] if config.shared else [])])
-            buffers = buffers_for(options.num_workers, options.prefetch_factor + _BATCHES_HELD)
+            buffers = buffers_for(options.num_workers, options.workers.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(config, self._control, buffers)
             several = options.num_workers > 0
             self._batches = DataLoader(
@@ -400,8 +402,8 @@ class Loader(DataLoaderInterface):
                 num_workers=options.num_workers,
                 collate_fn=_as_it_is,
                 persistent_workers=several,
-                prefetch_factor=options.prefetch_factor if several else None,
-                multiprocessing_context=context_with_queues(options.multiprocessing_context)
+                prefetch_factor=options.workers.prefetch_factor if several else None,
+                multiprocessing_context=context_with_queues(options.workers.multiprocessing_context)
                 if several
                 else None,
             )
@@ -414,7 +416,7 @@ class Loader(DataLoaderInterface):
         """A batch's values in the form that was asked for."""
         options = self.options
         extra = {name: values.pop(name) for name in ("__key__", "__url__")} if options.with_keys else {}
-        if options.map_sample is not None:
+        if options.workers.map_sample is not None:
             return unnamed(values, extra)
         if options.output == "hf":
             return {_NAMES_OF_MODELS.get(name, name): value for name, value in values.items()} | extra

@@ -39,7 +39,7 @@ def order_spec_of(
     """
     listed = options.shuffle == 0 or not options.train
     slice_ = max(1, options.batch_size * here.world_size // groups)
-    lanes = options.lanes if options.lanes is not None else default_lanes(slice_)
+    lanes = options.order.lanes if options.order.lanes is not None else default_lanes(slice_)
     window = options.shuffle if options.shuffle is not None else default_window(slice_)
     sources: list[tuple[str, int, int]] = []
     opens_after: list[int] = []
@@ -59,7 +59,7 @@ def order_spec_of(
         tuple(sources),
         tuple(opens_after),
         shards,
-        fitted=listed or None not in (options.lanes, options.shuffle),
+        fitted=listed or None not in (options.order.lanes, options.shuffle),
     )
 
 
@@ -119,7 +119,7 @@ def data_digest(
     Raises:
         OptionError: none of them is where one was moved to.
     """
-    storage = dict(options.storage_options) if options.storage_options else None
+    storage = dict(options.shards.storage_options) if options.shards.storage_options else None
     said = xxhash.xxh3_128()
     is_met = not moved
     for place, source in enumerate(options.sources):

@@ -59,15 +59,15 @@ class Schedule:
     def here(self) -> Topology:
         """This rank among those that share the data out."""
         options = self._options
-        if not options.train and options.rank is None:
+        if not options.train and options.order.rank is None:
             return Topology()
-        return read_topology(options.rank, options.world_size)
+        return read_topology(options.order.rank, options.order.world_size)
 
     @property
     def num_batches(self) -> int | None:
         """Batches of this rank in an epoch; None where the data alone knows, or there is no end."""
         options = self._options
-        if options.num_batches is not None or options.endless:
+        if options.num_batches is not None or options.order.endless:
             return options.num_batches
         number = self._samples()
         return None if number is None else self.batches_of(number)
@@ -76,7 +76,7 @@ class Schedule:
     def is_one_pass(self) -> bool:
         """Whether an epoch is once through all data, read as one group."""
         options, here = self._options, self.here
-        groups = (options.groups or here.nodes) if options.train else here.world_size
+        groups = (options.order.groups or here.nodes) if options.train else here.world_size
         return groups == 1 and not options.goes_on
 
     def batches_of(self, samples: int) -> int:
@@ -142,7 +142,7 @@ class Schedule:
             OptionError: nothing says how many, and the data can't.
         """
         options, order = self._options, self.order
-        if not options.train or options.endless or not (options.goes_on or order.groups > 1):
+        if not options.train or options.order.endless or not (options.goes_on or order.groups > 1):
             return None
         batches = self.num_batches
         if batches is None:
@@ -230,7 +230,7 @@ class Schedule:
         if self._saved is not None:
             return self._saved.groups
         here = self.here
-        return (self._options.groups or here.nodes) if self._options.train else here.world_size
+        return (self._options.order.groups or here.nodes) if self._options.train else here.world_size
 
     def _is_extended(self, saved: OrderSpec, moved: Mapping[str, str]) -> bool:
         """Whether the sources are those of a state, moved or not, with shards appended."""
@@ -284,13 +284,14 @@ class Schedule:
         Raises:
             StateMismatch: others were asked for.
         """
-        options = self._options
-        kept = {"groups": saved.groups} if place.position else {}
+        options, order = self._options, self._options.order
+        kept = {"groups": (saved.groups, order.groups)} if place.position else {}
         if len(saved.sources) == 1:
             _, lanes, window = saved.sources[0]
-            kept |= {"shuffle": window} | ({"lanes": lanes} if window else {})
-        for name, value in kept.items():
-            asked = getattr(options, name)
+            kept |= {"shuffle": (window, options.shuffle)} | (
+                {"lanes": (lanes, order.lanes)} if window else {}
+            )
+        for name, (value, asked) in kept.items():
             if options.train and asked is not None and asked != value:
                 raise StateMismatch(f"the state was saved with {name}={value}, and this is {asked}")
 
@@ -317,6 +318,6 @@ class Schedule:
         """
         if self._sizes is None:
             strict = (groups or self._groups()) > 1 and not can_compare(self.here.world_size)
-            storage = dict(self._options.storage_options or {}) or None
+            storage = dict(self._options.shards.storage_options or {}) or None
             self._sizes = [listed_sizes(source.urls, storage, strict) for source in self._options.sources]
         return self._sizes

@@ -90,7 +90,9 @@ def _of_node(
             return None
         sample_bytes = pool.map(measure.sample_bytes, firsts)
         asked = [replace(w, sample_bytes=size) for w, size in zip(asked, sample_bytes, strict=True)]
-    found = fitting(asked, limit_bytes, step, lanes=options.lanes is None, window=options.shuffle is None)
+    found = fitting(
+        asked, limit_bytes, step, lanes=options.order.lanes is None, window=options.shuffle is None
+    )
     if found == asked:
         return None
     needed, limit = format_bytes(sum(w.open_bytes for w in asked)), format_bytes(limit_bytes)

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from streamload.batches.assembly import BatchAssembly, Choose, Preprocess
+from streamload.batches.assembly import BatchAssembly, Choose
+from streamload.batches.images import ImageAssembly, Preprocess
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fallback_tier import remove_unused
 from streamload.cache.forecast import forecast
@@ -24,10 +25,10 @@ from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
+from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
 from streamload.origins.credentials import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
-from streamload.settings import Settings, read_settings
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
@@ -37,7 +38,6 @@ from streamload.worker import SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
 
-_AHEAD_BYTES = 1 << 30
 _FEWEST_FILLS = 4
 _REPLACEMENTS = 64
 
@@ -52,7 +52,7 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
     Raises:
         CacheError: the cache directory can't be used.
     """
-    settings, storage, here = _settings(options), _storage(options), schedule.here
+    settings, storage, here = options.settings(), _storage(options), schedule.here
     shards = _shards(options, settings)
     warn_of_shared_headers(options.urls, storage)
     placed = place_tier(settings, shards, storage, here.nodes)
@@ -68,7 +68,7 @@ def _worker_config(
 ) -> WorkerConfig:
     storage, here, tier = _storage(options), schedule.here, placed.tier
     remove_unused(tier.root)
-    shared = SharedOptions.of(settings, options.shared_cache_options)
+    shared = SharedOptions.of(settings, options.cache.shared_options)
     with Measure(tier, storage, shared) as measure:
         schedule.fit(shards, measure)
     orders, split = schedule.orders(), schedule.split()
@@ -80,7 +80,7 @@ def _worker_config(
     return WorkerConfig(
         shards=shards,
         storage_options=storage,
-        origin=OriginOptions(outage_seconds=settings.origin_wait_seconds),
+        origin=OriginOptions(outage_seconds=settings.origin_wait),
         tier_root=tier.root,
         tier_limit_bytes=tier.limit_bytes,
         free_disk=placed.free_disk,
@@ -89,7 +89,7 @@ def _worker_config(
         shared=shared,
         run=run_name(here, options.urls.fingerprint()),
         fills=-(-max(lanes, _FEWEST_FILLS) // processes),
-        ahead_bytes=_AHEAD_BYTES if settings.ahead_bytes is None else settings.ahead_bytes,
+        ahead_bytes=settings.ahead,
         sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),
         split=split,
         rank=rank,
@@ -97,7 +97,7 @@ def _worker_config(
         one_pass=not options.goes_on and (groups == 1 or not options.train),
         train=options.train,
         skip=options.on_error == "skip",
-        replacements=None if options.max_bad_samples is None else _REPLACEMENTS,
+        replacements=None if options.shards.max_bad_samples is None else _REPLACEMENTS,
         selection=_selection(options),
         assembly=_assembly(options, _preparation(options, settings), settings.max_image_pixels),
         with_keys=options.with_keys,
@@ -111,7 +111,7 @@ def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
         options: what was asked for.
         counts: where damage that is found is counted.
     """
-    settings = _settings(options)
+    settings = options.settings()
     shards = _shards(options, settings)
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
@@ -141,30 +141,14 @@ def _counted(cache: ShardCache) -> int | None:
     return samples
 
 
-def _settings(options: LoaderOptions) -> Settings:
-    return read_settings(
-        options.cache_dir,
-        options.cache_size,
-        options.ahead,
-        revalidate=options.revalidate,
-        eviction=options.eviction,
-        free_disk=options.free_disk,
-        cache=options.cache,
-        memory_size=options.memory_size,
-        shared_cache=options.shared_cache,
-        write_back=options.write_back,
-        max_image_pixels=options.max_image_pixels,
-    )
-
-
 def _storage(options: LoaderOptions) -> dict[str, Any] | None:
-    return dict(options.storage_options) if options.storage_options else None
+    return dict(options.shards.storage_options) if options.shards.storage_options else None
 
 
 def _preparation(options: LoaderOptions, settings: Settings) -> Preparation | None:
-    if options.prepare is None:
+    if options.images.prepare is None:
         return None
-    return Preparation.parse(options.prepare, settings.max_image_pixels)
+    return Preparation.parse(options.images.prepare, settings.max_image_pixels)
 
 
 def _shards(options: LoaderOptions, settings: Settings) -> ShardList:
@@ -186,11 +170,11 @@ def _sources(
 
 def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(KeySpec.parse(key) for key in options.keys)
-    return Selection(keys, options.keep, reads_all=options.map_sample is not None)
+    return Selection(keys, options.shards.keep, reads_all=options.workers.map_sample is not None)
 
 
 def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixels: int) -> BatchAssembly:
-    is_mapped = options.map_sample is not None
+    is_mapped = options.workers.map_sample is not None
     on_device = options.device is not None and options.device.type != "cpu" and not is_mapped
     planned = _planned(options)
     if preparation is not None:
@@ -198,21 +182,28 @@ def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixe
         if isinstance(planned, ImagePlan) and preparation.size < max(planned.size):
             logger.warning(
                 "prepare=%r leaves images smaller than the %d×%d pixels that they are then made",
-                *(options.prepare, *planned.size),
+                *(options.images.prepare, *planned.size),
             )
+    images = None
+    if planned is not None:
+        images = ImageAssembly(
+            planned,
+            as_bytes=on_device or options.images.dtype == "uint8",
+            preparation=preparation,
+            most_pixels=most_pixels,
+            as_model_inputs=options.output == "hf",
+        )
+    shards = options.shards
     return BatchAssembly(
-        image=KeySpec.parse(options.image_key).choose,
-        text=_choose(options.text_key),
+        image=KeySpec.parse(shards.image_key).choose,
+        images=images,
+        text=_choose(shards.text_key),
         tokenizer=adapt_tokenizer(options.tokenizer),
-        preprocess=planned,
-        map_sample=options.map_sample,
-        as_bytes=on_device or options.image_dtype == "uint8",
-        preparation=preparation,
+        blank_captions=shards.blank_captions,
+        label=_choose(shards.label_key),
+        map_sample=options.workers.map_sample,
+        collate=options.workers.collate,
         as_model_inputs=options.output == "hf",
-        blank_captions=options.blank_captions,
-        most_pixels=most_pixels,
-        label=_choose(options.label_key),
-        collate=options.collate,
     )
 
 
@@ -229,11 +220,11 @@ def _choose(key: str | None) -> Choose | None:
 
 def _planned(options: LoaderOptions) -> ImagePlan | Preprocess | None:
     """The plan of what was asked for; the function itself if there is none; None: images stay bytes."""
-    if options.map_sample is None or options.preprocess is not None:
+    if options.workers.map_sample is None or options.preprocess is not None:
         _say_what_is_lost()
     if options.preprocess is None:
-        return None if options.map_sample is not None else clip_plan(options.train)
-    if not options.compile:
+        return None if options.workers.map_sample is not None else clip_plan(options.train)
+    if not options.images.compile:
         return options.preprocess
     try:
         plan = compile_transform(options.preprocess)

@@ -10,7 +10,7 @@ import io
 import re
 
 from streamload.errors import ImageTooLarge
-from streamload.settings import DEFAULT_MAX_IMAGE_PIXELS as DEFAULT_MAX_IMAGE_PIXELS
+from streamload.options import DEFAULT_MAX_IMAGE_PIXELS as DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms import kernel
 
 _BYTES_A_PIXEL = 12

@@ -14,12 +14,12 @@ from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.errors import OptionError
+from streamload.options import Eviction, FreeDisk, Revalidate
 from streamload.order.cursor import Cursor
 from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.split import Split
 from streamload.origins.origin import OriginOptions
-from streamload.settings import Eviction, FreeDisk, Revalidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import streamload
+from streamload import Shards, Workers
 from streamload.testing.server import ShardServer
+from tests import flat
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,15 @@ class _Run:
         if len(self._urls) > 1:
             urls = [streamload.Source(own, w) for own, w in zip(self._urls, case.weights, strict=True)]
         ranks = {"rank": rank, "world_size": layout.ranks} if case.options["train"] else {}
-        return streamload.make_loader(
+        return flat.make_loader(
             urls,
-            map_sample=_nothing,
-            keep=_is_kept,
+            workers=Workers(map_sample=_nothing, multiprocessing_context="fork" if layout.workers else None),
+            shards=Shards(keep=_is_kept),
             with_keys=True,
             batch_size=case.batch // layout.ranks,
             num_workers=layout.workers,
             cache_dir=self._place / cache,
             cache_size="50MB",
-            multiprocessing_context="fork" if layout.workers else None,
             **ranks,
             **case.options,
         )

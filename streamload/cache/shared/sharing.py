@@ -14,8 +14,8 @@ from streamload.cache.shard import Shard
 from streamload.cache.shared.through import ReadThrough
 from streamload.errors import OriginStopped
 from streamload.metrics import Counts
+from streamload.options import DEFAULT_SHARED_WAIT_SECONDS, Settings
 from streamload.origins.origin import Origin
-from streamload.settings import DEFAULT_SHARED_WAIT_SECONDS, Settings
 
 if TYPE_CHECKING:
     from streamload.cache.shared.objects import Objects
@@ -61,7 +61,7 @@ class SharedOptions:
             settings.shared_cache,
             dict(storage_options or {}),
             settings.write_back,
-            settings.shared_wait_seconds,
+            settings.shared_wait,
         )
 
     def open_objects(self) -> Objects:

@@ -27,7 +27,7 @@ def gc(
 
     from streamload.cache.garbage import collect_garbage
     from streamload.cli.cache.show import show_removal
-    from streamload.settings import parse_cache_size
+    from streamload.options import parse_cache_size
 
     tier = tier_at(cache_dir)
     limit_bytes = None

@@ -26,7 +26,7 @@ def tier_at(cache_dir: str | None) -> "Tier":
     from streamload.cache.placement import memory_root
     from streamload.cache.tier import Tier
     from streamload.errors import CacheError
-    from streamload.settings import read_settings
+    from streamload.options import read_settings
 
     settings = read_settings(cache_dir=cache_dir)
     on_disk, in_memory = settings.cache_dir, memory_root(settings)

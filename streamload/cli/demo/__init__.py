@@ -30,7 +30,7 @@ def demo(
 
     from streamload.cli.demo.picture import draw, print_table, write_figures
     from streamload.cli.demo.run import train
-    from streamload.settings import parse_size
+    from streamload.options import parse_size
     from streamload.testing.photographs import write_photograph_shards
     from streamload.testing.server import SpawnedServer
 

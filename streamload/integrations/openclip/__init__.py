@@ -28,6 +28,7 @@ from streamload.integrations.openclip.arguments import (
     told_by_flags,
 )
 from streamload.integrations.openclip.data import Batches, Data, training, validation
+from streamload.loader import Cache, Images
 from streamload.transforms import kernel
 
 __all__ = ["Batches", "Data", "install", "main"]
@@ -52,7 +53,7 @@ def install(
             of validation is compiled only where its batches are OpenCLIP's own to the bit
             (docs/transforms.md).
         shared_cache: make_loader's; None: STREAMLOAD_SHARED_CACHE, if that is set.
-        prepare: train on prepared images (make_loader's `prepare`); validation never does.
+        prepare: train on prepared images (`Images(prepare=…)`); validation never does.
         moved: with --resume: (old, new) beginnings of URLs of shards that have moved since
             (`Loader.load_state_dict`).
 
@@ -68,7 +69,7 @@ def install(
     if legacy is not None:
         seams.append((legacy, "get_wds_dataset_legacy", True))
     originals = [(place, name, getattr(place, name)) for place, name, _ in seams]
-    kept = {"shared_cache": shared_cache, "max_bad_samples": None, "max_bad_shards": None}
+    cache = Cache(shared=shared_cache)
 
     def stand_in(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Data]:
         as_dict = is_legacy or "naflex_data_config" in inspect.signature(original).parameters
@@ -89,14 +90,16 @@ def install(
                     f"streamload doesn't know what OpenCLIP's {', '.join(unknown)} asks of a loader"
                 )
             refuse_unknown(args)
-            common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "output": output, **kept}
-            common |= selected(args, legacy=is_legacy)
+            common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "output": output, "cache": cache}
             with told_by_flags(args):
+                shards, most_pixels = selected(args, legacy=is_legacy)
+                common["shards"] = shards
                 if is_train:
-                    common |= {"compile": compile, "prepare": prepare}
+                    common["images"] = Images(compile=compile, prepare=prepare, max_pixels=most_pixels)
                     return training(args, common, epoch, floor, moved)
                 is_exact = not kernel.why_not()  # what is reported is compared to the digit
-                return validation(args, common | {"compile": compile and is_exact})
+                common["images"] = Images(compile=compile and is_exact, max_pixels=most_pixels)
+                return validation(args, common)
 
         return get_wds_dataset
 

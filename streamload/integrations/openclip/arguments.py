@@ -9,14 +9,15 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from streamload import urls
 from streamload.cache.shared.objects import refuse_url
 from streamload.derived.preparation import Preparation
 from streamload.errors import OptionError, StreamloadError
-from streamload.loader import make_loader
-from streamload.settings import read_settings
+from streamload.loader import Shards, make_loader
+from streamload.options import read_settings
 from streamload.shards.keys import KeySpec
 from streamload.shards.samples import Entry
 from streamload.topology import read_topology
@@ -57,6 +58,7 @@ _FLAGS = {
     "seed": "--seed",
     "prepare": "--streamload-prepare",
     "shared_cache": "--streamload-shared-cache",
+    "shared": "--streamload-shared-cache",
     "moved": "--streamload-moved",
     "cache_dir": "STREAMLOAD_CACHE_DIR",
     "cache_size": "STREAMLOAD_CACHE_SIZE",
@@ -65,7 +67,7 @@ _FLAGS = {
 _KEYS_OF_DEVELOPMENT = {
     "image_key": "--image-key",
     "text_key": "--text-key",
-    "max_image_pixels": "--max-image-pixels",
+    "max_pixels": "--max-image-pixels",
 }
 _KEYS_OF_RELEASE = {"image_key": "the images (jpg, png, jpeg or webp)", "text_key": "the captions (txt)"}
 
@@ -213,8 +215,8 @@ def refuse_unknown(args: Any) -> None:
         raise OptionError(f"streamload doesn't know what OpenCLIP's {unknown} asks of a loader")
 
 
-def selected(args: Any, *, legacy: bool) -> dict[str, Any]:
-    """Which members are image and caption and which samples are left out, where flags say so.
+def selected(args: Any, *, legacy: bool) -> tuple[Shards, int | None]:
+    """Which members are image and caption and which samples are left out; the most pixels of an image.
 
     Only the development version has them; it also leaves out empty and blank captions, 3.3.0 doesn't. Larger
     images than streamload decodes by default are decoded where it takes them.
@@ -224,7 +226,7 @@ def selected(args: Any, *, legacy: bool) -> dict[str, Any]:
         legacy: whether they are of its second entry point, which doesn't heed --max-image-pixels.
     """
     if not hasattr(args, "text_key"):
-        return {}
+        return Shards(max_bad_samples=None, max_bad_shards=None), None
     text_key = args.text_key or "txt"
     if args.json_text_key:
         if ";" in args.json_text_key:
@@ -234,15 +236,12 @@ def selected(args: Any, *, legacy: bool) -> dict[str, Any]:
         text_key = f"json:{args.json_text_key}"
     most_pixels = 0 if legacy else args.max_image_pixels or 0
     keep = functools.partial(_is_kept, most_pixels or math.inf, KeySpec.parse(text_key))
-    image_key = {"image_key": args.image_key} if args.image_key else {}
-    decoded = max(read_settings().max_image_pixels, most_pixels)
-    return {
-        **image_key,
-        "text_key": text_key,
-        "keep": keep,
-        "blank_captions": False,
-        "max_image_pixels": decoded,
-    }
+    shards = Shards(
+        text_key=text_key, keep=keep, blank_captions=False, max_bad_samples=None, max_bad_shards=None
+    )
+    if args.image_key:
+        shards = replace(shards, image_key=args.image_key)
+    return shards, max(read_settings().max_image_pixels, most_pixels)
 
 
 def _is_kept(most_pixels: float, text: KeySpec, entry: Entry) -> bool:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from streamload import Order
 from streamload.errors import OptionError
 from streamload.integrations.openclip.arguments import listed_size, rank_of, rounded, told_by_flags
 from streamload.integrations.openclip.resume import Saver, saver_for, take_up
@@ -108,9 +109,11 @@ def training(
         num_workers=args.workers,
         num_batches=num_batches,
         seed=args.seed,
-        upsampling_factors=getattr(args, "train_data_upsampling_factors", None),
-        rank=rank,
-        world_size=args.world_size,
+        order=Order(
+            upsampling_factors=getattr(args, "train_data_upsampling_factors", None),
+            rank=rank,
+            world_size=args.world_size,
+        ),
         **common,
     )
     loader.set_epoch(epoch)

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload import settings
 from streamload.errors import OptionError
-from streamload.settings import (
+from streamload.options import (
     CacheSize,
     FreeDisk,
     default_cache_dir,
@@ -19,6 +18,7 @@ from streamload.settings import (
     parse_free_disk,
     parse_size,
     read_settings,
+    settings,
 )
 
 MOUNTS = """\
@@ -40,7 +40,7 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
     found = read_settings(cache_dir=tmp_path, environ=environ)
     assert found.cache_dir == tmp_path
     assert found.cache_size == CacheSize(size_bytes=500 * 10**9)
-    assert found.ahead_bytes == 1024**3
+    assert found.ahead == 1024**3
     assert found.sources == {
         "cache_dir": "argument",
         "cache_size": "STREAMLOAD_CACHE_SIZE",
@@ -77,9 +77,9 @@ def test_with_nothing_set_everything_has_a_default():
 
 
 def test_an_origin_that_is_away_is_waited_for_for_as_long_as_is_said():
-    assert read_settings(environ={}).origin_wait_seconds == 300.0
-    assert read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": "0"}).origin_wait_seconds == 0.0
-    assert read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": "3600"}).origin_wait_seconds == 3600.0
+    assert read_settings(environ={}).origin_wait == 300.0
+    assert read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": "0"}).origin_wait == 0.0
+    assert read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": "3600"}).origin_wait == 3600.0
     for odd in ("soon", "-1", "nan", "inf"):
         with pytest.raises(OptionError, match=f"STREAMLOAD_ORIGIN_WAIT='{odd}'"):
             read_settings(environ={"STREAMLOAD_ORIGIN_WAIT": odd})
@@ -93,8 +93,8 @@ def test_the_shared_cache_is_none_unless_an_argument_or_the_variable_names_one()
     found = read_settings(shared_cache="", write_back=False, environ=environ)
     assert (found.shared_cache, found.write_back) == (None, False)
     assert "bucket" not in repr(found)
-    assert found.shared_wait_seconds == 120.0
-    assert read_settings(environ={"STREAMLOAD_SHARED_WAIT": "0"}).shared_wait_seconds == 0.0
+    assert found.shared_wait == 120.0
+    assert read_settings(environ={"STREAMLOAD_SHARED_WAIT": "0"}).shared_wait == 0.0
     for off in ("0", "no", "False"):
         assert not read_settings(environ={**environ, "STREAMLOAD_SHARED_WRITE_BACK": off}).write_back
 
@@ -103,7 +103,7 @@ def test_a_switch_that_is_neither_on_nor_off_fails():
     with pytest.raises(OptionError, match="STREAMLOAD_SHARED_WRITE_BACK='perhaps'"):
         read_settings(environ={"STREAMLOAD_SHARED_WRITE_BACK": "perhaps"})
     for wrong in ("soon", "-1", "nan", "inf"):
-        with pytest.raises(OptionError, match=f"STREAMLOAD_SHARED_WAIT='{wrong}' is no time"):
+        with pytest.raises(OptionError, match=f"STREAMLOAD_SHARED_WAIT='{wrong}' is not a number of seconds"):
             read_settings(environ={"STREAMLOAD_SHARED_WAIT": wrong})
     with pytest.raises(OptionError, match="shared_cache is a int"):
         read_settings(shared_cache=7, environ={})
@@ -135,7 +135,7 @@ def test_an_empty_variable_counts_as_unset():
 def test_the_process_environment_is_read_when_none_is_given(monkeypatch):
     monkeypatch.setenv("STREAMLOAD_AHEAD", "2GiB")
     found = read_settings()
-    assert (found.ahead_bytes, found.sources["ahead"]) == (2 * 1024**3, "STREAMLOAD_AHEAD")
+    assert (found.ahead, found.sources["ahead"]) == (2 * 1024**3, "STREAMLOAD_AHEAD")
 
 
 def test_a_bad_value_fails_naming_its_variable_or_argument():

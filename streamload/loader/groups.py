@@ -1,0 +1,267 @@
+"""The groups of make_loader's arguments: frozen values, checked when they are made."""
+
+from __future__ import annotations
+
+import multiprocessing
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from streamload.batches.assembly import Collate, MapSample
+from streamload.cache.selection import Keep
+from streamload.cache.shared.objects import refuse_url
+from streamload.derived.preparation import Preparation
+from streamload.errors import OptionError
+from streamload.loader.sources import Factors
+from streamload.options import Eviction, Option, Revalidate, Where, options
+
+ImageDtype = Literal["float32", "uint8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Which members of a sample are used, which samples, and how shards are reached.
+
+    Args:
+        image_key: extensions that hold the image, in order of preference.
+        text_key: the same for the caption; `json:caption` is a field of a JSON member. None: there are no
+            captions, and batches have none.
+        label_key: the same for a label, a whole number: `cls`, `json:label`. None: there are no labels.
+        blank_captions: False leaves out samples whose caption is empty or only white space, like those that
+            have none.
+        keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves it
+            out.
+        storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
+            host and then by name: {"https://host": {"Authorization": "…"}}.
+        max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
+            run, once bad samples of enough shards (ten at least) make that certain. None: there is no limit.
+        max_bad_shards: the largest share of shards that may be given up; above it TooManyBadShards ends the
+            run, once three were and it is certain. None: there is no limit.
+
+    Raises:
+        OptionError: a value that can't be used.
+    """
+
+    image_key: str = "jpg;png;jpeg;webp"
+    text_key: str | None = "txt"
+    label_key: str | None = None
+    blank_captions: bool = True
+    keep: Keep | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    max_bad_samples: float | None = 0.1
+    max_bad_shards: float | None = 0.1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.image_key, str):
+            raise OptionError(
+                f"image_key={self.image_key!r}: it has to be a string such as 'jpg;png'. For samples without "
+                f"images give workers=Workers(map_sample=…), a function from the raw sample to a dict"
+            )
+        for name, example in (("text_key", "txt;json:caption"), ("label_key", "cls")):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, str)):
+                raise OptionError(f"{name}={value!r}: it has to be a string such as {example!r}, or None")
+        for name in ("max_bad_samples", "max_bad_shards"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 <= value <= 1):
+                raise OptionError(f"{name}={value!r}: it has to be a share from 0 to 1, or None for no limit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """How images are decoded and transformed, beside `preprocess`.
+
+    Args:
+        dtype: "uint8" leaves a compiled transform's images as levels, a quarter of the bytes, to be
+            normalised by the training. (With `device` they travel as uint8 anyway.)
+        compile: False runs `preprocess` as given in any case.
+        prepare: train on images whose short side has been resized to this, "raw-256" or, for less room,
+            "jpeg-256-q90". Where the cache has prepared shards (`streamload warm --prepare`) they are read,
+            and nothing but the random part is done; else each image is prepared when it is used. The pixels
+            are the same either way, but not those of the original images (docs/prepared.md).
+        max_pixels: larger images are left out, counted as `too_large`, as are those that need as much memory
+            or time as these to decode (docs/transforms.md). None: 20,000,000
+            (STREAMLOAD_MAX_IMAGE_PIXELS).
+
+    Raises:
+        OptionError: a value that can't be used.
+    """
+
+    dtype: ImageDtype = "float32"
+    compile: bool = True
+    prepare: str | None = None
+    max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, ("float32", "uint8"))
+        if self.prepare is not None:
+            Preparation.parse(self.prepare)
+        _check_settings(self, "images")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The order of samples, and how ranks share them, beside `seed` and `shuffle`.
+
+    Args:
+        lanes: shards that are read side by side. None: 8 to 64, by the samples a node reads per step; fewer
+            where the cache can't hold them.
+        groups: the number of sequences that the shards are split into, each read by one node. None: the
+            number of nodes. For a run that may grow, give the most nodes it will ever have.
+        endless: a training epoch has no end: pass follows pass.
+        upsampling_factors: mix the parts of `urls` between '::', a shard of each drawn as often as its factor
+            says: numbers, or OpenCLIP's "1::2.5". A part's weight is its factor times its samples, by
+            sizes.json, or times its shards where these aren't known.
+        rank, world_size: this process among all. None: from torch.distributed, torchrun, Slurm or MPI.
+
+    Raises:
+        OptionError: a value that can't be used.
+    """
+
+    lanes: int | None = None
+    groups: int | None = None
+    endless: bool = False
+    upsampling_factors: Factors | None = None
+    rank: int | None = None
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, lanes=self.lanes, groups=self.groups, world_size=self.world_size)
+        at_least(0, rank=self.rank)
+        if (self.rank is None) != (self.world_size is None):
+            raise OptionError(
+                f"give rank and world_size together, not rank={self.rank} world_size={self.world_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """What the cache holds and where, beside `cache_dir` and `cache_size`.
+
+        None: the variable, else the default.
+
+        Args:
+    {settings}
+            shared_options: for the shared cache's file system, as storage_options.
+
+        Raises:
+            OptionError: a value that can't be used.
+    """
+
+    where: Where | None = None
+    memory_size: str | int | None = None
+    free_disk: str | int | None = None
+    eviction: Eviction | None = None
+    ahead: str | int | None = None
+    revalidate: Revalidate | None = None
+    shared: str | Path | None = field(default=None, repr=False)
+    shared_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    write_back: bool | None = None
+    shared_wait: float | None = None
+    origin_wait: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_settings(self, "cache")
+        if self.shared:
+            refuse_url(str(self.shared), "shared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """What worker processes run, and how they are started, beside `num_workers`.
+
+    Args:
+        map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,
+            in place of image and caption. With preprocess= the sample has `image`, too: the image as a batch
+            would have it, in the batch's memory (clone what you keep). A `__key__` or `__url__` that it
+            returns is left out: those of the samples come by with_keys.
+        collate: takes the list of what map_sample returned for a batch and returns the batch, a dict or a
+            tuple, in the worker. None: values of one shape are stacked, others are a list.
+        prefetch_factor: batches that each worker makes in advance.
+        multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.
+
+    Raises:
+        OptionError: a value that can't be used.
+    """
+
+    map_sample: MapSample | None = None
+    collate: Collate | None = None
+    prefetch_factor: int = 2
+    multiprocessing_context: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, prefetch_factor=self.prefetch_factor)
+        if self.multiprocessing_context is not None:
+            methods = tuple(multiprocessing.get_all_start_methods())
+            one_of("multiprocessing_context", self.multiprocessing_context, methods)
+        if self.collate is not None and not callable(self.collate):
+            raise OptionError(
+                f"collate is a {type(self.collate).__name__}: it has to be a function from a list of dicts "
+                f"to a dict or tuple"
+            )
+        if self.collate is not None and self.map_sample is None:
+            raise OptionError(
+                "collate= makes batches of the examples of map_sample=, which is missing; other batches are "
+                "made in their memory, image by image"
+            )
+
+
+GROUPS: dict[str, type] = {
+    "shards": Shards,
+    "images": Images,
+    "order": Order,
+    "cache": Cache,
+    "workers": Workers,
+}
+"""The classes of the groups by the names of make_loader's arguments."""
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that isn't allowed.
+
+    Raises:
+        OptionError: it names the argument and what is allowed.
+    """
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r}: it has to be one of {', '.join(map(repr, allowed))}")
+
+
+def at_least(least: int, **values: int | None) -> None:
+    """Refuse numbers below `least`; None passes.
+
+    Raises:
+        OptionError: it names the argument.
+    """
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise OptionError(f"{name}={value!r}: it has to be a whole number of at least {least}")
+
+
+def _rows(group: str) -> dict[str, Option[Any]]:
+    """The options of a group that have variables too, by the names of their fields."""
+    return {
+        row.argument.removeprefix(f"{group}."): row
+        for row in options()
+        if row.argument.startswith(f"{group}.")
+    }
+
+
+def _check_settings(group: Images | Cache, name: str) -> None:
+    for field_name, row in _rows(name).items():
+        value = getattr(group, field_name)
+        if value is not None:
+            row.parse(value, field_name)
+
+
+def _described(row: Option[Any], name: str) -> str:
+    text = f"{name}: {row.help[0].lower()}{row.help[1:-1]} ({row.variable})."
+    return textwrap.fill(text, 110, initial_indent=" " * 8, subsequent_indent=" " * 12)
+
+
+if Cache.__doc__ is not None:  # python -OO drops it
+    Cache.__doc__ = Cache.__doc__.replace(
+        "{settings}", "\n".join(_described(row, name) for name, row in _rows("cache").items())
+    )

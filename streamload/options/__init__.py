@@ -1,0 +1,40 @@
+"""Options: one row each, with its parser; settings from arguments and STREAMLOAD_* variables."""
+
+from streamload.options.directories import FileSystem, default_cache_dir, file_system, own_directory
+from streamload.options.settings import (
+    DEFAULT_FREE_DISK,
+    DEFAULT_MAX_IMAGE_PIXELS,
+    DEFAULT_ORIGIN_WAIT_SECONDS,
+    DEFAULT_SHARED_WAIT_SECONDS,
+    Eviction,
+    Option,
+    Revalidate,
+    Settings,
+    Where,
+    options,
+    read_settings,
+)
+from streamload.options.values import CacheSize, FreeDisk, parse_cache_size, parse_free_disk, parse_size
+
+__all__ = [
+    "DEFAULT_FREE_DISK",
+    "DEFAULT_MAX_IMAGE_PIXELS",
+    "DEFAULT_ORIGIN_WAIT_SECONDS",
+    "DEFAULT_SHARED_WAIT_SECONDS",
+    "CacheSize",
+    "Eviction",
+    "FileSystem",
+    "FreeDisk",
+    "Option",
+    "Revalidate",
+    "Settings",
+    "Where",
+    "default_cache_dir",
+    "file_system",
+    "options",
+    "own_directory",
+    "parse_cache_size",
+    "parse_free_disk",
+    "parse_size",
+    "read_settings",
+]

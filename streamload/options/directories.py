@@ -1,0 +1,105 @@
+"""Where a cache lies by default, and the kind of file system that a path is on."""
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# File systems whose data is on another machine. Every FUSE kind counts as one too, except the one that is a
+# local disk in another format.
+_ELSEWHERE = frozenset(
+    {
+        "9p",
+        "acfs",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "davfs",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+    }
+    | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs"}
+)
+_LOCAL_FUSE = frozenset({"fuseblk"})
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """Where a path lives: the mount point, and the kind that the kernel gives it ("ext4", "nfs4", …)."""
+
+    mount_point: str
+    kind: str
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether reading from it goes over a network."""
+        return self.kind in _ELSEWHERE or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether what it holds takes up memory."""
+        return self.kind in _MEMORY
+
+
+def default_cache_dir(environ: Mapping[str, str], mounts: str | None = None) -> Path:
+    """A place for the tier on a disk of this machine.
+
+    That is `$XDG_CACHE_HOME/streamload` or `~/.cache/streamload`; but where those are on a network or in
+    memory, it is `/var/tmp/streamload-<uid>`, which is on disk and survives a reboot.
+    """
+    cache_home = environ.get("XDG_CACHE_HOME", "")
+    home = Path(cache_home) if cache_home.startswith("/") else Path("~/.cache").expanduser()
+    place = file_system(home, mounts)
+    if home.is_absolute() and not place.is_elsewhere and not place.is_memory:
+        return home / "streamload"
+    return Path(f"/var/tmp/streamload-{os.getuid()}")
+
+
+def own_directory(path: Path) -> Path:
+    """Where this user's tier is if `path` is named: `path` itself, or a directory in it.
+
+    A directory of root's in which others may write (a pod's volume, /scratch) can't be a tier, and only root
+    could make it one: there the tier is in `streamload-<uid>`, made with mode 0700.
+    """
+    try:
+        status = path.stat()
+        is_of_all = stat.S_ISDIR(status.st_mode) and status.st_uid == 0 and bool(status.st_mode & 0o022)
+        if is_of_all and not (os.geteuid() == 0 and (path / "tier.json").exists()):
+            return path / f"streamload-{os.geteuid()}"
+    except OSError:  # whoever uses it will say what is wrong
+        pass
+    return path
+
+
+def file_system(path: Path, mounts: str | None = None) -> FileSystem:
+    """The file system on which `path` is, or would be created.
+
+    Args:
+        path: need not exist yet; links on the way are followed.
+        mounts: the text of a mountinfo file (proc(5)); this process's own by default. Where the system has
+            none, the answer is kind "unknown", which counts as local.
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        except OSError:
+            return FileSystem("/", "unknown")
+    real = Path(os.path.realpath(path))
+    found = FileSystem("/", "unknown")
+    for line in mounts.splitlines():
+        # A line ends with " - kind source options"; a mount over another comes later and hides it.
+        fields, _, rest = line.partition(" - ")
+        mount_point = _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])
+        if real.is_relative_to(mount_point) and len(mount_point) >= len(found.mount_point):
+            found = FileSystem(mount_point, rest.split(" ", 1)[0])
+    return found
