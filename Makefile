@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test lint pytest pytest-openclip ranges fuzz faults peers bench pins wheel clean
+.PHONY: help demo quick test lint docs pytest pytest-openclip ranges fuzz faults peers bench pins wheel clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -14,6 +14,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 OPENCLIP_READY := .venv-openclip/.ready
 STORES_READY := .venv-stores/.ready
+DOCS_READY := .venv-docs/.ready
 OPENCLIP_TESTS = $(wildcard tests/test_*openclip*.py tests/openclip)
 
 help:  ## Show this list
@@ -22,11 +23,11 @@ help:  ## Show this list
 demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
 	$(BIN)/streamload demo
 
-test: lint pytest pytest-openclip  ## Check everything (style, types, import contract, tests)
+test: lint docs pytest pytest-openclip  ## Check everything (style, types, import contract, docs, tests)
 
 # Compared with BASE, or those of one room: ROOM=cache.
 BASE ?= main
-quick: lint  ## Check style, types and the tests of what changed since BASE=main, or of one room: ROOM=cache
+quick: lint docs  ## Check style, types, docs and the tests of what changed since BASE=main, or of one room: ROOM=cache
 	files=$$($(BIN)/python .ci/quick.py $(BASE) $(ROOM)); \
 	[ -z "$$files" ] || $(BIN)/python -m pytest --numprocesses 4 --dist worksteal $$files
 
@@ -35,6 +36,10 @@ lint: $(READY)  ## Check style, types and the import contract
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Every page is read anew: Sphinx shows the warnings of a page only when it reads it.
+docs: $(DOCS_READY)  ## Build the documentation into docs/_build/html (warnings are errors)
+	.venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --doctree-dir docs/_build/doctrees docs docs/_build/html
 
 # Many tests wait for processes, disks and servers: four at a time keep two cores busy. Their deadlines can be missed by
 # a busy machine: what fails is run once more, by itself, and has to pass then; the output shows both.
@@ -100,6 +105,16 @@ $(OPENCLIP_READY): $(READY) tests/openclip/constraints.txt
 		"$$(grep '^torch==' constraints.txt)" torchvision 'open_clip_torch[training]'
 	@touch $@
 
+# A child of .venv like .venv-openclip: Sphinx needs a newer docutils than awscli, of the tests, allows.
+$(DOCS_READY): $(READY) docs/constraints.txt
+	rm -rf .venv-docs
+	$(BIN)/python -m venv --without-pip .venv-docs
+	parent=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	own=$$(.venv-docs/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$parent')" > "$$own/parent.pth"
+	.venv-docs/bin/python -m pip install --quiet --no-warn-conflicts --constraint docs/constraints.txt sphinx furo myst-parser
+	@touch $@
+
 # Real S3 stores for the faults; s3rver only where there is npm.
 $(STORES_READY): $(READY) benchmarks/stores/requirements.txt benchmarks/stores/package-lock.json
 	rm -rf .venv-stores
@@ -131,5 +146,5 @@ wheel: $(READY)  ## Build a wheel for any Linux of the last years in dist/ (URL=
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair --wheel-dir dist .venv-wheel/built/*.whl
 
 clean:  ## Remove the environments and everything that tools left
-	rm -rf .venv .venv-* streamload/transforms/*.so build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-out
+	rm -rf .venv .venv-* docs/_build streamload/transforms/*.so build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,12 +31,29 @@ class Bar:
 
 def bars(title: str, rows: Sequence[Bar], digits: int = 0, limit: float | None = None) -> str:
     """A bar for each row, its number behind it; a dashed line at a limit."""
+    return _drawing(title, _TOP + _ROW * len(rows) + _MARGIN, _bars(rows, _TOP, digits, limit))
+
+
+def panels(title: str, several: Mapping[str, tuple[Sequence[Bar], int]]) -> str:
+    """Bars of several measures, each with a heading and a scale of its own.
+
+    Args:
+        title: of the whole.
+        several: by heading: the bars, and the digits of their numbers.
+    """
+    parts, top = [], _TOP
+    for heading, (rows, digits) in several.items():
+        parts += [_text(_MARGIN, top + 14, heading), *_bars(rows, top + _ROW, digits)]
+        top += _ROW * (len(rows) + 1) + _MARGIN
+    return _drawing(title, top, parts)
+
+
+def _bars(rows: Sequence[Bar], top: float, digits: int, limit: float | None = None) -> list[str]:
     across = WIDTH - _LABELS - 70
     top_value = max([row.most for row in rows] + ([limit] if limit is not None else [])) or 1.0
-    height = _TOP + _ROW * len(rows) + _MARGIN
     parts = []
     for place, row in enumerate(rows):
-        y = _TOP + _ROW * place
+        y = top + _ROW * place
         end, least, most = (
             _LABELS + across * value / top_value for value in (row.value, row.least, row.most)
         )
@@ -49,8 +66,8 @@ def bars(title: str, rows: Sequence[Bar], digits: int = 0, limit: float | None =
         ]
     if limit is not None:
         at = _LABELS + across * limit / top_value
-        parts.append(_line(at, _TOP - 4, at, height - _MARGIN, INK, dashed=True))
-    return _drawing(title, height, parts)
+        parts.append(_line(at, top - 4, at, top + _ROW * len(rows), INK, dashed=True))
+    return parts
 
 
 def lines(title: str, across: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:

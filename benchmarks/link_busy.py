@@ -18,7 +18,7 @@ one machine: the server takes a part of its cores, too.
 - s3: the same server as an S3 store that is asked anonymously, through s3fs; `curl` fetches the same by HTTP.
 - CPU: of all of the client's processes.
 
-Result: results/link_busy.json; docs/performance.md has it as a table.
+Result: results/link_busy.json; docs/results/performance.md has it as a table.
 
 Explanation: eight shards are filled at a time, and the next begins when one has ended, so that several
 connections want what the link can carry at any moment. What CPU time a byte costs beyond curl's is to parse,

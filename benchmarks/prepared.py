@@ -15,7 +15,7 @@ less what the same command takes when all is held: starting Python and importing
 The crops: boxes of RandomResizedCrop at scale (0.9, 1.0) of the copy, and the same part of the original, each
 resized to 224 pixels by Pillow; PSNR of the two.
 
-Result: results/prepared.json; docs/prepared.md has it as a table.
+Result: results/prepared.json; docs/results/performance.md has it as a table.
 
 Explanation: decoding takes most of an image's time, and resizing its larger half of the rest. Of pixels as
 they are the first falls away and the second shrinks, against reading 2.5 times the bytes. A JPEG of the

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reliability.md from results/faults.json and results/simulation.json.
+"""Writes the tables of docs/results/faults.md from results/faults.json and results/simulation.json.
 
 Command: python -m benchmarks.reliability
 """
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.markdown import filled, table
 from benchmarks.turns import RESULTS, ROOT
 
-PAGE = ROOT / "docs/reliability.md"
+PAGE = ROOT / "docs/results/faults.md"
 _LIFE = (
     "starting",
     "claiming",

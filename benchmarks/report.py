@@ -1,9 +1,9 @@
-"""Writes the tables and charts of docs/ and benchmarks/README.md from results/.
+"""Writes the tables and charts of the README, docs/results and benchmarks/README.md from results/.
 
 Command: python -m benchmarks.report
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`, the chart of a benchmark between the same with
-NAME_chart; what is around them is written by hand and left alone. Charts are drawn into docs/images.
+NAME_chart; what is around them is written by hand and left alone. Charts are drawn into docs/results/images.
 """
 
 import argparse
@@ -13,21 +13,20 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import peer_tables, spot_tables
+from benchmarks import overview, peer_tables, spot_tables
 from benchmarks.markdown import Result, filled, number, spread, table, when
 from benchmarks.turns import RESULTS, ROOT
 
 PAGES = tuple(
     ROOT / page
     for page in (
-        "docs/performance.md",
-        "docs/prepared.md",
-        "docs/daemon.md",
-        "docs/scale.md",
+        "README.md",
+        "docs/results/performance.md",
+        "docs/results/spot-nodes.md",
         "benchmarks/README.md",
     )
 )
-IMAGES = ROOT / "docs/images"
+IMAGES = ROOT / "docs/results/images"
 
 
 def main() -> None:
@@ -45,7 +44,11 @@ def write(given: argparse.Namespace) -> None:
     results = {name: result for name, result in found.items() if result is not None}
     tables = tables_of(results)
     given.images.mkdir(parents=True, exist_ok=True)
-    drawn = {**peer_tables.charts_of(results), **spot_tables.charts_of(results.get("spot"))}
+    drawn = {
+        **peer_tables.charts_of(results),
+        **overview.charts_of(results),
+        **spot_tables.charts_of(results.get("spot")),
+    }
     for name, (_, drawing) in drawn.items():
         (given.images / f"{name}.svg").write_text(drawing)
     for page in given.pages:
@@ -62,6 +65,8 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         f"{name}_chart": f"![{title}](images/{name}.svg)"
         for name, (title, _) in peer_tables.charts_of(results).items()
     }
+    if overview.NEEDED <= results.keys():
+        tables["beside"] = overview.beside(results)
     if results.get("warm", {}).get("limits"):
         tables["peers"] = peer_tables.peers(results["warm"])
     if "overhead" in results:

@@ -30,7 +30,7 @@ num_samples is given; there is no sizes.json.
   arrived, default lanes and window for 8 ranks of batch size 64), over all samples that it passes over, with
   taking its own batches' references and announcing its shards.
 
-Result: results/scale.json; docs/performance.md has it as a table.
+Result: results/scale.json; docs/results/performance.md has it as a table.
 
 Explanation: a pattern is kept as such and a URL made on use (urls/listing.py, cache/shard.py); what a tier
 holds is looked up by a sample of the list; and what goes over all shards, which of them are this group's, is

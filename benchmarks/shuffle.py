@@ -25,7 +25,7 @@ its own, except the worst batch: that is the worst of all rounds.
 Targets: on 8 ranks × 8 workers the defaults are at least as good as open_clip's loader in every measure, and
 following them costs at most 1 µs a sample and worker.
 
-Result: results/shuffle.json; docs/order.md has it as tables.
+Result: results/shuffle.json; docs/results/order.md has it as tables.
 
 Explanation: a batch of open_clip's loader comes from one worker, so from 5,000 samples, and in the beginning
 of each epoch from 1,000. Lanes and window are those of the whole node: each batch of each worker comes from

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/order.md from results/shuffle.json.
+"""Writes the tables of docs/results/order.md from results/shuffle.json.
 
 Command: python -m benchmarks.shuffle_report
 """
@@ -11,7 +11,7 @@ from benchmarks.markdown import filled, table, when
 from benchmarks.shuffle import DEFAULT, SMALL
 from benchmarks.turns import RESULTS, ROOT
 
-PAGE = ROOT / "docs/order.md"
+PAGE = ROOT / "docs/results/order.md"
 GRID = "1 rank"
 OTHERS = (GRID, "large shards, 1 rank", "large shards, 8 ranks", "uneven shards", "few shards")
 

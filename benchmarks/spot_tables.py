@@ -1,4 +1,4 @@
-"""The tables and charts of docs/scale.md, from results/spot.json."""
+"""The tables and charts of docs/results/spot-nodes.md, from results/spot.json."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 Which shards a group reads and in which order is computed by the loader's own order/; how often daemons look,
 how a lease lives, how many tasks are chosen among, and how much of a notice is kept for the end are the
-daemon's own constants. docs/scale.md says what is left out.
+daemon's own constants. docs/results/spot-nodes.md says what is left out.
 """
 
 import heapq

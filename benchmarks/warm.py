@@ -22,7 +22,7 @@ LitData, MosaicML Streaming and Megatron-Energon run open_clip's function; SPDL 
 own decoders and resizers, those. LitData and MosaicML Streaming read a format of their own: what making it
 took, and its bytes, are in the table, and so is the index that Megatron-Energon and DALI make.
 
-Result: results/warm.json; docs/performance.md has it as a table.
+Result: results/warm.json; docs/results/performance.md has it as a table.
 
 Explanation: decoding, resizing and normalising are nearly all of the work. The default transform does
 them by simplejpeg and a resize that normalises, with one image in the cache of the CPU at a time, into

@@ -288,7 +288,7 @@ def test_the_quick_form_writes_what_the_tables_show(tmp_path: Path):
 
 def test_the_tables_of_the_page_are_those_of_the_committed_result():
     result = json.loads((ROOT / "benchmarks/results/spot.json").read_text())
-    page = (ROOT / "docs/scale.md").read_text()
+    page = (ROOT / "docs/results/spot-nodes.md").read_text()
     for name, table in spot_tables.tables(result).items():
         assert f"<!-- {name} -->\n{table}\n<!-- /{name} -->" in page, name
 

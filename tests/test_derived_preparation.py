@@ -75,7 +75,7 @@ def test_the_short_side_is_resized_as_by_pillow(data):
     assert own.shape == (image.height, image.width, 3)
     off = np.abs(own.astype(int) - np.asarray(image))
     assert off.max() <= 2
-    assert (off > 1).sum() <= 1  # one value in a million is two levels off (docs/transforms.md)
+    assert (off > 1).sum() <= 1  # one value in a million is two levels off (docs/guides/transforms.md)
 
 
 def test_pixels_are_stored_as_pillow_reads_them():

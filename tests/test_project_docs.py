@@ -1,7 +1,10 @@
 """The documents tell the truth: what they name is there, and their code can be run as it stands."""
 
 import ast
+import dataclasses
 import importlib
+import importlib.util
+import inspect
 import re
 import shutil
 import subprocess
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import streamload.errors
 from streamload.cli import app
 from streamload.options import options
 
@@ -17,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
-    if path.is_file()
+    if path.is_file() and "_build" not in path.parts
 )
 COMMANDS = {command.callback.__name__ for command in app.registered_commands} | {
     group.name for group in app.registered_groups
@@ -35,10 +39,24 @@ def per_page(test):
 
 @per_page
 def test_every_link_to_a_file_leads_to_one(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", without_blocks(page)):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            there = page.parent / target if target else page
+            assert there.exists(), target
+            assert not anchor or "generated:" in there.read_text() or anchor in anchors(there), f"{target}#{anchor}"
+
+
+def without_blocks(page):
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page):
+    """Of the headings, as GitHub and the site name them; of a page that includes another: of that one."""
+    included = re.search(r"^```{include} (.+)$", page.read_text(), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", without_blocks(page.parent / included[1] if included else page), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @per_page
@@ -62,6 +80,23 @@ def test_python_blocks_can_be_parsed_and_use_public_names(page):
                 assert hasattr(importlib.import_module("streamload"), node.attr), node.attr
 
 
+TAKEN = {
+    name: set(inspect.signature(getattr(streamload, name)).parameters)
+    for name in ("make_loader", "Source", "Shards", "Images", "Order", "Cache", "Workers")
+    if hasattr(streamload, name)
+}
+
+
+@per_page
+def test_python_blocks_give_only_arguments_that_exist(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                given = {keyword.arg for keyword in node.keywords if keyword.arg}
+                assert given <= TAKEN.get(name, given), ast.unparse(node)
+
+
 @per_page
 def test_every_command_and_target_that_is_named_exists(page):
     text = page.read_text()
@@ -71,20 +106,58 @@ def test_every_command_and_target_that_is_named_exists(page):
     assert set(re.findall(r"^(?:\$ )?make ([a-z-]+)", code, re.MULTILINE)) <= TARGETS
 
 
-def test_the_readme_names_both_commands_and_every_variable():
+def test_the_readme_is_short_and_names_both_commands():
     readme = (ROOT / "README.md").read_text()
-    for needed in ("make demo", "make test", *(option.variable for option in options())):
+    assert len(readme.splitlines()) <= 150
+    for needed in ("make demo", "make test", "docs/architecture.md"):
         assert needed in readme
 
 
-def test_the_readme_links_the_journey():
-    assert "docs/journey.md" in (ROOT / "README.md").read_text()
-
-
-def test_the_journey_names_the_file_of_each_lettered_step():
-    journey = (ROOT / "docs" / "journey.md").read_text()
+def test_the_architecture_has_each_lettered_step_and_the_modules_of_one_batch():
+    page = (ROOT / "docs/architecture.md").read_text()
     for letter in "ABCDEFGHIJKL":
-        assert re.search(rf"\b{letter}\b", journey), letter
+        assert re.search(rf"^\| {letter} \| .*`streamload/", page, re.MULTILINE), letter
+    modules = re.findall(r"^\d+\. `(streamload/[\w/]+\.py)`", page, re.MULTILINE)
+    assert 15 < len(modules) <= 25
+
+
+def test_every_page_is_in_the_contents():
+    listed = set(re.findall(r"^[a-z]+[\w/-]*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE))
+    there = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {name for name in there if not name.startswith("_build")} == listed | {"index"}
+
+
+UNDESCRIBED = {"### `unknown`", "### `rank`", "### `world_size`"}
+"""Refused, or described together."""
+
+
+@pytest.fixture(scope="module")
+def generated():
+    """The reference pages by name, as the site has them."""
+    spec = importlib.util.spec_from_file_location("generated", ROOT / "docs/generated.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pages = {path.stem: module.MARK.findall(path.read_text()) for path in (ROOT / "docs/reference").iterdir()}
+    assert pages == {name: [name] for name in module.PARTS}
+    return {name: part() for name, part in module.PARTS.items()}
+
+
+def test_the_reference_is_complete(generated):
+    errors = {one.__name__ for one in vars(streamload.errors).values() if inspect.isclass(one)}
+    for page, names in {
+        "arguments": {f"### `{name}`" for taken in TAKEN.values() for name in taken} - UNDESCRIBED,
+        "variables": {option.variable for option in options()},
+        "commands": {f"streamload {command}" for command in COMMANDS},
+        "stats": {f"`{field.name}`" for field in dataclasses.fields(streamload.Snapshot)},
+        "errors": {f"`{name}`" for name in errors if hasattr(streamload, name)},
+        "loader": {"state_dict", "load_state_dict", "set_epoch", "set_weights", "stats", "close"},
+    }.items():
+        assert not {name for name in names if name not in generated[page]}, page
+
+
+def test_the_reference_says_what_each_of_its_rows_means(generated):
+    for page, text in generated.items():
+        assert not re.search(r"\|  \|$", text, re.MULTILINE), page
 
 
 def test_make_help_lists_every_target_that_the_readme_names():

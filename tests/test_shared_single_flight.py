@@ -495,7 +495,7 @@ def test_a_wait_ends_with_the_training(waiter: Make, other: Leases, ended_by: st
 
 
 def test_what_a_turn_costs(origin: Origin, place: Place) -> None:
-    """Beside what storing takes, as docs/cache.md says."""
+    """Beside what storing takes, as docs/guides/shared-cache.md says."""
     origin.warm(origin.server.root.parent / "first", place, write_back=True)  # so that its format is known
     for shard in (origin.shard(number) for number in range(2)):
         for name in place.objects().names(f"shards/{shard.digest}"):

@@ -27,7 +27,7 @@ _QUICK = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""What docs/daemon.md advises for the head of a cluster whose nodes may be taken away."""
+"""What docs/guides/prefetch-daemon.md advises for the head of a cluster whose nodes may be taken away."""
 
 
 def lost(attempt: Attempt) -> None:

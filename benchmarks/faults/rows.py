@@ -13,7 +13,7 @@ class Row:
     """A line of the table.
 
     Attributes:
-        number: of the table in docs/reliability.md; `name` tells rows of one number apart.
+        number: of the table in docs/results/faults.md; `name` tells rows of one number apart.
         fault: what goes wrong, in words.
         holds: letters of oracle.py that are checked.
         proves: what a reader of the table learns if it passes.

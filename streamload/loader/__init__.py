@@ -78,12 +78,12 @@ def make_loader(
         tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
             any `list[str] → int64[N, L]`. None leaves captions as strings.
         preprocess: PIL image to tensor. A chain of torchvision and open_clip transforms such as open_clip's
-            `preprocess_train` and `preprocess_val` is compiled if every step is known (docs/transforms.md has
-            the list): a faster path to the same batch, to the bit where the package was built with a C
-            compiler, else within one level of 255. So is an image processor of transformers, where that gives
-            the same bits. Anything else runs as given, its random generators seeded by the sample; the log
-            says which. None: open_clip's default for 224 pixels (in training a random
-            resized crop, else resize and centre crop), compiled.
+            `preprocess_train` and `preprocess_val` is compiled if every step is known
+            (docs/guides/transforms.md has the list): a faster path to the same batch, to the bit where the
+            package was built with a C compiler, else within one level of 255. So is an image processor of
+            transformers, where that gives the same bits. Anything else runs as given, its random generators
+            seeded by the sample; the log says which. None: open_clip's default for 224 pixels (in training
+            a random resized crop, else resize and centre crop), compiled.
         batch_size: samples in a batch of one rank.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of
@@ -93,7 +93,7 @@ def make_loader(
         seed: of the order and of the augmentation.
         shuffle: the shuffle window: how many positions a sample may move; 0: shards and samples as listed.
             None: 40 times the samples a node reads per step, between 10,000 and 100,000; less where the
-            cache can't hold the shards that this keeps open (docs/cache.md).
+            cache can't hold the shards that this keeps open (docs/guides/caching.md).
         train: False gives each sample exactly once, as listed, with a partial last batch and no
             augmentation: the whole set in every process that iterates, unless Order(rank=…, world_size=…) is
             given. Their shares are equal to one sample by a sizes.json, else as if all shards had one size.

@@ -81,9 +81,10 @@ class Images:
         prepare: train on images whose short side has been resized to this, "raw-256" or, for less room,
             "jpeg-256-q90". Where the cache has prepared shards (`streamload warm --prepare`) they are read,
             and nothing but the random part is done; else each image is prepared when it is used. The pixels
-            are the same either way, but not those of the original images (docs/prepared.md).
+            are the same either way, but not those of the original images
+            (docs/guides/prepared-images.md).
         max_pixels: larger images are left out, counted as `too_large`, as are those that need as much memory
-            or time as these to decode (docs/transforms.md). None: 20,000,000
+            or time as these to decode (docs/guides/samples.md). None: 20,000,000
             (STREAMLOAD_MAX_IMAGE_PIXELS).
 
     Raises:

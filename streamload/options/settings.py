@@ -203,7 +203,7 @@ class Settings:
         parse_count,
         DEFAULT_MAX_IMAGE_PIXELS,
         "Larger images are left out, counted as `too_large`, as are those that need as much memory or time "
-        "as these to decode (docs/transforms.md).",
+        "as these to decode (docs/guides/samples.md).",
         argument="images.max_pixels",
         unit="pixels",
     )

@@ -10,5 +10,5 @@
     planted.py   bugs to be found
     campaign.py  many seeds, in several processes
 
-`python -m tests.simulation --seeds 0:10000 --jobs 2` from the root of the repository; see docs/testing.md.
+`python -m tests.simulation --seeds 0:10000 --jobs 2` from the root of the repository; see CONTRIBUTING.md.
 """

@@ -51,7 +51,7 @@ def install(
             the `legacy_data` beside it, of the development version's second entry point.
         compile: False runs OpenCLIP's transforms as given instead of compiled (make_loader's `compile`). That
             of validation is compiled only where its batches are OpenCLIP's own to the bit
-            (docs/transforms.md).
+            (docs/guides/transforms.md).
         shared_cache: make_loader's; None: STREAMLOAD_SHARED_CACHE, if that is set.
         prepare: train on prepared images (`Images(prepare=…)`); validation never does.
         moved: with --resume: (old, new) beginnings of URLs of shards that have moved since

@@ -1,0 +1,222 @@
+"""Reference pages, generated from the code when the site is built.
+
+A page in docs/reference holds a title, an introduction and `<!-- generated: NAME -->`; Sphinx reads what the
+function of that name returns in its place. Nothing that is generated is committed.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import streamload
+from streamload import errors, metrics
+from streamload.cli import app
+from streamload.loader import Loader, Source, make_loader
+from streamload.options import options
+
+MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_GROUPS = ("Shards", "Images", "Order", "Cache", "Workers")
+_PAGE = re.compile(r"\(?\bdocs/([\w/-]+)\.md\b\)?")
+_VARIABLE = re.compile(r"(?<!`)\b(STREAMLOAD_[A-Z_]+)\b")
+
+
+def arguments() -> str:
+    """The arguments of make_loader, and those of its groups."""
+    parts = ["## make_loader", _summary(make_loader), *_described(make_loader, "Args", skip=("unknown",))]
+    for name in _GROUPS:
+        group = getattr(streamload, name, None)
+        if group is not None:
+            parts += [f"## {name}", _summary(group), *_described(group, "Attributes", "Args")]
+    return "\n\n".join(parts)
+
+
+def loader() -> str:
+    """The public methods and attributes of a Loader, and a Source's fields."""
+    parts = ["## Loader", _summary(Loader)]
+    for name, member in _public(Loader):
+        if isinstance(member, property):
+            parts += [f"### `{name}`", _markdown(inspect.getdoc(member))]
+        else:
+            parts += [f"### `{name}{_parameters(member)}`", _markdown(inspect.getdoc(member))]
+    gather = streamload.gather_state
+    parts += ["## gather_state", f"`gather_state{_parameters(gather)}`", _markdown(inspect.getdoc(gather))]
+    parts += ["## Source", _summary(Source), *_described(Source, "Attributes")]
+    return "\n\n".join(parts)
+
+
+def variables() -> str:
+    """A row for each option that has a variable."""
+    head = ["variable", "argument", "default", "meaning"]
+    return _table(head, [list(_variable_row(option)) for option in options()])
+
+
+def _variable_row(option: Any) -> tuple[str, str, str, str]:
+    group, _, field = option.argument.rpartition(".")
+    argument = f"{group.capitalize()}({field}=…)" if group else field
+    default = _default_cache_dir() if option.name == "cache_dir" else f"`{option.default}`"
+    return f"`{option.variable}`", f"`{argument}`", default, _markdown(option.help)
+
+
+def _default_cache_dir() -> str:
+    return "`~/.cache/streamload`, or `/var/tmp/streamload-<uid>` if the home is on a network or in memory"
+
+
+def commands() -> str:
+    """Every command of `streamload`, with its arguments and options."""
+    root = typer.main.get_command(app)
+    return "\n\n".join(_command(root, "streamload"))
+
+
+def _command(command: Any, path: str) -> Iterator[str]:
+    context = typer.Context(command, info_name=path)
+    if hasattr(command, "commands"):
+        for name, child in sorted(command.commands.items()):
+            yield from _command(child, f"{path} {name}")
+        return
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    yield f"## {path}\n\n```text\n{usage}\n```"
+    yield _markdown(inspect.cleandoc(command.help or ""))
+    records = [record for one in command.params if (record := one.get_help_record(context))]
+    if records:
+        yield _table(["", "meaning"], [[f"`{name}`", _markdown(said)] for name, said in records])
+
+
+def stats() -> str:
+    """Each field of a Snapshot, which `Loader.stats()` returns."""
+    longer = _section(metrics.Snapshot, "Attributes")
+    rows = []
+    for field in dataclasses.fields(metrics.Snapshot):
+        counter = field.name.replace("seconds_to_first_batch", "first_batch_ns")
+        said = [
+            metrics.COUNTERS.get(counter) or metrics.COUNTERS.get(counter.replace("_seconds", "_ns")),
+            longer.get(field.name),
+        ]
+        rows.append([f"`{field.name}`", "; ".join(_markdown(one).rstrip(".") for one in said if one)])
+    causes = [[f"`{cause}`", _markdown(why)] for cause, why in metrics.CAUSES.items()]
+    head = "## Causes\n\nThe keys of `samples_skipped` and `samples_replaced`."
+    return "\n\n".join([_table(["field", "meaning"], rows), head, _table(["cause", "meaning"], causes)])
+
+
+def errors_() -> str:
+    """The tree of errors: of each its builtin base, and what it means."""
+    rows = [[f"{'&nbsp;' * 4 * depth}`{name}`", builtin, said] for depth, name, builtin, said in _error_rows()]
+    return _table(["error", "is also", "meaning"], rows)
+
+
+def _error_rows() -> Iterator[tuple[int, str, str, str]]:
+    def below(error: type, depth: int) -> Iterator[tuple[int, str, str, str]]:
+        builtins = [base.__name__ for base in error.__bases__ if base.__module__ == "builtins"]
+        also = ", ".join(f"`{name}`" for name in builtins if name != "Exception")
+        yield depth, error.__name__, also, _markdown(inspect.getdoc(error))
+        for child in error.__subclasses__():
+            if child.__module__ == errors.__name__:
+                yield from below(child, depth + 1)
+
+    return below(errors.StreamloadError, 0)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "arguments": arguments,
+    "loader": loader,
+    "variables": variables,
+    "commands": commands,
+    "stats": stats,
+    "errors": errors_,
+}
+
+
+def setup(sphinx: Any) -> dict[str, Any]:
+    """Called by Sphinx."""
+    sphinx.connect("source-read", _fill)
+    sphinx.connect("env-get-outdated", lambda *_: [name for name in _pages() if name in sphinx.env.found_docs])
+    return {"parallel_read_safe": True}
+
+
+def _pages() -> list[str]:
+    return [f"reference/{path.stem}" for path in (Path(__file__).parent / "reference").glob("*.md")]
+
+
+def _fill(_: Any, name: str, source: list[str]) -> None:
+    up = "../" * name.count("/")
+    source[0] = MARK.sub(lambda found: PARTS[found[1]]().replace("](/", f"]({up}"), source[0])
+
+
+# Docstrings
+
+
+def _described(of: Any, *sections: str, skip: tuple[str, ...] = ()) -> Iterator[str]:
+    """A heading and a paragraph for each argument that the docstring describes, with type and default."""
+    signature = inspect.signature(of).parameters
+    for names, said in next(found for name in sections if (found := _section(of, name))).items():
+        if names in skip:
+            continue
+        yield f"### `{names}`"
+        parameter = signature.get(names.split(", ")[0])
+        if parameter is not None:
+            typed = f"`{names.split(', ')[0]}: {parameter.annotation}"
+            yield f"{typed}`, required" if parameter.default is parameter.empty else f"{typed} = {_shown(parameter)}`"
+        yield _markdown(said)
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    """Its default; of a group only the name."""
+    name = type(parameter.default).__name__
+    return f"{name}()" if name in _GROUPS else repr(parameter.default)
+
+
+def _summary(of: Any) -> str:
+    """The docstring up to its first section."""
+    return _markdown(re.split(r"\n\n[A-Z][a-z]+:\n", inspect.getdoc(of) or "")[0])
+
+
+def _section(of: Any, title: str) -> dict[str, str]:
+    """The entries of a Google-style section of a docstring, by name."""
+    found = re.search(rf"^{title}:\n((?:    .*\n?|\n)*)", inspect.getdoc(of) or "", re.MULTILINE)
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(found[1]).strip()) if found else []
+    split = (entry.partition(": ") for entry in entries)
+    return {name.strip(): " ".join(said.split()) for name, _, said in split}
+
+
+def _markdown(text: str | None) -> str:
+    """Text of a docstring as Markdown: sections are bold, pages are links, variables are code."""
+    text = re.sub(
+        r"^(Args|Returns|Raises|Attributes|Yields):\n((?:    .*\n?|\n)*)",
+        lambda found: f"**{found[1]}**\n\n{_entries(found[2])}\n\n",
+        text or "",
+        flags=re.MULTILINE,
+    )
+    text = _PAGE.sub(lambda found: f"([{found[1].rsplit('/')[-1].replace('-', ' ')}](/{found[1]}.md))", text)
+    return _VARIABLE.sub(r"`\1`", text.replace("``", "`"))
+
+
+def _entries(text: str) -> str:
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(text).strip())
+    return "\n".join(f"- {' '.join(entry.split())}" for entry in entries)
+
+
+def _public(of: type) -> Iterator[tuple[str, Any]]:
+    """Members with a docstring, in the order of the source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0]
+    for node in tree.body:  # type: ignore[attr-defined]
+        name = getattr(node, "name", "_")
+        if not name.startswith("_") and ast.get_docstring(node) and not node.decorator_list[1:]:
+            yield name, inspect.getattr_static(of, name)
+
+
+def _parameters(of: Any) -> str:
+    """The parameters of a function without `self` and what it returns."""
+    parameters = [one for one in inspect.signature(of).parameters.values() if one.name != "self"]
+    return f"({', '.join(str(one).replace(': ', ': ').replace(chr(39), '') for one in parameters)})"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    cells = (" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) for line in lines)
+    return "\n".join(f"| {line} |" for line in cells)
