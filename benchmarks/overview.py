@@ -7,7 +7,14 @@ from benchmarks.charts import Bar
 from benchmarks.markdown import Result, table
 
 NEEDED = {"cold", "warm", "half", "resume"}
-_PEERS = ("open_clip", "webdataset, cache_dir", "SPDL", "Hugging Face datasets", "LitData", "MosaicML Streaming")
+_PEERS = (
+    "open_clip",
+    "webdataset, cache_dir",
+    "SPDL",
+    "Hugging Face datasets",
+    "LitData",
+    "MosaicML Streaming",
+)
 _LINK = "40 MB/s"
 _NO_LOADERS = ("floor", "streamload", "with colour jitter")
 
@@ -19,7 +26,10 @@ def charts_of(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
     names = ("streamload", fastest_peer(results["warm"]), "open_clip")
     title = "streamload, the fastest other loader, and open_clip's own"
     several = {
-        "Images per second, shards near": ([_bar(results["warm"], name, "images_per_second") for name in names], 0),
+        "Images per second, shards near": (
+            [_bar(results["warm"], name, "images_per_second") for name in names],
+            0,
+        ),
         f"Seconds to the first batch, empty cache, {_LINK}": (
             [_bar(results["cold"], name, "first_batch_seconds", f" at {_LINK}") for name in names],
             2,

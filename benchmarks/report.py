@@ -65,7 +65,7 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         f"{name}_chart": f"![{title}](images/{name}.svg)"
         for name, (title, _) in peer_tables.charts_of(results).items()
     }
-    if overview.NEEDED <= results.keys():
+    if results.keys() >= overview.NEEDED:
         tables["beside"] = overview.beside(results)
     if results.get("warm", {}).get("limits"):
         tables["peers"] = peer_tables.peers(results["warm"])

@@ -7,10 +7,11 @@ made up for, what breaks first, and what does it cost?
 Command: python -m benchmarks.spot (about four minutes of one core; --quick: some seconds)
 
 A discrete-event simulation, without a real clock, a network or a file; the same seed gives the same result.
-Setup (spot_setup.py) is what is assumed; where a number was taken from is said in docs/results/spot-nodes.md. What needs
-many runs is simulated at a twentieth of the size, with the rates that all share a twentieth as well.
+Setup (spot_setup.py) has the assumptions; their sources are in docs/results/spot-nodes.md. What needs many
+runs is simulated at a twentieth of the size, with the rates that all share a twentieth as well.
 
-Result: results/spot.json; docs/results/spot-nodes.md has it as tables and charts. Nothing in it depends on the machine.
+Result: results/spot.json; docs/results/spot-nodes.md has it as tables and charts. Nothing in it
+depends on the machine.
 
 Explanation: docs/results/spot-nodes.md.
 """

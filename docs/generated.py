@@ -19,21 +19,19 @@ import streamload
 from streamload import errors, metrics
 from streamload.cli import app
 from streamload.loader import Loader, Source, make_loader
+from streamload.loader.groups import GROUPS
 from streamload.options import options
 
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
-_GROUPS = ("Shards", "Images", "Order", "Cache", "Workers")
 _PAGE = re.compile(r"\(?\bdocs/([\w/-]+)\.md\b\)?")
 _VARIABLE = re.compile(r"(?<!`)\b(STREAMLOAD_[A-Z_]+)\b")
 
 
 def arguments() -> str:
     """The arguments of make_loader, and those of its groups."""
-    parts = ["## make_loader", _summary(make_loader), *_described(make_loader, "Args", skip=("unknown",))]
-    for name in _GROUPS:
-        group = getattr(streamload, name, None)
-        if group is not None:
-            parts += [f"## {name}", _summary(group), *_described(group, "Attributes", "Args")]
+    parts = ["## make_loader", _summary(make_loader), *_described(make_loader, "Args")]
+    for group in GROUPS.values():
+        parts += [f"## {group.__name__}", _summary(group), *_described(group, "Args")]
     return "\n\n".join(parts)
 
 
@@ -104,9 +102,11 @@ def stats() -> str:
     return "\n\n".join([_table(["field", "meaning"], rows), head, _table(["cause", "meaning"], causes)])
 
 
-def errors_() -> str:
+def error_tree() -> str:
     """The tree of errors: of each its builtin base, and what it means."""
-    rows = [[f"{'&nbsp;' * 4 * depth}`{name}`", builtin, said] for depth, name, builtin, said in _error_rows()]
+    rows = [
+        [f"{'&nbsp;' * 4 * depth}`{name}`", builtin, said] for depth, name, builtin, said in _error_rows()
+    ]
     return _table(["error", "is also", "meaning"], rows)
 
 
@@ -128,19 +128,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "variables": variables,
     "commands": commands,
     "stats": stats,
-    "errors": errors_,
+    "errors": error_tree,
 }
 
 
 def setup(sphinx: Any) -> dict[str, Any]:
     """Called by Sphinx."""
     sphinx.connect("source-read", _fill)
-    sphinx.connect("env-get-outdated", lambda *_: [name for name in _pages() if name in sphinx.env.found_docs])
     return {"parallel_read_safe": True}
-
-
-def _pages() -> list[str]:
-    return [f"reference/{path.stem}" for path in (Path(__file__).parent / "reference").glob("*.md")]
 
 
 def _fill(_: Any, name: str, source: list[str]) -> None:
@@ -151,24 +146,22 @@ def _fill(_: Any, name: str, source: list[str]) -> None:
 # Docstrings
 
 
-def _described(of: Any, *sections: str, skip: tuple[str, ...] = ()) -> Iterator[str]:
-    """A heading and a paragraph for each argument that the docstring describes, with type and default."""
+def _described(of: Any, section: str) -> Iterator[str]:
+    """A heading, a type with the default, and a paragraph for each argument that the docstring describes."""
     signature = inspect.signature(of).parameters
-    for names, said in next(found for name in sections if (found := _section(of, name))).items():
-        if names in skip:
+    for names, said in _section(of, section).items():
+        parameter = signature[names.split(", ")[0]]
+        if parameter.kind is parameter.VAR_KEYWORD:
             continue
-        yield f"### `{names}`"
-        parameter = signature.get(names.split(", ")[0])
-        if parameter is not None:
-            typed = f"`{names.split(', ')[0]}: {parameter.annotation}"
-            yield f"{typed}`, required" if parameter.default is parameter.empty else f"{typed} = {_shown(parameter)}`"
-        yield _markdown(said)
+        typed = f"`{parameter.name}: {parameter.annotation}"
+        default = "`, required" if parameter.default is parameter.empty else f" = {_shown(parameter)}`"
+        yield f"### `{names}`\n\n{typed}{default}\n\n{_markdown(said)}"
 
 
 def _shown(parameter: inspect.Parameter) -> str:
     """Its default; of a group only the name."""
-    name = type(parameter.default).__name__
-    return f"{name}()" if name in _GROUPS else repr(parameter.default)
+    group = type(parameter.default)
+    return f"{group.__name__}()" if group in GROUPS.values() else repr(parameter.default)
 
 
 def _summary(of: Any) -> str:
@@ -213,7 +206,7 @@ def _public(of: type) -> Iterator[tuple[str, Any]]:
 def _parameters(of: Any) -> str:
     """The parameters of a function without `self` and what it returns."""
     parameters = [one for one in inspect.signature(of).parameters.values() if one.name != "self"]
-    return f"({', '.join(str(one).replace(': ', ': ').replace(chr(39), '') for one in parameters)})"
+    return f"({', '.join(str(one) for one in parameters)})"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -1,4 +1,4 @@
-"""What the benchmark of the shuffle measures, counted one by one; docs/results/order.md shows what was measured."""
+"""What the benchmark of the shuffle measures, counted one by one; docs/results/order.md has its results."""
 
 import itertools
 import json

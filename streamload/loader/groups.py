@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -142,14 +143,14 @@ class Order:
 class Cache:
     """What the cache holds and where, beside `cache_dir` and `cache_size`.
 
-        None: the variable, else the default.
+    None: the variable, else the default.
 
-        Args:
-    {settings}
-            shared_options: for the shared cache's file system, as storage_options.
+    Args:
+        {settings}
+        shared_options: for the shared cache's file system, as storage_options.
 
-        Raises:
-            OptionError: a value that can't be used.
+    Raises:
+        OptionError: a value that can't be used.
     """
 
     where: Where | None = None
@@ -257,12 +258,14 @@ def _check_settings(group: Images | Cache, name: str) -> None:
             row.parse(value, field_name)
 
 
-def _described(row: Option[Any], name: str) -> str:
+def _described(row: Option[Any], name: str, indent: str) -> str:
     text = f"{name}: {row.help[0].lower()}{row.help[1:-1]} ({row.variable})."
-    return textwrap.fill(text, 110, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    return textwrap.fill(text, 110, initial_indent=indent, subsequent_indent=f"{indent}    ")
 
 
-if Cache.__doc__ is not None:  # python -OO drops it
-    Cache.__doc__ = Cache.__doc__.replace(
-        "{settings}", "\n".join(_described(row, name) for name, row in _rows("cache").items())
+if Cache.__doc__ is not None:  # python -OO drops it; from 3.13 on its indentation is gone
+    Cache.__doc__ = re.sub(
+        r"( *)\{settings\}",
+        lambda place: "\n".join(_described(row, name, place[1]) for name, row in _rows("cache").items()),
+        Cache.__doc__,
     )
