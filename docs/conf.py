@@ -15,6 +15,7 @@ extensions = ["myst_parser", "generated"]
 exclude_patterns = ["_build"]
 highlight_language = "none"
 nitpicky = True
+smartquotes = False  # the text has its own, and code beside it
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3

@@ -4,13 +4,11 @@ A page in docs/reference holds a title, an introduction and `<!-- generated: NAM
 function of that name returns in its place. Nothing that is generated is committed.
 """
 
-import ast
 import dataclasses
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -23,7 +21,7 @@ from streamload.loader.groups import GROUPS
 from streamload.options import options
 
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
-_PAGE = re.compile(r"\(?\bdocs/([\w/-]+)\.md\b\)?")
+_PAGE = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 _VARIABLE = re.compile(r"(?<!`)\b(STREAMLOAD_[A-Z_]+)\b")
 
 
@@ -35,14 +33,30 @@ def arguments() -> str:
     return "\n\n".join(parts)
 
 
+_OF_A_LOADER = (
+    "set_epoch",
+    "state_dict",
+    "load_state_dict",
+    "set_weights",
+    "stats",
+    "skipped",
+    "close",
+    "num_batches",
+    "num_samples",
+    "world_size",
+    "place_on",
+    "as_dataset",
+)
+"""What a training uses; the other public names are for the epoch and for torch."""
+
+
 def loader() -> str:
-    """The public methods and attributes of a Loader, and a Source's fields."""
+    """The methods and attributes of a Loader, gather_state, and a Source's fields."""
     parts = ["## Loader", _summary(Loader)]
-    for name, member in _public(Loader):
-        if isinstance(member, property):
-            parts += [f"### `{name}`", _markdown(inspect.getdoc(member))]
-        else:
-            parts += [f"### `{name}{_parameters(member)}`", _markdown(inspect.getdoc(member))]
+    for name in _OF_A_LOADER:
+        member = inspect.getattr_static(Loader, name)
+        called = name if isinstance(member, property) else f"{name}{_parameters(member)}"
+        parts += [f"### `{called}`", _markdown(inspect.getdoc(member))]
     gather = streamload.gather_state
     parts += ["## gather_state", f"`gather_state{_parameters(gather)}`", _markdown(inspect.getdoc(gather))]
     parts += ["## Source", _summary(Source), *_described(Source, "Attributes")]
@@ -155,7 +169,7 @@ def _described(of: Any, section: str) -> Iterator[str]:
             continue
         typed = f"`{parameter.name}: {parameter.annotation}"
         default = "`, required" if parameter.default is parameter.empty else f" = {_shown(parameter)}`"
-        yield f"### `{names}`\n\n{typed}{default}\n\n{_markdown(said)}"
+        yield f"### `{names}`\n\n{typed}{default}\n\n{_markdown(said[0].upper() + said[1:])}"
 
 
 def _shown(parameter: inspect.Parameter) -> str:
@@ -185,7 +199,7 @@ def _markdown(text: str | None) -> str:
         text or "",
         flags=re.MULTILINE,
     )
-    text = _PAGE.sub(lambda found: f"([{found[1].rsplit('/')[-1].replace('-', ' ')}](/{found[1]}.md))", text)
+    text = _PAGE.sub(lambda found: f"[{found[1].rpartition('/')[2].replace('-', ' ')}](/{found[1]}.md)", text)
     return _VARIABLE.sub(r"`\1`", text.replace("``", "`"))
 
 
@@ -194,19 +208,10 @@ def _entries(text: str) -> str:
     return "\n".join(f"- {' '.join(entry.split())}" for entry in entries)
 
 
-def _public(of: type) -> Iterator[tuple[str, Any]]:
-    """Members with a docstring, in the order of the source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0]
-    for node in tree.body:  # type: ignore[attr-defined]
-        name = getattr(node, "name", "_")
-        if not name.startswith("_") and ast.get_docstring(node) and not node.decorator_list[1:]:
-            yield name, inspect.getattr_static(of, name)
-
-
 def _parameters(of: Any) -> str:
     """The parameters of a function without `self` and what it returns."""
     parameters = [one for one in inspect.signature(of).parameters.values() if one.name != "self"]
-    return f"({', '.join(str(one) for one in parameters)})"
+    return f"({', '.join(str(one) for one in parameters)})".replace("'", "")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
