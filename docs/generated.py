@@ -1,7 +1,8 @@
 """Reference pages, generated from the code when the site is built.
 
-A page in docs/reference holds a title, an introduction and `<!-- generated: NAME -->`; Sphinx reads what the
-function of that name returns in its place. Nothing that is generated is committed.
+A page in docs/reference holds a title, an introduction and, between `<!-- generated: NAME -->` and
+`<!-- /generated -->`, what readers of the file see; Sphinx reads what the function of that name returns in its
+place. Nothing that is generated is committed.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from streamload.loader import Loader, Source, make_loader
 from streamload.loader.groups import GROUPS
 from streamload.options import options
 
-MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- generated: (\w+) -->\n.*?^<!-- /generated -->$", re.MULTILINE | re.DOTALL)
 _PAGE = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 _VARIABLE = re.compile(r"(?<!`)\b(STREAMLOAD_[A-Z_]+)\b")
 
