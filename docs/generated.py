@@ -1,8 +1,8 @@
 """Reference pages, generated from the code when the site is built.
 
-A page in docs/reference holds a title, an introduction and, between `<!-- generated: NAME -->` and
-`<!-- /generated -->`, what readers of the file see; Sphinx reads what the function of that name returns in its
-place. Nothing that is generated is committed.
+A page in docs/reference holds a title, an introduction and a place, `<!-- generated: NAME -->` to
+`<!-- /generated -->`, which Sphinx reads as what the function of that name returns. Nothing that is generated
+is committed.
 """
 
 import dataclasses

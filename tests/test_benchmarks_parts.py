@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import charts, machine, peer_tables, turns
+from benchmarks import charts, machine, overview, peer_tables, turns
 from benchmarks.contenders.workload import Job, Kept, train
 from benchmarks.environments import build
 from benchmarks.peers import LITDATA, OPEN_CLIP, PEERS, SPDL, STREAMLOAD
@@ -258,6 +258,20 @@ def test_a_bar_is_as_long_as_its_value_and_ours_has_its_colour():
     assert float(boxes[0].get("width")) == pytest.approx(4 * float(boxes[1].get("width")), rel=0.01)
     assert [box.get("fill") for box in boxes] == [charts.OURS, charts.THEIRS]
     assert {"title", "streamload", "a < b", "400", "100"} <= set(drawing.itertext())
+
+
+def test_panels_have_a_scale_each():
+    one, other = charts.Bar("streamload", 400, 400, 400, True), charts.Bar("streamload", 0.5, 0.5, 0.5, True)
+    drawing = ElementTree.fromstring(charts.panels("title", {"images": ([one], 0), "seconds": ([other], 1)}))
+    _, *boxes = drawing.iter("{http://www.w3.org/2000/svg}rect")
+    assert boxes[0].get("width") == boxes[1].get("width")
+    assert {"images", "400", "seconds", "0.5"} <= set(drawing.itertext())
+
+
+def test_the_fastest_peer_is_neither_ours_nor_a_floor():
+    speeds = {"streamload": 9, "streamload, uint8": 9, "floor": 9, "open_clip": 1, "SPDL": 2}
+    warm = {"medians": {name: {"images_per_second": speed} for name, speed in speeds.items()}}
+    assert overview.fastest_peer(warm) == "SPDL"
 
 
 def test_lines_go_up_where_values_do():
