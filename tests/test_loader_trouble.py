@@ -1062,7 +1062,8 @@ import faulthandler, signal, sys, streamload
 faulthandler.register(signal.SIGUSR1)  # tells what a process is doing that should be gone
 urls, cache, method = sys.argv[1:]
 loader = streamload.make_loader(
-    urls, cache_dir=cache, cache_size="1GB", batch_size=2, num_workers=2, multiprocessing_context=method
+    urls, cache_dir=cache, cache_size="1GB", batch_size=2, num_workers=2,
+    workers=streamload.Workers(multiprocessing_context=method),
 )
 for _ in loader:
     print("batch", flush=True)
@@ -1122,7 +1123,8 @@ NOTEBOOK = """
 import multiprocessing, sys, streamload
 urls, cache, method = sys.argv[1:]
 loader = streamload.make_loader(
-    urls, cache_dir=cache, cache_size="1GB", batch_size=5, num_workers=2, multiprocessing_context=method
+    urls, cache_dir=cache, cache_size="1GB", batch_size=5, num_workers=2,
+    workers=streamload.Workers(multiprocessing_context=method),
 )
 try:
     for _ in loader:
