@@ -208,7 +208,7 @@ def has_order(directory: Path) -> int:
     """How many processes have announced which shards they read."""
     if not directory.is_dir():
         return 0
-    return len({demand.pid_of(path) for path in demand.own(directory) if len(demand.visits_of(path))})
+    return len({demand.pid_of(path) for path in demand.files(directory) if len(demand.visits_of(path))})
 
 
 def followed(options: OrderOptions, shards: int, count: int, cache: Path) -> Row:

@@ -20,10 +20,10 @@ import streamload
 from streamload import Cache, Workers
 from streamload.cache.demand import DemandFile
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import ShardView
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheFull
 from streamload.options import FreeDisk, read_settings
@@ -94,7 +94,7 @@ def test_a_fill_leaves_the_floor_free_whatever_the_limit_says(disk: Disk) -> Non
     assert held(tier) == {"b"}
     assert disk.free >= 500 * KIB
     assert begin(tier, C, 600 * KIB) is None
-    assert tier.budget.bound.startswith("what the disk leaves to it")
+    assert tier.budget.bound.startswith("the free space of its disk")
 
 
 def test_what_is_reserved_and_not_yet_written_counts(disk: Disk) -> None:
@@ -208,7 +208,7 @@ def test_the_last_limit_that_was_given_holds_for_all_and_is_said_once(
     assert len(held(first)) == 2
     assert first.limit_bytes == other.limit_bytes
     (line,) = caplog.records
-    assert f"{500 * KIB} bytes now, for all who use it; it was {900 * KIB}" in line.getMessage()
+    assert f"limit changed from {900 * KIB} to {500 * KIB} bytes" in line.getMessage()
 
 
 def test_a_run_that_gives_no_limit_takes_the_one_that_the_tier_has(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from tiers import flip, until
 
-from streamload.cache.fill import Filled, Outcome, fill
-from streamload.cache.follow import ShardView
+from streamload.cache.fill import Filled, FillOptions, Outcome, fill
 from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, CacheFull, DatasetChanged
 from streamload.metrics import Counters
@@ -57,9 +57,8 @@ class Filler:
         return open_origin(self.shard.url, counters=self.counts, stop=self.stop)
 
     def fill(self, size_bytes: int = 0) -> Outcome:
-        return fill(
-            self.claim(), self.shard, self.origin, size_bytes=size_bytes, next_use=lambda: 0.0, stop=self.stop
-        )
+        options = FillOptions(size_bytes)
+        return fill(self.claim(), self.shard, self.origin, options, next_use=lambda: 0.0, stop=self.stop)
 
     def abandon(self, server: ShardServer, fraction: float) -> None:
         """Fill a share of the shard, then die like a process that is stopped in the middle."""
@@ -114,9 +113,9 @@ def test_a_bare_index_is_not_begun_without_room(server: ShardServer, tmp_path: P
             filler.claim(),
             filler.shard,
             filler.origin,
+            FillOptions(index_only=True),
             next_use=lambda: 0.0,
             stop=filler.stop,
-            index_only=True,
         )
     assert not server.log
     assert filler.tier.used_bytes == 0
@@ -397,7 +396,8 @@ def test_where_entries_and_bytes_are_of_two_sources_the_damaged_one_is_taken_awa
 ) -> None:
     """A damaged index cost the sound copy of the shard that its bytes were read from."""
     filler = Filler(server, tmp_path / "tier")
-    fill(filler.claim(), filler.shard, filler.origin, next_use=lambda: 0.0, stop=filler.stop, index_only=True)
+    options = FillOptions(index_only=True)
+    fill(filler.claim(), filler.shard, filler.origin, options, next_use=lambda: 0.0, stop=filler.stop)
     with contextlib.closing(ShardView(filler.tier, filler.shard, lambda *_: b"")) as view:
         assert view.is_index_only
         assert filler.fill().result is Filled.PUBLISHED
@@ -425,7 +425,7 @@ def test_a_view_outlives_a_tier_that_is_in_trouble(
             time.sleep(0.02)
             view.refresh()
         assert view.count == 0
-        monkeypatch.setattr("streamload.cache.follow.PATIENCE_SECONDS", 0.1)
+        monkeypatch.setattr("streamload.cache.shard_view.PATIENCE_SECONDS", 0.1)
         time.sleep(0.2)
         with pytest.raises(CacheError, match=r"00000\.tar can't be read from the cache"):
             view.refresh()
@@ -460,10 +460,9 @@ def test_room_is_made_for_an_index_before_it_is_written(
     monkeypatch.setattr(IndexWriter, "_write", written)
     with pytest.raises(CacheFull, match="raise cache_size"):
         fill(
-            *(filler.claim(), filler.shard, filler.origin),
+            *(filler.claim(), filler.shard, filler.origin, FillOptions(index_only=where == "bare")),
             next_use=lambda: 0.0,
             stop=filler.stop,
-            index_only=where == "bare",
         )
     assert peak <= limit
     assert filler.tier.used_bytes == 0

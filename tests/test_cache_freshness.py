@@ -15,11 +15,11 @@ import pytest
 
 import streamload
 from streamload import Cache, Order, Workers
-from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import ShardView
+from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.errors import DatasetChanged
@@ -219,7 +219,7 @@ def test_a_pipe_knows_no_version_is_never_run_again_for_one_and_says_so_once(
             stats = loader.stats()
     assert stats.origin_requests == 0
     assert stats.shards_unverified == len(NAMES)
-    assert caplog.text.count("doesn't say which version") == 1
+    assert caplog.text.count("reports no versions of shards") == 1
 
 
 @pytest.mark.parametrize(("revalidate", "fetched"), [("never", {}), ("start", {NAMES[2]: 1})])
@@ -318,7 +318,7 @@ class Node:
         return fill(part, self.shard, lambda: watched, next_use=lambda: 0.0, stop=self.stop).result
 
     def view(self, freshness: Freshness) -> ShardView:
-        return ShardView(self.tier, self.shard, versions=freshness)
+        return ShardView(self.tier, self.shard, freshness=freshness)
 
 
 @pytest.fixture
@@ -428,7 +428,7 @@ def test_a_copy_of_another_version_than_the_run_goes_by_is_an_error(
     node.tier.trash(node.tier.published(node.shard.digest))
     overwrite(data / NAMES[0])
     assert node.fill() is Filled.PUBLISHED
-    with pytest.raises(DatasetChanged, match=r"00000.tar is another version.*etag was"):
+    with pytest.raises(DatasetChanged, match=r"00000.tar is not the version.*etag was"):
         node.view(process)
     process.close()
 
@@ -525,7 +525,8 @@ def test_what_is_kept_in_another_way_is_asked_about_like_a_published_shard(
     part = holder.claim(node.shard.digest)
     assert part is not None
     origin = open_origin(node.shard.url, counters=node.counts, stop=node.stop)
-    fill(part, node.shard, lambda: origin, next_use=lambda: 0.0, stop=node.stop, index_only=where == "bare")
+    options = FillOptions(index_only=where == "bare")
+    fill(part, node.shard, lambda: origin, options, next_use=lambda: 0.0, stop=node.stop)
     for epoch, is_new in enumerate((False, True)):
         process = node.process(f"run{epoch}")
         process.begin("0")

@@ -13,14 +13,14 @@ import pytest
 from processes import waiting
 from tiers import SAMPLES, SHARDS, Filled, flip, listing, payload_start, until
 
-from streamload.cache.demand import DemandFile, next_uses, own
+from streamload.cache.demand import DemandFile, files, next_uses
 from streamload.cache.fill import fill
-from streamload.cache.follow import ShardView
 from streamload.cache.garbage import Removal, clear, collect_garbage
 from streamload.cache.inventory import Inventory, take_inventory
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.shard import shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.testing.shards import write_shards
@@ -124,7 +124,7 @@ def test_what_the_tier_did_not_make_is_told_and_stays_whatever_is_removed(
     for removal in removals:
         assert {one.path: one.what for one in removal.foreign} == planted
     assert [(item.path, item.why) for item in removals[1].kept] == [
-        (f"shards/{filled.digest(2)}", "it holds what the tier did not make")
+        (f"shards/{filled.digest(2)}", "it holds files that the tier did not make")
     ]
     for path in planted:
         assert path.exists() or path.is_symlink() or path.is_fifo(), path
@@ -176,10 +176,10 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     used = filled.tier.used_bytes
     expected = {
         f"parts/{superseded.name}": "its shard is published",
-        f"parts/{rotten.name}": "a fill would begin anew",
-        f"parts/{empty.path.name}": "a fill would begin anew",
-        f"parts/{never_begun.name}": "a fill would begin anew",
-        f"gone/{'c' * 32}": "a tombstone that nobody heeds",
+        f"parts/{rotten.name}": "a fill would start over",
+        f"parts/{empty.path.name}": "a fill would start over",
+        f"parts/{never_begun.name}": "a fill would start over",
+        f"gone/{'c' * 32}": "a tombstone of dead processes",
         f"trash/{trash.name}": "was being deleted",
         f"bare/{outlived.name}": "its shard is published",
         "runs/1.00000000": "its process is dead",
@@ -197,7 +197,7 @@ def test_garbage_is_what_nobody_can_use(filled: Filled, tmp_path: Path) -> None:
     assert index_only.exists()
     assert filled.shard(2).exists()
     assert filled.tier.tombstone("b" * 32).exists()
-    assert own(filled.root / "runs") == [live._path]
+    assert files(filled.root / "runs") == [live._path]
     assert not collect_garbage(filled.tier).removed
     assert list(removed(collect_garbage(filled.tier, all_parts=True)).values()) == ["a part without a filler"]
     assert not good.exists()
@@ -230,7 +230,7 @@ def test_a_part_of_a_pipe_is_garbage_as_nothing_tells_its_version(tmp_path: Path
     view.close()
     stop.set()
     thread.join()
-    assert list(removed(collect_garbage(tier)).values()) == ["a fill would begin anew"]
+    assert list(removed(collect_garbage(tier)).values()) == ["a fill would start over"]
 
 
 def test_what_is_open_or_being_filled_stays(filled: Filled) -> None:
@@ -312,7 +312,7 @@ def test_a_run_announces_itself_though_others_remove_dead_runs_all_the_time(tmp_
         for _ in range(1500):
             run = DemandFile(tier.root / "runs")
             run.announce(["a" * 32])
-            assert own(tier.root / "runs") == [run._path]
+            assert files(tier.root / "runs") == [run._path]
             run.close()
 
 

@@ -17,11 +17,18 @@ import pytest
 from tiers import in_a_child
 
 import streamload
-from streamload.cache import agreement, fallback_tier, memory, placement
-from streamload.cache.agreement import Agreement, Answer
+from streamload.cache import fallback_tier, memory, placement
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.locks import FileLock
-from streamload.cache.placement import agreement_on, decide, memory_root, place_tier, why_not_writable
+from streamload.cache.placement import (
+    Agreement,
+    Answer,
+    agreement_on,
+    decide,
+    memory_root,
+    place_tier,
+    why_not_writable,
+)
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
@@ -146,7 +153,7 @@ def test_sizes_are_asked_of_a_few_shards_and_the_rest_taken_to_be_as_large(tmp_p
 
 def test_a_size_that_is_not_known_means_disk(tmp_path: Path) -> None:
     answer = decide(settings(tmp_path), shards(3), lambda shard: None if "1" in shard.name else 1000)
-    assert answer == Answer("disk", "auto: the size of the data isn't known")
+    assert answer == Answer("disk", "auto: the size of the data is unknown")
 
 
 def test_of_local_shards_only_the_indexes_take_memory(tmp_path: Path) -> None:
@@ -469,7 +476,7 @@ def test_the_answer_of_a_killed_process_does_not_stand_and_is_removed(tmp_path: 
 def test_who_does_not_come_to_an_answer_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shm: Path
 ) -> None:
-    monkeypatch.setattr(agreement, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(placement, "_PATIENCE_SECONDS", 0.2)
     stands = agreement_on(settings(tmp_path), shards(3))
     answer_of(stands, "memory")
     (path,) = shm.iterdir()
@@ -486,7 +493,7 @@ def test_a_tier_in_memory_gives_way_when_memory_gets_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_bytes = 64 << 30
-    monkeypatch.setattr(memory, "available", lambda root: memory.Free(free_bytes, "memory"))
+    monkeypatch.setattr(memory, "available", lambda root: memory.FreeMemory(free_bytes, "memory"))
     with tempfile.TemporaryDirectory(dir=memory.PLACE) as place:
         tier = Tier(Path(place) / "tier", 1 << 30, enforce_seconds=0.0)
         for digest in ("a" * 32, "b" * 32):

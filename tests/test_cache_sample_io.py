@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tiers import SAMPLES, Filled
 
-from streamload.cache.follow import ShardView
-from streamload.cache.sample_io import ReadMemory
 from streamload.cache.shard import shard_of
+from streamload.cache.shard_copy import ReadMemory
+from streamload.cache.shard_view import ShardView
 
 
 @pytest.fixture

@@ -124,9 +124,9 @@ DAMAGES: dict[Callable[[Filled], None], str] = {
     flipped_in_a_record: "stops after 3 samples: the next record fails",
     flipped_in_the_header: "its header fails its checksum",
     flipped_in_names: "its names fail their checksum",
-    index_without_its_end: f"stops after {SAMPLES} samples: there is no end",
+    index_without_its_end: f"stops after {SAMPLES} samples: it has no end record",
     empty_index: "no header yet, or was cut",
-    another_size_in_the_index: "says both 5 and",
+    another_size_in_the_index: "states both 5 and",
 }
 
 
@@ -284,7 +284,7 @@ def test_an_index_without_data_is_verified_by_itself(filled: Filled) -> None:
     (found,) = damages(filled.tier, take_out=True)
     assert (found.kind, found.taken_out) == ("bare", True)
     assert not index_only.exists()
-    assert [done.fate for done in repair(filled.tier, [found])] == ["taken out"]
+    assert [done.fate for done in repair(filled.tier, [found])] == ["removed"]
 
 
 def test_a_shard_under_another_name_than_its_own_is_found_by_its_url_where_its_index_has_no_name(
@@ -465,7 +465,7 @@ def test_a_shard_that_another_process_fetches_meanwhile_is_left_to_it(filled: Fi
     part = filled.tier.claim(filled.digest(1))
     assert part is not None
     (done,) = repair(filled.tier, found)
-    assert (done.fate, done.is_done) == ("taken out; another process fetches it again", True)
+    assert (done.fate, done.is_done) == ("removed; another process fetches it again", True)
     part.discard()
     (done,) = repair(filled.tier, found)
     assert done.fate == "fetched again"
@@ -478,7 +478,7 @@ def test_a_shard_without_room_is_said_to_be_out(filled: Filled) -> None:
     found = damages(filled.tier, take_out=True)
     tight = Tier(filled.root, filled.tier.used_bytes + 20_000)
     (done,) = repair(tight, found)
-    assert (done.is_done, done.fate) == (False, "taken out; there is no room to fetch it again")
+    assert (done.is_done, done.fate) == (False, "removed; there is no space to fetch it again")
 
 
 def test_verification_that_is_given_up_ends_its_threads(filled: Filled) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import ShardView
 from streamload.cache.shard import prepared_form, shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.derived import prepared

@@ -81,7 +81,7 @@ def test_what_cannot_be_read_on_gives_what_is_before_it_and_a_typed_error(case: 
     found = among_good_ones(tmp_path, BEFORE + between + AFTER)
     whole = ["earlier", "before"] if is_name_read else ["earlier"]
     assert (found.keys, found.given_up, found.skipped, found.error) == (whole, 1, {}, "")
-    assert f"hostile.tar is left out after {len(whole)} samples: " in found.log
+    assert f"hostile.tar is skipped after {len(whole)} samples: " in found.log
     assert says in found.log
     (tmp_path / "raising").mkdir()
     raised = among_good_ones(tmp_path / "raising", BEFORE + between + AFTER, on_error="raise")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import streamload
-from streamload.cache.fill import reserved_bytes
+from streamload.cache.part import reserved_bytes
 from streamload.cache.shared.objects import Objects
 from streamload.daemon import publisher
 from streamload.daemon.daemon import DaemonOptions

@@ -16,7 +16,7 @@ from tiers import until
 
 import streamload
 from streamload import Workers
-from streamload.cache.fill import reserved_bytes
+from streamload.cache.part import reserved_bytes
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests import flat

@@ -305,7 +305,7 @@ def size_of(image: Any) -> torch.Tensor:
     return torch.tensor(image.size)
 
 
-def test_an_evaluation_can_be_taken_up(paths: list[Path], tmp_path: Path) -> None:
+def test_an_evaluation_can_be_taken_over(paths: list[Path], tmp_path: Path) -> None:
     with make(paths, tmp_path / "cache", train=False, num_workers=2) as loader:
         whole = keys(loader)
         loader.set_epoch(0)

@@ -12,7 +12,7 @@ import pytest
 from streamload.cache import memory
 from streamload.cache.budget import part_bytes
 from streamload.cache.fallback_tier import FallbackTier
-from streamload.cache.fill import reserved_bytes
+from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tiers import until
 
-from streamload.cache.follow import ShardView
 from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin

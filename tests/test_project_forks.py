@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from streamload.cache.fill import Filled, fill
-from streamload.cache.follow import ShardView
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.shard import shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError
 from streamload.origins.origin import open_origin
@@ -142,7 +142,7 @@ def test_a_child_that_goes_on_with_its_parents_view_is_refused_and_takes_nothing
     view = ShardView(tier, shard)
 
     def read() -> str:
-        with pytest.raises(CacheError, match="iterate the loader anew"):
+        with pytest.raises(CacheError, match="iterate the loader again"):
             view.read(0)
         return "refused"
 

@@ -247,7 +247,7 @@ def test_a_store_that_never_answers_is_left_in_time_and_at_once_on_request() -> 
             Objects("s3://bucket/tier", options, timeout_seconds=0.2).read("a")
         stop = threading.Event()
         stop.set()
-        with pytest.raises(SharedTierError, match="was left"):
+        with pytest.raises(SharedTierError, match="was closed"):
             Objects("s3://bucket/tier", options, timeout_seconds=600.0).until(stop).read("a")
 
 
@@ -259,7 +259,7 @@ def test_a_file_system_without_asyncio_that_never_answers_is_left_in_time() -> N
             Objects(url, timeout_seconds=0.2).read("a")
         stop = threading.Event()
         stop.set()
-        with pytest.raises(SharedTierError, match="was left"):
+        with pytest.raises(SharedTierError, match="was closed"):
             Objects(url, timeout_seconds=600.0).until(stop).read("a")
 
 

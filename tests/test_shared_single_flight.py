@@ -25,8 +25,7 @@ from sharing import Origin, Place, opened
 
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared import sharing, single_flight
-from streamload.cache.shared.leases import Leases
-from streamload.cache.shared.liveness import own_address, stands_still
+from streamload.cache.shared.leases import Leases, is_dead_or_stopped, own_address
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.single_flight import SingleFlight
 from streamload.daemon.service import Service, ServiceOptions
@@ -438,7 +437,7 @@ def test_waits_that_bring_something_cost_nothing_of_the_budget(waiter: Make, pla
         assert one.turns.find(one.shard, one.look, Waits()) == "there"  # type: ignore[arg-type]
 
 
-def test_a_lease_that_stands_still_is_taken_over(waiter: Make, place: Place) -> None:
+def test_a_lease_that_is_dead_or_stopped_is_taken_over(waiter: Make, place: Place) -> None:
     one = waiter(lease_seconds=0.4)
     name = f"leases/{one.shard.digest}.json"
     place.objects().write(name, json.dumps({"format": 1, "holder": "ab" * 8, "beat": 7}).encode())
@@ -524,22 +523,22 @@ def test_what_a_turn_costs(origin: Origin, place: Place) -> None:
 
 def test_an_address_tells_only_of_this_machine() -> None:
     assert own_address()
-    assert not stands_still(own_address())
+    assert not is_dead_or_stopped(own_address())
 
     def say(stage: Stage) -> str:
         return own_address()
 
     with Child(say) as child:
         gone = child.finish(30)
-    assert stands_still(gone)
+    assert is_dead_or_stopped(gone)
     place, number, began = own_address().split(".")
-    assert stands_still(f"{place}.{number}.{int(began) + 1}")  # the number was given to another
+    assert is_dead_or_stopped(f"{place}.{number}.{int(began) + 1}")  # the number was given to another
     elsewhere = place[::-1]
     unknown = ["", "x", f"{elsewhere}.{number}.1", f"{place}.{number}", f"{place}.-1.{began}", f"{place}.x.1"]
-    assert not any(map(stands_still, unknown))
+    assert not any(map(is_dead_or_stopped, unknown))
 
 
-def test_a_stopped_process_stands_still() -> None:
+def test_a_stopped_process_is_dead_or_stopped() -> None:
     def wait(stage: Stage) -> None:
         stage.enter(own_address())
         time.sleep(60)
@@ -547,11 +546,11 @@ def test_a_stopped_process_stands_still() -> None:
     with Child(wait) as child:
         until(lambda: bool(str(child.stage)))
         address = str(child.stage)
-        assert not stands_still(address)
+        assert not is_dead_or_stopped(address)
         child.stop()
-        assert stands_still(address)
+        assert is_dead_or_stopped(address)
         child.go_on()
-        until(lambda: not stands_still(address))
+        until(lambda: not is_dead_or_stopped(address))
 
 
 def test_a_fill_that_waits_leaves_its_thread_to_others(origin: Origin, place: Place, other: Leases) -> None:

@@ -17,7 +17,7 @@ from tiers import flip, swap, until
 
 from benchmarks.stores.store import Store
 from streamload.cache.shared import sharing, tier
-from streamload.cache.shared.copies import SharedShard
+from streamload.cache.shared.format import SharedShard
 from streamload.cache.shared.write_back import WriteBack
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm

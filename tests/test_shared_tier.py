@@ -16,8 +16,7 @@ from sharing import KINDS_OF_PLACES, Origin, Place, opened, place_of, running_sw
 from tiers import flip, payload_start, swap
 
 from benchmarks.stores.store import Store
-from streamload.cache.shared.blocks import BLOCK_BYTES, BlockSums, verified
-from streamload.cache.shared.copies import SharedShard
+from streamload.cache.shared.format import BLOCK_BYTES, BlockSums, SharedShard, verified
 from streamload.cache.shared.objects import OBJECT_LIMIT_BYTES
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
@@ -77,7 +76,8 @@ def test_what_is_stored_is_held_with_its_version_and_its_entries(
     assert held is not None
     assert held.version == open_origin(shard.url).version()
     assert (held.size, held.samples) == (origin.paths[0].stat().st_size, 30)
-    held.write_index(tmp_path)
+    (tmp_path / "names").write_bytes(held.names)
+    (tmp_path / "index").write_bytes(held.index)
     with IndexReader(tmp_path) as ours, IndexReader(Tier(local).published(shard.digest)) as theirs:
         assert ours.is_complete
         assert [ours.entry(n) for n in range(30)] == [theirs.entry(n) for n in range(30)]
@@ -231,7 +231,7 @@ def test_a_shard_whose_index_no_node_would_read_is_not_stored(
 ) -> None:
     monkeypatch.setattr("streamload.cache.shared.tier.OBJECT_LIMIT_BYTES", 100)
     tier, _ = opened(folder)
-    with pytest.raises(SharedTierError, match="too many for one shard"):
+    with pytest.raises(SharedTierError, match="samples are too many for one shard"):
         tier.store(origin.shard(0), Tier(local).published(origin.shard(0).digest))
     assert not (Path(folder.url) / "shards").exists()
 

@@ -38,7 +38,7 @@ def test_the_shards_that_are_open_and_that_come_next_are_told_of_at_every_step(t
         in_use = dict.fromkeys([*beside.open_shards(), *sorted(references[stop:])])
         assert stream.shards_in_use() == list(in_use)
         stream.tell_progress()
-        (path,) = demand.own(tier.root / "runs")
+        (path,) = demand.files(tier.root / "runs")
         visits = [*stream.shards_in_use(), *stream.coming(demand.VISITS_KEPT)]
         names = [demand.short(shard_of(shards.urls[shard], None).digest) for shard in visits]
         assert demand.visits_of(path).tolist() == names[: demand.VISITS_KEPT]

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from streamload.cache.fill import fill
-from streamload.cache.follow import ShardView
+from streamload.cache.fill import FillOptions, fill
 from streamload.cache.shard import shard_of
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.origins.origin import open_origin
@@ -89,9 +89,9 @@ class Filled:
             part,
             shard,
             lambda: open_origin(shard.url),
+            FillOptions(index_only=True),
             next_use=lambda: 0.0,
             stop=threading.Event(),
-            index_only=True,
         )
         if was_published and published:
             aside.rename(self.shard(number))

@@ -8,10 +8,10 @@ import time
 
 from benchmarks.contenders import streamload_
 from benchmarks.contenders.workload import Job
-from streamload.cache import sample_io
+from streamload.cache import shard_copy
 from streamload.shards.samples import Entry
 
-_shipped = sample_io.is_whole
+_shipped = shard_copy.is_whole
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
             checked[2] += took
         return whole
 
-    sample_io.is_whole = {"shipped": _shipped, "timed": timed, "off": lambda entry, data: True}[job.checks]
+    shard_copy.is_whole = {"shipped": _shipped, "timed": timed, "off": lambda entry, data: True}[job.checks]
     so_far = []
     result = streamload_.run(job, after_epoch=lambda: so_far.append(list(checked)), start_method="fork")
     last = [now - before for now, before in zip(so_far[-1], [[0, 0, 0], *so_far][-2], strict=True)]

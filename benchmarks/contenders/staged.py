@@ -16,7 +16,7 @@ from benchmarks.contenders import streamload_
 from benchmarks.contenders.workload import Job
 from streamload.batches import assembly
 from streamload.batches.tokenize import BatchTokenizer
-from streamload.cache import sample_io
+from streamload.cache import shard_copy
 from streamload.ipc import BufferPool
 from streamload.shards.index import IndexReader
 from streamload.transforms import decode, execute, kernel, resize
@@ -31,7 +31,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "what is wanted and done": [(reader.Reader, "want"), (reader.Reader, "let_go")],
     "entry": [(IndexReader, "entries")],
     "read": [(reader.Reader, "sample")],
-    "checksum": [(sample_io, "is_whole")],
+    "checksum": [(shard_copy, "is_whole")],
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
     "decode": [(assembly, "decode_there")],

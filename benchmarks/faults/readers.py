@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from benchmarks.faults.data import OpenOrigin, Samples, digest_of
 from streamload.cache.demand import DemandFile
 from streamload.cache.fallback_tier import FallbackTier
-from streamload.cache.follow import ShardView
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import tombstone_error
+from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import (

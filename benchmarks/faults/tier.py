@@ -16,10 +16,9 @@ from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.readers import Reading, read, read_in_child
 from benchmarks.faults.rows import Row
 from streamload.cache import fallback_tier, memory
-from streamload.cache.agreement import Answer
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock
-from streamload.cache.placement import agreement_on
+from streamload.cache.placement import Answer, agreement_on
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters

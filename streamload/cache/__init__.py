@@ -1,1 +1,1 @@
-"""Bytes near: bounded directories of shards that are shared by all workers, ranks and jobs of a node."""
+"""Tiers: bounded directories of shards that all workers, ranks and jobs of a node share."""

@@ -1,8 +1,8 @@
-"""What a state keeps of the shards that a run has begun, and whether they are still what they were then (G).
+"""What a checkpoint records of the shards that a run has begun, and whether they are still the same.
 
-An order goes on exactly only over the same samples. So a state says of each shard with samples to come how
-many were seen, where it was given up if it was, which version it is and how its index begins; whoever goes on
-compares.
+An order continues exactly only over the same samples. So a state records of each shard with samples to come
+how many were seen, where it was given up (if it was), its version, and a digest of the start of its index;
+whoever resumes compares.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from streamload.cache.follow import ShardView
 from streamload.cache.shard import version_of
 from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.cache.shard_view import ShardView
 from streamload.errors import CacheCorrupt, DatasetChanged, OptionError
 
 _ENTRIES = 16
-"""Of so many entries a shard is known to be the same: their keys, members, sizes, widths and heights."""
+"""A shard is identified by its first entries: their keys, members, sizes, widths and heights."""
 
 
 class CheckpointShard(NamedTuple):
-    """A shard as it was when a state was made.
+    """A shard as it was when a state was saved.
 
     Attributes:
-        samples: how many usable ones had been seen.
-        ended: whether these are all.
-        given_up: after how many entries it was given up; -1: it wasn't.
-        version: a digest of its version; 0 where its origin names none.
-        entries: of how many entries of its index `contents` is a digest; 0: not known.
-        contents: of the first ones; it is the same wherever the shard is.
+        samples: the number of usable samples seen.
+        ended: whether there are no more.
+        given_up: the number of entries after which it was given up; -1: it wasn't.
+        version: a digest of its version; 0 if its origin has none.
+        entries: the number of index entries that `contents` covers; 0: unknown.
+        contents: a digest of the first entries; independent of where the shard is.
     """
 
     samples: int
@@ -42,7 +42,7 @@ class CheckpointShard(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> CheckpointShard:
-        """What `list(begun)` has become by way of JSON.
+        """Parse what `list(begun)` has become in JSON.
 
         Raises:
             OptionError: it is something else.
@@ -55,13 +55,13 @@ class CheckpointShard(NamedTuple):
 
 
 class CheckedArrivals:
-    """The arrivals of one source (see order.lanes.Arrivals), held against what a state knows of its shards.
+    """The arrivals of one source (see order.lanes.Arrivals), compared with what a state recorded.
 
     Args:
         cache: all shards of the run.
-        first: the place of the source's first shard among them.
-        begun: what the state knows, by the place of the shard in the source.
-        holds: whether the pass that the state speaks of is still being read; it says nothing of later ones.
+        first: the position of the source's first shard among them.
+        begun: what the state recorded, by the shard's position in the source.
+        holds: whether the pass of the state is still being read; it says nothing about later ones.
     """
 
     def __init__(
@@ -71,17 +71,15 @@ class CheckedArrivals:
         self._first = first
         self._begun = begun
         self._holds = holds
-        self._settled: dict[
-            int, CheckpointShard
-        ] = {}  # shards that have ended, as they were when last asked for
-        self._same: set[int] = set()  # shards whose index begins as the state says
-        self._contents: dict[int, tuple[int, int]] = {}  # of open shards: of how many entries, and the digest
+        self._settled: dict[int, CheckpointShard] = {}  # shards that have ended, as last recorded
+        self._same: set[int] = set()  # shards whose index starts as recorded
+        self._contents: dict[int, tuple[int, int]] = {}  # of open shards: number of entries, their digest
 
     def arrived(self, shard: int) -> tuple[Numbers, bool]:
         """The usable sample numbers of a shard so far, and whether no more will come.
 
         Raises:
-            DatasetChanged: the shard isn't what it was when the state was made.
+            DatasetChanged: the shard differs from what the state recorded.
             StreamloadError: as ShardCache.arrived.
         """
         numbers, ended = self._cache.arrived(self._first + shard)
@@ -92,12 +90,12 @@ class CheckedArrivals:
         if view.gave_up and len(numbers) < begun.samples and view.reader is not None:
             raise DatasetChanged(
                 f"{view.shard.name} can't be read as far as when the state was saved ({len(numbers)} of "
-                f"{begun.samples} usable samples): {view.reader.cause}. The state's epoch needs the rest "
-                f"of it: bring it back, or load no state and begin the next epoch by set_epoch()"
+                f"{begun.samples} usable samples): {view.reader.cause}. The epoch of the state needs the "
+                f"rest: restore the shard, or load no state and start the next epoch with set_epoch()"
             )
         versions = _digests_of(view)
         if begun.version and versions and begun.version not in versions:
-            raise DatasetChanged(f"{view.shard.name} is another version than when the state was saved")
+            raise DatasetChanged(f"{view.shard.name} has another version than when the state was saved")
         if shard not in self._same:
             if not self._is_same(view, begun, ended):
                 return numbers[:0], False
@@ -108,12 +106,12 @@ class CheckedArrivals:
             raise DatasetChanged(
                 f"{view.shard.name} has {len(numbers)} usable samples{'' if ended else ' or more'}; when the "
                 f"state was saved it had {begun.samples}{'' if begun.ended else ' or more'}: it has changed, "
-                f"or can't be read to the same end, or keep, image_key, text_key or label_key choose others"
+                f"or can't be read to the same end, or keep, image_key, text_key or label_key select others"
             )
         return numbers, ended
 
     def begun(self, shards: Collection[int]) -> dict[int, CheckpointShard]:
-        """What a state is to know of open shards, by their place in the source."""
+        """What a state is to record of open shards, by their position in the source."""
         self._contents = {shard: self._contents[shard] for shard in shards if shard in self._contents}
         if self._begun and self._holds():
             return {shard: self._seen(shard) for shard in shards}
@@ -122,13 +120,13 @@ class CheckedArrivals:
         return found
 
     def _is_same(self, view: ShardView, begun: CheckpointShard, ended: bool) -> bool:
-        """Whether the index begins as the state says; False: not known yet.
+        """Whether the start of the index is as recorded; False: not known yet.
 
         Raises:
-            DatasetChanged: it doesn't.
+            DatasetChanged: it isn't.
         """
         if view.count < begun.entries:
-            return ended  # with too few samples, which is told of by their number
+            return ended  # with too few samples, which the comparison of their number reports
         try:
             contents = _contents_of(view, begun.entries)
         except CacheCorrupt:
@@ -152,7 +150,7 @@ class CheckedArrivals:
         if self._contents.get(shard, (-1, 0))[0] != entries:
             try:
                 self._contents[shard] = entries, _contents_of(view, entries)
-            except CacheCorrupt:  # what finds it when samples are read fetches it again
+            except CacheCorrupt:  # whatever finds this when it reads samples will fetch the shard again
                 self._contents[shard] = 0, 0
         return CheckpointShard(
             len(numbers), ended, given_up, next(iter(_digests_of(view)), 0), *self._contents[shard]
@@ -160,7 +158,7 @@ class CheckedArrivals:
 
 
 def _contents_of(view: ShardView, count: int) -> int:
-    """A digest of the first entries of a shard's index, as they are wherever the shard is; 0 of none."""
+    """A digest of the first entries of an index, independent of where the shard is; 0 if there are none."""
     if view.reader is None or not count:
         return 0
     entries = view.reader.entries(range(min(count, view.count)))
@@ -169,10 +167,10 @@ def _contents_of(view: ShardView, count: int) -> int:
 
 
 def _digests_of(view: ShardView) -> list[int]:
-    """Digests of what names a shard's version, the best first.
+    """Digests of what identifies a shard's version, the most reliable first.
 
-    Of a local file it is its size: copies have other times. Of one on a web server it is the date: backends
-    of a load balancer may each have an ETag of their own.
+    For a local file that is its size: copies have other times. On a web server it is the date: the backends
+    of a load balancer may each have their own ETags.
     """
     if view.reader is None:
         return []

@@ -1,9 +1,9 @@
-"""The demand of a node's runs: each reading process announces its next shards in a small file (`runs/`).
+"""The demand of a node's runs: each reading process announces its next shards in a small file in `runs/`.
 
-A file holds the digests of the shards that the process has open, then of those that it will open, in order.
-The files of all live processes give the next use of each shard, which is all that eviction needs. The writer
-holds a lock on its file; a file without one belongs to no live process and is deleted. Version logs
-(freshness.py) lie here, too, to follow the same rule.
+A file lists the digests of the shards that the process has open, then of those that it will open, in order.
+The files of all live processes give the next use of each shard, which is what eviction needs. The writer
+holds a lock on its file; a file without a lock belongs to a dead process and is deleted. Version logs
+(freshness.py) are in the same directory, as the same rule applies to them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.locks import FileLock
+from streamload.cache.locks import FileLock, is_locked
 from streamload.descriptors import Descriptor
 
 _HEADER_BYTES = 8  # the number of visits
@@ -31,14 +31,14 @@ VISITS_KEPT = 4096
 
 
 def short(digest: str) -> int:
-    """The 64 bits of a digest that stand for a shard in a run's file."""
+    """The 64 bits of a digest that identify a shard in a demand file."""
     return int(digest[:16], 16)
 
 
 class DemandFile:
     """The demand file of this process: the shards that it will visit.
 
-    It is advice for eviction: on a disk that doesn't take it, nothing is announced.
+    It is advice for eviction: if the disk doesn't take it, nothing is announced.
     """
 
     def __init__(self, directory: Path):
@@ -52,19 +52,19 @@ class DemandFile:
                 self._lock = FileLock.acquire(self._path)
                 if self._lock is not None and self._path.exists():
                     return
-                self.close()  # it was taken for a dead process's before it was locked: make another
+                self.close()  # deleted as a dead process's before it was locked: make another
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """The path of the file."""
         return self._path
 
     def announce(self, digests: Iterable[str]) -> None:
-        """Announce the open shards and the next ones, in order (a shard may come again)."""
+        """Announce the open shards and the next ones, in order; a shard may occur again."""
         self.tell(np.fromiter((short(d) for d in itertools.islice(digests, VISITS_KEPT)), dtype="<u8"))
 
     def tell(self, names: npt.NDArray[np.uint64]) -> None:
-        """Announce the same by `short` names."""
+        """Announce `short` names."""
         if self._file is None:
             return
         visits = names[:VISITS_KEPT].astype("<u8", copy=False)
@@ -90,54 +90,49 @@ def next_uses(directory: Path, digests: Sequence[str]) -> dict[str, float]:
     names = np.fromiter(map(short, digests), "<u8", len(digests))
     order = np.argsort(names)
     known, nearest = names[order], np.full(names.size, np.inf)
-    for path in sorted([*own(directory), *version_logs(directory)]):
+    for path in sorted([*files(directory), *version_logs(directory)]):
         dead = FileLock.acquire(path)
         if dead is not None:
             path.unlink(missing_ok=True)
             dead.close()
             continue
         coming = visits_of(path)
-        at = np.searchsorted(known, coming)  # of equal names the first
+        at = np.searchsorted(known, coming)  # the first of equal names
         is_known = at < known.size
         is_known[is_known] = known[at[is_known]] == coming[is_known]
         np.minimum.at(nearest, at[is_known], np.flatnonzero(is_known))
-    nearest = nearest[np.searchsorted(known, known)]  # a shard and its prepared forms are needed alike
+    nearest = nearest[np.searchsorted(known, known)]  # a shard and its prepared forms have one next use
     found = zip(order.tolist(), nearest.tolist(), strict=True)
     return {digests[place]: next_use for place, next_use in found if next_use < np.inf}
 
 
 def lives(path: Path) -> bool:
-    """Whether the process of a run's file lives: it holds the lock."""
-    lock = FileLock.acquire(path)
-    if lock is None:
-        return path.exists()
-    lock.close()
-    return False
+    """Whether the writer of a demand file is live: it holds the lock."""
+    return is_locked(path)
 
 
-def own(directory: Path) -> list[Path]:
-    """The files of runs, live or dead; what else lies there wasn't made by a run and is never touched."""
-    with os.scandir(directory) as entries:
-        return [Path(e.path) for e in entries if _NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
+def files(directory: Path) -> list[Path]:
+    """The demand files, of live or dead processes; other files are never touched."""
+    return _matching(directory, _NAME)
 
 
 def version_logs(directory: Path) -> list[Path]:
-    """The pages of runs (cache/freshness.py), live or dead."""
+    """The version logs of runs (freshness.py), live or dead."""
+    return _matching(directory, _VERSION_LOG)
+
+
+def _matching(directory: Path, name: re.Pattern[str]) -> list[Path]:
     with os.scandir(directory) as entries:
-        return [
-            Path(e.path)
-            for e in entries
-            if _VERSION_LOG.fullmatch(e.name) and e.is_file(follow_symlinks=False)
-        ]
+        return [Path(e.path) for e in entries if name.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
 
 
 def pid_of(path: Path) -> int:
-    """The process that made a run's file."""
+    """The process that wrote a demand file."""
     return int(path.name.partition(".")[0])
 
 
 def visits_of(path: Path) -> npt.NDArray[np.uint64]:
-    """The shards that a run's file tells of, by `short` name: those that are open, then the next ones."""
+    """The visits in a demand file, by `short` name: the open shards, then the next ones."""
     try:
         with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
             count = int.from_bytes(os.pread(file.number, _HEADER_BYTES, 0), "little")

@@ -1,37 +1,42 @@
-"""What lies where in a tier's directory, what it takes, and how it leaves (step F): by one rename.
+"""The layout of a tier's directory, the size of what is in it, and its removal by one rename.
 
     tier.json                 format of the directory, its limit
-    lock                      held while something is decided, never while bytes move; a stamp of who did last
-    parts/<digest>.<nonce>/   a shard on its way: data, index, names, reserved
+    lock                      held for decisions, never while bytes move; stamped by its last holder
+    parts/<digest>.<nonce>/   a shard that arrives: data, index, names, reserved
     shards/<digest>/          a published shard: the same directory, renamed
-    bare/<digest>/            the index alone of one that had no room: its samples are read from the origin
-    gone/<digest>/            a shard that was given up: the tombstone, and the samples it gave before
-    runs/                     who reads what (cache/demand.py)
+    bare/<digest>/            index-only: the data had no space, its samples are read from the origin
+    gone/<digest>/            the tombstone of a shard that was given up, with the samples before the failure
+    runs/                     which shards the live runs will read (cache/demand.py)
     trash/                    being deleted
 
-What isn't named as above was not made here and is never touched.
+Anything with another name was not made here and is never touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from streamload.cache.eviction import HeldShard
-from streamload.cache.locks import FileLock
+from streamload.cache.locks import exclusive, is_locked
 from streamload.cache.shard import Shard
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheError
 from streamload.metrics import Counts
 from streamload.shards.record import write_at
 
+logger = logging.getLogger("streamload")
+
+FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"([0-9a-f]{32})\.[0-9a-f]{8}")
 KINDS: Mapping[str, re.Pattern[str]] = {
@@ -41,19 +46,19 @@ KINDS: Mapping[str, re.Pattern[str]] = {
     "gone": _DIGEST,
     "trash": _PART,
 }
-"""How the directories are named that the tier makes in each of its rooms; all else there isn't its own."""
+"""The names that the tier gives to directories in each subdirectory; anything else there is foreign."""
 _FORGOTTEN = 1000
-"""So many, and as many as there are, may be remembered that are gone."""
+"""Cached sizes of deleted directories that are tolerated, beyond one for each that exists."""
 _LINKS_LIMIT = 40
 BLOCK_BYTES = 4096
-"""In which a disk gives out its room."""
+"""The block size of the disk, by which space is accounted."""
 
 
 class Directory:
     """The directory of a tier, whatever its limit.
 
     Args:
-        root: where it is.
+        root: its path.
         counts: where damage is counted.
     """
 
@@ -61,23 +66,23 @@ class Directory:
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
         self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
-        self.has_looked = False
-        """Whether this process has measured what is there, so that to look again takes milliseconds."""
+        self.is_scanned = False
+        """Whether this process has measured the contents, so that another scan takes milliseconds."""
 
     def published(self, digest: str) -> Path:
-        """Where a shard is when it is whole."""
+        """The path of a published shard."""
         return self.root / "shards" / digest
 
     def has_whole(self, shard: Shard) -> bool:
-        """Whether all of a shard is here, as its origin has it or prepared as the run wants it."""
+        """Whether a shard is published here, as its origin has it or in the form prepared for the run."""
         return any(self.published(digest).exists() for digest in shard.digests)
 
     def index_only(self, digest: str) -> Path:
-        """Where the index of a shard is whose bytes had no room."""
+        """The path of an index-only copy."""
         return self.root / "bare" / digest
 
     def tombstone(self, digest: str) -> Path:
-        """Where the record of a shard is that was given up."""
+        """The path of the tombstone of a shard."""
         return self.root / "gone" / digest
 
     def parts(self, digest: str) -> list[Path]:
@@ -86,13 +91,13 @@ class Directory:
         return [path for path in found if _PART.fullmatch(path.name) and not path.is_symlink()]
 
     def own(self, kind: str) -> Iterator[Path]:
-        """What the tier made in one of its rooms: real directories, by its names; the rest isn't touched."""
+        """The directories that the tier made in one of its subdirectories, recognised by their names."""
         return (Path(entry.path) for entry in self._own(kind))
 
     def shards(self) -> Iterator[HeldShard]:
-        """All that takes room: parts, published shards, index-only copies and tombstones.
+        """All that takes space: parts, published shards, index-only copies and tombstones.
 
-        Parts come first: one that is published meanwhile is seen twice then, and not never.
+        Parts come first, so that one that is published meanwhile is seen twice rather than never.
         """
         count = 0
         for kind in ("parts", "shards", "bare", "gone"):
@@ -102,57 +107,53 @@ class Directory:
                     count += 1
         if len(self._measured) > 2 * count + _FORGOTTEN:
             self._measured = {}
-        self.has_looked = True
+        self.is_scanned = True
 
-    def look(self) -> None:
-        """Measure what is there, the first time; not under the lock, as it may take a while."""
-        if not self.has_looked:
+    def scan(self) -> None:
+        """Measure the contents, the first time; not under the lock, as it may take a while."""
+        if not self.is_scanned:
             for _ in self.shards():
                 pass
 
-    def published_of(self, digests: Iterable[str]) -> list[Path]:
-        """Where those of some shards are that are whole; no others are looked at."""
-        return [path for path in map(self.published, digests) if path.is_dir()]
-
     @property
     def used_bytes(self) -> int:
-        """What the tier takes now: published shards, tombstones, reservations, and what is being deleted.
+        """What the tier takes now: published shards, tombstones, reservations and trash.
 
-        It is counted, file by file; `Budget.used_bytes` is what is known without.
+        Counted file by file; `Budget.used_bytes` is the recorded upper bound.
         """
         return sum(shard.size_bytes for shard in self.shards()) + sum(map(bytes_below, self.own("trash")))
 
     @property
     def unwritten_bytes(self) -> int:
-        """What of that is reserved and not yet on the disk."""
+        """How much of that is reserved and not yet on the disk."""
         return sum(_part_bytes(path) - bytes_below(path) for path in self.own("parts"))
 
-    def out_of_sight(self, path: Path) -> Path:
-        """Take a directory of the tier away by one rename; where it is now, for its files to be deleted."""
+    def move_to_trash(self, path: Path) -> Path:
+        """Take a directory of the tier away by one rename; returns its path in the trash."""
         target = self.root / "trash" / f"{path.name[:32]}.{secrets.token_hex(4)}"
         path.rename(target)
         return target
 
     def delete(self, path: Path) -> None:
-        """Delete what is out of sight, unless somebody still reads it: until then it takes its room."""
+        """Delete a directory in the trash, unless somebody still reads it: until then it counts."""
         if is_unread(path):
             shutil.rmtree(path, ignore_errors=True)
 
     def empty_trash(self) -> None:
-        """Delete what is out of sight and read by nobody: who put it there may have been killed since."""
+        """Delete all of the trash that nobody reads: the process that put it there may have been killed."""
         for path in list(self.own("trash")):
             self.delete(path)
 
     def trash(self, path: Path) -> bool:
-        """Take a directory of the tier away: first out of sight, by one rename, then its files.
+        """Remove a directory of the tier: move it to the trash, then delete its files.
 
-        What somebody still reads stays in the trash, so that it counts, until some process finds it unread.
+        What somebody still reads stays in the trash, and counts, until some process finds it unread.
 
         Returns:
             False if the disk doesn't allow it.
         """
         try:
-            self.delete(self.out_of_sight(path))
+            self.delete(self.move_to_trash(path))
         except FileNotFoundError:
             return not path.exists()
         except OSError:
@@ -160,7 +161,7 @@ class Directory:
         return True
 
     def quarantine(self, path: Path) -> bool:
-        """Take away a shard whose bytes can't be trusted; False if the disk doesn't allow it."""
+        """Remove a shard with damaged bytes; False if the disk doesn't allow it."""
         self.counts.add("checksum_failures", 1)
         return self.trash(path)
 
@@ -171,11 +172,7 @@ class Directory:
                     yield entry
 
     def _held(self, kind: str, entry: os.DirEntry[str]) -> HeldShard:
-        """What is known of something in a room; measured anew when it was used or replaced.
-
-        All of a tier is looked at under its lock where something may have to go: thousands of shards take
-        milliseconds.
-        """
+        """Measure a directory; cached until it is used or replaced, so that rescans are quick."""
         status = entry.stat(follow_symlinks=False)
         which = (status.st_ino, status.st_mtime_ns)
         before, known = self._measured.get(entry.path, (None, None))
@@ -188,26 +185,67 @@ class Directory:
             self._measured[entry.path] = (which, found)
         return found
 
-    def _prepare(self) -> None:
-        """Make what is missing of it.
 
-        Raises:
-            CacheError: it isn't ours alone.
-        """
-        refuse_what_is_not_ours(self.root)
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_what_is_not_ours(self.root)  # what was put there meanwhile; ours can't be replaced any more
-        for kind in (*KINDS, "runs"):
-            (self.root / kind).mkdir(mode=0o700, exist_ok=True)
-            if (self.root / kind).is_symlink():
-                raise CacheError(f"{self.root / kind} is a symbolic link: a cache keeps to its own directory")
+class Limit:
+    """The limit of a tier in `tier.json`, for all processes that use the tier.
 
-
-def refuse_what_is_not_ours(root: Path) -> None:
-    """Whether a cache may be at `root`, where there may be nothing yet; it is only looked at.
+    Args:
+        root: the tier's directory.
+        limit_bytes: a new limit; None keeps the recorded one.
 
     Raises:
-        CacheError: it isn't this user's alone, or another user has planted a link on the way.
+        CacheError: the tier is new and no limit is given, or its record can't be read.
+    """
+
+    def __init__(self, root: Path, limit_bytes: int | None):
+        self._root = root
+        self._record = root / "tier.json"
+        if self._record.exists() and not self._record.is_file():
+            raise CacheError(f"{self._record} is not a regular file: remove it, or choose another directory")
+        self.size_bytes = 0
+        self.set(limit_bytes)
+
+    def set(self, limit_bytes: int | None) -> None:
+        """Record a limit; None adopts the recorded one."""
+        with exclusive(self._root / "lock"):
+            known = self._recorded()
+            limit = known if limit_bytes is None else limit_bytes
+            if limit is None:
+                raise CacheError(f"{self._root} is a new cache: give it a limit")
+            if limit != known:
+                if known is not None:
+                    logger.info(
+                        "cache %s: limit changed from %d to %d bytes, for all processes that use it",
+                        *(self._root, known, limit),
+                    )
+                write_whole(self._record, json.dumps({"format": FORMAT, "limit_bytes": limit}))
+            self.size_bytes = limit
+
+    def follow(self) -> None:
+        """Adopt the limit that another process may have set."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            self.size_bytes = int(json.loads(self._record.read_text())["limit_bytes"])
+
+    def _recorded(self) -> int | None:
+        try:
+            known = json.loads(self._record.read_text())
+            if known["format"] != FORMAT:
+                raise CacheError(
+                    f"{self._root} is a cache of format {known['format']}, this version of streamload writes "
+                    f"{FORMAT}: choose another directory, or clear it"
+                )
+            return int(known["limit_bytes"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CacheError(f"{self._record} is not a record of a streamload cache: {exc}") from exc
+
+
+def check_owner(root: Path) -> None:
+    """Check that a cache may be at `root`, which need not exist. Changes nothing.
+
+    Raises:
+        CacheError: others own it or can write there, or another user has planted a link on the way.
     """
     link = _planted_link(root)
     if link is not None:
@@ -229,11 +267,11 @@ def refuse_what_is_not_ours(root: Path) -> None:
 
 
 def _planted_link(path: Path) -> Path | None:
-    """The first link on the way to a file that is neither ours nor root's, where others may make links.
+    """The first link in a path that neither this user nor root owns, where others may create links.
 
-    A directory of a name that anybody can guess is looked for in /var/tmp and /dev/shm: a link there could
-    have us write into any directory of ours. Linux refuses to follow such links only where it is told so
-    (fs.protected_symlinks), and only in sticky directories.
+    The default names in /var/tmp and /dev/shm can be guessed: a link there could redirect our writes into any
+    directory of ours. Linux refuses such links only with fs.protected_symlinks, and only in sticky
+    directories.
     """
     followed, at, rest = 0, Path("/"), [*reversed(path.absolute().parts[1:])]
     while rest and followed < _LINKS_LIMIT:
@@ -244,9 +282,9 @@ def _planted_link(path: Path) -> Path | None:
         try:
             target = (at / part).readlink()
         except OSError as exc:
-            if exc.errno != errno.EINVAL:  # nothing is there; or it can't be looked at, nor used then
+            if exc.errno != errno.EINVAL:  # it doesn't exist, or can't be accessed at all
                 return None
-            at = at / part  # it is no link
+            at = at / part  # not a link
             continue
         if (at / part).lstat().st_uid not in (0, os.geteuid()) and at.stat().st_mode & 0o022:
             return at / part
@@ -257,9 +295,9 @@ def _planted_link(path: Path) -> Path | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a small file at once: readers see the old or the new text, never a half. Under the lock.
+    """Replace a small file atomically, under the lock: readers see the old or the new text.
 
-    The new text always has the same name, so that a kill leaves at most one, and the next call takes it.
+    The temporary file always has the same name: a kill leaves at most one, which the next call reuses.
     """
     fresh = path.with_name(f"{path.name}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -279,16 +317,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def is_unread(path: Path) -> bool:
-    """Whether nobody reads a directory that is out of sight: nobody can begin to any more."""
-    lock = FileLock.acquire(path / "names")
-    if lock is not None:
-        lock.close()
-        return True
-    return not (path / "names").exists()
+    """Whether nobody reads a directory in the trash; nobody can open it any more."""
+    return not is_locked(path / "names")
 
 
 def bytes_below(path: Path) -> int:
-    """What a directory of files takes on disk, at least a block for each."""
+    """The disk space of a directory of files, at least a block for each."""
     total = 0
     with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(path) as entries:
         for entry in entries:
@@ -298,19 +332,19 @@ def bytes_below(path: Path) -> int:
 
 
 def granted_bytes(part: Path) -> int:
-    """What a part was granted: what is reserved for it, or the one block of a claim."""
+    """The reservation of a part, or the one block of a new claim."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return int((part / "reserved").read_text())
     return BLOCK_BYTES
 
 
 def _part_bytes(path: Path) -> int:
-    """What a part takes, or will take: what is reserved for it."""
+    """The larger of a part's reservation and its size."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return max(int((path / "reserved").read_text()), bytes_below(path))
     return bytes_below(path)
 
 
 def blocks_bytes(size_bytes: int) -> int:
-    """What a file of this size takes on disk."""
+    """The disk space of a file of this size."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

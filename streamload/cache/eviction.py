@@ -1,7 +1,7 @@
-"""What has to go when room is needed: pure arithmetic over what a tier holds. It deletes nothing.
+"""Which shards to evict when space is needed: pure arithmetic over what a tier holds. It deletes nothing.
 
-The rule (Belady's, made possible by a plan that is known): the shard goes whose next visit by the live runs
-is farthest, never one that is open, and only if the newcomer is needed sooner than it.
+Belady's rule, possible because the plan is known: evict the shard whose next use by the live runs is farthest
+away, never an open one, and only if the newcomer is needed sooner.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NEVER = math.inf
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """Something in a tier that takes room: a published shard, a part, an index-only copy, or a tombstone."""
+    """An entry of a tier that takes space: a published shard, a part, an index-only copy, or a tombstone."""
 
     digest: str
     path: Path
     size_bytes: int
-    """What it takes from the budget: its files, or what is reserved for it."""
+    """Its share of the budget: the size of its files, or its reservation if that is larger."""
     kind: str
-    """The room of the tier it lies in: "shards", "parts", "bare" or "gone"."""
+    """The subdirectory that holds it: "shards", "parts", "bare" (index-only) or "gone" (tombstones)."""
     used_at: float
     """When a reader last opened it, in seconds since the epoch."""
 
@@ -34,43 +34,21 @@ def victims(
     held: Iterable[HeldShard],
     next_uses: Mapping[str, float],
     *,
-    newcomer_next_use: float,
     excess_bytes: int,
     may_go: Callable[[HeldShard], bool],
+    newcomer_next_use: float = -1.0,
     eviction: Eviction = "plan",
-) -> list[HeldShard] | None:
-    """The shards to evict so that `excess_bytes` become free, or None if that can't be had now.
+) -> list[HeldShard]:
+    """The shards to evict, in order, so that `excess_bytes` become free; fewer if no more may go.
 
     Args:
         held: what is in the tier.
-        next_uses: for each digest how many shard visits away its next use is; missing = never.
-        newcomer_next_use: the same for the shard that wants the room: what is needed sooner stays.
+        next_uses: the next use of each digest, in shard visits from now; missing = never.
         excess_bytes: how much is missing.
-        may_go: whether nobody has it open; asked only of those that would go.
-        eviction: "plan" is the rule above; under "lru" the one goes that was opened longest ago, whatever
-            the runs have announced.
+        may_go: whether nobody has a shard open; called only for candidates, in order.
+        newcomer_next_use: the next use of the shard that needs the space: what is needed sooner stays.
+        eviction: "plan" is the rule above; "lru" evicts what was opened longest ago, whatever the plan.
     """
-    chosen = giving_way(
-        held,
-        next_uses,
-        newcomer_next_use=newcomer_next_use,
-        excess_bytes=excess_bytes,
-        may_go=may_go,
-        eviction=eviction,
-    )
-    return chosen if sum(shard.size_bytes for shard in chosen) >= excess_bytes else None
-
-
-def giving_way(
-    held: Iterable[HeldShard],
-    next_uses: Mapping[str, float],
-    *,
-    newcomer_next_use: float = -1.0,
-    excess_bytes: int,
-    may_go: Callable[[HeldShard], bool],
-    eviction: Eviction = "plan",
-) -> list[HeldShard]:
-    """The same, but as many as may go where that isn't enough: for a tier that itself has to shrink."""
     if eviction == "lru":
         ranked = sorted(held, key=lambda shard: shard.used_at)
     else:
@@ -87,12 +65,12 @@ def giving_way(
 
 
 def allowed_bytes(limit_bytes: int, stored_bytes: int, free_bytes: int, floor_bytes: int) -> int:
-    """The most that a tier may take now: its limit, or less where that would leave too little free.
+    """The most that a tier may hold now: its limit, or less if that would leave too little of the disk free.
 
     Args:
         limit_bytes: of the tier.
-        stored_bytes: what it has on the disk.
-        free_bytes: what is free there.
+        stored_bytes: what it has on disk.
+        free_bytes: free on that disk.
         floor_bytes: what has to stay free.
     """
     return min(limit_bytes, max(0, stored_bytes + free_bytes - floor_bytes))

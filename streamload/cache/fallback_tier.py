@@ -1,8 +1,7 @@
-"""A small tier in memory for shards while the tier on disk fails.
+"""The fallback tier: a small tier in memory for shards while the tier on disk fails (full, read-only, gone).
 
-The disk is full, gone, read-only or broken; the training goes on. All processes of a node that use one tier
-share one fallback tier, whose path follows from the tier's. The last of them deletes it; where all of them
-were killed, the next run does.
+All processes of a node that use one tier share one fallback tier, whose path is derived from the tier's. The
+last of them deletes it; if all of them were killed, the next run does.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from streamload.options import FreeDisk
 
 _MEMORY = memory.PLACE
 _SHARE = 4
-"""It may take a quarter of what is free in memory, of the machine and of the container."""
-_NO_FLOOR = FreeDisk(size_bytes=0)  # its limit leaves enough free
+"""It may take a quarter of the free memory of machine and container."""
+_NO_FLOOR = FreeDisk(size_bytes=0)  # its limit, a share of what is free, leaves enough
 _LEAST_BYTES = 1 << 20
-"""Its limit is a share of what is free; a floor that is meant for disks would take all of a small memory."""
+"""The smallest fallback tier of any use."""
 
 
 class FallbackTier:
     """The fallback tier of a tier, made when it is first needed. Thread-safe.
 
     Args:
-        root: of the tier that it stands in for.
-        counts: as the tier's.
+        root: of the tier that it replaces.
+        counts: of that tier.
     """
 
     def __init__(self, root: Path, counts: Counts):
@@ -44,18 +43,23 @@ class FallbackTier:
         self._change = threading.Lock()
         self._user: FileLock | None = None
         self.tier: Tier | None = None
-        """What holds shards; None as long as nothing is wrong."""
+        """Holds shards; None while nothing is wrong."""
 
     def open(self) -> Tier | None:
-        """The fallback tier; None where there is no memory for one."""
+        """Open the fallback tier; None if there is no memory for one."""
         with self._change:
             if self.tier is None:
                 with contextlib.suppress(OSError):
                     self.tier = self._make()
             return self.tier
 
+    def beside(self, tier: Tier) -> tuple[Tier, ...]:
+        """The tiers that may hold shards: a tier, and the fallback tier once it is open."""
+        fallback_tier = self.tier
+        return (tier,) if fallback_tier is None else (tier, fallback_tier)
+
     def close(self) -> None:
-        """Use it no more; whoever is the last takes it away. Once is enough."""
+        """Stop using it; the last process deletes it. Idempotent."""
         with self._change:
             if self._user is None:
                 return
@@ -75,7 +79,7 @@ class FallbackTier:
             self._user = FileLock.acquire(root / "users", shared=True, create=True)
             if self._user is not None and (root / "tier.json").exists():
                 return tier
-            if self._user is not None:  # of a file that was being taken away with all the rest
+            if self._user is not None:  # another process is deleting the tier: retry
                 self._user.close()
 
 
@@ -92,7 +96,7 @@ def remove_unused(root: Path) -> None:
 
 
 def place(root: Path) -> Path | None:
-    """The directory of a tier's fallback tier; None where the tier is in memory itself."""
+    """The directory of a tier's fallback tier; None if the tier is in memory itself."""
     if not _MEMORY.is_dir() or root.is_relative_to(_MEMORY):
         return None
     return _MEMORY / f"streamload-{os.geteuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(root))}"
@@ -107,5 +111,5 @@ def _is_ours(path: Path) -> bool:
 
 
 def _limit_bytes() -> int:
-    """How much the fallback tier may take, in bytes: memory is needed for the training."""
+    """How much the fallback tier may take: the training needs memory, too."""
     return memory.free_memory(_MEMORY).free_bytes // _SHARE

@@ -1,33 +1,41 @@
-"""How far a tier will go for a run: what has to be open at once, which widths fit, a warm epoch's hits.
+"""How far a tier will go for a run: shard sizes, what is open at once, which widths fit, warm hit rates.
 
-The arithmetic is pure; `forecast` joins it with what the tier holds of the run's shards by now.
+The arithmetic is pure; `forecast` applies it to what the tier holds now. `Measure` asks the tier, the shared
+cache or the origin for the size of a shard and its samples, when a run starts whose cache may be too small
+(loader/widths.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from streamload.cache.directory import bytes_below
+from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import LOOKED_THROUGH, Shard, spread
+from streamload.cache.shared.sharing import ReadThrough, SharedOptions
 from streamload.cache.tier import Tier
-from streamload.errors import CacheCorrupt
-from streamload.metrics import format_bytes
+from streamload.errors import CacheCorrupt, StreamloadError
+from streamload.metrics import Counters, format_bytes
+from streamload.origins.origin import Origin, OriginOptions, has_ranges, open_origin
 from streamload.shards.index import IndexReader
+from streamload.shards.samples import ShardScanner, border
 
 _SHARDS_LOOKED_INTO = 64
 _SHARDS_MEASURED = 1000
 LARGE_SHARD_BYTES, LARGE_SAMPLE_BYTES = 4 << 30, 1 << 20
-"""As large as shards and their samples are taken to be before one is looked at."""
+"""The assumed size of shards and samples before one is looked at."""
 _KNOWN_AHEAD = 256
 KNOWN_PART = 8
-"""A worker knows 256 references ahead (order/group.py), or those of so large a part of the tier if these are
-fewer: the shards of these are open, too."""
+"""A worker knows 256 references ahead (order/group.py), or as many as fill this part of the tier if these are
+fewer: their shards are open, too."""
 _STEPS_AHEAD = 8
-"""So far apart are a rank's first and last worker when all wait, by the default number of workers. The run's
-own number has no say, as batches are the same for every number."""
+"""The distance between a rank's first and last worker when all wait, by the default number of workers; the
+run's own number must not matter, as batches are the same for every number."""
 _CUTS, _CUTS_OF_HALF = 256, 8
 _WINDOW_DIGITS = 2
 
@@ -40,8 +48,8 @@ class Forecast:
         limit_bytes: the most that the tier may hold.
         used_bytes: what it holds.
         shards: how many the run reads on this node.
-        data_bytes: what all of them would take; None where none has been seen.
-        live_bytes: what has to be open at once; None where that isn't known either.
+        data_bytes: what all of them would take; None if none has been seen.
+        live_bytes: what has to be open at once; None if unknown.
     """
 
     limit_bytes: int
@@ -75,9 +83,9 @@ class Width:
 
     Attributes:
         lanes, window: of its order.
-        shards: how many of them a group has; more are never open at once.
-        shard_bytes: what one of them takes in the tier; 0: nothing, or that isn't known.
-        sample_bytes: of one sample.
+        shards: the number in a group; more are never open at once.
+        shard_bytes: the size of a shard in the tier; 0: none, or unknown.
+        sample_bytes: the size of a sample.
     """
 
     lanes: int
@@ -94,15 +102,15 @@ class Width:
         return min(most, int(live * self.shard_bytes))
 
     def scaled(self, share: float, lanes: bool, window: bool) -> Width:
-        """The same with a share of the lanes, or of the window, or of both; at least one of each.
+        """The same with a share of the lanes, the window, or both; at least one of each.
 
-        A source of which nothing is kept stays as it is.
+        A source that takes no space stays as it is.
         """
         if not self.shard_bytes:
             return self
-        samples = self.shards * self.shard_bytes / self.sample_bytes  # a wider window changes nothing
+        samples = self.shards * self.shard_bytes / self.sample_bytes  # a wider window has no effect
         cut = int(min(self.window, samples) * share)
-        unit = 10 ** max(0, len(str(cut)) - _WINDOW_DIGITS)  # a limit that is a little less changes nothing
+        unit = 10 ** max(0, len(str(cut)) - _WINDOW_DIGITS)  # so a slightly smaller limit has no effect
         return replace(
             self,
             lanes=max(1, math.ceil(self.lanes * share)) if lanes else self.lanes,
@@ -113,15 +121,15 @@ class Width:
 def fitting(
     widths: Sequence[Width], limit_bytes: int, step: int, *, lanes: bool, window: bool
 ) -> list[Width] | None:
-    """The widest that a tier has room for, by one share for all sources; None where none would fit.
+    """The widest reading that fits into a tier, with one share for all sources; None if nothing fits.
 
-    One lane with a window of one sample is taken to fit wherever two shards do: one of them ends.
+    One lane with a window of one sample is assumed to fit wherever two shards do: one of them ends.
 
     Args:
         widths: as the sources are to be read.
-        limit_bytes: of the tier, for each of the groups that are read through it.
+        limit_bytes: of the tier, for each group that is read through it.
         step: how many samples of a group the training takes at a time.
-        lanes, window: whether these may be cut.
+        lanes, window: whether these may be reduced.
     """
     cut = [*widths]
     for number in range(1, _CUTS + 1):
@@ -133,7 +141,7 @@ def fitting(
 
 
 def fits(widths: Sequence[Width], limit_bytes: int, step: int) -> bool:
-    """Whether a tier has room for what has to be open at once, of all sources; see `fitting`."""
+    """Whether a tier can hold what has to be open at once, of all sources; see `fitting`."""
     if sum(width.shards * width.shard_bytes for width in widths) <= limit_bytes:
         return True
     sample_bytes = max(width.sample_bytes for width in widths)
@@ -143,30 +151,29 @@ def fits(widths: Sequence[Width], limit_bytes: int, step: int) -> bool:
 
 
 def live_shards(lanes: int, window: int, samples_per_shard: float) -> float:
-    """How many shards have to be open at once: those in lanes, those of a window, and some more."""
+    """How many shards have to be open at once: those in lanes, those of a window, and a margin."""
     return 1.2 * (lanes + window / max(1.0, samples_per_shard)) + 1
 
 
 def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes: int = 1) -> Forecast:
     """What a run may expect, by the mean of those of its shards that the tier holds.
 
-    Of a long list only some are looked for in the tier, and none in an empty one; shards that are listed more
-    than once are counted once only in a short one.
+    Of a long list only a sample is looked up in the tier, and nothing in an empty tier; duplicates are
+    recognised only in a short list.
 
     Args:
-        tier: it is looked into, and stays as it is.
+        tier: is only read.
         shards: all that the run reads.
         lanes, window: of its order.
-        nodes: among which the shards are dealt.
+        nodes: that share the shards.
     """
     is_long = len(shards) > LOOKED_THROUGH
     used_bytes, allowed_bytes = tier.budget.used_bytes, tier.budget.allowed_bytes
     has_any = next(tier.own("shards"), None) is not None
     looked_at = {shard.digest: shard for shard in spread(shards)} if has_any or not is_long else {}
     count = -(-(len(shards) if is_long else len(looked_at)) // nodes)
-    held = tier.published_of(
-        dict.fromkeys(digest for shard in looked_at.values() for digest in shard.digests)
-    )
+    digests = dict.fromkeys(digest for shard in looked_at.values() for digest in shard.digests)
+    held = [path for path in map(tier.published, digests) if path.is_dir()]
     samples: list[int] = []
     for path in held[:_SHARDS_LOOKED_INTO]:
         with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:
@@ -177,3 +184,98 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
     mean_bytes = sum(map(bytes_below, measured)) / len(measured)
     live = min(float(count), live_shards(lanes, window, sum(samples) / len(samples)))
     return Forecast(allowed_bytes, used_bytes, count, int(mean_bytes * count), int(mean_bytes * live))
+
+
+_HEAD_BYTES = 1 << 20
+"""The size of samples is judged by so much of a shard."""
+_BRIEF = OriginOptions(
+    connect_seconds=5.0,
+    stall_seconds=5.0,
+    attempts=2,
+    first_get_bytes=_HEAD_BYTES,
+    first_part_bytes=_HEAD_BYTES,
+)
+
+
+class Measure:
+    """The sizes of shards and samples, equal from whichever place has them. Thread-safe.
+
+    Args:
+        tier: asked first, never changed.
+        storage_options: for origins.
+        shared: the shared cache, asked before origins.
+    """
+
+    def __init__(self, tier: Tier, storage_options: dict[str, Any] | None, shared: SharedOptions | None):
+        self.tier = tier
+        self._storage_options = storage_options
+        self._shared = None if shared is None else shared.open_tier(Counters())
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Measure:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shared is not None:
+            self._shared.close()
+
+    def shard_bytes(self, shard: Shard) -> int:
+        """The size of a shard in the tier.
+
+        Returns:
+            0 if that is unknown (the output of a command, an origin without an answer), or if only an index
+            is kept (a local file).
+        """
+        if shard.local is not None or not has_ranges(shard.url):
+            return 0
+        for digest in shard.digests:
+            with (
+                contextlib.suppress(OSError, CacheCorrupt),
+                IndexReader(self.tier.published(digest)) as index,
+            ):
+                return reserved_bytes(index.size or 0)
+        with contextlib.suppress(StreamloadError):
+            return reserved_bytes(self._asked(shard) or 0)
+        return 0
+
+    def sample_bytes(self, shard: Shard) -> float:
+        """The mean size of a shard's samples, judged by its first megabyte.
+
+        Returns:
+            A megabyte if no sample is complete in it, or if it can't be read (the reader will report why).
+        """
+        with contextlib.suppress(StreamloadError):
+            entries = ShardScanner(checksums=False).feed(self._held_head(shard) or self._head(shard))
+            if entries:
+                return border(entries[-1]) / len(entries)
+        return float(_HEAD_BYTES)
+
+    def _asked(self, shard: Shard) -> int | None:
+        """The size by the shared cache, else by the origin, of which one byte is requested."""
+        if self._shared is not None:
+            for form in filter(None, (shard.prepared, shard)):
+                held = self._shared.held(form)
+                if held is not None:
+                    return held.size
+        with contextlib.closing(self._origin(shard)) as origin:
+            return origin.version().size
+
+    def _held_head(self, shard: Shard) -> bytes | None:
+        for digest in shard.digests:
+            with contextlib.suppress(OSError), (self.tier.published(digest) / "data").open("rb") as data:
+                return data.read(_HEAD_BYTES)
+        return None
+
+    def _head(self, shard: Shard) -> bytes:
+        origin, head = self._origin(shard), bytearray()
+        if self._shared is not None:
+            origin = ReadThrough(shard, self._shared, origin, self._stop)
+        with contextlib.closing(origin), contextlib.closing(origin.open()) as stream:
+            for chunk in stream.chunks():
+                head += chunk
+                if len(head) >= _HEAD_BYTES:
+                    break
+        return bytes(head[:_HEAD_BYTES])
+
+    def _origin(self, shard: Shard) -> Origin:
+        return open_origin(shard.url, self._storage_options, _BRIEF, stop=self._stop)

@@ -1,31 +1,33 @@
-"""Whether the copies in a tier are still what their origins have (`revalidate=`), agreed on by a run (F, G).
+"""Whether copies in a tier are still what their origins have (`revalidate=`), agreed on by a run.
 
-A run's processes on a node share one page in the tier's `runs/`: a line for each shard says by which version
-of it the run goes. Whoever first looks at a published shard, or at an index without data, that has no line
-asks its origin, while the others wait; a fill writes the line that its origin gave it. No reader begins with
-a copy before its line is there, nor with one of another version than the line says. Under "start" the page
-lasts as long as any process of the run, under "always" it is turned with each epoch. Under "never" nobody is
-asked, and the first copy that is opened in an epoch writes the line: another run may replace a copy at any
-time.
+The processes of a run on a node share a version log in the tier's `runs/`: one line per shard, appended by
+any of them, of which the first counts. The process that first finds a published shard or an index-only copy
+without a line asks the origin, while the others wait; a fill writes the line that its origin returned. No
+reader begins with a copy without a line, nor with another version than the line has. With "start" the log
+lasts as long as any process of the run, with "always" each epoch begins a new one. With "never" nobody asks,
+and the first copy opened in an epoch writes the line: another run may replace a copy at any time.
 
-Local files need none of this: their size and time are compared whenever they are opened.
+Local files need no log: their size and time are compared whenever they are opened.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 from streamload import urls
-from streamload.cache.locks import FileLock
+from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.cache.tier import Tier
-from streamload.cache.version_log import VersionLog
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, OriginError, OriginStopped, ShardError
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin, OriginOptions, Stream, Version, open_origin
@@ -36,21 +38,23 @@ logger = logging.getLogger("streamload")
 Ask = Callable[[Shard, threading.Event], Version]
 """Asks a shard's origin for its version; the event ends its waits."""
 
+_NO_VISITS = bytes(8)
+"""The log is in the directory of demand files, and reads as one without visits."""
 _SILENT_SECONDS = 60.0
-"""For so long an endpoint that gave no answer isn't asked about other shards."""
+"""For so long an endpoint that didn't answer isn't asked about other shards."""
 
 
 class Freshness:
-    """What one process knows of its run's page, and how it writes there.
+    """One process's view of its run's version log.
 
     Thread-safe among the filling threads and the reader of a process; a forked child makes its own.
 
     Args:
-        tier: whose runs share the page, and whose copies are compared.
+        tier: has the log, and the copies that are compared.
         run: the same name in all processes of the run on this node, and in no other run.
-        each_epoch: turn the page at each `begin` (else only the first one begins a page).
-        ask: asks an origin. None: what is published is taken as it is, though in one version.
-        counts: where answers are counted.
+        each_epoch: begin a new log at each `begin` (else only at the first).
+        ask: asks an origin. None: published copies are used as they are, though in one version.
+        counts: receives the answers.
         patience_seconds: how long another process may take to ask before this one asks as well.
     """
 
@@ -75,11 +79,11 @@ class Freshness:
         self._version_log: VersionLog | None = None
         self._filling: dict[str, Version] = {}
         self._waiting: dict[str, float] = {}  # since when another process is asking
-        self._told: set[str] = set()
-        self._silent: dict[str, float] = {}  # until when an endpoint that gave no answer is left alone
+        self._warned: set[str] = set()
+        self._silent_until: dict[str, float] = {}  # when an endpoint that did not answer may be asked again
 
     def begin(self, epoch: str) -> None:
-        """Begin an epoch; its name is the same in all processes of the run, and is never used again."""
+        """Begin an epoch; its name is the same in all processes of the run, and is never reused."""
         with self._lock:
             if self._version_log is not None and not self._each_epoch:
                 return
@@ -91,25 +95,25 @@ class Freshness:
             old.close()
 
     def is_current(self, shard: Shard) -> bool:
-        """Whether readers may begin with what the tier has of a shard. A look into memory where they may."""
+        """Whether readers may begin with the tier's copies of a shard. Quick if they may."""
         return self._ask is None or shard.local is not None or self.version(shard.digest) is not None
 
     def version(self, digest: str) -> Version | None:
-        """The version of a shard that the run goes by, once that is settled."""
+        """The version of a shard that the run uses, once that is decided."""
         with self._lock:
             return None if self._version_log is None else self._version_log.version(digest)
 
     def has_to_ask(self, shard: Shard, tiers: Sequence[Tier]) -> bool:
-        """Whether there is a copy, or an index without data, that readers may not begin with yet."""
+        """Whether there is a copy that readers may not begin with yet."""
         return not self.is_current(shard) and any(True for _ in _copies(shard, tiers))
 
     def check(self, shard: Shard, stop: threading.Event, tiers: Sequence[Tier] = ()) -> bool:
-        """Ask whether a shard that is held has changed; if so, take its copies away. Moves no data.
+        """Ask whether a shard has changed; if so, remove its copies. Transfers no data.
 
         Args:
             shard: which one.
-            stop: ends the waits of the question.
-            tiers: where copies may be; by default in the tier.
+            stop: ends the waits of the request.
+            tiers: where copies may be; by default the tier.
 
         Returns:
             False if another process is asking about it.
@@ -132,11 +136,11 @@ class Freshness:
         return True
 
     def watched(self, shard: Shard, origin: Origin) -> Origin:
-        """The origin of a shard that is filled: what it gives is what the run goes by."""
+        """The origin of a shard for a fill: the version that it returns becomes the run's."""
         return _Watched(origin, shard, self)
 
     def agree(self, shard: Shard, version: Version) -> None:
-        """A reader or a fill begins with this version; the first of all decides.
+        """Begin to read or fill this version; the first process decides for all.
 
         Raises:
             DatasetChanged: the run has begun with another one.
@@ -150,7 +154,7 @@ class Freshness:
         refuse_other(shard, known, version)
 
     def fills(self, shard: Shard, version: Version) -> None:
-        """A fill begins with this version, which its origin has just told; see `agree`."""
+        """Begin to fill this version, which its origin has just returned; see `agree`."""
         self.agree(shard, version)
         with self._lock:
             self._filling[shard.digest] = version
@@ -161,27 +165,27 @@ class Freshness:
             self._filling.pop(shard.digest, None)
 
     def close(self) -> None:
-        """Let go of the page; once is enough."""
+        """Close the log. Idempotent."""
         with self._lock:
             if self._version_log is not None:
                 self._version_log.close()
                 self._version_log = None
 
     def _has_waited_long(self, shard: Shard) -> bool:
-        """Whether another process, which may be stopped, has been asking about a shard for long."""
+        """Whether another process, which may be stopped, has been asking about a shard for too long."""
         now = time.monotonic()
         with self._lock:
             return now - self._waiting.setdefault(shard.digest, now) > self._patience_seconds
 
     def _settle(self, shard: Shard, stop: threading.Event, tiers: Sequence[Tier]) -> None:
-        """Ask, and write down what the run goes by; the claim on the shard is held."""
+        """Ask, and write down the version that the run uses; the claim on the shard is held."""
         known: list[tuple[Tier, Path, Version]] = []
         for tier, path in _copies(shard, tiers):
             version = _version_at(path)
             if version is not None:
                 known.append((tier, path, version))
             elif path.exists() and not tier.quarantine(path):
-                self._go_by(shard, Version())  # readers will pass it by
+                self._choose(shard, Version())  # readers will avoid it
                 return
         if not known:
             return
@@ -196,55 +200,57 @@ class Freshness:
             elif tier.trash(path):
                 if now is not None:
                     self._counts.add("shards_changed")
-                    logger.info("%s has changed (%s): it is fetched anew", shard.name, difference)
+                    logger.info("%s has changed (%s): it is fetched again", shard.name, difference)
             else:
-                self._say(f"{path} stays", "%s has changed, but its old copy can't be removed", shard.name)
+                self._warn_once(
+                    f"{path} stays", "%s has changed, but its old copy can't be removed", shard.name
+                )
                 kept = kept or version
         if kept is not None:
-            self._go_by(shard, kept)
+            self._choose(shard, kept)
 
-    def _go_by(self, shard: Shard, version: Version) -> None:
+    def _choose(self, shard: Shard, version: Version) -> None:
         with self._lock:
             if self._version_log is not None:
                 self._version_log.write(shard.digest, version)
 
     def _answer(self, shard: Shard, stop: threading.Event) -> Version | None:
-        """What the origin says; None if it says nothing, and the copy is used as it is."""
+        """The version that the origin returns; None if it doesn't answer, and the copy is used as it is."""
         endpoint = urls.endpoint(shard.name)
         with self._lock:
-            is_silent = time.monotonic() < self._silent.get(endpoint, 0.0)
+            is_silent = time.monotonic() < self._silent_until.get(endpoint, 0.0)
         if not is_silent and self._ask is not None:
             try:
                 found = self._ask(shard, stop)
             except OriginStopped:
                 raise
             except (OriginError, ShardError) as exc:
-                self._say(
+                self._warn_once(
                     endpoint,
-                    "%s gave no answer on whether its shards have changed (%s); the copies in the cache are "
-                    "used as they are",
+                    "%s didn't answer whether its shards have changed (%s); the copies in the cache are used "
+                    "as they are",
                     *(endpoint, exc),
                 )
                 with self._lock:
-                    self._silent[endpoint] = time.monotonic() + _SILENT_SECONDS
+                    self._silent_until[endpoint] = time.monotonic() + _SILENT_SECONDS
             else:
                 if found != Version():
                     return found
-                self._say(
+                self._warn_once(
                     f"{endpoint} knows none",
-                    "%s doesn't say which version a shard has: the copies in the cache are used as they are",
+                    "%s reports no versions of shards: the copies in the cache are used as they are",
                     endpoint,
                 )
         self._counts.add("shards_unverified")
         return None
 
-    def _say(self, key: str, message: str, *values: object) -> None:
-        """Log a warning once in the run."""
+    def _warn_once(self, key: str, message: str, *values: object) -> None:
+        """Log a warning once per run."""
         with self._lock:
-            is_new = key not in self._told and (
+            is_new = key not in self._warned and (
                 self._version_log is None or self._version_log.version(key) is None
             )
-            self._told.add(key)
+            self._warned.add(key)
             if self._version_log is not None:
                 self._version_log.write(key, Version())
         if is_new:
@@ -252,14 +258,14 @@ class Freshness:
 
 
 class _Watched(Origin):
-    """An origin that tells of the version it gives before it gives any byte."""
+    """An origin that reports its version before it yields any byte."""
 
     def __init__(self, origin: Origin, shard: Shard, freshness: Freshness):
         self.url = origin.url
         self._origin, self._shard, self._freshness = origin, shard, freshness
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Open the origin for the version that the run goes by."""
+        """Open the origin for the version that the run uses."""
         agreed = self._freshness.version(self._shard.digest)
         if expected is not None:
             refuse_other(self._shard, agreed, expected)
@@ -272,16 +278,16 @@ class _Watched(Origin):
         return stream
 
     def version(self) -> Version:
-        """What the origin says."""
+        """The origin's version."""
         return self._origin.version()
 
     def close(self) -> None:
-        """Close the other one."""
+        """Close the origin."""
         self._origin.close()
 
 
 def _copies(shard: Shard, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Path]]:
-    """Where a shard is published, prepared or as it is, or its index alone is."""
+    """The published copies of a shard, prepared or not, and its index-only copy."""
     for tier in tiers:
         for path in (*map(tier.published, shard.digests), tier.index_only(shard.digest)):
             if path.exists():
@@ -289,7 +295,7 @@ def _copies(shard: Shard, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Path]]:
 
 
 def _version_at(path: Path) -> Version | None:
-    """The version of a copy; None if it isn't sound, or has gone."""
+    """The version of a copy; None if it is damaged, or has gone."""
     try:
         with IndexReader(path) as index:
             return version_of(index)
@@ -298,7 +304,7 @@ def _version_at(path: Path) -> Version | None:
 
 
 def asker(storage_options: dict[str, Any] | None, options: OriginOptions, counts: Counts) -> Ask:
-    """What asks origins, with less patience than a fill: the shard is there, and a training waits."""
+    """Asks origins, with less patience than a fill: the shard is here, and a training waits."""
     brief = replace(
         options, attempts=min(options.attempts, 3), outage_seconds=0.0, retry_after_limit_seconds=5.0
     )
@@ -307,3 +313,71 @@ def asker(storage_options: dict[str, Any] | None, options: OriginOptions, counts
         return open_origin(shard.url, storage_options, brief, counts, stop).version()
 
     return ask
+
+
+class VersionLog:
+    """The log as one process of the run has it open."""
+
+    def __init__(self, tier: Tier, name: str):
+        self._versions: dict[str, Version] = {}
+        self._read_bytes = len(_NO_VISITS)
+        self._lock_path = tier.root / "lock"
+        self._path = tier.root / "runs" / f"{name}.page"
+        self._pin: FileLock | None = None
+        self._file: Descriptor | None = None
+        with contextlib.suppress(OSError):  # if the disk takes no log, each process decides for itself
+            self._open()
+
+    def _open(self) -> None:
+        with exclusive(self._lock_path):  # only under it are the files of dead processes removed
+            alone = FileLock.acquire(self._path, create=True)
+            if alone is not None:  # new, or of a run without live processes
+                self._path.write_bytes(_NO_VISITS)
+                alone.close()
+            self._pin = FileLock.acquire(self._path, shared=True)
+            if self._pin is not None:
+                self._file = Descriptor.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+
+    def version(self, digest: str) -> Version | None:
+        """The version chosen for a shard; reads the file only while it isn't known."""
+        if digest not in self._versions:
+            with contextlib.suppress(OSError):
+                self._read()
+        return self._versions.get(digest)
+
+    def write(self, digest: str, version: Version) -> None:
+        """Choose a version; an earlier choice of another process stands."""
+        line = json.dumps([digest, *astuple(version)]) + "\n"
+        with contextlib.suppress(OSError):  # a full disk: then the others ask by themselves
+            if self._file is not None:
+                os.write(self._file.number, line.encode())
+                self._read()
+        self._versions.setdefault(digest, version)
+
+    def close(self) -> None:
+        """Close it; the last process of the run deletes it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._pin is None:
+            return
+        self._pin.close()
+        self._pin = None
+        with contextlib.suppress(OSError), exclusive(self._lock_path):
+            alone = FileLock.acquire(self._path)
+            if alone is not None:
+                self._path.unlink(missing_ok=True)
+                alone.close()
+
+    def _read(self) -> None:
+        """Read the new complete lines; the first of a shard counts."""
+        if self._file is None:
+            return
+        size = os.fstat(self._file.number).st_size
+        text = os.pread(self._file.number, max(0, size - self._read_bytes), self._read_bytes)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # cut by a full disk
+                digest, *facts = json.loads(line)
+                self._versions.setdefault(digest, Version(*facts))

@@ -1,13 +1,13 @@
-"""Take out of a tier what is of no use, what is too much, or all that nobody uses; safe beside trainings.
+"""Remove from a tier what is useless, over the limit, or unused; safe while trainings run.
 
-Each directory is taken by the tier's own rules: under its lock, only while no reader and no filler holds one
-of the directory's, out of sight by one rename before its files are deleted. What isn't the tier's stays.
+Each directory is removed by the rules of the tier: under its lock, only while no reader or filler holds one
+of the directory's locks, and by one rename before its files are deleted. What the tier didn't make stays.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from typing import Any
 from streamload.cache import demand
 from streamload.cache.directory import bytes_below
 from streamload.cache.eviction import HeldShard
+from streamload.cache.fill import can_be_taken_over
 from streamload.cache.inventory import Foreign, foreign, foreign_in, is_filled, is_read, url_of
 from streamload.cache.locks import FileLock, exclusive
-from streamload.cache.takeover import can_be_taken_up
 from streamload.cache.tier import Tier
 
 _ROUNDS = 4
-_HALF_RECORD = "tier.json.new"
+_TEMPORARY_RECORD = "tier.json.new"
 _IN_USE = {
     "shards": "a process has it open",
     "bare": "a process has it open",
     "parts": "a process fills or reads it",
-    "gone": "a process heeds its tombstone",
-    "trash": "a process has it open still; it goes once that is through",
+    "gone": "a process has acted on this tombstone",
+    "trash": "a process still has it open; it is deleted after that",
 }
 
 
@@ -36,10 +36,10 @@ class Item:
     """Something in a tier's directory.
 
     Attributes:
-        path: as seen from the tier's directory.
+        path: relative to the tier's directory.
         url: of the shard, without secrets; empty if unknown.
-        size_bytes: what it takes from the budget.
-        why: for what reason it was removed, or stayed.
+        size_bytes: its share of the budget.
+        why: why it was removed, or stayed.
     """
 
     path: str
@@ -50,11 +50,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What was removed from a tier (or would be), and what stayed though it was to go.
+    """What was removed from a tier (or would be), and what could not be removed.
 
     Attributes:
         used_bytes, limit_bytes: of the tier afterwards.
-        foreign: what the tier did not make, and so was not touched.
+        foreign: what the tier didn't make, and so wasn't touched.
     """
 
     dry_run: bool
@@ -66,7 +66,7 @@ class Removal:
 
     @property
     def removed_bytes(self) -> int:
-        """What all that was removed took from the budget."""
+        """The budget that the removed items took."""
         return sum(item.size_bytes for item in self.removed)
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,67 +78,64 @@ class Removal:
 def collect_garbage(
     tier: Tier, *, all_parts: bool = False, limit_bytes: int | None = None, dry_run: bool = False
 ) -> Removal:
-    """Remove what no run can use: orphaned parts, trash, files of dead runs, tombstones that nobody heeds.
+    """Remove what no run can use: orphaned parts, trash, files of dead runs, tombstones without a lock.
 
-    An orphaned part goes if its shard is published meanwhile, or if a fill would not go on behind it; a bare
-    index if its shard is published.
+    An orphaned part is removed if its shard is published meanwhile, or if a fill would not continue from it;
+    an index-only copy if its shard is published.
 
     Args:
-        all_parts: remove the other orphaned parts, too: their shards will be fetched from the first byte.
-        limit_bytes: the tier's new limit; what is over it is evicted by the tier's rule, never what is open.
-        dry_run: only say what would be removed.
+        all_parts: also remove other orphaned parts: their shards will be fetched from the first byte.
+        limit_bytes: a new limit of the tier; what exceeds it is evicted by the tier's rule, except open
+            shards.
+        dry_run: only report what would be removed.
     """
-    broom = _Broom(tier, dry_run)
+    sweep = _Sweep(tier, dry_run)
     for shard in list(tier.shards()):
         if shard.kind == "gone":
-            broom.take(shard, "a tombstone that nobody heeds", silent=True)
+            sweep.remove(shard, "a tombstone of dead processes", silent=True)
         elif shard.kind == "bare" and tier.published(shard.digest).exists():
-            broom.take(shard, "its shard is published", silent=True)
+            sweep.remove(shard, "its shard is published", silent=True)
         elif shard.kind == "parts" and not is_filled(shard.path):
             why = _why_useless(tier, shard) or ("a part without a filler" if all_parts else "")
             if why:
-                broom.take(shard, why, silent=True)
-    broom.take_the_rest()
+                sweep.remove(shard, why, silent=True)
+    sweep.remove_the_rest()
     if limit_bytes is not None:
-        broom.evict(limit_bytes)
-    return broom.report()
+        sweep.evict(limit_bytes)
+    return sweep.report()
 
 
 def clear(tier: Tier, *, dry_run: bool = False) -> Removal:
-    """Remove all that no process uses; the directory itself stays a tier, with its limit.
+    """Remove everything that no process uses; the directory remains a tier, with its limit.
 
     Args:
-        dry_run: only say what would be removed.
+        dry_run: only report what would be removed.
     """
-    broom = _Broom(tier, dry_run)
+    sweep = _Sweep(tier, dry_run)
     for shard in list(tier.shards()):
-        broom.take(shard, "cleared")
-    broom.take_the_rest()
-    return broom.report()
-
-
-def unused(shard: HeldShard) -> contextlib.AbstractContextManager[bool]:
-    """Hold off readers and fillers of a shard for a block; gives False if there are any already."""
-    return _unused(shard.path, ("index", "names") if shard.kind == "parts" else ("names",))
+        sweep.remove(shard, "cleared")
+    sweep.remove_the_rest()
+    return sweep.report()
 
 
 @contextlib.contextmanager
-def _unused(path: Path, names: Iterable[str]) -> Iterator[bool]:
+def unused(shard: HeldShard) -> Iterator[bool]:
+    """Lock out readers and fillers of a shard for a block; yields False if there are any already."""
     with contextlib.ExitStack() as locks:
         is_unused = True
-        for name in names:
+        for name in ("index", "names") if shard.kind == "parts" else ("names",):
             try:
-                lock = FileLock.acquire(path / name)
-                is_unused = is_unused and (lock is not None or not (path / name).exists())
-            except OSError:  # it can't be known
+                lock = FileLock.acquire(shard.path / name)
+                is_unused = is_unused and (lock is not None or not (shard.path / name).exists())
+            except OSError:  # unknown
                 lock, is_unused = None, False
             if lock is not None:
                 locks.callback(lock.close)
         yield is_unused
 
 
-class _Broom:
-    """One removal: what it has taken, and what it had to leave."""
+class _Sweep:
+    """One removal: what it has removed, and what it had to keep."""
 
     def __init__(self, tier: Tier, dry_run: bool):
         self._tier = tier
@@ -148,18 +145,18 @@ class _Broom:
         self._kept: list[Item] = []
         self._taken: set[Path] = set()
 
-    def take(self, shard: HeldShard, why: str, *, silent: bool = False) -> None:
-        """Remove a directory that nobody uses; others are noted as kept, unless that goes without saying."""
+    def remove(self, shard: HeldShard, why: str, *, silent: bool = False) -> None:
+        """Remove an unused directory; others are reported as kept, unless `silent`."""
         item = self._item(shard, why)
         if foreign_in(shard.path):
             if not silent:
-                self._keep(item, "it holds what the tier did not make")
+                self._keep(item, "it holds files that the tier did not make")
             return
         target = None
         with exclusive(self._tier.root / "lock"), unused(shard) as is_unused:
             if is_unused and not self._dry_run:
                 with contextlib.suppress(FileNotFoundError):
-                    target = self._tier.out_of_sight(shard.path)
+                    target = self._tier.move_to_trash(shard.path)
         if not is_unused:
             if not silent:
                 self._keep(item, _IN_USE[shard.kind])
@@ -167,40 +164,40 @@ class _Broom:
             self._taken.add(shard.path)
             self._delete(target, item)
 
-    def take_the_rest(self) -> None:
-        """Remove trash, files of dead runs, and halves of the tier's record."""
+    def remove_the_rest(self) -> None:
+        """Remove trash, files of dead runs, and temporary records."""
         for path in list(self._tier.own("trash")):
             item = Item(self._name(path), url_of(path), bytes_below(path), "was being deleted")
-            if path.exists():  # else whoever was deleting it is through
+            if path.exists():  # else another process has deleted it
                 self._taken.add(path)
                 self._delete(path, item)
         with exclusive(self._tier.root / "lock"):
             for path in [
-                *demand.own(self._tier.root / "runs"),
+                *demand.files(self._tier.root / "runs"),
                 *demand.version_logs(self._tier.root / "runs"),
             ]:
                 dead = FileLock.acquire(path)
                 if dead is not None:
                     self._unlink(path, "its process is dead")
                     dead.close()
-            half = self._tier.root / _HALF_RECORD
-            if half.is_file() and not half.is_symlink():
-                self._unlink(half, "was being written")
+            temporary = self._tier.root / _TEMPORARY_RECORD
+            if temporary.is_file() and not temporary.is_symlink():
+                self._unlink(temporary, "was being written")
 
     def evict(self, limit_bytes: int) -> None:
-        """Set the tier's limit, and evict what is over it: first what the live runs need last."""
+        """Set the tier's limit, and evict what exceeds it: first what the live runs need last."""
         self._limit_bytes = limit_bytes
         if not self._dry_run:
             self._tier.budget.set_limit(limit_bytes)
         for _ in range(_ROUNDS):
             chosen = self._tier.budget.excess(limit_bytes, _may_go, self._taken)
             for shard in chosen:
-                self.take(shard, "over the limit", silent=True)
+                self.remove(shard, "over the limit", silent=True)
             if not chosen or self._dry_run:
                 break
 
     def report(self) -> Removal:
-        """What was done."""
+        """The result."""
         would_go = sum(item.size_bytes for item in self._removed) if self._dry_run else 0
         return Removal(
             self._dry_run,
@@ -212,7 +209,7 @@ class _Broom:
         )
 
     def _delete(self, path: Path | None, item: Item) -> None:
-        """Delete what is out of sight, as far as nobody reads it still; until then it takes its room."""
+        """Delete what is in the trash, unless somebody still reads it: until then it counts."""
         if path is not None and is_read(path):
             self._taken.discard(path)
             self._keep(item, _IN_USE["trash"])
@@ -237,12 +234,12 @@ class _Broom:
 
 
 def _why_useless(tier: Tier, part: HeldShard) -> str:
-    """Why nobody will go on behind an orphaned part; empty if somebody may."""
+    """Why no fill would continue from an orphaned part; empty if one might."""
     if tier.published(part.digest).exists():
         return "its shard is published"
     if foreign_in(part.path):
-        return ""  # it isn't read, and stays
-    return "" if can_be_taken_up(part.path) else "a fill would begin anew"
+        return ""  # not read, and kept
+    return "" if can_be_taken_over(part.path) else "a fill would start over"
 
 
 def _may_go(shard: HeldShard) -> bool:

@@ -1,6 +1,6 @@
-"""What lies in a tier's directory, and in which state: what the tier made, who uses it, what is not its own.
+"""What is in a tier's directory, and in which state: what the tier made, who uses it, what is foreign.
 
-It looks and changes nothing. A lock is tried for a moment to see who holds it, as eviction does.
+Changes nothing. Locks are tried for a moment to see who holds them, as eviction does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from streamload.cache import demand
 from streamload.cache.directory import KINDS, bytes_below
-from streamload.cache.locks import FileLock
+from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
 from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
 
@@ -38,7 +38,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Something in a tier's directory that the tier did not make: it is never opened, moved or removed."""
+    """Something in a tier's directory that the tier didn't make: it is never opened, moved or removed."""
 
     path: Path
     what: str
@@ -47,7 +47,7 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many things of one kind there are, and the bytes of the budget that they take."""
+    """The number of entries of one kind, and the bytes of the budget that they take."""
 
     count: int = 0
     size_bytes: int = 0
@@ -55,7 +55,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A process that has said what it will read; one process may say so in several files."""
+    """A process that has announced what it will read, maybe in several files."""
 
     pid: int
     shards: int
@@ -69,16 +69,16 @@ class Inventory:
     """What a tier holds.
 
     Attributes:
-        used_bytes: what counts against the limit: published shards, parts with what is reserved for them,
-            index-only copies, tombstones and trash.
+        used_bytes: what counts against the limit: published shards, parts with their reservations, index-only
+            copies, tombstones and trash.
         free_bytes: of the disk.
-        published, live_parts, orphaned_parts, index_only, tombstones, trash, run_files: shares of the
-            directory.
-        samples: in the published shards, as their indexes say.
+        published, live_parts, orphaned_parts, index_only, tombstones, trash, run_files: number and size of
+            each kind.
+        samples: in the published shards, by their indexes.
         open_shards: the published shards that a process has open, by URL without secrets.
         runs: the live ones.
         oldest_use, newest_use: when a published shard was last opened, in seconds since the epoch.
-        foreign: what the tier did not make.
+        foreign: what the tier didn't make.
     """
 
     root: Path
@@ -110,9 +110,9 @@ class Inventory:
 
 
 def take_inventory(tier: Tier) -> Inventory:
-    """Look at all that a tier's directory holds. Reads some bytes of each index, and no data.
+    """Look at everything in a tier's directory. Reads some bytes of each index, and no data.
 
-    What comes and goes meanwhile is seen or not, but never an error.
+    What appears or disappears meanwhile may be missed, but is never an error.
     """
     rooms: dict[str, list[tuple[Path, int]]] = {
         name: [] for name in (*_SHARES.values(), "live_parts", "orphaned_parts")
@@ -132,7 +132,7 @@ def take_inventory(tier: Tier) -> Inventory:
             if is_read(shard.path):
                 open_shards.append(url_of(shard.path) or shard.digest)
     trash = [(path, bytes_below(path)) for path in tier.own("trash")]
-    files = demand.own(tier.root / "runs")
+    files = demand.files(tier.root / "runs")
     shares = {name: Share(len(found), sum(size for _, size in found)) for name, found in rooms.items()}
     return Inventory(
         root=tier.root,
@@ -152,7 +152,7 @@ def take_inventory(tier: Tier) -> Inventory:
 
 
 def foreign(tier: Tier) -> Iterator[Foreign]:
-    """All that the tier did not make, by where it lies."""
+    """All that the tier didn't make, by its place."""
     for path in _listed(tier.root):
         if path.name not in (*KINDS, "runs"):
             yield from _judge(path, _RECORD.fullmatch(path.name) is not None, stat.S_ISREG)
@@ -160,13 +160,13 @@ def foreign(tier: Tier) -> Iterator[Foreign]:
         for path in _listed(tier.root / kind):
             strange = list(_judge(path, KINDS[kind].fullmatch(path.name) is not None, stat.S_ISDIR))
             yield from strange or (foreign_in(path) if kind != "trash" else ())
-    own = {*demand.own(tier.root / "runs"), *demand.version_logs(tier.root / "runs")}
+    own = {*demand.files(tier.root / "runs"), *demand.version_logs(tier.root / "runs")}
     for path in _listed(tier.root / "runs"):
         yield from _judge(path, path in own, stat.S_ISREG)
 
 
 def foreign_in(path: Path) -> list[Foreign]:
-    """What the tier did not make in the directory of one shard."""
+    """What the tier didn't make in the directory of one shard."""
     found: list[Foreign] = []
     for inner in _listed(path):
         found += _judge(inner, _OWN_FILE.fullmatch(inner.name) is not None, stat.S_ISREG)
@@ -174,7 +174,7 @@ def foreign_in(path: Path) -> list[Foreign]:
 
 
 def is_filled(part: Path) -> bool:
-    """Whether a part's filler is alive."""
+    """Whether a part's filler is live."""
     return _is_held(part / "index", shared=True)
 
 
@@ -184,7 +184,7 @@ def is_read(path: Path) -> bool:
 
 
 def count_samples(path: Path) -> int:
-    """How many samples the index of a shard has records of, from its size alone; 0 if it can't be read."""
+    """The number of samples of a shard, from the size of its index; 0 if that can't be read."""
     with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
         index = file.number
         header_bytes, _ = header_lengths(os.pread(index, HEADER_START.size, 0))
@@ -196,7 +196,7 @@ def count_samples(path: Path) -> int:
 
 
 def url_of(path: Path) -> str:
-    """The URL without secrets of what a directory of the tier holds; empty where its index doesn't tell."""
+    """The URL without secrets of a shard in the tier; empty if its index doesn't name it."""
     with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
         start = os.pread(file.number, HEADER_START.size, 0)
         _, meta_bytes = header_lengths(start)
@@ -205,19 +205,14 @@ def url_of(path: Path) -> str:
 
 
 def as_time(seconds: float) -> str:
-    """Seconds since the epoch as a time in ISO 8601, UTC."""
+    """Seconds since the epoch as ISO 8601, UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 
 def _is_held(path: Path, *, shared: bool) -> bool:
-    """Whether somebody's lock is in the way of ours, which is given back at once."""
-    try:
-        lock = FileLock.acquire(path, shared=shared)
-    except OSError:
-        return False  # no file that anybody could have locked
-    if lock is None:
-        return path.exists()
-    lock.close()
+    """See `is_locked`."""
+    with contextlib.suppress(OSError):  # nothing that could be locked
+        return is_locked(path, shared=shared)
     return False
 
 
@@ -231,7 +226,7 @@ def _live_runs(files: list[Path], held: set[int]) -> Iterator[LiveRun]:
 
 
 def _judge(path: Path, has_own_name: bool, is_own_kind: Any) -> Iterator[Foreign]:
-    """A finding if `path` isn't something that the tier makes: by its name, its kind or its owner."""
+    """A finding if `path` isn't something that the tier makes: by name, kind or owner."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -246,7 +241,7 @@ def _judge(path: Path, has_own_name: bool, is_own_kind: Any) -> Iterator[Foreign
 def _listed(path: Path) -> list[Path]:
     try:
         return sorted(path.iterdir())
-    except OSError:  # it went away, or may not be looked into
+    except OSError:  # it has gone, or can't be listed
         return []
 
 

@@ -1,7 +1,7 @@
-"""Advisory locks on files of a tier (flock): who is alive, who is reading, who decides.
+"""Advisory locks (flock) on files of a tier: which process is live, reads, or decides.
 
 A lock ends with its process, so nothing has to be cleaned up after a kill. Locks only save bandwidth and
-guard the budget: bytes are told right from wrong by checksums. POSIX record locks are no choice: they vanish
+guard the budget: checksums tell right bytes from wrong ones. POSIX record locks are unsuitable: they vanish
 when any descriptor of the file is closed.
 """
 
@@ -24,16 +24,16 @@ from streamload.errors import CacheError
 from streamload.shards.record import write_at
 
 PATIENCE_SECONDS = 15.0
-"""How long a decision of another process may take; they take milliseconds."""
+"""How long a decision of another process may take; usually milliseconds."""
 _RETRY_SECONDS = 0.002
 _STAMP_BYTES = 16
 _NOTE = Struct(f"<{_STAMP_BYTES}sq")
-"""Behind the stamp of who holds the lock: that stamp again, and bytes; a check of both follows."""
+"""After the stamp of the lock's holder: that stamp again, and bytes; then a checksum of both."""
 _CHECK_BYTES = 8
 
 
 class FileLock:
-    """One held lock on one file; `close()` gives it back. A forked child doesn't inherit it."""
+    """One held lock on one file; `close()` releases it. Forked children don't inherit it."""
 
     def __init__(self, file: Descriptor):
         self._file = file
@@ -42,15 +42,15 @@ class FileLock:
     def acquire(
         cls, path: Path, *, shared: bool = False, create: bool = False, wait: bool = False
     ) -> FileLock | None:
-        """Lock `path`; None if somebody is in the way, or if the file isn't there.
+        """Lock `path`; None if another process has it locked, or if there is no such file.
 
         Args:
-            path: the file; a symbolic link is never followed.
-            shared: a lock that others may share.
-            create: make the file if it is missing.
-            wait: wait for whoever is in the way.
+            path: the file; symbolic links are never followed.
+            shared: take a lock that others may share.
+            create: create the file if it is missing.
+            wait: wait for the other process.
         """
-        # What is read may be read-only; a FIFO that somebody has put there must not block.
+        # Files to read may be read-only; a planted FIFO must not block.
         access = os.O_RDONLY if shared and not create else os.O_RDWR
         flags = access | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
@@ -69,7 +69,7 @@ class FileLock:
         return cls(file)
 
     def is_of(self, path: Path) -> bool:
-        """Whether `path` is still the file that was locked, and this user's own, under no other name."""
+        """Whether `path` is still the locked file, owned by this user and without other hard links."""
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             is_own = status.st_uid == os.geteuid() and status.st_nlink == 1
@@ -77,19 +77,27 @@ class FileLock:
         return False
 
     def close(self) -> None:
-        """Give the lock back; once is enough."""
+        """Release the lock. Idempotent."""
         self._file.close()
 
 
-class Usage:
-    """How much a tier takes at most: noted in its lock's file, for who decides next.
+def is_locked(path: Path, *, shared: bool = False) -> bool:
+    """Whether another process's lock conflicts with one of ours (see `FileLock.acquire`)."""
+    lock = FileLock.acquire(path, shared=shared)
+    if lock is None:
+        return path.exists()
+    lock.close()
+    return False
 
-    Whoever grants room notes more before a byte is written, so a kill leaves it too high at worst. The note
-    holds only with the stamp of the lock's last holder: a version of streamload that knows no notes leaves
-    none behind.
+
+class Usage:
+    """An upper bound of what a tier takes, recorded in its lock file for the next decision.
+
+    It is raised before a byte is written, so a kill leaves it too high at worst. It is valid only with the
+    stamp of the lock's last holder: a version of streamload that doesn't record one leaves none behind.
 
     Attributes:
-        at_most_bytes: no less than the tier takes now; None: it has to be counted.
+        at_most_bytes: the upper bound; None: unknown, count.
     """
 
     __slots__ = ("_file", "_stamp", "at_most_bytes")
@@ -98,14 +106,14 @@ class Usage:
         self._file = file
         self.at_most_bytes = usage_of(file)
         self._stamp = secrets.token_bytes(_STAMP_BYTES)
-        with contextlib.suppress(OSError):  # a full disk: then all of the waiting counts
+        with contextlib.suppress(OSError):  # a full disk: waiting processes then don't see a change
             self._write(self.at_most_bytes)
 
     def note(self, at_most_bytes: int) -> None:
-        """Note another bound.
+        """Record another bound.
 
         Raises:
-            OSError: the disk doesn't take it, and the one that stands there is too low.
+            OSError: it can't be written, and the recorded one is too low.
         """
         try:
             self._write(at_most_bytes)
@@ -124,10 +132,10 @@ class Usage:
 
 
 def usage_of(file: Descriptor) -> int | None:
-    """The bound that is noted in a lock's file; None if none is, or if it doesn't hold."""
+    """The bound recorded in a lock file; None if there is none, or if it isn't valid."""
     try:
         content = os.pread(file.number, _STAMP_BYTES + _NOTE.size + _CHECK_BYTES, 0)
-    except OSError:  # a disk that can't be read may be written
+    except OSError:  # a disk that fails to read may still take writes
         return None
     stamp, note, check = content[:_STAMP_BYTES], content[_STAMP_BYTES:-_CHECK_BYTES], content[-_CHECK_BYTES:]
     if len(note) != _NOTE.size or check != xxh3_64_digest(note):
@@ -140,10 +148,10 @@ def usage_of(file: Descriptor) -> int | None:
 def exclusive(path: Path) -> Iterator[Usage]:
     """Wait for the lock on `path` and hold it for the block: for decisions, never for transfers.
 
-    Who holds it writes a stamp into the file, by which those who wait see that it goes from one to another.
+    The holder writes a stamp into the file, so that waiting processes see that the lock changes hands.
 
     Raises:
-        CacheError: who holds it doesn't let go; a process that was stopped just there, say.
+        CacheError: the holder doesn't release it, for example because it was stopped.
     """
     with Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as file:
         _wait_for(file.number, path)
@@ -162,15 +170,15 @@ def _wait_for(descriptor: int, path: Path) -> None:
             since = since if stamp == before else now
             if now - since >= PATIENCE_SECONDS:
                 raise CacheError(
-                    f"{path} has been locked for {PATIENCE_SECONDS:g} s by a process that doesn't go on"
+                    f"{path} has been locked for {PATIENCE_SECONDS:g} s by a process that makes no progress"
                 ) from None
             time.sleep(_RETRY_SECONDS)
 
 
 def allow_many_files() -> None:
-    """Let this process open as many files as it may: each shard that is read or was given up takes some.
+    """Raise this process's limit of open files to the maximum: each open shard and tombstone takes some.
 
-    For processes that are ours; the limit that a shell sets, 1,024 mostly, is for those that use select().
+    For our own processes only; the usual limit of 1,024 protects programs that use select().
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):

@@ -1,8 +1,8 @@
-"""How much memory may be taken up by what lies in a tmpfs: of the machine, of the container, of the tmpfs.
+"""How much memory a tier in a tmpfs may take, by the limits of machine, container and tmpfs. Changes nothing.
 
-It looks and changes nothing. A container's limit is that of its cgroup and of all cgroups above it (version 1
-and 2): pages of a tmpfs count there like any other memory of the processes that wrote them, and whoever goes
-beyond is killed, not refused.
+A container's limit is that of its cgroup and of all cgroups above it (version 1 and 2). Pages of a tmpfs
+count there like other memory of the processes that wrote them; a process that exceeds the limit is killed,
+not refused.
 """
 
 from __future__ import annotations
@@ -13,21 +13,33 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 PLACE = Path("/dev/shm")
-"""The tmpfs that every Linux has."""
+"""The tmpfs of every Linux."""
 _UNLIMITED_BYTES = 1 << 60
-"""Version 1 has no word for "no limit": it gives a number that no machine has."""
+"""Version 1 expresses "no limit" as a huge number."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
+class DiskUsage(Protocol):
+    """The fields of `shutil.disk_usage` that a tier reads, in bytes."""
+
+    @property
+    def total(self) -> int:
+        """The size of the disk."""
+
+    @property
+    def free(self) -> int:
+        """What this user may still write to it."""
+
+
 @dataclass(frozen=True, slots=True)
-class Free:
-    """What is free, and what it is that sets the bound.
+class FreeMemory:
+    """How much is free, and which limit determines it.
 
     Attributes:
-        free_bytes: may be written until something gives way.
+        free_bytes: what may be written.
         bound: "memory", "the container's memory (memory.max of /sys/fs/cgroup/…)", "/dev/shm".
     """
 
@@ -36,7 +48,7 @@ class Free:
 
 
 class MemoryUsage(NamedTuple):
-    """How large a tmpfs is, and how much of it may be written now, in bytes."""
+    """The size of a tmpfs, and how much may be written to it now, in bytes."""
 
     total: int
     free: int
@@ -44,12 +56,12 @@ class MemoryUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """How a version of cgroups calls its files."""
+    """The file names of a version of cgroups."""
 
     limits: tuple[str, ...]
     used: str
     reclaimable: tuple[str, ...]
-    """Lines of memory.stat, the first that is there: cached pages that nobody has used lately."""
+    """Lines of memory.stat, of which the first found counts: cached pages that weren't used lately."""
 
 
 _VERSIONS = {
@@ -60,7 +72,7 @@ _VERSIONS = {
 }
 
 
-def free_memory(place: Path = PLACE, root: Path = Path("/")) -> Free:
+def free_memory(place: Path = PLACE, root: Path = Path("/")) -> FreeMemory:
     """What may be written into a tmpfs at `place`, which need not exist yet.
 
     Args:
@@ -68,37 +80,41 @@ def free_memory(place: Path = PLACE, root: Path = Path("/")) -> Free:
         root: where `proc` and the mount points of cgroups are looked for.
 
     Raises:
-        OSError: nobody can say how large the tmpfs is.
+        OSError: the size of the tmpfs can't be read.
     """
-    nearest = next(path for path in (place, *place.absolute().parents) if path.exists())
-    tmpfs = Free(shutil.disk_usage(nearest).free, str(place))
+    tmpfs = FreeMemory(shutil.disk_usage(nearest(place)).free, str(place))
     return min(tmpfs, available(root), key=lambda one: one.free_bytes)
 
 
+def nearest(path: Path) -> Path:
+    """A path, or the nearest directory above it that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
 def usage(place: Path) -> MemoryUsage:
-    """What a tier in a tmpfs goes by, as `shutil.disk_usage` is for one on a disk.
+    """The `shutil.disk_usage` of a tier in a tmpfs.
 
     Raises:
-        OSError: nobody can say how large the tmpfs is.
+        OSError: the size of the tmpfs can't be read.
     """
     return MemoryUsage(shutil.disk_usage(place).total, free_memory(place).free_bytes)
 
 
-def available(root: Path = Path("/")) -> Free:
-    """The same without a look at any tmpfs: what the machine has and the container allows."""
-    found = [Free(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
+def available(root: Path = Path("/")) -> FreeMemory:
+    """What the machine has and the container allows, without a look at any tmpfs."""
+    found = [FreeMemory(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
     return min(found, key=lambda one: one.free_bytes)
 
 
-def _of_machine(root: Path) -> Iterator[Free]:
+def _of_machine(root: Path) -> Iterator[FreeMemory]:
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                yield Free(int(line.split()[1]) * 1024, "memory")
+                yield FreeMemory(int(line.split()[1]) * 1024, "memory")
 
 
-def _of_cgroups(root: Path) -> Iterator[Free]:
-    """What each cgroup leaves to this process, from its own up to the highest that can be seen."""
+def _of_cgroups(root: Path) -> Iterator[FreeMemory]:
+    """What each cgroup leaves to this process, from its own up to the topmost visible one."""
     for kind, top, own in _hierarchies(root):
         directory = own if own.is_dir() else top
         while True:
@@ -109,7 +125,7 @@ def _of_cgroups(root: Path) -> Iterator[Free]:
 
 
 def _hierarchies(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Of each hierarchy that accounts for memory: its version, its mount point, this process's directory."""
+    """For each hierarchy that accounts for memory: its version, its mount point, this process's directory."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
@@ -132,24 +148,24 @@ def _hierarchies(root: Path) -> Iterator[tuple[str, Path, Path]]:
             _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), field) for field in fields.split(" ")[3:5]
         )
         top = root / mount_point.lstrip("/")
-        # A container may be shown only its own part of the hierarchy, mounted as if it were all.
+        # A container may see only its own part of the hierarchy, mounted as if it were the whole.
         inner = paths[kind]
-        if ".." in Path(inner).parts:  # of a namespace that lies beside
+        if ".." in Path(inner).parts:  # of a sibling namespace
             inner = ""
         elif inner.startswith(shown):
             inner = inner[len(shown) :]
         yield kind, top, top / inner.lstrip("/")
 
 
-def _of_cgroup(directory: Path, dialect: _Dialect, root: Path) -> Iterator[Free]:
-    with contextlib.suppress(OSError, ValueError):  # the highest has no such files
+def _of_cgroup(directory: Path, dialect: _Dialect, root: Path) -> Iterator[FreeMemory]:
+    with contextlib.suppress(OSError, ValueError):  # the root cgroup has no such files
         used = int((directory / dialect.used).read_text()) - _reclaimable_bytes(directory, dialect)
         for name in dialect.limits:
             text = (directory / name).read_text().strip()
             limit = _UNLIMITED_BYTES if text == "max" else int(text)
             if limit < _UNLIMITED_BYTES:
                 where = f"/{(directory / name).relative_to(root)}"
-                yield Free(max(0, limit - used), f"the container's memory ({where})")
+                yield FreeMemory(max(0, limit - used), f"the container's memory ({where})")
 
 
 def _reclaimable_bytes(directory: Path, dialect: _Dialect) -> int:

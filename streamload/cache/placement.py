@@ -1,25 +1,31 @@
-"""On disk or in memory: the tier that a run reads from (`cache=`), one for all of a node that read the same.
+"""On disk or in memory: where a run's tier is (`cache=`), one for all processes that read the same shards.
 
-The tier in memory is a tier like any other, in a tmpfs. With "auto" the data goes there if it is known to
-fit, or if there is no disk; who begins first decides for all (agreement.py).
+A tier in memory is a tier like any other, in a tmpfs. With "auto" it is chosen if the data is known to fit,
+or if there is no usable disk. What fits now may not fit a second later, when the next rank asks: so the first
+process writes the decision into a file and holds a shared lock on it, as do all that follow it; the last one
+deletes the file, and the next run decides again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import xxhash
 
 from streamload.cache import demand, memory
-from streamload.cache.agreement import Agreement, Answer
-from streamload.cache.directory import refuse_what_is_not_ours
-from streamload.cache.locks import exclusive
+from streamload.cache.directory import check_owner
+from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.shard import Shard, fingerprint, spread
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheError, OriginError
@@ -29,32 +35,34 @@ from streamload.origins.origin import OriginOptions, open_origin
 
 logger = logging.getLogger("streamload")
 
-Ask = Callable[[Shard], int | None]
-"""A shard → its size in bytes, by its origin; None where that doesn't know."""
+SizeOf = Callable[[Shard], int | None]
+"""The size of a shard in bytes, from its origin; None if it doesn't tell."""
 
+_PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 0.02
 _LEAST_MEMORY_BYTES = 64 << 20
 _LEAST_DISK_BYTES = 1_000_000_000
 _INDEX_SHARE = 64
 _INDEX_BYTES = 32 << 10
 _SHARDS_ASKED = 16
 _MARGIN = 1.1
-"""By so much the data may be larger than the shards whose size was asked let expect."""
+"""The data may be so much larger than estimated from the shards whose size was asked."""
 _MOST_SHARE = 0.9
-"""Of what memory is free a tier is given no more than this, whatever is asked for."""
+"""The most of the free memory that a tier may take, whatever is asked for."""
 
 
 @dataclass(slots=True)
 class Placed:
-    """A run's tier, and where it is. `close()` when the run is over: then another may decide anew."""
+    """A run's tier, and where it is. `close()` when the run is over: then another run may decide again."""
 
     tier: Tier
     answer: Answer
     free_disk: FreeDisk
-    """What stays free where it is."""
+    """What stays free on its disk."""
     agreement: Agreement | None = None
 
     def close(self) -> None:
-        """Go by the answer no more; once is enough."""
+        """Release the decision. Idempotent."""
         if self.agreement is not None:
             self.agreement.close()
 
@@ -67,17 +75,17 @@ def place_tier(
     Args:
         settings: what was asked for.
         shards: all that the run reads.
-        storage_options: for their origins, which under "auto" some are asked for their sizes.
-        nodes: among which the shards are dealt.
+        storage_options: for their origins, of which "auto" asks some for sizes.
+        nodes: that share the shards.
 
     Raises:
-        CacheError: the directory can't be used, or isn't ours; or memory was asked for, of which there is too
-            little.
+        CacheError: the directory can't be used, or others can write there; or there is too little memory for
+            cache="memory".
     """
     agreement = None
     if settings.cache == "auto":
         agreement = agreement_on(settings, shards)
-        ask = _asker(storage_options)
+        ask = functools.partial(_origin_size, storage_options)
         answer = agreement.join(lambda: decide(settings, shards, ask, nodes))
     else:
         answer = Answer(settings.cache, settings.sources["cache"])
@@ -94,12 +102,12 @@ def place_tier(
 
 
 def agreement_on(settings: Settings, shards: Sequence[Shard]) -> Agreement:
-    """What all go by that read the same shards by the same settings."""
+    """The agreement of all processes that read the same shards with the same settings."""
     return Agreement(memory_root(settings), [str(settings.cache_dir), fingerprint(shards)])
 
 
-def decide(settings: Settings, shards: Sequence[Shard], ask: Ask, nodes: int = 1) -> Answer:
-    """What "auto" comes to now. Of a long list only some shards are looked at, and taken for the others."""
+def decide(settings: Settings, shards: Sequence[Shard], ask: SizeOf, nodes: int = 1) -> Answer:
+    """What "auto" chooses now. Of a long list some shards stand for all."""
     try:
         budget_bytes = memory_budget(settings)
     except CacheError as exc:
@@ -109,16 +117,16 @@ def decide(settings: Settings, shards: Sequence[Shard], ask: Ask, nodes: int = 1
     no_disk = why_no_disk(settings.cache_dir)
     if no_disk:
         return Answer("memory", f"auto: {no_disk}")
-    looked_at = spread(shards)
-    digests = {digest for shard in looked_at for digest in shard.digests}
+    probed = spread(shards)
+    digests = {digest for shard in probed for digest in shard.digests}
     on_disk, in_memory = _published(settings.cache_dir), _published(memory_root(settings))
     found = len(digests & on_disk.keys())
     if found > len(digests & in_memory.keys()):
-        return Answer("disk", f"auto: {found} of {len(looked_at)} shards are there")
-    looked_at_bytes = _data_bytes(looked_at, {**on_disk, **in_memory}, ask)
-    if looked_at_bytes is None:
-        return Answer("disk", "auto: the size of the data isn't known")
-    data_bytes = looked_at_bytes * len(shards) // len(looked_at)
+        return Answer("disk", f"auto: {found} of {len(probed)} shards are on disk")
+    probed_bytes = _data_bytes(probed, {**on_disk, **in_memory}, ask)
+    if probed_bytes is None:
+        return Answer("disk", "auto: the size of the data is unknown")
+    data_bytes = probed_bytes * len(shards) // len(probed)
     free_bytes = budget_bytes - _needed_by_others(memory_root(settings), digests)
     sizes = (
         f"{format_bytes(data_bytes // nodes)} of data, {format_bytes(max(0, free_bytes))} of memory for it"
@@ -127,17 +135,17 @@ def decide(settings: Settings, shards: Sequence[Shard], ask: Ask, nodes: int = 1
 
 
 def memory_root(settings: Settings) -> Path:
-    """Where the tier in memory is: `cache_dir` if that is in memory, else one for each user in /dev/shm."""
+    """The directory of a tier in memory: `cache_dir` if that is in memory, else one per user in /dev/shm."""
     if settings.sources["cache_dir"] != "default" and file_system(settings.cache_dir).is_memory:
         return settings.cache_dir
     return memory.PLACE / f"streamload-{os.geteuid()}"
 
 
 def open_memory(settings: Settings) -> Tier:
-    """The tier in memory.
+    """Open the tier in memory.
 
     Raises:
-        CacheError: the directory can't be used, or isn't ours; or there is too little memory.
+        CacheError: the directory can't be used, or others can write there; or there is too little memory.
     """
     limit_bytes = memory_budget(settings)
     root = memory_root(settings)
@@ -149,14 +157,14 @@ def open_memory(settings: Settings) -> Tier:
 def memory_budget(settings: Settings) -> int:
     """How many bytes the tier in memory may hold.
 
-    That is what was asked for, or the limit that the tier has where nothing was, but never more than nine
-    tenths of what is free or its own.
+    That is what was asked for, by default the limit that the tier has, but at most nine tenths of what is
+    free or its own.
 
     Raises:
-        CacheError: it is too little to be of use; says of what.
+        CacheError: it is too little to be of use.
     """
     root = memory_root(settings)
-    refuse_what_is_not_ours(root)
+    check_owner(root)
     try:
         tier = _existing(root)
         room = memory.free_memory(root)
@@ -184,17 +192,19 @@ def why_no_disk(directory: Path) -> str:
     if refused:
         return refused
     tier = _existing(directory)
-    free_bytes = shutil.disk_usage(nearest(directory)).free + (tier.used_bytes if tier is not None else 0)
+    free_bytes = shutil.disk_usage(memory.nearest(directory)).free + (
+        tier.used_bytes if tier is not None else 0
+    )
     return f"only {format_bytes(free_bytes)} free at {directory}" if free_bytes < _LEAST_DISK_BYTES else ""
 
 
 def why_not_writable(directory: Path) -> str:
-    """Why nothing can be stored there, or "". Tries it, and takes away all that it made."""
-    there = nearest(directory)
+    """Return the reason why nothing can be stored there, or "". Probes with a temporary directory."""
+    there = memory.nearest(directory)
     if not there.is_dir():
         return f"{there} is not a directory"
     try:
-        refuse_what_is_not_ours(directory)
+        check_owner(directory)
         _existing(directory)
     except CacheError as exc:
         return str(exc)
@@ -210,13 +220,8 @@ def why_not_writable(directory: Path) -> str:
     return ""
 
 
-def nearest(directory: Path) -> Path:
-    """The directory, or the nearest one above it that exists."""
-    return next(path for path in (directory, *directory.absolute().parents) if path.exists())
-
-
 def _bounded(tier: Tier, settings: Settings) -> Tier:
-    """A tier that is taken for one on disk, and whose directory is in memory, isn't given more of it."""
+    """Limit a tier that is configured as on disk but whose directory is in memory."""
     if not file_system(tier.root).is_memory:
         return tier
     most_bytes = int((memory.available().free_bytes + tier.used_bytes) * _MOST_SHARE)
@@ -230,14 +235,14 @@ def _existing(root: Path) -> Tier | None:
 
 
 def _published(root: Path) -> dict[str, int]:
-    """The whole shards of a tier and what they take; none where there is no tier."""
+    """The published shards of a tier and their sizes; empty if there is no tier."""
     tier = _existing(root)
     held = tier.shards() if tier is not None else ()
     return {shard.digest: shard.size_bytes for shard in held if shard.kind == "shards"}
 
 
 def _needed_by_others(root: Path, digests: set[str]) -> int:
-    """What live runs will read from a tier beside these shards."""
+    """The size of what live runs will read from a tier, except these shards."""
     tier = _existing(root)
     if tier is None:
         return 0
@@ -247,13 +252,14 @@ def _needed_by_others(root: Path, digests: set[str]) -> int:
     return sum(shard.size_bytes for shard in others if shard.digest in next_uses)
 
 
-def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: Ask) -> int | None:
-    """What the shards would take in a tier; None where too little of that is known.
+def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: SizeOf) -> int | None:
+    """The size of the shards in a tier; None if too little is known.
 
     Args:
         shards: of local ones only the index is kept.
-        held: by digest, what those take that are in a tier.
-        ask: of the others some are asked, spread over the list; the rest is taken to be as large.
+        held: by digest, the sizes of those that are in a tier.
+        ask: asks for the sizes of some of the others, spread over the list; the rest is assumed to be as
+            large.
     """
     different = {shard.digest: shard for shard in shards}
     held_as = {digest: set(shard.digests) & held.keys() for digest, shard in different.items()}
@@ -276,13 +282,86 @@ def _taken_bytes(size_bytes: int) -> int:
     return size_bytes + size_bytes // _INDEX_SHARE + _INDEX_BYTES
 
 
-def _asker(storage_options: dict[str, Any] | None) -> Ask:
+def _origin_size(storage_options: dict[str, Any] | None, shard: Shard) -> int | None:
     options = OriginOptions(connect_seconds=5.0, stall_seconds=5.0, attempts=2)
+    with contextlib.suppress(OriginError):  # the reader of the shard will report it
+        return open_origin(shard.url, storage_options, options).version().size
+    return None
 
-    def ask(shard: Shard) -> int | None:
-        try:
-            return open_origin(shard.url, storage_options, options).version().size
-        except OriginError:
-            return None  # whoever reads it will say what is wrong
 
-    return ask
+class Answer(NamedTuple):
+    """Where the tier is, and why, for messages."""
+
+    where: Literal["disk", "memory"]
+    why: str
+
+
+class Agreement:
+    """A decision that all processes that ask the same share, as long as one of them lives.
+
+    Args:
+        beside: the decision is kept in a file beside this path.
+        names: what identifies the question, in a fixed order.
+    """
+
+    def __init__(self, beside: Path, names: Iterable[str]):
+        self._beside = beside
+        name = f"{beside.name}.{xxhash.xxh3_64_hexdigest(os.fsencode(chr(10).join(names)))}"
+        self._path = beside.with_name(name)
+        self._lock: FileLock | None = None
+
+    def join(self, decide: Callable[[], Answer]) -> Answer:
+        """The decision in force; if there is none, `decide` makes it now.
+
+        If it can't be written down, or the deciding process makes no progress, this process decides for
+        itself.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline and not self._is_foreign():
+            try:
+                self._decide_if_first(decide)
+                self._lock = FileLock.acquire(self._path, shared=True)
+                if self._lock is not None and self._lock.is_of(self._path):
+                    return Answer(**json.loads(self._path.read_text()))
+            except (OSError, ValueError, TypeError):
+                break
+            self._release()
+            time.sleep(_POLL_SECONDS)
+        self._release()
+        return decide()
+
+    def close(self) -> None:
+        """Release the decision, and delete it if no other process holds it. Idempotent."""
+        if self._lock is not None:
+            self._release()
+            _remove_if_unheld(self._path)
+
+    def _decide_if_first(self, decide: Callable[[], Answer]) -> None:
+        for other in self._beside.parent.glob(f"{self._beside.name}.{'[0-9a-f]' * 16}"):
+            if other != self._path:
+                _remove_if_unheld(other)  # of a run that was killed
+        first = FileLock.acquire(self._path, create=True)
+        if first is not None:
+            with contextlib.closing(first):
+                if first.is_of(self._path):
+                    self._path.write_text(json.dumps(decide()._asdict()))
+
+    def _is_foreign(self) -> bool:
+        """Whether another user has put something where the decision would be: anybody may write there."""
+        with contextlib.suppress(OSError):
+            return self._path.lstat().st_uid != os.geteuid()
+        return False
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _remove_if_unheld(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        last = FileLock.acquire(path)
+        if last is not None:
+            with contextlib.closing(last):
+                if last.is_of(path):
+                    path.unlink()

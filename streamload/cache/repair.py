@@ -1,7 +1,7 @@
-"""Fetch again what was damaged and has been taken out of a tier.
+"""Fetch damaged shards again that were removed from a tier.
 
-No tombstone is left: trainings beside this process shouldn't give up what it can't fetch (its credentials may
-be missing here).
+No tombstone is left: running trainings shouldn't give up what this process can't fetch (it may lack their
+credentials).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 
 from streamload import urls
 from streamload.cache import demand
-from streamload.cache.fill import Filled, fill
+from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.cache.verify import Damage
 from streamload.errors import StreamloadError
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 
-_HINT = "its index doesn't hold its whole URL: give the shards' URLS to fetch it now"
+_HINT = "its index doesn't have its complete URL: pass the shards' URLS to fetch it now"
 _OPENED_FROM_AN_INDEX = frozenset({"http", "https", "s3", "gs", "az", "abfs", "hf"})
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What became of something damaged.
+    """What became of a damaged shard.
 
     Attributes:
-        fate: in words.
-        is_done: whether the tier holds, or another process is about to hold, all that it should.
+        fate: for messages.
+        is_done: whether the tier holds, or another process is about to fetch, all that it should.
     """
 
     damage: Damage
@@ -49,15 +49,15 @@ def repair(
     options: OriginOptions | None = None,
     jobs: int = 2,
 ) -> Iterator[Repair]:
-    """Fetch shards again that `verify(take_out=True)` has taken out.
+    """Fetch shards again that `verify(take_out=True)` has removed.
 
-    A shard is fetched by the URL that the caller knows, else by the one in its index, if that is whole and
-    neither a command nor a path: those are opened only when the caller names them.
+    A shard is fetched by the URL that the caller knows, else by the one in its index if that is complete and
+    is neither a command nor a path: those are opened only if the caller names them.
 
     Args:
         known: the shards that the caller names, by digest.
         storage_options: for fsspec, or headers for http(s).
-        options: how patient to be.
+        options: timeouts and retries.
         jobs: how many are fetched at once.
 
     Yields:
@@ -84,7 +84,7 @@ def repair(
 
 
 def _from_index(damage: Damage, storage: dict[str, Any] | None) -> Shard | None:
-    """The shard by the URL in its index; None if that isn't all of it, or isn't to be trusted."""
+    """The shard by the URL in its index; None if that URL is incomplete, or not to be trusted."""
     if urls.scheme(damage.url) not in _OPENED_FROM_AN_INDEX:
         return None
     shard = shard_of(damage.url, storage)
@@ -95,12 +95,12 @@ def _without_fetching(damage: Damage) -> Repair:
     if not damage.taken_out:
         return Repair(
             damage,
-            "stays: it is in use, holds what the tier did not make, or the disk refuses",
+            "stays: it is in use, holds files that the tier did not make, or the disk refuses",
             is_done=False,
         )
     if damage.kind != "shards":
-        return Repair(damage, "taken out", is_done=True)
-    return Repair(damage, f"taken out; the next run that needs it fetches it ({_HINT})", is_done=False)
+        return Repair(damage, "removed", is_done=True)
+    return Repair(damage, f"removed; the next run that needs it fetches it ({_HINT})", is_done=False)
 
 
 def _fetch(
@@ -111,11 +111,11 @@ def _fetch(
         if tier.published(shard.digest).exists():
             return Repair(damage, "fetched again by another process", is_done=True)
         if tier.tombstone(shard.digest).exists():
-            return Repair(damage, "taken out; a running process has given this shard up", is_done=False)
-        return Repair(damage, "taken out; another process fetches it again", is_done=True)
+            return Repair(damage, "removed; a running process has given this shard up", is_done=False)
+        return Repair(damage, "removed; another process fetches it again", is_done=True)
 
     def next_use() -> float:
-        """As soon as the runs say: nothing that they need sooner goes for it."""
+        """By the live runs: nothing that they need sooner is evicted for it."""
         return demand.next_uses(tier.root / "runs", [shard.digest]).get(shard.digest, math.inf)
 
     try:
@@ -123,17 +123,16 @@ def _fetch(
             part,
             shard,
             origin,
-            size_bytes=damage.size_bytes,
+            FillOptions(damage.size_bytes, leave_tombstone=False),
             next_use=next_use,
             stop=stop,
-            leave_tombstone=False,
         )
     except StreamloadError as exc:
-        return Repair(damage, f"taken out, but not fetched again: {exc}", is_done=False)
-    if outcome.result is Filled.OUTDATED:  # an orphan of another version was in the way, and is gone
+        return Repair(damage, f"removed, but not fetched again: {exc}", is_done=False)
+    if outcome.result is Filled.OUTDATED:  # an orphan of another version was found, and is gone now
         return _fetch(tier, damage, shard, origin, stop)
     fate = {
         Filled.PUBLISHED: "fetched again",
-        Filled.NO_ROOM: "taken out; there is no room to fetch it again",
+        Filled.NO_ROOM: "removed; there is no space to fetch it again",
     }
-    return Repair(damage, fate.get(outcome.result, "taken out"), is_done=outcome.result is Filled.PUBLISHED)
+    return Repair(damage, fate.get(outcome.result, "removed"), is_done=outcome.result is Filled.PUBLISHED)

@@ -1,4 +1,4 @@
-"""A shard as a run knows it: by its URL from the beginning, by its version once there is an index of it."""
+"""A shard as a run knows it: by its URL at first, by its version once there is an index of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamload.shards.local import LocalVersion
 from streamload.urls import UrlList
 
 LOOKED_THROUGH = 10_000
-"""Of more shards than these only some are looked at where a run begins; so many cost about 0.1 s."""
+"""Of a longer list only a sample is looked at when a run starts; so many shards cost about 0.1 s."""
 _KEPT = 1024
 """More than a process has open or fills at a time."""
 
@@ -29,17 +29,17 @@ class Shard:
     """What a run knows of a shard before it has read any of it."""
 
     url: str = field(repr=False)
-    """As listed; it may hold secrets."""
+    """As listed; may contain secrets."""
     name: str
     """The URL without secrets: for messages, logs and `__url__`."""
     digest: str
     """Its name in the tier."""
     local: Path | None = None
-    """The file itself where it is on this machine: then only its index is kept in the tier."""
+    """The file, if the shard is on this machine: then the tier has only its index."""
     recipe: str = ""
-    """By which it is prepared: then the tier has bytes made of the origin's; empty: it has the origin's."""
+    """Of a prepared shard: the tier has bytes made from the origin's. Empty: it has the origin's."""
     prepared: Shard | None = None
-    """The prepared shard that is read in its stead where there is one; None: none is looked for."""
+    """The prepared shard that is read instead, if it exists; None: none is looked for."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class Shard:
 
     @property
     def in_place(self) -> Path | None:
-        """The file whose bytes are read where they are; None where the tier has to have them."""
+        """The file whose bytes are read in place; None: the tier has to have them."""
         return None if self.recipe else self.local
 
 
@@ -58,7 +58,7 @@ def shard_of(url: str, storage_options: dict[str, Any] | None, recipe: str = "")
     Args:
         url: one URL.
         storage_options: of fsspec.
-        recipe: look for it as prepared by this one.
+        recipe: read it as prepared by this recipe.
     """
     shard = Shard(
         url=url,
@@ -70,9 +70,9 @@ def shard_of(url: str, storage_options: dict[str, Any] | None, recipe: str = "")
 
 
 def prepared_form(shard: Shard, recipe: str) -> Shard:
-    """The shard that is made of another by a recipe (derived/prepared.py), under a name of its own.
+    """The shard that a recipe makes of another (derived/prepared.py), under a name of its own.
 
-    Both have the same short name (demand.py): a run needs the one as soon as the other.
+    Both have the same short name (demand.py): a run needs them equally soon.
     """
     own = hashlib.blake2b(f"{shard.digest} {recipe}".encode(), digest_size=8).hexdigest()
     name = f"{shard.name}#{recipe}"
@@ -80,7 +80,7 @@ def prepared_form(shard: Shard, recipe: str) -> Shard:
 
 
 def by_name(found: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """What was found about shards, by their names; those that only a hidden query tells apart numbered."""
+    """Findings about shards by their names, numbered if only a hidden query distinguishes them."""
     said, seen = dict[str, str](), Counter[str]()
     for name, what in found:
         seen[name] += 1
@@ -89,15 +89,15 @@ def by_name(found: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 class ShardList(Sequence[Shard]):
-    """The shards of a run, each made when it is asked for: small in every process, whatever its length.
+    """The shards of a run, each made on demand: small in every process, whatever the length.
 
-    Immutable and thread-safe; what is pickled is the list of URLs. A shard is named by its URL and by the
-    environment and the configuration of commands as they are when it is made (see `urls.identity`).
+    Immutable and thread-safe; pickles as the list of URLs. A shard is named by its URL and by the environment
+    and configuration of commands at the time it is made (see `urls.identity`).
 
     Args:
         listed: their URLs.
         storage_options: of fsspec.
-        recipe: of the prepared shards that are read where there are any; empty: none are.
+        recipe: of the prepared shards to read if they exist; empty: none.
     """
 
     def __init__(self, listed: UrlList, storage_options: dict[str, Any] | None, recipe: str = "") -> None:
@@ -128,7 +128,7 @@ class ShardList(Sequence[Shard]):
         return ShardList, (self.urls, self._storage_options, self._recipe)
 
     def digest(self, place: int) -> str:
-        """The name of a shard in the tier, where nothing else of it is needed: nothing is kept."""
+        """The name of a shard in the tier; caches nothing."""
         return urls.digest(self.urls[place], self._storage_options)
 
     def _made(self, place: int) -> Shard:
@@ -136,15 +136,15 @@ class ShardList(Sequence[Shard]):
 
 
 def spread(shards: Sequence[Shard]) -> Sequence[Shard]:
-    """The shards themselves if they are few; else some, from all over the list."""
+    """The shards themselves if they are few; else a sample spread over the list."""
     return shards[:: -(-len(shards) // LOOKED_THROUGH) or 1]
 
 
 def fingerprint(shards: Sequence[Shard]) -> str:
-    """32 hex characters, the same for the same shards.
+    """32 hex characters, equal for equal sets of shards.
 
-    Of a few it doesn't matter in which order they are listed, by what patterns, or how their URLs are signed.
-    A longer list is known by its patterns, where it was made of some.
+    For a short list, order, patterns and signatures of URLs don't matter. A longer list is identified by its
+    patterns, if it was made of some.
     """
     if isinstance(shards, ShardList) and len(shards) > LOOKED_THROUGH:
         return shards.urls.fingerprint()
@@ -153,30 +153,25 @@ def fingerprint(shards: Sequence[Shard]) -> str:
 
 
 def version_of(reader: IndexReader) -> Version:
-    """Which version of its shard an index is of: of a prepared one, that of what it was made of."""
+    """The version of a shard that an index describes; of a prepared one, that of what it was made of."""
     meta: dict[str, Any] = reader.meta
     return Version(meta.get("size"), meta.get("etag"), meta.get("last_modified"))
 
 
 def is_of(reader: IndexReader, shard: Shard) -> bool:
-    """Whether an index is of the shard under whose name it lies: nobody has moved it there."""
+    """Whether an index describes the shard whose name it has: nobody has moved it there."""
     return reader.meta.get("digest", shard.digest) == shard.digest
 
 
 def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> None:
-    """Raise DatasetChanged where `found` can't be the version that a run began with."""
+    """Raise DatasetChanged if `found` can't be the version that a run began with."""
     difference = begun_with.difference(found) if begun_with is not None else None
     if difference is not None:
-        raise DatasetChanged(
-            f"{shard.name} is another version than the one that this run began to read: {difference}"
-        )
+        raise DatasetChanged(f"{shard.name} is not the version that this run began to read: {difference}")
 
 
 def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
-    """Whether a local file was changed or removed since its index was made.
-
-    It isn't known of a file that couldn't be opened then.
-    """
+    """Whether a local file was changed or removed since its index was made (False: unreadable then)."""
     is_prepared = "prepared" in meta
     if shard.local is None or not (is_prepared or "mtime_ns" in meta):
         return False

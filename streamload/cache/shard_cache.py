@@ -1,7 +1,7 @@
-"""The shards of one run as its readers use them: what has arrived, samples by reference, tombstones (G, H).
+"""The shards of one run as its readers see them: what has arrived, samples by reference, tombstones.
 
-One value for each reading process. It decides which samples are usable (from the index alone), keeps views
-of what is open, and applies the policy for shards that could not be had. It fills nothing.
+One object for each reading process. It selects samples (from the index alone), caches views of open shards,
+and applies the policy for shards that could not be fetched. It fills nothing.
 """
 
 from __future__ import annotations
@@ -9,24 +9,56 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload import errors
-from streamload.cache.fallback_tier import FallbackTier
-from streamload.cache.follow import Fetch, Found, ShardView, Versions
+from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
-from streamload.cache.sample_io import ReadMemory
-from streamload.cache.selection import Selection
 from streamload.cache.shard import Shard
+from streamload.cache.shard_copy import ReadMemory
+from streamload.cache.shard_view import Fetch, Found, ShardView
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
+from streamload.shards.keys import KeySpec, chosen, usable
 from streamload.shards.samples import Entry
+
+Keep = Callable[[Entry], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The samples that have the required members, and that the user's function keeps.
+
+    Attributes:
+        keys: of image, text, label: a sample must have one member for each.
+        keep: takes an entry; returning False excludes the sample. Its errors propagate.
+        reads_all: read all members of a sample, rather than those that the keys choose.
+    """
+
+    keys: tuple[KeySpec, ...]
+    keep: Keep | None = None
+    reads_all: bool = False
+
+    def needed(self, extensions: Collection[str]) -> set[str]:
+        """The members of a sample to read."""
+        return set(extensions) if self.reads_all else chosen(extensions, self.keys)
+
+    def of(self, reader: IndexReader, start: int) -> tuple[npt.NDArray[np.bool_], int]:
+        """For each entry from `start` on whether it is used; and how many lack a required member."""
+        mask = usable(reader, self.keys, start)
+        missing = len(mask) - int(mask.sum())
+        if self.keep is not None:
+            for place in np.flatnonzero(mask).tolist():
+                mask[place] = bool(self.keep(reader.entry(start + place)))
+        return mask, missing
+
 
 logger = logging.getLogger("streamload")
 
@@ -38,25 +70,24 @@ _SHOWN_CHARACTERS = 200
 
 
 class ShardCache:
-    """The shards of a run, by their place in its list.
+    """The shards of a run, by their position in its list.
 
     Not thread-safe; used in the process that made it.
 
     Args:
-        tier: where they are kept.
+        tiers: see ShardView.
         shards: all of them, as listed.
         selection: which samples are used.
-        skip: whether a shard that can't be had is passed over (else its error is raised).
-        counts: where hits, misses and tombstones are counted.
+        skip: skip shards that can't be fetched (else raise).
+        counts: receives hits, misses and tombstones.
         counted: which shards this process counts, so that the workers of a rank count each of them once.
-        fetch: gives the bytes of shards of which only the index is kept.
-        fallback_tier: where shards are if the tier fails.
-        versions: which version of a shard is read (see ShardView).
+        fetch: see ShardView.
+        freshness: see ShardView.
     """
 
     def __init__(
         self,
-        tier: Tier,
+        tiers: Tier | Callable[[], Sequence[Tier]],
         shards: Sequence[Shard],
         selection: Selection,
         *,
@@ -64,32 +95,30 @@ class ShardCache:
         counts: Counts,
         counted: Callable[[int], bool],
         fetch: Fetch | None = None,
-        fallback_tier: FallbackTier | None = None,
-        versions: Versions | None = None,
+        freshness: Freshness | None = None,
     ):
-        self.tier = tier
+        self._tiers = tiers
         self.shards = shards
         self._selection = selection
         self._skip = skip
         self._counts = counts
         self._counted = counted
         self._fetch = fetch
-        self._fallback_tier = fallback_tier
-        self._versions = versions
+        self._freshness = freshness
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, tuple[int, Numbers]] = {}
         self._complete: set[int] = set()
         self._given_up: set[int] = set()
         self._tombstones: dict[str, FileLock] = {}
-        self._barren = _Barren()
+        self._usable_check = _UsableCheck()
 
     def arrived(self, shard: int) -> tuple[Numbers, bool]:
         """The usable sample numbers of a shard so far, ascending, and whether no more will come.
 
         Raises:
-            NoValidSamples: nothing usable has been seen in the first shards or samples.
-            OriginError, ShardError: the shard was given up, and isn't to be passed over.
-            OriginOutage: all of its server or bucket stays away.
+            NoValidSamples: nothing usable was found in the first shards or samples.
+            OriginError, ShardError: the shard was given up, and isn't to be skipped.
+            OriginOutage: the whole server or bucket doesn't answer.
         """
         view = self.view(shard)
         view.refresh()
@@ -103,13 +132,13 @@ class ShardCache:
             fresh = seen + np.flatnonzero(mask)
             numbers = np.concatenate([numbers, fresh])
             self._count("samples_skipped_missing", shard, missing)
-            self._barren.saw(view, seen, len(fresh))
+            self._usable_check.saw(view, seen, len(fresh))
             seen = view.count
             self._usable[shard] = (seen, numbers)
         if view.gave_up:
-            self._heed(view, shard)
+            self._give_up(view, shard)
         if view.ended:
-            self._barren.ended(view)
+            self._usable_check.ended(view)
             if not view.gave_up and not view.is_index_only and shard not in self._complete:
                 self._complete.add(shard)
                 self._count("shards_complete", shard)
@@ -120,17 +149,17 @@ class ShardCache:
         """The open view of a shard; opened now if it isn't."""
         view = self._views.get(shard)
         if view is None:
-            view = ShardView(self._tiers, self.shards[shard], self._fetch, self._versions)
+            view = ShardView(self._tiers, self.shards[shard], self._fetch, self._freshness)
             self._views[shard] = view
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
 
     def find(self, shard: int, numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples; None for each if one of them isn't in the tier. See `ShardView.find`."""
+        """The entries of samples; all None if one of them isn't in the tier. See `ShardView.find`."""
         return self.view(shard).find(numbers)
 
     def ranges(self, shard: int, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
-        """Where samples of an open shard lie at its origin. See `ShardView.ranges`."""
+        """The byte ranges of samples of an open shard at its origin. See `ShardView.ranges`."""
         view = self._views.get(shard)
         return [] if view is None else view.ranges(numbers)
 
@@ -141,7 +170,7 @@ class ShardCache:
         return self.view(shard).read(number, self._selection.needed, memory, found)
 
     def keep_open(self, shards: Collection[int]) -> None:
-        """Let go of all other shards: they may be evicted."""
+        """Close all other shards: they may be evicted."""
         for shard in [s for s in self._views if s not in shards]:
             self._views.pop(shard).close()
             self._usable.pop(shard, None)
@@ -154,67 +183,63 @@ class ShardCache:
         return sum(known) / len(known) if known else 0.0
 
     def mean_sample_bytes(self) -> float:
-        """The mean size of a sample, by what has arrived of the open shards; 0 if nothing has."""
+        """The mean size of the samples that have arrived of the open shards; 0 if there are none."""
         seen = [view.reader for view in self._views.values() if view.reader is not None and view.count]
         arrived = (reader.size or int(reader.records["stop"][-1]) for reader in seen)
         return sum(arrived) / sum(reader.count for reader in seen) if seen else 0.0
 
-    def complain_if_barren(self) -> None:
-        """Raise if nothing usable has been seen: there is no more to come.
+    def raise_if_unusable(self) -> None:
+        """Raise if nothing usable was found: no more samples will come.
 
         Raises:
-            NoValidSamples: it says what was seen instead.
+            NoValidSamples: its message describes what was found instead.
         """
-        self._barren.complain()
+        self._usable_check.raise_if_unusable()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close everything."""
         self.keep_open(())
         for tombstone in self._tombstones.values():
             tombstone.close()
         self._tombstones.clear()
-
-    def _tiers(self) -> Sequence[Tier]:
-        fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
-        return (self.tier,) if fallback_tier is None else (self.tier, fallback_tier)
 
     def _count(self, name: str, shard: int, n: int = 1) -> None:
         if n and self._counted(shard):
             self._counts.add(name, n)
 
     def _warn(self, view: ShardView, shard: int) -> None:
-        """Say what is odd about a shard that is whole."""
+        """Log the warnings about a complete shard."""
         if view.reader is not None and self._counted(shard):
             for warning in view.reader.warnings:
                 logger.warning("shard %s: %s", view.shard.name, warning)
 
-    def _heed(self, view: ShardView, shard: int) -> None:
-        """A shard was given up: raise, or pass over it once and for all."""
+    def _give_up(self, view: ShardView, shard: int) -> None:
+        """A shard was given up: raise, or skip it for good."""
         reader = view.reader
         assert reader is not None
-        if not self._skip or reader.status == errors.OriginOutage.__name__:  # it isn't the shard that fails
+        if not self._skip or reader.status == errors.OriginOutage.__name__:  # not the fault of the shard
             raise tombstone_error(reader.status, reader.cause)
         if view.shard.digest not in self._tombstones:
-            lock = view.keep_verdict()
-            if lock is not None:  # else it was read where it was written, and isn't yet where tombstones are
+            lock = view.hold_tombstone()
+            if lock is not None:  # else it is still a part, on its way to the tombstones
                 self._tombstones[view.shard.digest] = lock
         if shard in self._given_up:
             return
         self._given_up.add(shard)
         self._count("shards_given_up", shard)
         if self._counted(shard):
-            what = "shard %s is left out after %d samples: %s"
-            logger.warning(what, view.shard.name, reader.count, reader.cause)
+            message = "shard %s is skipped after %d samples: %s"
+            logger.warning(message, view.shard.name, reader.count, reader.cause)
 
 
-class _Barren:
-    """Watches for a data set in which nothing is usable, so that nobody searches it for ever.
+class _UsableCheck:
+    """Detects a data set in which nothing is usable, so that nobody searches it for ever.
 
-    Only shards that were read say something of what is in them: one that is missing says nothing.
+    Judges by shards that were read: a missing one says nothing about the others.
     """
 
     def __init__(self) -> None:
-        self._fertile = False
+        self._found_usable = False
         self._samples = 0
         self._read: set[str] = set()  # those that have ended
         self._keys: list[str] = []
@@ -222,30 +247,30 @@ class _Barren:
 
     def saw(self, view: ShardView, start: int, usable: int) -> None:
         """New entries of a shard, from number `start` on, of which `usable` are used."""
-        self._fertile = self._fertile or usable > 0
-        if self._fertile or view.reader is None:
+        self._found_usable = self._found_usable or usable > 0
+        if self._found_usable or view.reader is None:
             return
         self._samples += view.count - start
         for number in range(start, min(view.count, start + _KEYS_SHOWN - len(self._keys))):
             entry = view.reader.entry(number)
             self._keys.append(_shown(f"{entry.key} ({', '.join(ext for ext, _, _ in entry.members)})"))
         if self._samples >= _PATIENCE_SAMPLES:
-            self.complain()
+            self.raise_if_unusable()
 
     def ended(self, view: ShardView) -> None:
         """A shard has ended."""
-        if self._fertile:
+        if self._found_usable:
             return
         if view.gave_up and view.reader is not None:
             self._given_up[view.shard.name] = view.reader.cause
         if view.count:
             self._read.add(view.shard.name)
         if len(self._read) >= _PATIENCE_SHARDS:
-            self.complain()
+            self.raise_if_unusable()
 
-    def complain(self) -> None:
-        """Say what was seen instead of a usable sample; nothing if one was seen."""
-        if self._fertile:
+    def raise_if_unusable(self) -> None:
+        """Raise NoValidSamples with what was found instead; nothing if a usable sample was found."""
+        if self._found_usable:
             return
         causes = "; ".join(list(dict.fromkeys(self._given_up.values()))[:3])
         if not self._keys:
@@ -260,13 +285,13 @@ class _Barren:
 
 
 def _shown(text: str) -> str:
-    """Names out of a tar as a message may hold them: any length and any bytes are possible there."""
+    """Text from a tar, made safe for a message: it may have any length and any bytes."""
     printable = text[:_SHOWN_CHARACTERS].encode("utf-8", "backslashreplace").decode()
     return printable if len(text) <= _SHOWN_CHARACTERS else f"{printable}…"
 
 
 def tombstone_error(status: str, cause: str) -> errors.StreamloadError:
-    """The error that a tombstone was written for."""
+    """The error that led to a tombstone."""
     kind: Callable[[str], errors.StreamloadError] = getattr(errors, status, errors.OriginError)
     return kind(cause)
 

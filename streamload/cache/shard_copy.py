@@ -1,26 +1,150 @@
-"""One copy of a shard, open for reading: published, partial, index-only, or a tombstone (step G)."""
+"""One copy of a shard in a tier, open for reading, and a sample read from it and verified.
+
+A copy is published, partial, index-only, or a tombstone. A sample is read at once, or in pieces if it is
+large.
+"""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import xxhash
+
 from streamload.cache.locks import FileLock
-from streamload.cache.sample_io import Needed, ReadMemory, read_sample
-from streamload.cache.shard import Shard, version_of
+from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.descriptors import Descriptor
-from streamload.errors import CacheCorrupt, is_shortage
+from streamload.errors import CacheCorrupt, DatasetChanged, is_shortage
 from streamload.shards.index import IndexReader
 from streamload.shards.record import open_file
 from streamload.shards.samples import Entry
+
+AT_ONCE_BYTES = 64 << 20
+"""The largest sample that is read at once; of a larger one only the needed members are kept."""
+_PIECE_BYTES = 1 << 20
+
+Needed = Callable[[Collection[str]], Collection[str]]
+"""Selects those of a sample's extensions whose bytes are needed."""
+
+
+class ReadMemory:
+    """Reusable memory for the bytes of a few samples at a time. For one thread.
+
+    Fresh memory for each sample would cost page faults and cache misses.
+    """
+
+    def __init__(self, size_bytes: int):
+        # Private to this process; pages that no sample needs are never touched.
+        self._memory = memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self._taken_bytes = 0
+        self.is_full = False
+        """Whether something didn't fit and got memory of its own."""
+
+    def begin_anew(self) -> None:
+        """Reuse all of it: what was taken is no longer read."""
+        self._taken_bytes, self.is_full = 0, False
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory of this size."""
+        start, stop = self._taken_bytes, self._taken_bytes + size_bytes
+        if stop > len(self._memory):
+            self.is_full = True
+            return memoryview(bytearray(size_bytes))
+        self._taken_bytes = stop
+        return self._memory[start:stop]
+
+
+def read_sample(
+    descriptor: int, entry: Entry, needed: Needed | None = None, memory: ReadMemory | None = None
+) -> tuple[Entry, memoryview] | None:
+    """Read and verify a sample: its entry and the bytes from `entry.start` on; None if they fail.
+
+    All of it is verified. A sample of more than AT_ONCE_BYTES is read in pieces: then the entry that is
+    returned has only the needed members, and the bytes are theirs alone.
+
+    Args:
+        descriptor: of the file.
+        entry: of the sample.
+        needed: selects the needed members.
+        memory: where to put the bytes, until `begin_anew`; None: they get memory of their own.
+    """
+    start = entry.start
+    size = entry.stop - start
+    try:
+        if size > AT_ONCE_BYTES:
+            return _read_pieces(descriptor, entry, entry.sizes if needed is None else needed(entry.sizes))
+        if memory is None:
+            data = memoryview(os.pread(descriptor, size, start))
+        else:
+            data = memory.take(size)
+            data = data[: os.preadv(descriptor, [data], start)]
+    except OSError:
+        return None
+    return (entry, data) if len(data) == size and is_whole(entry, data) else None
+
+
+def is_whole(entry: Entry, data: memoryview) -> bool:
+    """Whether the bytes match the checksum of their entry."""
+    if entry.checksum is None:
+        return True
+    digest, first = xxhash.xxh3_64(), entry.start
+    for _, start, size in entry.members:
+        digest.update(data[start - first : start - first + size])
+    return digest.intdigest() == entry.checksum
+
+
+def checksum(descriptor: int, entry: Entry, take: Callable[[str, bytes], None]) -> int | None:
+    """The checksum of a sample's bytes in a file, read a megabyte at a time; None if the file ends too early.
+
+    Args:
+        descriptor: of the file.
+        entry: of the sample.
+        take: receives each piece, with the extension of its member.
+
+    Raises:
+        OSError: they can't be read.
+    """
+    digest = xxhash.xxh3_64()
+    for extension, start, size in entry.members:
+        stop = start + size
+        while start < stop:
+            piece = os.pread(descriptor, min(_PIECE_BYTES, stop - start), start)
+            if not piece:
+                return None
+            take(extension, piece)
+            digest.update(piece)
+            start += len(piece)
+    return digest.intdigest()
+
+
+def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[Entry, memoryview] | None:
+    asked = entry._replace(members=tuple(member for member in entry.members if member[0] in kept))
+    data = bytearray()
+
+    def take(extension: str, piece: bytes) -> None:
+        if extension in kept:
+            data.extend(piece)
+
+    # Without a checksum there is no reason to read the other members.
+    found = checksum(descriptor, asked if entry.checksum is None else entry, take)
+    if found is None or entry.checksum not in (None, found):
+        return None
+    members, at = [], entry.start
+    for extension, _, size in asked.members:
+        members.append((extension, at, size))
+        at += size
+    return entry._replace(members=tuple(members)), memoryview(data)
+
 
 _BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
 
 
 class ShardCopy:
-    """A directory with entries and bytes of a shard, or with entries alone; open for reading and pinned."""
+    """The entries and bytes of a shard, or the entries alone; open for reading and pinned."""
 
     def __init__(self, path: Path, shard: Shard, pin: FileLock):
         self.pin = pin
@@ -45,7 +169,7 @@ class ShardCopy:
 
     @classmethod
     def open(cls, path: Path, shard: Shard) -> ShardCopy | None:
-        """The source at `path`; None while it is being taken away.
+        """Open the copy at `path`; None while it is being removed.
 
         Raises:
             FileNotFoundError: there is none, or one of its files is missing (yet).
@@ -63,7 +187,7 @@ class ShardCopy:
             raise
 
     def _open_data(self, local: Path | None) -> Descriptor | None:
-        """The data's descriptor; None for a tombstone. Neither a link nor a FIFO is opened."""
+        """Open the data; None for a tombstone. Refuses links and FIFOs."""
         try:
             if local is None:
                 return open_file(self.path / "data")
@@ -77,7 +201,24 @@ class ShardCopy:
                 return None
             if local is None or is_shortage(exc):
                 raise
-            raise CacheCorrupt(f"{self.path} is of no use: {exc}") from exc
+            raise CacheCorrupt(f"{self.path} is unusable: {exc}") from exc
+
+    def refuse_other(self, other: ShardCopy, shard: Shard) -> None:
+        """Raise DatasetChanged if another copy of a shard can't have the same bytes.
+
+        Versions are compared, and the samples that both have: the output of a command has no version.
+        """
+        refuse_other(shard, self.version, other.version)
+        known, found = self.reader, other.reader
+        if known.meta.get("digest") != found.meta.get("digest"):
+            return  # one is prepared, the other isn't
+        count = min(known.count, found.count)
+        for field in ("start", "stop", "checksum"):
+            if (known.records[field][:count] != found.records[field][:count]).any():
+                raise DatasetChanged(
+                    f"{shard.name} came with other bytes when it was fetched again; this run has begun "
+                    f"to read {known.count} samples of it"
+                )
 
     def sample(
         self, entry: Entry, needed: Needed | None, memory: ReadMemory | None = None
@@ -87,7 +228,7 @@ class ShardCopy:
         return read_sample(number, entry, needed, memory)
 
     def close(self) -> None:
-        """Let go of it: it may be taken away from now on."""
+        """Close it: it may be removed from now on."""
         self.reader.close()
         self.pin.close()
         if self._data is not None:

@@ -1,9 +1,9 @@
-"""A directory with a byte budget that all processes of a node share: claim, reserve, publish, evict (step F).
+"""A tier: a directory with a byte budget that all processes of a node share: claim, reserve, publish, evict.
 
-What lies where is told in directory.py, how much it may be in budget.py. A filler holds a lock on its part's
-`index`, and touches it: without the lock the part is an orphan that another may take up, and without the
-touch its filler is stopped, and another may begin from a copy. A reader holds a shared lock on `names` of
-what it has open: such a shard isn't evicted.
+directory.py has the layout, budget.py the sizes. A filler holds a lock on its part's `index`, and touches it
+as a heartbeat: without the lock the part is an orphan, and another process may take it over; without the
+heartbeat its filler is stopped, and another may start from a copy. A reader holds a shared lock on the
+`names` of what it has open: such a shard isn't evicted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from streamload.cache import demand, memory
-from streamload.cache.budget import ENFORCE_SECONDS, Budget, DiskUsage
-from streamload.cache.directory import BLOCK_BYTES, Directory
+from streamload.cache.budget import ENFORCE_SECONDS, Budget
+from streamload.cache.directory import BLOCK_BYTES, KINDS, Directory, check_owner
 from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.memory import DiskUsage
 from streamload.cache.part import Orphan, Part
 from streamload.errors import CacheError
 from streamload.metrics import Counters, Counts
@@ -31,18 +32,18 @@ class Tier(Directory):
     Thread-safe and process-safe: every decision is made under one lock, from what is in the directory.
 
     Args:
-        root: the directory; made with mode 0700 if it is missing.
-        limit_bytes: the budget of all files together, from now on and for all who use the tier: processes
-            that have it open follow within seconds. None: the limit it has.
-        counts: where evictions, take-overs and damage are counted.
-        free_disk: what this process leaves free on the disk, whatever the limit says.
-        eviction: by which rule this process makes room.
-        disk_usage: says how much of a path's disk is free; by default the file system, and in memory what
-            machine and container leave as well.
-        enforce_seconds: how often `enforce_limits` looks.
+        root: the directory; created with mode 0700 if it is missing.
+        limit_bytes: a new budget of all files together, for all processes that use the tier: those that have
+            it open follow within seconds. None keeps its limit.
+        counts: where evictions, takeovers and damage are counted.
+        free_disk: what this process leaves free on the disk, whatever the limit.
+        eviction: the eviction rule of this process.
+        disk_usage: total and free bytes of a path's disk; by default those of the file system, and in memory
+            also what machine and container leave.
+        enforce_seconds: the interval of `enforce_limits`.
 
     Raises:
-        CacheError: the directory can't be used, or isn't ours.
+        CacheError: the directory can't be used, or others can write there.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Tier(Directory):
 
     @classmethod
     def open(cls, root: Path | str, *, free_disk: FreeDisk = DEFAULT_FREE_DISK) -> Tier:
-        """An existing tier, with the limit that it has.
+        """Open an existing tier, with its limit.
 
         Raises:
             CacheError: there is no tier at `root`.
@@ -92,14 +93,14 @@ class Tier(Directory):
         return self.budget.limit_bytes
 
     def claim(self, digest: str, stopped: Collection[Path] = ()) -> Part | None:
-        """A new part to fill; None if the shard is here, was given up, or has a filler that is at work.
+        """Create a part to fill; None if the shard is here, was given up, or has a live filler.
 
         Args:
             digest: of the shard.
-            stopped: parts whose fillers have shown no life for long; they aren't waited for.
+            stopped: parts whose fillers have sent no heartbeat for long; they aren't waited for.
         """
         with exclusive(self.root / "lock") as usage:
-            parts = self.parts(digest)  # listed first: one that is published meanwhile is seen below
+            parts = self.parts(digest)  # listed first: if one is published meanwhile, that is seen below
             if self.published(digest).exists() or self._stands(self.tombstone(digest)):
                 return None
             found = self._orphans(parts, stopped)
@@ -117,23 +118,37 @@ class Tier(Directory):
                 alive = FileLock.acquire(path / "index", create=True, wait=True)
                 if alive is None:
                     raise CacheError(f"{path} was taken by another process while it was made")
-            except BaseException:  # a disk that takes nothing, say: the orphan is for whoever comes next
+            except BaseException:  # a full disk, for example: leave the orphan to the next process
                 if orphan is not None:
                     orphan.let_go()
                 raise
             return Part(self, self.budget, digest, path, alive, orphan)
 
-    def _orphans(self, parts: Iterable[Path], stopped: Collection[Path]) -> list[Orphan] | None:
-        """Those of a shard's parts that nobody goes on with; None if somebody is at work. Under the lock.
+    def _prepare(self) -> None:
+        """Create the directory and its subdirectories, as far as they are missing.
 
-        A part that has gone since it was listed was at work: by now its shard may be published.
+        Raises:
+            CacheError: others can write there.
+        """
+        check_owner(self.root)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owner(self.root)  # what was put there meanwhile; from now on it can't be replaced
+        for kind in (*KINDS, "runs"):
+            (self.root / kind).mkdir(mode=0o700, exist_ok=True)
+            if (self.root / kind).is_symlink():
+                raise CacheError(f"{self.root / kind} is a symbolic link: a cache keeps to its own directory")
+
+    def _orphans(self, parts: Iterable[Path], stopped: Collection[Path]) -> list[Orphan] | None:
+        """Those of a shard's parts that have no live filler; None if one has. Under the lock.
+
+        A part that has vanished since it was listed had a live filler: its shard may be published by now.
         """
         found: list[Orphan] = []
         with contextlib.ExitStack() as held:
             for path in parts:
                 lock = FileLock.acquire(path / "index")
                 if lock is None and path.exists() and not (path / "index").exists():
-                    self.trash(path)  # its filler died before it had begun
+                    self.trash(path)  # its filler died before it began
                 elif lock is not None or path in stopped:
                     found.append(Orphan(path, lock))
                     held.callback(found[-1].let_go)
@@ -143,12 +158,9 @@ class Tier(Directory):
         return found
 
     def sweep(self) -> None:
-        """Remove what dead processes left.
+        """Remove what dead processes left: tombstones without a lock, parts of published shards, trash.
 
-        That is: tombstones that nobody stands by, parts of shards that somebody else has published, and what
-        was being deleted.
-
-        To be called when a run begins, so that it asks again for what an earlier one could not have.
+        Called when a run starts, so that it retries what an earlier run could not fetch.
         """
         with exclusive(self.root / "lock"):
             for tombstone in list(self.own("gone")):
@@ -159,19 +171,19 @@ class Tier(Directory):
         self.empty_trash()
 
     def _drop_if_useless(self, part: Path) -> None:
-        """Under the lock: take an orphan away whose shard is published, or whose filler never began."""
+        """Under the lock: remove an orphan whose shard is published, or whose filler never began."""
         lock = FileLock.acquire(part / "index")
         never_begun = lock is None and not (part / "index").exists()
         try:
             if never_begun or (lock is not None and self.published(part.name[:32]).exists()):
-                with contextlib.suppress(FileNotFoundError):  # its filler lived, and has just moved it
-                    self.out_of_sight(part)
+                with contextlib.suppress(FileNotFoundError):  # its filler was live, and has just moved it
+                    self.move_to_trash(part)
         finally:
             if lock is not None:
                 lock.close()
 
     def _stands(self, tombstone: Path) -> bool:
-        """Whether a tombstone still holds: somebody who has acted on it is alive. If not, it is removed."""
+        """Whether a tombstone still holds: a process that has acted on it is live. If not, it is removed."""
         if not tombstone.exists():
             return False
         lock = FileLock.acquire(tombstone / "names")
@@ -180,7 +192,7 @@ class Tier(Directory):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             if lock is not None:
                 held.callback(lock.close)
-            tombstone = self.out_of_sight(tombstone)
+            tombstone = self.move_to_trash(tombstone)
         self.delete(tombstone)
         return False
 
@@ -190,10 +202,10 @@ def _usage_of(root: Path) -> Callable[[Path], DiskUsage]:
 
 
 def open_tier(settings: Settings) -> Tier:
-    """The tier of a run at its beginning: with the limit that was asked for, else with the one it has.
+    """Open the tier of a run that starts: with the limit that was asked for, else with the recorded one.
 
     Raises:
-        CacheError: the directory can't be used, or isn't ours.
+        CacheError: the directory can't be used, or others can write there.
     """
     root, size, held = settings.cache_dir, settings.cache_size, 0
     open_one = functools.partial(Tier, root, free_disk=settings.free_disk, eviction=settings.eviction)
@@ -203,5 +215,4 @@ def open_tier(settings: Settings) -> Tier:
         if settings.sources["cache_size"] == "default":
             return tier
         held = 0 if size.share is None else tier.budget.count()
-    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    return open_one(size.limit_bytes(shutil.disk_usage(existing).free, held))
+    return open_one(size.limit_bytes(shutil.disk_usage(memory.nearest(root)).free, held))

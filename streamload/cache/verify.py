@@ -1,8 +1,8 @@
-"""Whether what a tier holds is what arrived: each index, and each sample against its checksum.
+"""Verify what a tier holds: each index, and each sample against its checksum.
 
-What is read is what a reader could be given: published shards, index-only copies, and parts without a filler,
-up to their last entry. Bytes between samples (tar headers and padding) are never read, and aren't compared.
-Safe beside trainings: a shard is pinned while it is read, and one that goes or comes meanwhile is no error.
+Covers what readers could get: published shards, index-only copies, and orphaned parts up to their last entry.
+Bytes between samples (tar headers and padding) are never read, and aren't compared. Safe while trainings run:
+a shard is pinned while it is read, and one that appears or disappears meanwhile is no error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from streamload.cache.eviction import HeldShard
 from streamload.cache.garbage import unused
 from streamload.cache.inventory import foreign_in, is_filled, url_of
 from streamload.cache.locks import FileLock, exclusive
-from streamload.cache.sample_io import checksum
 from streamload.cache.shard import Shard
+from streamload.cache.shard_copy import checksum
 from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, StreamloadError
@@ -34,21 +34,21 @@ from streamload.shards.record import open_file
 _LOOKS = 3
 _WHOLE = ("shards", "bare")
 _IN_LINE = 2
-"""Shards that are handed to each thread in advance."""
+"""Shards queued per thread."""
 _UNREADABLE = (OSError, StreamloadError, ValueError, TypeError, LookupError, ArithmeticError)
-"""What reading an index may raise whose records hold and whose content was made up."""
+"""Exceptions from reading an index with valid checksums and malicious content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A shard, or an orphaned part of one, that isn't what arrived.
+    """A shard, or an orphaned part of one, that differs from what arrived.
 
     Attributes:
         kind: "shards", "bare" or "parts".
         url: as its index names it, without secrets; empty if that can't be read.
-        cause: what is wrong, in words.
-        size_bytes: of the whole shard as far as that is known, else 0.
-        taken_out: whether it has been taken away.
+        cause: what is wrong, for messages.
+        size_bytes: of the whole shard if that is known, else 0.
+        taken_out: whether it has been removed.
     """
 
     digest: str
@@ -61,12 +61,12 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One shard, or orphaned part, that has been looked at.
+    """One shard, or orphaned part, that has been verified.
 
     Attributes:
         samples: how many have been read.
-        size_bytes: of data that have been read.
-        damage: None if all is well.
+        size_bytes: of the data that has been read.
+        damage: None if nothing is wrong.
     """
 
     held: HeldShard
@@ -83,17 +83,17 @@ def verify(
     take_out: bool = False,
     on_total: Callable[[int], None] = lambda count: None,
 ) -> Generator[Verified | None, None, None]:
-    """Verify all that a tier holds, some shards side by side; a megabyte of memory for each of them.
+    """Verify everything in a tier, some shards at once, with a megabyte of memory for each.
 
     Args:
         known: shards that the caller has named, by digest: a local one is compared with its file, others with
-            the URL in their index. Nothing outside of the tier is opened for what isn't in here.
+            the URL in their index. Nothing outside of the tier is opened for other shards.
         jobs: how many shards are read at once.
-        take_out: take what is damaged away, at once.
-        on_total: told how many there are, before the first is read.
+        take_out: remove damaged shards at once.
+        on_total: called with the number of shards, before the first is read.
 
     Yields:
-        What was found, in order; None for a shard that went away before it was read.
+        The findings, in order; None for a shard that disappeared before it was read.
     """
     shards = [s for s in tier.shards() if s.kind in _WHOLE or (s.kind == "parts" and not is_filled(s.path))]
     shards.sort(key=lambda shard: (shard.kind != "shards", shard.digest))
@@ -119,7 +119,7 @@ def verify(
 
 
 class _Halted(Exception):
-    """Whoever asked doesn't want to know any more."""
+    """The caller has stopped iterating."""
 
 
 def _verify(
@@ -139,7 +139,7 @@ def _verify(
                 look.run()
             url = url_of(held.path) or (known.name if known is not None else "")
             if look.cause and not _is(held.path, directory):
-                continue  # what failed was on its way out: look at what is there now
+                continue  # it was being removed: look at what is there now
             damage = None
             if look.cause:
                 taken_out = take_out and _take_out(tier, held, directory)
@@ -149,7 +149,7 @@ def _verify(
 
 
 class _Look:
-    """One reading of one directory of the tier; `cause` is what was wrong."""
+    """One reading of one directory of the tier; `cause` is what is wrong."""
 
     def __init__(self, held: HeldShard, known: Shard | None, halt: threading.Event):
         self.cause = ""
@@ -176,7 +176,7 @@ class _Look:
                 if self._held.kind in _WHOLE:
                     self.cause = self._check_whole(reader, data)
             except _UNREADABLE as exc:
-                # A filler may die before it has written a header, or a sample: nothing to verify then.
+                # A filler may have died before it wrote a header, or a sample: nothing to verify then.
                 if self._held.kind in _WHOLE or (reader is not None and reader.count):
                     self.cause = _in_words(exc)
                 return
@@ -186,20 +186,20 @@ class _Look:
     def _check_whole(self, reader: IndexReader, data: int) -> str:
         """What is wrong with a published shard before its samples are read; empty if nothing is."""
         if not reader.ended:
-            state = "the next record fails its check" if reader.damaged else "there is no end"
+            state = "the next record fails its checksum" if reader.damaged else "it has no end record"
             return f"its index stops after {reader.count} samples: {state}"
         if not reader.is_complete:
-            return f"its index says that it was given up: {reader.status}"
+            return f"its index says that the shard was given up: {reader.status}"
         self.size_bytes = reader.size or 0
         stated = None if "prepared" in reader.meta else reader.meta.get("size")  # of what it was made of
         if stated is not None and stated != reader.size:
-            return f"its index says both {stated} and {reader.size} bytes"
+            return f"its index states both {stated} and {reader.size} bytes"
         if data >= 0 and os.fstat(data).st_size != reader.size:
             return f"there are {os.fstat(data).st_size} bytes of data instead of {reader.size}"
         return self._check_known(reader)
 
     def _check_known(self, reader: IndexReader) -> str:
-        """What speaks against its being the shard that it is named for, and that the caller knows."""
+        """Whether it is the shard that its name says, and that the caller knows: what is wrong, or empty."""
         named = str(reader.meta.get("url", ""))
         if reader.meta.get("digest", self._held.digest) != self._held.digest:
             return f"it is another shard: {named}"
@@ -209,7 +209,7 @@ class _Look:
             is_same = LocalVersion.of(self._known.local).is_of(reader.meta)
             return "" if is_same else "its file was changed since it was indexed"
         if "digest" not in reader.meta and urls.identity(named) != urls.identity(self._known.name):
-            return f"it is another shard: {named} in place of {self._known.name}"
+            return f"it is another shard: {named} instead of {self._known.name}"
         return ""
 
     def _check_samples(self, reader: IndexReader, data: int) -> None:
@@ -239,7 +239,7 @@ class _Look:
 
 
 def _take_out(tier: Tier, held: HeldShard, directory: Descriptor) -> bool:
-    """Take a damaged directory away, if it still is the one that was looked at."""
+    """Remove a damaged directory, if it is still the one that was verified."""
     if foreign_in(held.path):
         return False
     with exclusive(tier.root / "lock"):
@@ -250,7 +250,7 @@ def _take_out(tier: Tier, held: HeldShard, directory: Descriptor) -> bool:
                 if not is_unused:
                     return False
         try:
-            leaving = tier.out_of_sight(held.path)
+            leaving = tier.move_to_trash(held.path)
         except OSError:  # the disk doesn't allow it
             return False
         tier.counts.add("checksum_failures")
@@ -267,7 +267,7 @@ def _is(path: Path, directory: Descriptor) -> bool:
 
 
 def _is_index_only(reader: IndexReader) -> bool:
-    """Whether the tier has no data beside an index: the file is of this machine, or read at its origin."""
+    """Whether the tier has no data beside the index: the file is local, or read at its origin."""
     return "mtime_ns" in reader.meta or reader.meta.get("bare") is True
 
 

@@ -138,7 +138,7 @@ def _shown(option: "Option[Any]", found: "Settings") -> str:
 
 
 def _kept_free(found: "Settings") -> str:
-    from streamload.cache.placement import nearest
+    from streamload.cache.memory import nearest
     from streamload.metrics import format_bytes
 
     disk = shutil.disk_usage(nearest(found.cache_dir))
@@ -200,7 +200,8 @@ def _cache(settings: "Settings") -> list[Finding]:
 
 
 def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
-    from streamload.cache.placement import nearest, why_not_writable
+    from streamload.cache.memory import nearest
+    from streamload.cache.placement import why_not_writable
     from streamload.metrics import format_bytes
     from streamload.options import file_system
 

@@ -167,7 +167,7 @@ class ListDemand:
             return []
         visits = [
             demand.visits_of(path)
-            for path in demand.own(self._announced)
+            for path in demand.files(self._announced)
             if path != self._own and demand.lives(path)
         ]
         if not any(len(coming) for coming in visits):

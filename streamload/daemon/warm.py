@@ -291,7 +291,7 @@ def warm(
         far = open_origin(source.url, storage, patience, counts, stop)
         if prepare is None:
             return sharing.through(source, far, stop)
-        near = sharing.through(source, far, stop, in_turn=False)  # of what isn't stored itself
+        near = sharing.through(source, far, stop, single_flight=False)  # of what isn't stored itself
         return sharing.through(shard, PreparedOrigin(near, prepare), stop)
 
     with (

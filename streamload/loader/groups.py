@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamload.batches.assembly import Collate, MapSample
-from streamload.cache.selection import Keep
+from streamload.cache.shard_cache import Keep
 from streamload.cache.shared.objects import refuse_url
 from streamload.derived.preparation import Preparation
 from streamload.errors import OptionError

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamload.cache.measure import Measure
+from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged, StateMismatch
 from streamload.loader.distributed import can_compare, first_told

@@ -15,11 +15,11 @@ from dataclasses import replace
 from streamload.cache.forecast import (
     LARGE_SAMPLE_BYTES,
     LARGE_SHARD_BYTES,
+    Measure,
     Width,
     fits,
     fitting,
 )
-from streamload.cache.measure import Measure
 from streamload.cache.shard import ShardList
 from streamload.loader.distributed import agreed, can_compare
 from streamload.loader.options import LoaderOptions

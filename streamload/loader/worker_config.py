@@ -12,12 +12,10 @@ from streamload.batches.assembly import BatchAssembly, Choose
 from streamload.batches.images import ImageAssembly, Preprocess
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fallback_tier import remove_unused
-from streamload.cache.forecast import forecast
-from streamload.cache.measure import Measure
+from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
-from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
-from streamload.cache.shard_cache import ShardCache
+from streamload.cache.shard_cache import Selection, ShardCache
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.preparation import Preparation

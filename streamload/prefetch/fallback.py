@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from streamload.cache.budget import part_bytes
 from streamload.cache.fallback_tier import FallbackTier
-from streamload.cache.fill import index_bytes, reserved_bytes
 from streamload.cache.locks import PATIENCE_SECONDS
+from streamload.cache.part import index_bytes, reserved_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull, is_shortage

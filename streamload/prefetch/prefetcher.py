@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from streamload.cache.fallback_tier import FallbackTier
-from streamload.cache.fill import Filled, fill
+from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.shard import Shard
-from streamload.cache.shared.through import ReadThrough
+from streamload.cache.shared.sharing import ReadThrough
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull, OriginError, ShardError, StreamloadError
 from streamload.metrics import Counts
@@ -232,12 +232,14 @@ class Prefetcher:
                     part,
                     job,
                     lambda: self._origin(mode, shard, job, opened),
-                    size_bytes=self._fallback.size_bytes(shard),
+                    FillOptions(
+                        self._fallback.size_bytes(shard),
+                        mode.index_only,
+                        leave_tombstone=self._failed is None,
+                    ),
                     next_use=lambda: self._next_use_of(shard),
                     stop=self._stop,
-                    index_only=mode.index_only,
                     refused=lambda waits: self._fallback.note(shard, mode, waits),
-                    leave_tombstone=self._failed is None,
                 )
         except (OriginError, ShardError) as why:
             if self._failed is None:

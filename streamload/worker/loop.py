@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streamload.batches.assembly import BatchInProgress, Sample
 from streamload.cache.locks import allow_many_files
-from streamload.cache.sample_io import ReadMemory
+from streamload.cache.shard_copy import ReadMemory
 from streamload.errors import (
     BlankCaption,
     CaptionError,
@@ -182,7 +182,7 @@ class WorkerLoop:
             DataError: in training it has too few for one step, or passes don't follow each other any more.
         """
         if self._config.train and not self._config.one_pass:
-            self._reader.complain_if_barren()
+            self._reader.raise_if_unusable()
             raise DataError(
                 "a whole pass over the shards gave no usable sample, so this epoch can't go on: see whether "
                 "they can still be read"
@@ -191,7 +191,7 @@ class WorkerLoop:
             return  # the rest of an epoch may be nothing
         is_share = not self._config.train and self._config.sources[0].order.groups > 1
         if not is_share:  # a rank's share of an evaluation may be empty
-            self._reader.complain_if_barren()
+            self._reader.raise_if_unusable()
         if self._config.train and number == 0:
             raise DataError(
                 f"the data has fewer usable samples than one step takes ({self._config.split.batch}): lower "

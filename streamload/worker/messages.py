@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.cache.checkpoint import CheckpointShard
-from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
+from streamload.cache.shard_cache import Selection
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.errors import OptionError
 from streamload.options import Eviction, FreeDisk, Revalidate

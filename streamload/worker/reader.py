@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import math
 import os
@@ -16,12 +17,12 @@ import numpy.typing as npt
 from streamload.batches.assembly import Sample
 from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.fallback_tier import FallbackTier
-from streamload.cache.follow import Found
 from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.freshness import Freshness, asker
-from streamload.cache.sample_io import ReadMemory
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.cache.shard_copy import ReadMemory
+from streamload.cache.shard_view import Found
 from streamload.cache.shared.sharing import Sharing
 from streamload.cache.tier import Tier
 from streamload.daemon.plan_file import PlannedSource, Progress, plan_of
@@ -84,15 +85,14 @@ class Reader:
         each_epoch = config.revalidate != "start"
         self._freshness = Freshness(self._tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self._cache = ShardCache(
-            self._tier,
+            functools.partial(self._fallback_tier.beside, self._tier),
             config.shards,
             config.selection,
             skip=config.skip,
             counts=counts,
             counted=lambda shard: shard % max(1, workers) == worker,
             fetch=self._fetch,
-            fallback_tier=self._fallback_tier,
-            versions=self._freshness,
+            freshness=self._freshness,
         )
         self._prefetcher = Prefetcher(
             self._tier,
@@ -224,9 +224,9 @@ class Reader:
         prepared = entry.prepared[0] if entry.prepared is not None else ""
         return Sample(entry.key, self._config.shards[shard].name, members, prepared)
 
-    def complain_if_barren(self) -> None:
+    def raise_if_unusable(self) -> None:
         """Raise NoValidSamples if no usable sample has been seen: no more will come."""
-        self._cache.complain_if_barren()
+        self._cache.raise_if_unusable()
 
     def give_shares(self, changes: Sequence[Change]) -> None:
         """Prefetch only for the sources that have a share in one of these."""

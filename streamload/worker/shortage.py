@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from streamload.cache.directory import BLOCK_BYTES, bytes_below, granted_bytes
-from streamload.cache.fill import reserved_bytes
 from streamload.cache.forecast import LARGE_SAMPLE_BYTES, Width, fitting
+from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier

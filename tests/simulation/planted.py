@@ -72,21 +72,21 @@ def record_before_its_names() -> None:
 @_bug
 def entry_before_its_data() -> None:
     """The data goes through a buffer that is written when the next chunk comes; the entries don't."""
-    write, record = fill._Fill._write, fill._Fill._record
+    write, record = part.PartWriter.write, part.PartWriter.end
 
     def buffered(self: Any, chunk: bytes | memoryview) -> None:
         held, self.held = getattr(self, "held", b""), bytes(chunk)
         write(self, held)
-        self._written += len(chunk) - len(held)
+        self.written_bytes += len(chunk) - len(held)
 
     def flushed(self: Any, *args: Any, **named: Any) -> None:
         held, self.held = getattr(self, "held", b""), b""
         write(self, held)
-        self._written -= len(held)
+        self.written_bytes -= len(held)
         record(self, *args, **named)
 
-    _set(fill._Fill, "_write", buffered)
-    _set(fill._Fill, "_record", flushed)
+    _set(part.PartWriter, "write", buffered)
+    _set(part.PartWriter, "end", flushed)
 
 
 @_bug
@@ -133,16 +133,16 @@ def lost_wake_up() -> None:
 @_bug
 def write_into_anothers_part() -> None:
     """A take-over goes on in the very file that the stopped filler has open."""
-    begin = fill._Fill._begin
+    begin = part.PartWriter.begin
 
     def shared(self: Any, facts: dict[str, object]) -> None:
-        orphan = self._part.orphan
-        mine: Path = self._part.path / "data"
+        orphan = self.part.orphan
+        mine: Path = self.part.path / "data"
         if orphan is not None and (orphan.path / "data").exists() and not mine.exists():
             os.link(orphan.path / "data", mine)
         begin(self, facts)
 
-    _set(fill._Fill, "_begin", shared)
+    _set(part.PartWriter, "begin", shared)
 
 
 @_bug

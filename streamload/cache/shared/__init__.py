@@ -1,1 +1,1 @@
-"""Copies behind an fsspec URL that many nodes share: between the tier of a node and the origins (step F)."""
+"""The shared cache: copies behind an fsspec URL, between the tiers of nodes and the origins."""

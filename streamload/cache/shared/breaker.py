@@ -1,7 +1,7 @@
-"""A circuit breaker: what failed several times in a row isn't tried again for a while.
+"""A circuit breaker: after repeated failures, nothing is tried for a while.
 
-After the pause one attempt decides: a success closes the breaker, a failure opens it again. As in Nygard's
-"Release It!" (2007), where the pattern is described.
+After the pause one attempt decides: a success closes the breaker, a failure opens it again. The pattern is
+from Nygard's "Release It!" (2007).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CircuitBreaker:
 
     Args:
         pause_seconds: how long it stays open.
-        doublings: how often the pause may double while failures go on.
+        doublings: how often the pause may double while failures continue.
         clock: monotonic.
     """
 
@@ -53,7 +53,7 @@ class CircuitBreaker:
             self._in_a_row = 0
 
     def fail(self) -> float:
-        """Note a failure; for how many seconds it opens the breaker, 0: not yet."""
+        """Note a failure; returns for how many seconds it opens the breaker, 0 if not yet."""
         with self._lock:
             self._in_a_row += 1
             beyond = self._in_a_row - _FAILURES

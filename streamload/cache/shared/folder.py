@@ -1,4 +1,4 @@
-"""Objects as the files of a folder, which may be on a network (NFS): each written aside, then renamed."""
+"""Objects as files of a folder, which may be on a network (NFS): written aside, then renamed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from streamload.errors import SharedTierError
 _PIECE_BYTES = 1 << 20
 _INCOMING = ".incoming"
 _LEFT_SECONDS = 24 * 3600.0
-"""What has been written aside for so long was left by somebody who was killed."""
+"""A temporary file of this age was left by a writer that was killed."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 class Folder:
-    """A folder of files; it need not exist before something is written.
+    """A folder of files; it need not exist before the first write.
 
     Args:
-        root: where it is.
+        root: its path.
         stop: ends the copying of a file.
     """
 
@@ -40,7 +40,7 @@ class Folder:
         return str(self._root / name)
 
     def read(self, name: str, limit_bytes: int) -> bytes | None:
-        """All of a file, or a little more than the limit of it."""
+        """Read a file, up to one byte beyond the limit."""
         try:
             with self._open(name) as file:
                 return file.read(limit_bytes + 1)
@@ -48,47 +48,47 @@ class Folder:
             return None
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Some bytes of a file."""
+        """Read a range of a file."""
         with self._open(name) as file:
             file.seek(start)
             return file.read(stop - start)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write aside, then rename."""
+        """Write a temporary file, then rename it."""
         self._place(name, lambda file: file.write(data), os.replace)
 
     def create(self, name: str, data: bytes) -> None:
-        """Write aside, then link: that fails where the name is taken."""
+        """Write a temporary file, then link it, which fails if the name is taken."""
         self._place(name, lambda file: file.write(data), _link)
 
     def put_file(self, name: str, path: Path) -> None:
-        """Copy aside, then rename."""
+        """Copy to a temporary file, then rename it."""
 
         def copy(file: BinaryIO) -> None:
             with path.open("rb") as source:
                 for piece in iter(functools.partial(source.read, _PIECE_BYTES), b""):
                     file.write(piece)
                     if self._stop.is_set():
-                        raise SharedTierError("the shared cache was left in the middle of a file")
+                        raise SharedTierError("the shared cache was closed during the copy of a file")
 
         self._place(name, copy, os.replace)
 
     def names(self, folder: str) -> list[str]:
-        """All regular files below, but those that are being written."""
+        """List all regular files below, except temporary ones."""
         found = []
-        for where, folders, files in os.walk(self._root / folder, onerror=_unless_missing):
+        for where, folders, files in os.walk(self._root / folder, onerror=_raise_unless_missing):
             folders[:] = [name for name in folders if not name.startswith(".")]
             at = Path(where).relative_to(self._root)
             found += [(at / name).as_posix() for name in files if not name.startswith(".")]
         return found
 
     def delete(self, name: str) -> None:
-        """Unlink; its folder stays."""
+        """Unlink a file; its folder stays."""
         with contextlib.suppress(NotADirectoryError):
             (self._root / name).unlink(missing_ok=True)
 
     def modified(self, name: str) -> float | None:
-        """The file's time."""
+        """The modification time of a file."""
         try:
             return (self._root / name).stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
@@ -105,24 +105,24 @@ class Folder:
     def _place(
         self, name: str, write: Callable[[BinaryIO], object], move: Callable[[Path, Path], None]
     ) -> None:
-        target, yield_slot = self._root / name, self._root / _INCOMING / secrets.token_hex(8)
-        for folder in (yield_slot.parent, target.parent):
+        target, temporary = self._root / name, self._root / _INCOMING / secrets.token_hex(8)
+        for folder in (temporary.parent, target.parent):
             folder.mkdir(parents=True, exist_ok=True)
         try:
-            with yield_slot.open("xb") as file:
+            with temporary.open("xb") as file:
                 write(file)
                 file.flush()
-                os.fsync(file.fileno())  # a file server may say only now that it has no room
+                os.fsync(file.fileno())  # a file server may report only now that it is full
                 now = os.fstat(file.fileno()).st_mtime
-            move(yield_slot, target)
+            move(temporary, target)
         finally:
-            yield_slot.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         if not self._is_swept:
             self._is_swept = True
             self._sweep(now)
 
     def _sweep(self, now: float) -> None:
-        """Remove what was left aside, by the clock of whoever serves the files."""
+        """Remove temporary files that were left, by the clock of the file server."""
         with os.scandir(self._root / _INCOMING) as found:
             for left in found:
                 with contextlib.suppress(OSError):  # its writer has just moved it
@@ -130,18 +130,18 @@ class Folder:
                         Path(left.path).unlink()
 
 
-def _link(yield_slot: Path, target: Path) -> None:
+def _link(temporary: Path, target: Path) -> None:
     try:
-        os.link(yield_slot, target)
+        os.link(temporary, target)
     except OSError as exc:
         if exc.errno not in _NO_LINKS:
             raise
-        # A file system without hard links: the name is taken first, and its bytes come a moment later.
+        # A file system without hard links: take the name first; the bytes follow a moment later.
         with target.open("xb"):
             pass
-        yield_slot.replace(target)
+        temporary.replace(target)
 
 
-def _unless_missing(exc: OSError) -> None:
+def _raise_unless_missing(exc: OSError) -> None:
     if not isinstance(exc, FileNotFoundError | NotADirectoryError):
         raise exc

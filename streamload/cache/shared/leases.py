@@ -1,25 +1,29 @@
-"""Who works on what, among processes that share nothing but a tier: one small object for each task.
+"""Leases: which process works on which task, among processes that share nothing but a tier.
 
-    leases/<task>.json      the holder, and a number that it counts up as long as it is at work
+    leases/<task>.json      the holder, and a counter that it increments as a heartbeat
 
-A lease only saves work: whatever two holders of the same one do is done twice, and right. So none of this
-has to be safe where a store ignores conditions, or where a holder is stopped and goes on. No clock is
-compared with another machine's: a lease has expired when it hasn't changed for a while by the clock of
-whoever looks, or, on the holder's own node, when its process has gone. Daemons share their work by them, and
-nodes that would fetch the same shard at the same moment (single_flight.py).
+A lease only saves work: what two holders do twice is still right. So none of this has to be safe on stores
+that ignore conditions, or when a stopped holder resumes. Clocks of different machines are never compared: a
+lease has expired if it hasn't changed for a while by the observer's clock, or, on the holder's own node, once
+its process is dead or stopped. Daemons share their work by leases, and so do nodes that want the same shard
+at the same moment (single_flight.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import logging
+import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
@@ -27,9 +31,12 @@ from streamload.errors import SharedTierError
 logger = logging.getLogger("streamload")
 
 LEASE_SECONDS = 60.0
-"""After so long without a sign of life a lease is anybody's."""
+"""A lease without a heartbeat for so long has expired."""
 _BEATS = 4
-"""How often a holder shows life in that time."""
+"""Heartbeats of a holder in that time."""
+_PROC = Path("/proc")
+_STOPPED_STATES = frozenset("TtZXx")
+"""Stopped, traced, or dead and not yet reaped."""
 _LIMIT_BYTES = 4096
 _TASK = re.compile(r"[A-Za-z0-9._=+-]{1,200}")
 _WORD = re.compile(r"[A-Za-z0-9.]{1,200}")
@@ -38,28 +45,28 @@ _NAME = re.compile(r"leases/([A-Za-z0-9._=+-]{1,200})\.json")
 
 @dataclass(slots=True)
 class _Seen:
-    """A lease of another: its bytes, and since when they are the same."""
+    """The lease of another process: its content, and since when it hasn't changed."""
 
     content: bytes
     since: float
 
 
 class Leases:
-    """The leases of one process. Thread-safe; from the first that it takes on a thread shows life.
+    """The leases of one process. Thread-safe; a thread sends heartbeats from the first lease on.
 
     Args:
         objects: of the shared tier.
-        lease_seconds: how long another's lease may go without a change before it is taken over.
-        address: by which others on this node can tell whether the holder lives; "": they can't.
+        lease_seconds: an unchanged lease of another process expires after so long.
+        address: identifies this process to others on its node (see `own_address`); "": unknown.
         has_gone: whether the holder at an address is known to be dead; then nobody waits.
-        settle_seconds: so long after it took over a lease it looks whether another did so, too: the last of
-            those who saw it expire at the same moment has it.
-        clock: this machine's, monotonic.
+        settle_seconds: after taking over a lease, wait so long and check it again: of several processes that
+            saw it expire at the same moment the last one has it.
+        clock: monotonic.
 
     Attributes:
         holder: the name by which this process holds its leases.
-        taken_over: how many leases were found expired and taken.
-        lost: how many of its own this process found in another's hands.
+        taken_over: the number of expired leases that were taken over.
+        lost: the number of own leases that another process took over.
     """
 
     def __init__(
@@ -93,13 +100,13 @@ class Leases:
             return f"<Leases of {self.holder}: {sorted(self._mine)}>"
 
     def take(self, task: str) -> bool:
-        """Take the lease of a task, unless somebody at work has it.
+        """Take the lease of a task, unless a live process has it.
 
         Raises:
-            SharedTierError: the tier can't be asked, or takes nothing.
+            SharedTierError: the tier can't be read or written.
         """
         if not _TASK.fullmatch(task):
-            raise ValueError(f"{task!r:.80} can't be the name of a task")
+            raise ValueError(f"{task!r:.80} is not a valid name of a task")
         with self._change:
             if task in self._mine:
                 return True
@@ -113,8 +120,8 @@ class Leases:
             self._stop.wait(self._settle_seconds)
         elif is_anothers:
             return False
-        # Of several who wrote at once the last one has it, as a rule: nobody waits for a store to agree. And
-        # it is this process's, too, where only the answer to its first request was lost.
+        # If several wrote at once, usually the last one has it: nobody waits for a store to be consistent. It
+        # is also this process's if only the response to its first request was lost.
         if not self._is_mine(task):
             return False
         with self._change:
@@ -122,7 +129,9 @@ class Leases:
             self._seen.pop(task, None)
             self.taken_over += is_anothers
             if self._thread is None and not self._stop.is_set():
-                self._thread = threading.Thread(target=self._show_life, name="streamload-leases", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._send_heartbeats, name="streamload-leases", daemon=True
+                )
                 self._thread.start()
         if self._stop.is_set():  # closed meanwhile
             self.release(task)
@@ -130,10 +139,10 @@ class Leases:
         return True
 
     def is_held(self, task: str) -> bool:
-        """Whether anybody else has the lease of a task and, by all that can be seen, is at work.
+        """Whether another process has the lease of a task, and is live as far as can be seen.
 
         Raises:
-            SharedTierError: that can't be asked now.
+            SharedTierError: the tier can't be read.
         """
         found = self._objects.read(_name(task), _LIMIT_BYTES)
         if found is None:
@@ -143,7 +152,7 @@ class Leases:
         return holder_of(found) != self.holder and not self._has_expired(task, found)
 
     def release(self, task: str) -> None:
-        """Give a lease back, if it is still this process's. Never raises: it would only expire later."""
+        """Release a lease, if it is still this process's. Never raises: otherwise it expires later."""
         with self._change:
             if task not in self._mine:
                 return
@@ -153,7 +162,7 @@ class Leases:
                 self._objects.delete(_name(task))
 
     def busy(self) -> set[str]:
-        """The tasks that anybody else has a lease of, whether he lives or not.
+        """The tasks that other processes have leases of, expired ones included.
 
         Raises:
             SharedTierError: they can't be listed.
@@ -164,10 +173,10 @@ class Leases:
         return busy
 
     def tidy(self, tasks: Iterable[str]) -> None:
-        """Remove those leases, of tasks on which nothing is left to do, whose holders have gone.
+        """Remove expired leases of tasks that are done.
 
         Raises:
-            SharedTierError: they can't be looked at, or removed.
+            SharedTierError: they can't be read or removed.
         """
         for task in tasks:
             found = self._objects.read(_name(task), _LIMIT_BYTES)
@@ -180,10 +189,10 @@ class Leases:
             return set(self._mine)
 
     def close(self, seconds: float | None = None) -> None:
-        """Give all leases back; once is enough.
+        """Release all leases. Idempotent.
 
         Args:
-            seconds: how long that may take; what isn't given back by then will expire.
+            seconds: a timeout; what isn't released by then will expire.
         """
         self._stop.set()
         with self._change:
@@ -202,7 +211,7 @@ class Leases:
                 return False
             return now - seen.since >= self._lease_seconds
 
-    def _show_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._lease_seconds / _BEATS):
             for task in self.held():
                 try:
@@ -213,7 +222,7 @@ class Leases:
             self.release(task)
 
     def _renew(self, task: str) -> None:
-        """Change a lease, so that others see life; it may be another's by now, after a stop, say."""
+        """Send a heartbeat, unless the lease was taken over (this process may have been stopped)."""
         is_mine = self._is_mine(task)
         with self._change:
             if task not in self._mine:
@@ -224,8 +233,8 @@ class Leases:
                 return
         self._objects.write(_name(task), self._content())
         with self._change:
-            is_given_back = task not in self._mine
-        if is_given_back:  # while it was written
+            is_released = task not in self._mine
+        if is_released:  # while it was written
             self._objects.delete(_name(task))
 
     def _is_mine(self, task: str) -> bool:
@@ -240,17 +249,17 @@ class Leases:
 
 
 def leased(names: Iterable[str]) -> list[str]:
-    """The tasks that leases are of, by the names of objects."""
+    """The tasks of leases, from the names of their objects."""
     return [match[1] for name in names if (match := _NAME.fullmatch(name))]
 
 
 def holder_of(content: bytes) -> str:
-    """Who holds a lease, by its content; "" where that says nothing."""
+    """The holder of a lease, from its content; "" if it is malformed."""
     return _said(content, "holder")
 
 
 def _said(content: bytes, name: str) -> str:
-    """A plain word of a lease; "" where there is none: somebody else may have written it."""
+    """A plain word of a lease; "" if there is none: anybody may have written it."""
     with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
         word = json.loads(content).get(name)
         if isinstance(word, str) and _WORD.fullmatch(word):
@@ -260,3 +269,46 @@ def _said(content: bytes, name: str) -> str:
 
 def _name(task: str) -> str:
     return f"leases/{task}.json"
+
+
+def own_address() -> str:
+    """The address of this process: others on the same machine can tell from it whether the process is dead.
+
+    It is valid only in the same boot of the same kernel and the same PID namespace; "" if the system has
+    none.
+    """
+    with contextlib.suppress(OSError, IndexError):
+        _, began = _process_state(os.getpid())
+        return f"{_machine()}.{os.getpid()}.{began}"
+    return ""
+
+
+def is_dead_or_stopped(address: str) -> bool:
+    """Whether the process at an address is dead or stopped; False if that isn't known here."""
+    place, _, rest = address.partition(".")
+    number, _, began = rest.partition(".")
+    if not number.isdecimal() or not began.isdecimal() or not address.isascii():
+        return False
+    try:
+        if place != _machine():
+            return False
+        state, found = _process_state(int(number))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except (OSError, IndexError):
+        return False
+    return state in _STOPPED_STATES or found != began
+
+
+@functools.lru_cache(maxsize=1)
+def _machine() -> str:
+    """This boot of this machine, and the PID namespace."""
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text()
+    seen = (_PROC / "self/ns/pid").readlink()
+    return hashlib.blake2b(repr([boot, str(seen)]).encode(), digest_size=16).hexdigest()
+
+
+def _process_state(number: int) -> tuple[str, str]:
+    """The state of a process and its start time, in ticks since the boot (proc(5))."""
+    fields = (_PROC / str(number) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], fields[19]

@@ -1,8 +1,8 @@
-"""Small objects and whole files under one URL: what a shared cache is made of (step F).
+"""Small objects and whole files under one URL, of which a shared cache consists.
 
-Names are relative paths of plain characters. An object is replaced as a whole: who reads it gets the old or
-the new one. Whatever a file system raises becomes a SharedTierError here, with nothing secret in it. What
-the objects mean is told in tier.py.
+Names are relative paths of plain characters. An object is replaced as a whole: readers get the old or the new
+one. Exceptions of file systems become SharedTierError here, without secrets. The meaning of the objects is
+defined in tier.py.
 """
 
 from __future__ import annotations
@@ -23,73 +23,63 @@ from streamload.origins.discretion import discreet
 from streamload.origins.failures import of_store
 
 OBJECT_LIMIT_BYTES = 24 << 20
-"""Of what is read as a whole: the index of a shard of some hundred thousand samples."""
+"""The limit for objects that are read whole: the index of a shard of some hundred thousand samples."""
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._=+-]*(/[A-Za-z0-9_][A-Za-z0-9._=+-]*)*")
 _NOT_OURS = frozenset({"pipe", "data", "github", "git", "zip", "tar", "libarchive", "reference"})
 
 
 class TooLarge(SharedTierError):
-    """An object has more bytes than anything honest of its kind."""
+    """An object is larger than any valid one of its kind."""
 
 
 class Backend(Protocol):
-    """A place for objects; what it raises is its library's. Thread-safe, and made anew by a forked child."""
+    """A store of objects; raises the exceptions of its library. Thread-safe, and usable in a forked child."""
 
     def read(self, name: str, limit_bytes: int) -> bytes | None:
-        """See `Objects.read`; more than the limit may be cut anywhere beyond it."""
-        ...
+        """See `Objects.read`; may cut anywhere beyond the limit."""
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """See `Objects.read_range`; FileNotFoundError where there is none."""
-        ...
+        """See `Objects.read_range`; FileNotFoundError if there is no such object."""
 
     def write(self, name: str, data: bytes) -> None:
         """See `Objects.write`."""
-        ...
 
     def create(self, name: str, data: bytes) -> None:
-        """Write an object under the condition that there is none; FileExistsError says that there was."""
-        ...
+        """Write an object on condition that there is none; else FileExistsError."""
 
     def put_file(self, name: str, path: Path) -> None:
         """See `Objects.put_file`."""
-        ...
 
     def names(self, folder: str) -> list[str]:
         """See `Objects.names`."""
-        ...
 
     def delete(self, name: str) -> None:
         """See `Objects.delete`."""
-        ...
 
     def modified(self, name: str) -> float | None:
         """See `Objects.modified`."""
-        ...
 
     def target(self, name: str) -> str:
         """See `Objects.target`."""
-        ...
 
 
 class Objects:
-    """Objects by name under one URL. Thread-safe, picklable, and of use in a forked child.
+    """Objects by name under one URL. Thread-safe, picklable, and usable in a forked child.
 
-    Nothing is asked before the first operation, and nothing is kept from one to the next: what another wrote
-    is seen as soon as the store shows it. Each request ends within the timeout, but for a file system of the
-    machine that hangs by itself.
+    Makes no request before the first operation, and caches nothing: what others wrote is seen as soon as the
+    store shows it. Each request has a timeout, except in a mounted file system that hangs by itself.
 
     Args:
-        url: of the root: "s3://bucket/folder", "gs://bucket", a path, or whatever else fsspec writes to.
-        storage_options: of its file system.
-        timeout_seconds: for one operation; a file that is put has a second more for each 256 KB.
+        url: of the root: "s3://bucket/folder", "gs://bucket", a path, or any other file system of fsspec.
+        storage_options: of the file system.
+        timeout_seconds: for one operation; a file that is put has another second for each 256 KB.
         stop: ends every wait, with a SharedTierError.
 
     Attributes:
-        url: as it may be shown.
+        url: without secrets.
 
     Raises:
-        OptionError: a URL that can't be a folder of objects.
+        OptionError: the URL can't be a folder of objects.
     """
 
     def __init__(
@@ -124,16 +114,16 @@ class Objects:
         return Objects(url, options, timeout_seconds=timeout, stop=stop)
 
     def target(self, name: str) -> str:
-        """The URL of one object, for whoever opens it otherwise; it may hold what is secret."""
+        """The URL of an object, secrets included, for another client."""
         return self._backend.target(_checked(name))
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What belongs to `target`."""
+        """The options that belong to `target`."""
         return dict(self._made_of[1])
 
     def read(self, name: str, limit_bytes: int = OBJECT_LIMIT_BYTES) -> bytes | None:
-        """All of an object; None if there is none.
+        """Read an object; None if there is none.
 
         Raises:
             SharedTierError: it can't be read.
@@ -142,11 +132,11 @@ class Objects:
         with self._translated("read", name):
             data = self._backend.read(_checked(name), limit_bytes)
         if data is not None and len(data) > limit_bytes:
-            raise TooLarge(f"{self.url}: {name} has more than {limit_bytes:,} bytes; it isn't ours")
+            raise TooLarge(f"{self.url}: {name} has more than {limit_bytes:,} bytes: not one of ours")
         return data
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes of an object from `start` up to `stop`, all of them.
+        """Read the bytes of an object from `start` up to `stop`, all of them.
 
         Raises:
             SharedTierError: there is no such object, it ends before, or it can't be read.
@@ -156,24 +146,24 @@ class Objects:
         with self._translated("read", name):
             data = self._backend.read_range(_checked(name), start, stop)
         if len(data) != stop - start:
-            raise SharedTierError(f"{self.url}: {name} gives {len(data):,} bytes for {start:,}–{stop:,}")
+            raise SharedTierError(f"{self.url}: {name} has {len(data):,} bytes in {start:,}–{stop:,}")
         return data
 
     def write(self, name: str, data: bytes) -> None:
         """Write an object, or replace it as a whole.
 
         Raises:
-            SharedTierError: it can't be written: no permission, no room, no answer.
+            SharedTierError: it can't be written: no permission, no space, no answer.
         """
         with self._translated("write", name):
             self._backend.write(_checked(name), data)
 
     def write_new(self, name: str, data: bytes) -> bool:
-        """Write an object if there is none; whether this call wrote it.
+        """Write an object if there is none; returns whether this call wrote it.
 
-        Of several at once exactly one is told True by a folder and by S3. Elsewhere each of them may be, and
-        the last one stands: where there are no conditions, or where they are looked at before the bytes
-        come (OpenStack Swift). To be sure, read it again a moment later.
+        Of several calls at once exactly one returns True in a folder and on S3. Elsewhere each may, and the
+        last one stands: stores without conditional writes, or that check the condition before the bytes
+        arrive (OpenStack Swift). To be sure, read it again a moment later.
 
         Raises:
             SharedTierError: as for write().
@@ -188,7 +178,7 @@ class Objects:
 
     @functools.cached_property
     def has_conditions(self) -> bool:
-        """Whether the store refuses to create what is there; tried once, with an object of its own.
+        """Whether the store supports conditional writes; tried once, with a temporary object.
 
         Raises:
             SharedTierError: nothing can be written there.
@@ -197,14 +187,14 @@ class Objects:
         with self._translated("write", name):
             try:
                 return self._created(name, b"first") and not self._created(name, b"second")
-            except (TypeError, NotImplementedError):  # a file system that knows no such thing
+            except (TypeError, NotImplementedError):  # a file system without conditional writes
                 return False
             finally:
                 with contextlib.suppress(Exception):
                     self._backend.delete(name)
 
     def put_file(self, name: str, path: Path) -> None:
-        """Write an object with the bytes of a file, by pieces where it is large.
+        """Upload a file as an object, in parts if it is large.
 
         Raises:
             SharedTierError: as for write().
@@ -213,7 +203,7 @@ class Objects:
             self._backend.put_file(_checked(name), path)
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of all objects below a folder, sorted; those of foreign objects among them.
+        """The names of all objects below a folder, sorted; foreign ones included.
 
         Raises:
             SharedTierError: they can't be listed.
@@ -222,19 +212,19 @@ class Objects:
             return sorted(self._backend.names(_checked(folder) if folder else ""))
 
     def delete(self, name: str) -> None:
-        """Remove an object, if it is there.
+        """Delete an object, if it exists.
 
         Raises:
-            SharedTierError: it can't be removed.
+            SharedTierError: it can't be deleted.
         """
         with self._translated("delete", name):
             self._backend.delete(_checked(name))
 
     def modified(self, name: str) -> float | None:
-        """When an object was written, in seconds by the store's own clock; None if there is none.
+        """When an object was written, in seconds by the clock of the store; None if there is none.
 
         Raises:
-            SharedTierError: the store doesn't say.
+            SharedTierError: the store doesn't report it.
         """
         with self._translated("look at", name):
             return self._backend.modified(_checked(name))
@@ -261,7 +251,7 @@ class Objects:
 
 
 def refuse_url(url: str, name: str = "shared_cache") -> None:
-    """Raise OptionError if a URL can't be that of a shared cache; opens nothing."""
+    """Raise OptionError if a URL can't be that of a shared cache. Makes no request."""
     allowed = 'expected a folder such as "s3://bucket/folder", "gs://bucket" or "/mnt/nfs/folder"'
     is_folder = bool(url.strip()) and not any(sign in url for sign in ("?", "::", "\0", "{", "|"))
     if not is_folder or urls.scheme(url) in _NOT_OURS:
@@ -269,7 +259,7 @@ def refuse_url(url: str, name: str = "shared_cache") -> None:
 
 
 def _checked(name: str) -> str:
-    """A name that means the same in every store, and nothing outside of the root."""
+    """Validate a name: it means the same in every store, and nothing outside of the root."""
     if not _NAME.fullmatch(name) or len(name) > 512:
-        raise OptionError(f"{name!r:.100} can't be the name of an object")
+        raise OptionError(f"{name!r:.100} is not a valid name of an object")
     return name

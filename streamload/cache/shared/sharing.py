@@ -1,31 +1,36 @@
-"""The shared cache as one process of a run uses it: read through, and written back (step F)."""
+"""The shared cache as one process of a run uses it: read-through, single-flight, write-back.
+
+A read goes to the shared cache first, then to the shard's origin. Both have the same version, so a transfer
+that fails there continues at the origin from the same byte, and a part that began at the origin continues
+there. If nothing identifies a version (the output of a command), a failed transfer starts over.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from streamload.cache.fill import Outdated
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
-from streamload.cache.shared.through import ReadThrough
-from streamload.errors import OriginStopped
+from streamload.cache.shared.format import SharedShard
+from streamload.cache.shared.objects import Objects, refuse_url
+from streamload.cache.shared.single_flight import SingleFlight, YieldSlot
+from streamload.cache.shared.tier import SharedStream, SharedTier
+from streamload.cache.shared.write_back import WriteBack
+from streamload.errors import CacheCorrupt, DatasetChanged, OriginError, OriginStopped, ShardError
 from streamload.metrics import Counts
 from streamload.options import DEFAULT_SHARED_WAIT_SECONDS, Settings
-from streamload.origins.origin import Origin
-
-if TYPE_CHECKING:
-    from streamload.cache.shared.objects import Objects
-    from streamload.cache.shared.single_flight import SingleFlight
-    from streamload.cache.shared.tier import SharedTier
-    from streamload.cache.shared.write_back import WriteBack
+from streamload.origins.origin import Origin, Stream, Unproven, Version
 
 _TIMEOUT_SECONDS = 10.0
 _LOOK_SECONDS = 30.0
-"""For so long what the shared cache says of a prepared shard is taken to hold."""
+"""How long an answer about a prepared shard is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class SharedOptions:
     """Where the shared cache is, and whether a run writes to it.
 
     Args:
-        url: as for Objects.
+        url: see Objects.
         storage_options: of its file system.
         write_back: store what this process has fetched from origins.
         wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
@@ -46,15 +51,13 @@ class SharedOptions:
 
     @classmethod
     def of(cls, settings: Settings, storage_options: Mapping[str, Any] | None = None) -> SharedOptions | None:
-        """Those of a run; None where it has no shared cache.
+        """The options of a run; None if it has no shared cache.
 
         Raises:
             OptionError: its URL can't be one.
         """
         if settings.shared_cache is None:
             return None
-        from streamload.cache.shared.objects import refuse_url
-
         source = settings.sources["shared_cache"]
         refuse_url(settings.shared_cache, "shared_cache" if source == "argument" else source)
         return cls(
@@ -64,30 +67,23 @@ class SharedOptions:
             settings.shared_wait,
         )
 
-    def open_objects(self) -> Objects:
-        """What the shared cache is made of; nothing is asked of it yet."""
-        return self._objects(None)
+    def open_objects(self, stop: threading.Event | None = None) -> Objects:
+        """The objects of the shared cache; makes no request yet."""
+        return Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS, stop=stop)
 
     def open_tier(self, counts: Counts) -> SharedTier:
-        """The shared cache, for one process; nothing is asked of it yet."""
-        from streamload.cache.shared.tier import SharedTier
-
+        """The shared cache, for one process; makes no request yet."""
         stop = threading.Event()
-        return SharedTier(self._objects(stop), counts, stop=stop)
-
-    def _objects(self, stop: threading.Event | None) -> Objects:
-        from streamload.cache.shared.objects import Objects
-
-        return Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS, stop=stop)
+        return SharedTier(self.open_objects(stop), counts, stop=stop)
 
 
 class Sharing:
     """What one process does with the shared cache. Thread-safe; made in the process that uses it.
 
     Args:
-        options: where it is; None: there is none, and all of this does nothing.
-        counts: get the counters named "shared_…".
-        ask: asks an origin for the version of a shard before a copy is used; None takes what there is.
+        options: where it is; None: there is none, and every method does nothing.
+        counts: receives the counters named "shared_…".
+        ask: asks an origin for a shard's version before a copy is used; None: copies are used as they are.
         uploads: how many shards are stored at once.
     """
 
@@ -96,34 +92,36 @@ class Sharing:
     ):
         self.tier: SharedTier | None = None
         self.write_back: WriteBack | None = None
-        self.turns: SingleFlight | None = None
+        self._single_flight: SingleFlight | None = None
         self._ask = ask
-        self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, until when
-        if options is not None:  # what has no shared cache begins without its modules
-            from streamload.cache.shared.single_flight import SingleFlight
-            from streamload.cache.shared.write_back import WriteBack
-
+        self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, valid until
+        if options is not None:
             self.tier = options.open_tier(counts)
-            self.turns = SingleFlight(self.tier, wait_seconds=options.wait_seconds, stores=self._stores)
+            self._single_flight = SingleFlight(
+                self.tier, wait_seconds=options.wait_seconds, stores=self._stores
+            )
             if options.write_back:
-                self.write_back = WriteBack(self.tier, uploads, self.turns.stored)
+                self.write_back = WriteBack(self.tier, uploads, self._single_flight.stored)
 
-    def through(self, shard: Shard, origin: Origin, stop: threading.Event, *, in_turn: bool = True) -> Origin:
-        """An origin that asks the shared cache first; the event ends its waits.
+    def through(
+        self, shard: Shard, origin: Origin, stop: threading.Event, *, single_flight: bool = True
+    ) -> Origin:
+        """An origin that reads through the shared cache.
 
         Args:
             shard: which one.
-            origin: where it lives.
-            stop: the event.
-            in_turn: whether it waits for other nodes that fetch the same. Then its `close` has to follow, and
-                before that `published` or `kept` if the shard is there.
+            origin: of the shard.
+            stop: ends its waits.
+            single_flight: wait for other nodes that fetch the same shard. Its `close` has to follow, and
+                before that `published` or `kept` if the shard was fetched.
         """
         if self.tier is None or shard.local is not None:
             return origin
-        return ReadThrough(shard, self.tier, origin, stop, self._ask, self.turns if in_turn else None)
+        flight = self._single_flight if single_flight else None
+        return ReadThrough(shard, self.tier, origin, stop, self._ask, flight)
 
     def has_prepared(self, form: Shard) -> bool:
-        """Whether the shared cache holds a prepared shard; it is asked once in a while."""
+        """Whether the shared cache holds a prepared shard; the answer is cached for some seconds."""
         if self.tier is None or form.local is not None:
             return False
         tier, now = self.tier, time.monotonic()
@@ -138,24 +136,198 @@ class Sharing:
         return found
 
     def published(self, shard: Shard, directory: Path) -> None:
-        """This process has filled a shard: store it, by and by, if the shared cache hadn't got it."""
+        """After this process has filled a shard: queue it for write-back if the shared cache lacked it."""
         if self.write_back is not None:
             self.kept(shard)
             self.write_back.offer(shard, directory)
 
     def kept(self, shard: Shard) -> None:
-        """This process has filled a shard, and will give it to `write_back` itself."""
-        if self.turns is not None and self.write_back is not None:
-            self.turns.keep(shard)
+        """After this process has filled a shard that the caller will pass to `write_back` itself."""
+        if self._single_flight is not None and self.write_back is not None:
+            self._single_flight.keep(shard)
 
     def close(self) -> None:
-        """End all of it, whatever is under way; once is enough."""
-        if self.turns is not None:
-            self.turns.close()
-        if self.write_back is not None:
-            self.write_back.close()
-        if self.tier is not None:
-            self.tier.close()
+        """Stop everything, also what is under way. Idempotent."""
+        for part in (self._single_flight, self.write_back, self.tier):
+            if part is not None:
+                part.close()
 
     def _stores(self) -> bool:
         return self.write_back is not None and self.write_back.takes
+
+
+class ReadThrough(Origin):
+    """A shard's origin, with a shared cache in front of it.
+
+    Args:
+        shard: which one.
+        tier: the shared cache.
+        origin: of the shard.
+        stop: ends every wait.
+        ask: asks the origin for its version, so that no old copy is used; None: copies are used as they are.
+        single_flight: which node asks the origin for what is missing; None: each node for itself.
+
+    Attributes:
+        is_kept: whether the whole shard is kept here, so that it can be stored for others.
+        yield_slot: entered while `open` waits for another node.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        tier: SharedTier,
+        origin: Origin,
+        stop: threading.Event,
+        ask: Ask | None = None,
+        single_flight: SingleFlight | None = None,
+    ):
+        self.url = origin.url
+        self.is_kept = True
+        self.yield_slot: YieldSlot = contextlib.nullcontext
+        self._single_flight = single_flight
+        self._has_turn = False
+        self._shard, self._tier, self._origin = shard, tier, origin
+        self._stop, self._ask = stop, ask
+        self._held: SharedShard | None = None
+        self._has_looked = False
+
+    def __repr__(self) -> str:
+        return f"ReadThrough({self._origin!r})"
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Open the shared copy if it has that version; else the origin, once it is this node's turn.
+
+        The stream raises Outdated if neither can continue what the other began.
+        """
+        held = self._usable(expected or self._current())
+        if held is None and self._single_flight is not None:
+            self._has_turn = True
+            held = self._single_flight.find(
+                self._shard,
+                lambda: self._look_again(expected),
+                self._stop,
+                takes=self.is_kept,
+                yield_slot=self.yield_slot,
+            )
+        if held is not None and start <= held.size:
+            shared = self._tier.attempt(
+                lambda: self._tier.stream(self._shard, held, start, self._stop), self._shard
+            )
+            if shared is not None:
+                self._tier.counts.add("shared_hits", 1)
+                version = held.version if expected is None else expected.completed(held.version)
+                return _ThroughStream(self._tier, self._shard, shared, self._origin, start, version)
+        return self._origin.open(start, expected)
+
+    def version(self) -> Version:
+        """The origin's version."""
+        return self._origin.version()
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Read a range of a version, from the shared cache or the origin."""
+        held = self._usable(version)
+        if held is not None and stop <= held.size:
+            data = self._tier.attempt(lambda: self._tier.read(self._shard, held, start, stop), self._shard)
+            if data is not None:
+                return data
+        return self._origin.read(start, stop, version)
+
+    def close(self) -> None:
+        """Close the origin, and end the turn unless the shard is being stored."""
+        self._origin.close()
+        if self._single_flight is not None and self._has_turn:
+            self._has_turn = False
+            self._single_flight.end(self._shard)
+
+    def _look(self) -> SharedShard | None:
+        if not self._has_looked:
+            self._held, self._has_looked = self._tier.held(self._shard), True
+        return self._held
+
+    def _look_again(self, expected: Version | None) -> SharedShard | None:
+        """Look up what is held by now."""
+        self._held = self._tier.attempt(lambda: self._tier.look(self._shard), self._shard)
+        return self._usable(expected or self._current())
+
+    def _usable(self, wanted: Version | None) -> SharedShard | None:
+        """The shared copy, unless it is another version than the wanted one."""
+        held = self._look()
+        if held is not None and wanted is not None and wanted.difference(held.version) is not None:
+            self._tier.lacks(self._shard)
+            return None
+        return held
+
+    def _current(self) -> Version | None:
+        """The version that a copy must have; None if it isn't asked for, or the origin doesn't answer."""
+        if self._ask is None or self._look() is None:
+            return None
+        try:
+            version = self._ask(self._shard, self._stop)
+        except OriginStopped:
+            raise
+        except (OriginError, ShardError):
+            self._tier.counts.add("shards_unverified", 1)
+            return None
+        self._tier.counts.add("shards_revalidated", 1)
+        return version
+
+
+class _ThroughStream:
+    """The bytes of the shared copy, and the origin's from where those fail."""
+
+    def __init__(
+        self,
+        tier: SharedTier,
+        shard: Shard,
+        shared: SharedStream,
+        origin: Origin,
+        start: int,
+        version: Version,
+    ):
+        self.version = version
+        self._tier, self._shard, self._origin = tier, shard, origin
+        self._stream: SharedStream | Stream = shared
+        self._size = shared.size
+        self._position = start
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes in order, once.
+
+        Raises:
+            Outdated: the origin has another version by now, or nothing identifies its version.
+        """
+        try:
+            for chunk in self._stream.chunks():
+                self._position += len(chunk)
+                yield chunk
+            return
+        except OriginStopped:
+            raise
+        except (CacheCorrupt, OriginError, ShardError) as exc:
+            self._tier.failed(self._shard, exc)
+        finally:
+            self._stream.close()
+        if self._position == self._size:
+            return
+        yield from self._rest()
+
+    def close(self) -> None:
+        """Close the open stream. Idempotent."""
+        self._stream.close()
+
+    def _rest(self) -> Iterator[bytes]:
+        if not self.version.is_traceable:
+            self._tier.invalidate(self._shard)
+            raise Outdated
+        try:
+            self._stream = stream = self._origin.open(self._position, self.version)
+        except Unproven:
+            raise Outdated from None
+        except DatasetChanged:
+            self._tier.invalidate(self._shard)
+            raise Outdated from None
+        self.version = self.version.completed(stream.version)
+        try:
+            yield from stream.chunks()
+        finally:
+            stream.close()

@@ -1,4 +1,4 @@
-"""Objects in an object store, or whatever else fsspec writes to: one request each, with a deadline."""
+"""Objects in an object store, or any other file system of fsspec: one request each, with a deadline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TAKEN = {409, 412}
 
 
 class Store:
-    """A folder of a file system that fsspec knows.
+    """A folder of a file system of fsspec.
 
     Args:
-        url: its root, with whatever is secret in it.
+        url: of its root, secrets included.
         storage_options: of the file system.
         timeout_seconds: for one request.
         stop: ends every wait.
@@ -54,7 +54,7 @@ class Store:
         return f"{self._url}/{name}"
 
     def read(self, name: str, limit_bytes: int) -> bytes | None:
-        """All of an object, by a range that no honest one exceeds."""
+        """Read an object, by a range larger than any valid one."""
         try:
             return self._range(name, 0, limit_bytes + 1)
         except FileNotFoundError as exc:
@@ -64,33 +64,33 @@ class Store:
         except OriginTimeout:
             raise
         except OSError:
-            if self._size(name) != 0:  # of nothing there is no range
+            if self._size(name) != 0:  # an empty object has no range
                 raise
             return b""
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """One range."""
+        """Read one range."""
         return self._range(name, start, stop)
 
     def write(self, name: str, data: bytes) -> None:
-        """One request, or several where it is large."""
+        """Write in one request, or in several if it is large."""
         files, path = self._at(name)
         self._make_folder(files, path)
         self._do(files, "pipe_file", path, data)
 
     def create(self, name: str, data: bytes) -> None:
-        """Write under the condition that there is none."""
+        """Write on condition that there is no such object."""
         files, path = self._at(name)
         self._make_folder(files, path)
         try:
             self._do(files, "pipe_file", path, data, mode="create")
         except OSError as exc:
             if status_of(exc) in _TAKEN:
-                raise FileExistsError(f"{name} is there") from exc
+                raise FileExistsError(f"{name} exists") from exc
             raise
 
     def put_file(self, name: str, path: Path) -> None:
-        """By pieces, some of them at once; seen by others when all of them are there."""
+        """Upload in parts, some at once; others see the object when it is complete."""
         files, target = self._at(name)
         self._make_folder(files, target)
         more = {"chunksize": _PIECE_BYTES} if self._protocol in {"s3", "s3a"} else {}
@@ -98,7 +98,7 @@ class Store:
         self._do(files, "put_file", str(path), target, seconds=seconds, **more)
 
     def names(self, folder: str) -> list[str]:
-        """All objects below."""
+        """List all objects below a folder."""
         files, path = self._at(folder)
         root = self._at("")[1].rstrip("/") + "/"
         try:
@@ -109,7 +109,7 @@ class Store:
         return [name.removeprefix(root) for name in within if name.startswith(root)]
 
     def delete(self, name: str) -> None:
-        """One request."""
+        """Delete an object."""
         files, path = self._at(name)
         try:
             self._do(files, "rm_file", path)
@@ -117,7 +117,7 @@ class Store:
             return
 
     def modified(self, name: str) -> float | None:
-        """What the store says of it."""
+        """The modification time that the store reports."""
         try:
             info = self._info(name)
         except FileNotFoundError:
@@ -128,7 +128,7 @@ class Store:
         if isinstance(when, datetime.datetime):
             return when.timestamp()
         if not isinstance(when, int | float):
-            raise SharedTierError(f"the store doesn't say when {name} was written")
+            raise SharedTierError(f"the store reports no modification time of {name}")
         return float(when)
 
     def _range(self, name: str, start: int, stop: int) -> bytes:
@@ -158,7 +158,7 @@ class Store:
         return files, path
 
     def _files(self) -> Any:
-        """The file system; a forked child makes its own, as its event loop isn't inherited."""
+        """The file system; a forked child makes its own, as event loops aren't inherited."""
         made = self._made
         if made is None or made[0] != os.getpid():
             import fsspec
@@ -166,19 +166,19 @@ class Store:
             try:
                 made = (os.getpid(), fsspec.filesystem(self._protocol, **self._options))
             except (ImportError, TypeError, ValueError, KeyError) as exc:
-                raise OptionError(f"shared_cache: its file system can't be made: {exc}") from exc
+                raise OptionError(f"shared_cache: its file system can't be opened: {exc}") from exc
             if self._protocol in {"s3", "s3a"}:
                 made[1].retries, made[1].max_concurrency = 3, 2
             self._made = made
         return made[1]
 
     def _make_folder(self, files: Any, path: str) -> None:
-        """Object stores have no folders, and would take it for a bucket."""
+        """Make a folder, except in object stores: those have none, and would take it for a bucket."""
         if not files.async_impl:
             self._do(files, "makedirs", path.rpartition("/")[0], exist_ok=True)
 
     def _do(self, files: Any, what: str, *given: Any, seconds: float | None = None, **more: Any) -> Any:
-        """Ask the file system, with a deadline."""
+        """Call the file system, with a deadline."""
         limit = self._timeout_seconds if seconds is None else seconds
         try:
             return calls.result(calls.begin(files, what, *given, **more), files, limit, self._check)
@@ -188,10 +188,10 @@ class Store:
 
     def _check(self) -> None:
         if self._stop.is_set():
-            raise SharedTierError("the shared cache was left in the middle of a request")
+            raise SharedTierError("the shared cache was closed during a request")
 
 
 def _lacks_bucket(exc: FileNotFoundError) -> bool:
-    """Whether it isn't the object that is missing, but all that could hold it: a wrong URL, say."""
+    """Whether the bucket is missing rather than the object: probably a wrong URL."""
     answer = getattr(exc.__cause__, "response", None)
     return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"

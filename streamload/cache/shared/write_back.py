@@ -1,4 +1,4 @@
-"""Store in the shared cache what came from origins, beside a training and never in its way (step F)."""
+"""Write-back: store in the shared cache what came from origins, beside a training and without delaying it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ logger = logging.getLogger("streamload")
 
 _WAITING = 1000
 _KEPT = 1000
-"""After so many in a row nothing is written for a while: no permission, say, or no room …"""
+"""The most failures that are remembered."""
 _DOUBLINGS = 6
-"""… at first for a minute, and twice as long each time that the next one fails as well, up to an hour."""
+"""After repeated failures (no permission, no space) it pauses: for a minute at first, up to an hour."""
 
 
 class WriteBack:
-    """Threads that store published shards, each one after the other.
+    """Threads that store published shards, one at a time each.
 
-    What is evicted before its turn isn't stored, nor what is offered while a thousand wait: that is counted,
-    and whoever fetches it next may store it.
+    A shard that is evicted before its turn isn't stored, nor one that is offered while a thousand wait: that
+    is counted, and the node that fetches it next may store it.
 
     Args:
-        tier: where to.
-        threads: how many are stored at once.
-        ended: told, from any thread, of each shard that was taken and is stored, or won't be.
+        tier: the shared cache.
+        threads: how many shards are stored at once.
+        ended: called, from any thread, with each shard that was accepted and is stored, or won't be.
         clock: monotonic.
     """
 
@@ -70,46 +70,46 @@ class WriteBack:
 
     @property
     def takes(self) -> bool:
-        """Whether shards are stored now."""
+        """Whether shards are accepted now."""
         with self._change:
             return self._takes()
 
     def offer(self, shard: Shard, directory: Path) -> None:
-        """A shard was published that the shared cache didn't give: store it, if it still isn't there."""
+        """Queue a published shard if the shared cache lacked it."""
         if self._tier.is_lacking(shard):
             self.add(shard, directory)
         else:
             self._ended(shard)
 
     def add(self, shard: Shard, directory: Path) -> None:
-        """Store a shard of a tier, if it isn't there."""
+        """Queue a shard of a tier; it is stored if it is missing."""
         with self._change:
             is_taken = self._takes() and len(self._waiting) < _WAITING
             if is_taken:
                 self._waiting.append((shard, directory))
                 self._change.notify_all()
             else:
-                self._note(shard, "the shared cache doesn't take shards as they come")
+                self._note(shard, "the queue is full, or writing was paused after failures")
         if not is_taken:
             self._ended(shard)
 
     def has_room(self) -> bool:
-        """Whether another would be taken."""
+        """Whether another would be accepted."""
         with self._change:
             return len(self._waiting) < _WAITING
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all that was offered is stored, or has failed; False if that takes longer."""
+        """Wait until everything queued is stored or has failed; False after a timeout."""
         with self._change:
             return self._change.wait_for(lambda: not self._waiting and not self._busy, seconds)
 
     def close(self) -> None:
-        """Leave what waits, and end what is being stored; once is enough. The tier is closed as well."""
+        """Drop the queue, interrupt what is being stored, and close the tier. Idempotent."""
         self._tier.close()
         with self._change:
             self._is_closed = True
             for shard, _ in self._waiting:
-                self._note(shard, "the run ended before")
+                self._note(shard, "the run ended before its turn")
             self._waiting.clear()
             self._change.notify_all()
         for thread in self._threads:
@@ -138,15 +138,15 @@ class WriteBack:
                 self._change.notify_all()
 
     def _store(self, shard: Shard, directory: Path) -> Exception | None:
-        """Store a shard; what speaks against storing others."""
+        """Store a shard; returns an error that may affect others, too."""
         try:
             self._tier.store(shard, directory)
         except FileNotFoundError:
             with self._change:
                 self._note(shard, "it was evicted before its turn")
-        except OSError as exc:  # the shared cache's, or the tier's: CacheCorrupt, SharedTierError
+        except OSError as exc:  # of the shared cache or the tier: CacheCorrupt, SharedTierError
             if not self._is_closed:
-                self._tier.complain(shard, exc)
+                self._tier.report(shard, exc)
             return exc
         return None
 
@@ -154,15 +154,15 @@ class WriteBack:
         return not self._is_closed and not self._breaker.is_open
 
     def _rest(self, seconds: float) -> list[Shard]:
-        """Store nothing for some seconds, and drop the shards that wait; returns these."""
+        """Drop the queue when the breaker opens; returns what was in it."""
         if not seconds:
             return []
         logger.warning(
-            "nothing is stored in the shared cache for %d s: %d shards in a row couldn't be",
+            "nothing is stored in the shared cache for the next %d s: %d shards in a row failed",
             *(seconds, self._breaker.in_a_row),
         )
         for shard, _ in self._waiting:
-            self._note(shard, "the shared cache had refused others")
+            self._note(shard, "writing was paused after failures")
         left = [shard for shard, _ in self._waiting]
         self._waiting.clear()
         return left

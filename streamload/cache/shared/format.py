@@ -1,8 +1,8 @@
-"""What the index object of a shared cache says of a shard: its version, its entries, its blocks' checksums.
+"""The format of a shard in a shared cache: its index object, and checksums over blocks of its data object.
 
-    magic, lengths, JSON, a tier's files `index` and `names`, checksums of the blocks, a check of all this
+    magic, lengths, JSON, the tier files `index` and `names`, checksums of the blocks, a checksum of all this
 
-It is written and read as a whole, after the data that it names.
+The index object is written after the data that it names, and read as a whole.
 """
 
 from __future__ import annotations
@@ -12,21 +12,98 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from struct import Struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 from xxhash import xxh3_64_digest
 
 from streamload.cache.shard import Shard, version_of
 from streamload.cache.shard_copy import ShardCopy
-from streamload.cache.shared.blocks import BLOCK_BYTES, BlockSums, Sums
 from streamload.errors import CacheCorrupt, ShardError
 from streamload.origins.origin import Version
 from streamload.shards.record import HEADER_START, header_lengths, unpack_meta
 from streamload.shards.samples import Entry, ShardScanner
+
+BLOCK_BYTES = 64 << 10
+"""8 bytes of checksum for each; reading a single sample adds less than two blocks."""
+
+Sums = npt.NDArray[np.uint64]
+
+
+class BlockSums:
+    """Takes a shard's bytes in chunks of any size; the last block may be short."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+        self._sums: list[int] = []
+
+    def update(self, chunk: bytes | memoryview) -> None:
+        """Take the next bytes."""
+        view, at = memoryview(chunk), 0
+        while at < len(view):
+            piece = view[at : at + BLOCK_BYTES - self._filled]
+            self._hash.update(piece)
+            self._filled += len(piece)
+            at += len(piece)
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+
+    def finish(self) -> Sums:
+        """The checksums of all blocks, once there are no more bytes."""
+        if self._filled:
+            self._end_block()
+        return np.array(self._sums, np.uint64)
+
+    def _end_block(self) -> None:
+        self._sums.append(self._hash.intdigest())
+        self._hash.reset()
+        self._filled = 0
+
+
+def verified(chunks: Iterable[bytes], sums: Sums, start: int, size: int) -> Iterator[bytes]:
+    """Yield the bytes of chunks, each block after its checksum was verified.
+
+    Args:
+        chunks: from `start` to the end.
+        sums: of all blocks of the shard.
+        start: the first byte of a block.
+        size: of the whole shard.
+
+    Raises:
+        CacheCorrupt: the bytes aren't those that were stored; what was yielded before is right.
+    """
+    block, position, begun = start // BLOCK_BYTES, start, xxhash.xxh3_64()
+    waiting: list[bytes] = []
+    for chunk in chunks:
+        view, at, good, is_good = memoryview(chunk), 0, 0, True
+        while at < len(view) and is_good:
+            border = min((block + 1) * BLOCK_BYTES, size)
+            piece = view[at : at + border - position]
+            begun.update(piece)
+            at += len(piece)
+            position += len(piece)
+            if position == border:
+                is_good = len(piece) > 0 and begun.intdigest() == int(sums[block])
+                good = at if is_good else good
+                begun.reset()
+                block += 1
+        if good:
+            yield from waiting
+            waiting = []
+            yield chunk if good == len(chunk) else bytes(view[:good])
+        if not is_good:
+            raise CacheCorrupt(f"block {block - 1} of {len(sums)} fails its checksum")
+        if good < len(view):
+            waiting.append(bytes(view[good:]))
+    if position != size:
+        raise CacheCorrupt(f"there are {position:,} bytes instead of {size:,}")
+
 
 _MAGIC = b"SLSHARE1"
 _LENGTHS = Struct("<8sQQQQ")
@@ -41,12 +118,12 @@ class SharedShard:
 
     Attributes:
         digest: of the shard, as its index names it.
-        version: which one it is at its origin.
+        version: at its origin.
         size: bytes of the tar.
         samples: how many it has.
-        data: the name of its bytes, beside the index.
-        sums: uint64[blocks], of its bytes.
-        index, names: the files of a tier that say what its samples are.
+        data: the name of the data object, beside the index.
+        sums: uint64[blocks], checksums of the data.
+        index, names: the tier files that describe its samples.
     """
 
     digest: str
@@ -60,30 +137,25 @@ class SharedShard:
 
     @classmethod
     def of(cls, shard: Shard, source: ShardCopy) -> SharedShard:
-        """What is to be said of a shard that a tier holds; all of it is read and compared with its index.
+        """Describe a published shard; all of it is read and compared with its index.
 
         Raises:
-            CacheCorrupt: it isn't whole, or isn't what its index says.
+            CacheCorrupt: it isn't complete, or doesn't match its index.
         """
         reader = source.reader
         reader.refresh()
         if not reader.is_complete or source.is_index_only or not reader.size:
-            raise CacheCorrupt(f"{source.path} isn't a whole shard")
+            raise CacheCorrupt(f"{source.path} isn't a complete shard")
         sums = _compared(source, bool(shard.recipe))
         at_origin = version_of(reader)
         version = at_origin
-        if not shard.recipe:  # of a prepared one it is that of what it was made of, size and all
+        if not shard.recipe:  # a prepared shard has the version, and size, of what it was made of
             version = Version(reader.size, at_origin.etag, at_origin.last_modified)
         data = data_name(version, sums)
         return cls(shard.digest, version, reader.size, reader.count, data, sums, *index_files(source))
 
-    def write_index(self, directory: Path) -> None:
-        """Write `index` and `names` into a directory, for an IndexReader."""
-        (directory / "names").write_bytes(self.names)
-        (directory / "index").write_bytes(self.index)
-
     def pack(self) -> bytes:
-        """The index object."""
+        """Serialize as an index object."""
         facts = {"size": self.size, "samples": self.samples, "data": self.data, "block_bytes": BLOCK_BYTES}
         parts = (json.dumps(facts).encode(), self.index, self.names, self.sums.astype("<u8").tobytes())
         packed = _LENGTHS.pack(_MAGIC, *map(len, parts)) + b"".join(parts)
@@ -91,10 +163,10 @@ class SharedShard:
 
     @classmethod
     def unpack(cls, packed: bytes) -> SharedShard:
-        """What an index object says.
+        """Parse an index object.
 
         Raises:
-            CacheCorrupt: it is cut, damaged, or another version's.
+            CacheCorrupt: it is cut, damaged, or of another version.
         """
         try:
             return cls._unpacked(packed)
@@ -138,18 +210,18 @@ class SharedShard:
 
 
 def index_files(source: ShardCopy) -> tuple[bytes, bytes]:
-    """The files `index` and `names` of a shard in a tier."""
+    """The contents of the files `index` and `names` of a shard in a tier."""
     return (source.path / "index").read_bytes(), (source.path / "names").read_bytes()
 
 
 def data_name(version: Version, sums: Sums) -> str:
-    """How the bytes of a shard are called: equal for equal bytes of one version, whoever stores them."""
+    """The name of a data object: equal for equal bytes of one version, on all nodes."""
     facts = json.dumps([version.size, version.etag, version.last_modified]).encode()
     return hashlib.blake2b(facts + sums.astype("<u8").tobytes(), digest_size=8).hexdigest() + ".tar"
 
 
 def _compared(source: ShardCopy, is_prepared: bool) -> Sums:
-    """Read a published shard, and compare it with its index; the checksums of its blocks."""
+    """Read a published shard and compare it with its index; returns its block checksums."""
     scanner, sums, reader = ShardScanner(prepared=is_prepared), BlockSums(), source.reader
     size = number = 0
     try:
@@ -162,15 +234,15 @@ def _compared(source: ShardCopy, is_prepared: bool) -> Sums:
     except ShardError as exc:
         raise CacheCorrupt(f"{source.path}: {exc}") from exc
     if (number, size) != (reader.count, reader.size):
-        raise CacheCorrupt(f"{source.path}: {number} samples in {size} bytes, its index says otherwise")
+        raise CacheCorrupt(f"{source.path}: {number} samples in {size} bytes don't match its index")
     return sums.finish()
 
 
 def _compare(entries: list[Entry], source: ShardCopy, number: int) -> int:
-    """Compare entries with those of the index from a number on; the number behind them."""
+    """Compare entries with those of the index from `number` on; returns the next number."""
     for entry in entries:
         if number >= source.reader.count or entry != source.reader.entry(number):
-            raise CacheCorrupt(f"{source.path}: sample {number} ({entry.key}) isn't what its index says")
+            raise CacheCorrupt(f"{source.path}: sample {number} ({entry.key}) doesn't match its index")
         number += 1
     return number
 

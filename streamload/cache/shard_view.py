@@ -1,0 +1,365 @@
+"""Read a shard that may still be arriving: its entries by number, its samples by entry.
+
+The position of a reader is a sample number, so between two samples a view may switch to another copy of the
+same bytes: from the part of a dead filler to the part that takes it over, or to the published shard. The
+samples of an index-only copy come from the origin by range. Apart from those reads a view never waits: it
+says what is there, and the caller decides how long to retry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamload.cache.locks import PATIENCE_SECONDS, FileLock
+from streamload.cache.shard import Shard, is_of, is_outdated
+from streamload.cache.shard_copy import Needed, ReadMemory, ShardCopy, is_whole
+from streamload.cache.tier import Tier
+from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError
+from streamload.origins.origin import Version
+from streamload.shards.index import IndexReader
+from streamload.shards.samples import Entry
+
+if TYPE_CHECKING:
+    from streamload.cache.freshness import Freshness
+
+_STALLED_SECONDS = 0.25
+"""A copy without news for so long makes the view look for another one."""
+_APPEAR_SECONDS = 0.01
+"""How often a view without a copy looks for one."""
+_COMPLETE = frozenset({"shards", "bare", "gone"})
+"""Subdirectories of copies that have ended: they get there by one rename."""
+
+Found = tuple[ShardCopy, Entry]
+"""An entry, and the copy that has it."""
+
+Fetch = Callable[[Shard, Version, int, int], bytes]
+"""Reads bytes `start` to `stop` of a version of a shard at its origin; raises OriginError, DatasetChanged."""
+
+
+class ShardView:
+    """One shard as one reader sees it, arriving or complete.
+
+    Args:
+        tiers: where its copies may be, the preferred tier first.
+        shard: which one.
+        fetch: reads samples of an index-only copy; None: such copies are ignored.
+        freshness: decides which version the run reads; None: any.
+    """
+
+    def __init__(
+        self,
+        tiers: Tier | Callable[[], Sequence[Tier]],
+        shard: Shard,
+        fetch: Fetch | None = None,
+        freshness: Freshness | None = None,
+    ):
+        self.shard = shard
+        self._pid = os.getpid()
+        self._freshness = freshness if shard.local is None else None
+        self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
+        self._avoided: set[Path] = set()  # damaged copies that can't be removed
+        self._fetch = fetch
+        self._index: ShardCopy | None = None  # provides the entries: never fewer than before
+        self._data: ShardCopy | None = None  # provides the samples: usually the same copy
+        self._looked_at = 0.0
+        self._trouble_since: float | None = None
+        self.was_complete = False
+        """Whether the whole shard was in the tier when the view was opened."""
+        was_published = not self._may_open() and any(tier.has_whole(shard) for tier in self._tiers())
+        self.refresh()
+        self.was_complete = was_published or (self.ended and not self.gave_up and not self.is_index_only)
+
+    def __repr__(self) -> str:
+        where = self._index.path.parent.name if self._index else "nowhere"
+        state = "ended" if self.ended else "arriving"
+        return f"<ShardView {self.shard.name}: {self.count} samples, {state}, in {where}>"
+
+    @property
+    def is_index_only(self) -> bool:
+        """Whether its samples have to be read from the origin."""
+        return self._data is not None and self._data.is_index_only
+
+    @property
+    def reader(self) -> IndexReader | None:
+        """The entries so far."""
+        return self._index.reader if self._index else None
+
+    @property
+    def count(self) -> int:
+        """The number of complete samples."""
+        return self._index.reader.count if self._index else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more samples will come."""
+        return self._index is not None and self._index.reader.ended
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the shard ended with a tombstone: it could not be fetched, or not to its end."""
+        return self.ended and self._index is not None and not self._index.reader.is_complete
+
+    def refresh(self) -> bool:
+        """Look for new entries; True if there are any, or if the shard has ended."""
+        before = (self.count, self.ended)
+        if self._index is not None:
+            if self.ended:
+                return False
+            try:
+                self._index.reader.refresh()
+            except CacheCorrupt:
+                self.invalidate(self._index)
+        if (self.count, self.ended) != before:
+            self._looked_at = time.monotonic()
+        elif self._may_look(_STALLED_SECONDS if self._index else _APPEAR_SECONDS):
+            self._switch_copy()
+        return (self.count, self.ended) != before
+
+    def find(self, numbers: Sequence[int]) -> list[Found | None]:
+        """The entries of samples with the copy to read; all None if one of them isn't there (yet)."""
+        copy, last = self._data, max(numbers)
+        if copy is None or copy.reader.count <= last or copy.is_index_only:
+            copy = self._copy_with(last)
+            if copy is None:
+                return [None] * len(numbers)
+        try:
+            return [(copy, entry) for entry in copy.reader.entries(numbers)]
+        except CacheCorrupt:
+            self.invalidate(copy)
+            return [None] * len(numbers)
+
+    def ranges(self, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
+        """The byte ranges of samples at the origin, if they are read from there; only those with entries."""
+        copy = self._data
+        if copy is None or not copy.is_index_only:
+            return []
+        known = [number for number in numbers if number < copy.reader.count]
+        try:
+            return [(copy.version, entry.start, entry.stop) for entry in copy.reader.entries(known)]
+        except CacheCorrupt:
+            return []  # `find` handles it
+
+    def read(
+        self,
+        number: int,
+        needed: Needed | None = None,
+        memory: ReadMemory | None = None,
+        found: Found | None = None,
+    ) -> tuple[Entry, memoryview] | None:
+        """The entry of sample `number` and the bytes from `entry.start` on; None if they aren't there (yet).
+
+        A copy whose bytes fail their checksum is removed from the tier, so that it is fetched again.
+
+        Args:
+            number: of the sample in its shard.
+            needed: selects the members of a sample of more than AT_ONCE_BYTES: the entry then has only
+                those. None: all of them, however large.
+            memory: where the bytes may be put.
+            found: the result of `find` for this sample, if it was called.
+
+        Raises:
+            DatasetChanged: a local file, or the copy that was fetched again, differs from what the run began
+                to read.
+            OriginError: the copy is index-only, and the origin doesn't return the bytes.
+        """
+        if found is None or found[0] is not self._data:  # that copy may have been closed since
+            (found,) = self.find((number,))
+            if found is None:
+                return None
+        copy, entry = found
+        if copy.is_index_only:
+            return entry, self._fetched(copy, entry)
+        sample = copy.sample(entry, needed, memory)
+        if sample is None:
+            if copy.is_in_place:
+                raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
+            self.invalidate(copy)
+        return sample
+
+    def invalidate(self, copy: ShardCopy | None = None) -> None:
+        """Remove a damaged copy, so that it is fetched again.
+
+        Args:
+            copy: the copy that was read; None: the one that provides the entries.
+        """
+        copy = copy or self._index
+        if copy is not None:
+            self._quarantine(copy.path)
+        self.close()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether there is a damaged copy that can't be removed."""
+        return any(path.exists() for path in self._avoided)
+
+    def hold_tombstone(self) -> FileLock | None:
+        """A lock that keeps the tombstone in place while a process that has acted on it lives."""
+        for tier in self._tiers():
+            lock = FileLock.acquire(tier.tombstone(self.shard.digest) / "names", shared=True)
+            if lock is not None:
+                return lock
+        return None
+
+    def close(self) -> None:
+        """Close the shard; it may be evicted from now on."""
+        for copy in {self._index, self._data}:
+            if copy is not None:
+                copy.close()
+        self._index = self._data = None
+
+    def _fetched(self, copy: ShardCopy, entry: Entry) -> memoryview:
+        assert self._fetch is not None
+        try:
+            data = memoryview(self._fetch(self.shard, copy.version, entry.start, entry.stop))
+            if is_whole(entry, data):
+                return data
+            raise DatasetChanged(
+                f"{self.shard.name} returns other bytes for sample {entry.key} than when it was indexed"
+            )
+        except DatasetChanged:  # the index is useless, to the next run as well
+            for tier in self._tiers():
+                if copy.path == tier.index_only(self.shard.digest):
+                    tier.trash(copy.path)
+            raise
+
+    def _switch_copy(self) -> None:
+        """Switch to another copy if it has more samples.
+
+        Raises:
+            DatasetChanged: the shard has ended with fewer samples than have been read.
+        """
+        for found in self._copies(self._index):
+            better = self._index is None or found.reader.ended or found.reader.count > self.count
+            if better and found.reader.count >= self.count:
+                old, self._index = self._index, found
+                if self._data is None or self._data is old:
+                    self._data = found
+                if old is not None and old is not self._data:
+                    old.close()
+                return
+            reader = found.reader
+            found.close()
+            if reader.ended:
+                why = ": ".join(filter(None, (reader.status, reader.cause)))
+                raise DatasetChanged(
+                    f"{self.shard.name} has ended ({why}) with {reader.count} samples; this run has begun to "
+                    f"read {self.count}"
+                )
+
+    def _copy_with(self, number: int) -> ShardCopy | None:
+        """A copy to read sample `number` from; an index-only one only if there is no other."""
+        index_only = self._data if self._data is not None and self._data.reader.count > number else None
+        if not self._may_look(_APPEAR_SECONDS if index_only is None else _STALLED_SECONDS):
+            return index_only
+        for found in self._copies(index_only):
+            if found.reader.count > number and (index_only is None or not found.is_index_only):
+                old, self._data = self._data, found
+                if old is not None and old is not self._index:
+                    old.close()
+                return found
+            found.close()
+        return index_only
+
+    def _may_look(self, interval_seconds: float) -> bool:
+        now = time.monotonic()
+        if now - self._looked_at < interval_seconds:
+            return False
+        self._looked_at = now
+        return True
+
+    def _copies(self, known: ShardCopy | None) -> Iterator[ShardCopy]:
+        """Open the copies of the shard other than `known`, the best first.
+
+        Raises:
+            CacheError: none was found, and a tier has failed for long.
+        """
+        trouble = None
+        for tier in self._tiers():
+            try:
+                for path in self._paths(tier):
+                    found = self._open(path) if known is None or path != known.path else None
+                    if found is not None:
+                        self._trouble_since = None
+                        yield found
+            except StreamloadError:
+                raise
+            except OSError as exc:  # for example too many open files, which may pass
+                trouble = exc
+        if trouble is None:
+            self._trouble_since = None
+        elif self._trouble_since is None:
+            self._trouble_since = time.monotonic()
+        elif time.monotonic() - self._trouble_since > PATIENCE_SECONDS:
+            raise CacheError(f"{self.shard.name} can't be read from the cache: {trouble}") from trouble
+
+    def _paths(self, tier: Tier) -> list[Path]:
+        digest = self.shard.digest
+        paths = [tier.tombstone(digest)]
+        if self._may_open():
+            published = map(tier.published, self.shard.digests)
+            parts = (part for name in self.shard.digests for part in tier.parts(name))
+            paths = [*published, tier.index_only(digest), *paths, *parts]
+        return [path for path in paths if path not in self._avoided]
+
+    def _may_open(self) -> bool:
+        """Whether copies may be opened: their version is known to be current, or reading has begun."""
+        return self._index is not None or self._freshness is None or self._freshness.is_current(self.shard)
+
+    def _open(self, path: Path) -> ShardCopy | None:
+        """The copy at `path`; None if there is none yet. An unusable one is removed."""
+        is_complete = path.parent.name in _COMPLETE
+        before = _identity(path) if is_complete else None
+        prepared = self.shard.prepared
+        shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
+        try:
+            found = ShardCopy.open(path, shard)
+        except (FileNotFoundError, CacheCorrupt):
+            found = None
+            if before is not None and before == _identity(path):  # else it was published just now
+                self._quarantine(path)
+        if found is None:
+            return None
+        with contextlib.ExitStack() as unless_used:
+            unless_used.callback(found.close)
+            if found.is_index_only and self._fetch is None:
+                return None
+            is_damaged = is_complete and not (found.reader.ended and is_of(found.reader, shard))
+            if is_damaged or (self._index is None and is_outdated(found.reader.meta, self.shard)):
+                unless_used.close()  # open files wouldn't be deleted
+                self._quarantine(path)
+                return None
+            if self._index is not None:
+                self._index.refuse_other(found, self.shard)
+            elif self._freshness is not None and path.parent.name != "gone":
+                self._freshness.agree(self.shard, found.version)
+            unless_used.pop_all()
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return found
+
+    def _quarantine(self, path: Path) -> None:
+        """Remove a damaged copy, or avoid it if the disk doesn't allow that.
+
+        Raises:
+            CacheError: it isn't damaged: a forked child reads files that its parent has opened.
+        """
+        if self._pid != os.getpid():
+            raise CacheError(
+                f"{self.shard.name} was opened by the parent of this forked process; iterate the loader again"
+            )
+        for tier in self._tiers():
+            if path.is_relative_to(tier.root) and not tier.quarantine(path):
+                self._avoided.add(path)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """The device and inode of a directory; None if there is none."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
