@@ -24,7 +24,7 @@ def test_what_is_read_into_it_is_what_is_read_without_it(filled: Filled) -> None
     memory = ReadMemory(40_000)
     view = ShardView(filled.tier, shard_of(filled.urls[0], None))
     for _ in range(2):
-        memory.begin_anew()
+        memory.reset()
         kept = []
         for number in range(SAMPLES):
             alone, together = view.read(number), view.read(number, memory=memory)
@@ -44,7 +44,7 @@ def test_what_has_no_room_gets_memory_of_its_own_and_what_was_taken_stays_until_
     for part, byte in ((first, b"a"), (second, b"b"), (third, b"c")):
         part[:] = byte * len(part)
     assert bytes(first) + bytes(second) + bytes(third) == b"a" * 60 + b"b" * 40 + b"c"
-    memory.begin_anew()
+    memory.reset()
     assert not memory.is_full
     memory.take(2)[:] = b"xy"
     assert bytes(first[:3]) == b"xya"

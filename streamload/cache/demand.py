@@ -1,31 +1,36 @@
-"""The demand of a node's runs: each reading process announces its next shards in a small file in `runs/`.
+"""The files of a node's runs in `runs/`: what each will read next, and which versions it has chosen.
 
-A file lists the digests of the shards that the process has open, then of those that it will open, in order.
-The files of all live processes give the next use of each shard, which is what eviction needs. The writer
-holds a lock on its file; a file without a lock belongs to a dead process and is deleted. Version logs
-(freshness.py) are in the same directory, as the same rule applies to them.
+A demand file lists the digests of the shards that a process has open, then of those that it will open, in
+order. The files of all live processes give the next use of each shard, which is what eviction needs. A
+version log (freshness.py) is shared by the processes of a run. Writers hold a lock on their files; a file
+without a lock belongs to dead processes and is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.locks import FileLock, is_locked
+from streamload.cache.locks import FileLock, exclusive, is_locked
 from streamload.descriptors import Descriptor
+from streamload.origins.origin import Version
 
 _HEADER_BYTES = 8  # the number of visits
 _NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}")
 _VERSION_LOG = re.compile(r"\w+(\.[0-9-]+)?\.page")
 _ATTEMPTS = 100
+_NO_VISITS = bytes(8)
+"""A version log starts with this: read as a demand file it has no visits."""
 VISITS_KEPT = 4096
 """Visits in a file, 32 KiB; later ones count as never."""
 
@@ -80,6 +85,77 @@ class DemandFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class VersionLog:
+    """The version log of a run, as one process has it open: which version of each shard the run uses.
+
+    One line per shard, appended and read by all processes of the run; the first line of a shard counts.
+    """
+
+    def __init__(self, root: Path, name: str):
+        self._versions: dict[str, Version] = {}
+        self._read_bytes = len(_NO_VISITS)
+        self._lock_path = root / "lock"
+        self._path = root / "runs" / f"{name}.page"
+        self._pin: FileLock | None = None
+        self._file: Descriptor | None = None
+        with contextlib.suppress(OSError):  # if the disk takes no log, each process decides for itself
+            self._open()
+
+    def _open(self) -> None:
+        with exclusive(self._lock_path):  # only under it are the files of dead processes removed
+            alone = FileLock.acquire(self._path, create=True)
+            if alone is not None:  # new, or of a run without live processes
+                self._path.write_bytes(_NO_VISITS)
+                alone.close()
+            self._pin = FileLock.acquire(self._path, shared=True)
+            if self._pin is not None:
+                self._file = Descriptor.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+
+    def version(self, digest: str) -> Version | None:
+        """The version chosen for a shard; reads the file only while it isn't known."""
+        if digest not in self._versions:
+            with contextlib.suppress(OSError):
+                self._read()
+        return self._versions.get(digest)
+
+    def write(self, digest: str, version: Version) -> None:
+        """Choose a version; an earlier choice of another process stands."""
+        line = json.dumps([digest, *astuple(version)]) + "\n"
+        with contextlib.suppress(OSError):  # a full disk: then the others ask by themselves
+            if self._file is not None:
+                os.write(self._file.number, line.encode())
+                self._read()
+        self._versions.setdefault(digest, version)
+
+    def close(self) -> None:
+        """Close it; the last process of the run deletes it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._pin is None:
+            return
+        self._pin.close()
+        self._pin = None
+        with contextlib.suppress(OSError), exclusive(self._lock_path):
+            alone = FileLock.acquire(self._path)
+            if alone is not None:
+                self._path.unlink(missing_ok=True)
+                alone.close()
+
+    def _read(self) -> None:
+        """Read the new complete lines; the first of a shard counts."""
+        if self._file is None:
+            return
+        size = os.fstat(self._file.number).st_size
+        text = os.pread(self._file.number, max(0, size - self._read_bytes), self._read_bytes)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # cut by a full disk
+                digest, *facts = json.loads(line)
+                self._versions.setdefault(digest, Version(*facts))
 
 
 def next_uses(directory: Path, digests: Sequence[str]) -> dict[str, float]:

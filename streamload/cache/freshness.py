@@ -12,22 +12,19 @@ Local files need no log: their size and time are compared whenever they are open
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from streamload import urls
-from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.demand import VersionLog
+from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.cache.tier import Tier
-from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, OriginError, OriginStopped, ShardError
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin, OriginOptions, Stream, Version, open_origin
@@ -38,8 +35,6 @@ logger = logging.getLogger("streamload")
 Ask = Callable[[Shard, threading.Event], Version]
 """Asks a shard's origin for its version; the event ends its waits."""
 
-_NO_VISITS = bytes(8)
-"""The log is in the directory of demand files, and reads as one without visits."""
 _SILENT_SECONDS = 60.0
 """For so long an endpoint that didn't answer isn't asked about other shards."""
 
@@ -88,7 +83,7 @@ class Freshness:
             if self._version_log is not None and not self._each_epoch:
                 return
             old, name = self._version_log, f"{self._run}.{epoch}" if self._each_epoch else self._run
-            self._version_log = VersionLog(self._tier, name)
+            self._version_log = VersionLog(self._tier.root, name)
             for digest, version in self._filling.items():  # their origins have only just been asked
                 self._version_log.write(digest, version)
         if old is not None:
@@ -313,71 +308,3 @@ def asker(storage_options: dict[str, Any] | None, options: OriginOptions, counts
         return open_origin(shard.url, storage_options, brief, counts, stop).version()
 
     return ask
-
-
-class VersionLog:
-    """The log as one process of the run has it open."""
-
-    def __init__(self, tier: Tier, name: str):
-        self._versions: dict[str, Version] = {}
-        self._read_bytes = len(_NO_VISITS)
-        self._lock_path = tier.root / "lock"
-        self._path = tier.root / "runs" / f"{name}.page"
-        self._pin: FileLock | None = None
-        self._file: Descriptor | None = None
-        with contextlib.suppress(OSError):  # if the disk takes no log, each process decides for itself
-            self._open()
-
-    def _open(self) -> None:
-        with exclusive(self._lock_path):  # only under it are the files of dead processes removed
-            alone = FileLock.acquire(self._path, create=True)
-            if alone is not None:  # new, or of a run without live processes
-                self._path.write_bytes(_NO_VISITS)
-                alone.close()
-            self._pin = FileLock.acquire(self._path, shared=True)
-            if self._pin is not None:
-                self._file = Descriptor.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
-
-    def version(self, digest: str) -> Version | None:
-        """The version chosen for a shard; reads the file only while it isn't known."""
-        if digest not in self._versions:
-            with contextlib.suppress(OSError):
-                self._read()
-        return self._versions.get(digest)
-
-    def write(self, digest: str, version: Version) -> None:
-        """Choose a version; an earlier choice of another process stands."""
-        line = json.dumps([digest, *astuple(version)]) + "\n"
-        with contextlib.suppress(OSError):  # a full disk: then the others ask by themselves
-            if self._file is not None:
-                os.write(self._file.number, line.encode())
-                self._read()
-        self._versions.setdefault(digest, version)
-
-    def close(self) -> None:
-        """Close it; the last process of the run deletes it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._pin is None:
-            return
-        self._pin.close()
-        self._pin = None
-        with contextlib.suppress(OSError), exclusive(self._lock_path):
-            alone = FileLock.acquire(self._path)
-            if alone is not None:
-                self._path.unlink(missing_ok=True)
-                alone.close()
-
-    def _read(self) -> None:
-        """Read the new complete lines; the first of a shard counts."""
-        if self._file is None:
-            return
-        size = os.fstat(self._file.number).st_size
-        text = os.pread(self._file.number, max(0, size - self._read_bytes), self._read_bytes)
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError, TypeError):  # cut by a full disk
-                digest, *facts = json.loads(line)
-                self._versions.setdefault(digest, Version(*facts))

@@ -167,19 +167,19 @@ def memory_budget(settings: Settings) -> int:
     check_owner(root)
     try:
         tier = _existing(root)
-        room = memory.free_memory(root)
+        free = memory.free_memory(root)
     except OSError as exc:
         raise CacheError(f"{root} can't be used: {exc.strerror or exc}") from exc
     held_bytes = tier.used_bytes if tier is not None else 0
-    asked_bytes = settings.memory_size.limit_bytes(room.free_bytes, held_bytes)
+    asked_bytes = settings.memory_size.limit_bytes(free.free_bytes, held_bytes)
     if tier is not None and settings.sources["memory_size"] == "default":
         asked_bytes = tier.limit_bytes
-    budget_bytes = min(asked_bytes, int((room.free_bytes + held_bytes) * _MOST_SHARE))
+    budget_bytes = min(asked_bytes, int((free.free_bytes + held_bytes) * _MOST_SHARE))
     least_bytes = min(settings.memory_size.size_bytes or _LEAST_MEMORY_BYTES, _LEAST_MEMORY_BYTES)
     if budget_bytes < least_bytes:
         raise CacheError(
             f"there is too little memory for a cache at {root}: {format_bytes(budget_bytes)}, as "
-            f"{room.bound} has {format_bytes(room.free_bytes)} free and memory_size is "
+            f"{free.bound} has {format_bytes(free.free_bytes)} free and memory_size is "
             f"{settings.memory_size}; give the container more (docker run --shm-size=8g), name a larger "
             f'tmpfs by cache_dir=, or keep the cache on disk with cache="disk"'
         )

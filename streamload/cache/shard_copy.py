@@ -44,7 +44,7 @@ class ReadMemory:
         self.is_full = False
         """Whether something didn't fit and got memory of its own."""
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Reuse all of it: what was taken is no longer read."""
         self._taken_bytes, self.is_full = 0, False
 
@@ -70,7 +70,7 @@ def read_sample(
         descriptor: of the file.
         entry: of the sample.
         needed: selects the needed members.
-        memory: where to put the bytes, until `begin_anew`; None: they get memory of their own.
+        memory: where to put the bytes, until `reset`; None: they get memory of their own.
     """
     start = entry.start
     size = entry.stop - start

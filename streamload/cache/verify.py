@@ -31,7 +31,7 @@ from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
 from streamload.shards.record import open_file
 
-_LOOKS = 3
+_ATTEMPTS = 3
 _WHOLE = ("shards", "bare")
 _IN_LINE = 2
 """Shards queued per thread."""
@@ -125,30 +125,30 @@ class _Halted(Exception):
 def _verify(
     tier: Tier, held: HeldShard, known: Shard | None, take_out: bool, halt: threading.Event
 ) -> Verified | None:
-    for _ in range(_LOOKS):
+    for _ in range(_ATTEMPTS):
         try:
             directory = Descriptor.open(held.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
         except OSError as exc:
             name = known.name if known is not None else ""
-            return Verified(held, 0, 0, Damage(held.digest, held.kind, name, _in_words(exc), 0))
+            return Verified(held, 0, 0, Damage(held.digest, held.kind, name, _describe(exc), 0))
         with directory:
-            look = _Look(held, known, halt)
+            reading = _Reading(held, known, halt)
             with contextlib.suppress(_Halted):
-                look.run()
+                reading.run()
             url = url_of(held.path) or (known.name if known is not None else "")
-            if look.cause and not _is(held.path, directory):
+            if reading.cause and not _is(held.path, directory):
                 continue  # it was being removed: look at what is there now
             damage = None
-            if look.cause:
+            if reading.cause:
                 taken_out = take_out and _take_out(tier, held, directory)
-                damage = Damage(held.digest, held.kind, url, look.cause, look.size_bytes, taken_out)
-            return Verified(held, look.samples, look.read_bytes, damage)
+                damage = Damage(held.digest, held.kind, url, reading.cause, reading.size_bytes, taken_out)
+            return Verified(held, reading.samples, reading.read_bytes, damage)
     return None
 
 
-class _Look:
+class _Reading:
     """One reading of one directory of the tier; `cause` is what is wrong."""
 
     def __init__(self, held: HeldShard, known: Shard | None, halt: threading.Event):
@@ -178,7 +178,7 @@ class _Look:
             except _UNREADABLE as exc:
                 # A filler may have died before it wrote a header, or a sample: nothing to verify then.
                 if self._held.kind in _WHOLE or (reader is not None and reader.count):
-                    self.cause = _in_words(exc)
+                    self.cause = _describe(exc)
                 return
             if not self.cause:
                 self._check_samples(reader, data)
@@ -224,7 +224,7 @@ class _Look:
             except CacheCorrupt:
                 why = f"sample {number}: its names fail their checksum"
             except _UNREADABLE as exc:
-                why = f"sample {number}: {_in_words(exc)}"
+                why = f"sample {number}: {_describe(exc)}"
             self.samples += 1
             if why:
                 bad += 1
@@ -271,7 +271,7 @@ def _is_index_only(reader: IndexReader) -> bool:
     return "mtime_ns" in reader.meta or reader.meta.get("bare") is True
 
 
-def _in_words(exc: BaseException) -> str:
+def _describe(exc: BaseException) -> str:
     if isinstance(exc, FileNotFoundError) and not isinstance(exc, StreamloadError):
         return f"{Path(exc.filename).name} is missing" if exc.filename else "a file is missing"
     if isinstance(exc, OSError) and exc.filename and exc.errno == errno.ELOOP:

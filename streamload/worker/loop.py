@@ -237,13 +237,13 @@ class WorkerLoop:
         """
         found = self._reader.find([visit.shard for visit in visits], [visit.number for visit in visits])
         row: list[tuple[Visit, Sample]] = []
-        self._memory.begin_anew()
+        self._memory.reset()
         for visit, entry in zip(visits, found, strict=True):
             row.append((visit, self._reader.sample(visit.shard, visit.number, self._memory, entry)))
             if self._memory.is_full:
                 yield from [self._look_at(batch, epoch, *one) for one in row]
                 row.clear()
-                self._memory.begin_anew()
+                self._memory.reset()
         yield from [self._look_at(batch, epoch, *one) for one in row]
 
     def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Visited:

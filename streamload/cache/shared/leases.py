@@ -112,13 +112,13 @@ class Leases:
                 return True
         name, content = _name(task), self._content()
         found = self._objects.read(name, _LIMIT_BYTES)
-        is_anothers = found is not None and holder_of(found) != self.holder
+        is_foreign = found is not None and holder_of(found) != self.holder
         if found is None:
             self._objects.write_new(name, content)
-        elif is_anothers and self._has_expired(task, found):
+        elif is_foreign and self._has_expired(task, found):
             self._objects.write(name, content)
             self._stop.wait(self._settle_seconds)
-        elif is_anothers:
+        elif is_foreign:
             return False
         # If several wrote at once, usually the last one has it: nobody waits for a store to be consistent. It
         # is also this process's if only the response to its first request was lost.
@@ -127,7 +127,7 @@ class Leases:
         with self._change:
             self._mine.add(task)
             self._seen.pop(task, None)
-            self.taken_over += is_anothers
+            self.taken_over += is_foreign
             if self._thread is None and not self._stop.is_set():
                 self._thread = threading.Thread(
                     target=self._send_heartbeats, name="streamload-leases", daemon=True
