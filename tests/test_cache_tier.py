@@ -75,7 +75,7 @@ def test_a_shard_that_is_published_while_a_claim_looks_is_not_claimed_again(
 
     def publish_first(self: Tier, digest: str) -> list[Path]:
         with pytest.MonkeyPatch.context() as without_the_lock:  # as by a version that takes none to publish
-            without_the_lock.setattr(part.budget, "leaving", lambda *_: contextlib.nullcontext())
+            without_the_lock.setattr(part.budget, "settling", lambda *_: contextlib.nullcontext())
             part.publish()
         return listed(self, digest)
 

@@ -22,7 +22,7 @@ from streamload.cache.verify import Damage
 from streamload.errors import StreamloadError
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 
-_HINT = "its index doesn't have its complete URL: pass the shards' URLS to fetch it now"
+_HINT = "its index doesn't have its complete URL: give the shards' URLS to fetch it now"
 _OPENED_FROM_AN_INDEX = frozenset({"http", "https", "s3", "gs", "az", "abfs", "hf"})
 
 

@@ -75,8 +75,9 @@ class SharedTier:
         self._breaker = CircuitBreaker(rest_seconds)
         self._lock = threading.Lock()
         self._has_warned = False  # guarded by _lock
+        # Changed by single atomic operations:
         self._has_format = False  # whether the format was found, and is ours
-        self._lacking: dict[str, bool] = {}  # by digest: missing or unusable shards; True: unusable
+        self._lacking: dict[str, bool] = {}  # digests of missing or (True) damaged shards
 
     def __repr__(self) -> str:
         return f"<SharedTier {self.objects.url}>"
