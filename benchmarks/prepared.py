@@ -36,9 +36,8 @@ from benchmarks.contenders.workload import SIDE, Job
 from benchmarks.turns import Contender
 from streamload.derived.preparation import Preparation
 from streamload.testing.server import ShardServer
-from streamload.transforms.augment import RandomBox
+from streamload.transforms.augment import Draws, RandomBox
 from streamload.transforms.decode import decode_jpeg_or_image
-from streamload.transforms.draws import Draws
 
 RECIPES = ("raw-256", "jpeg-256-q90")
 SHARDS = {"as they are": None, **{recipe: recipe for recipe in RECIPES}}

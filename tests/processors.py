@@ -5,8 +5,8 @@ from photographs import SIZES, photograph
 from PIL import Image
 
 from streamload.transforms.execute import PlannedTransform
-from streamload.transforms.fused import Place
 from streamload.transforms.processors import plan_of
+from streamload.transforms.resize import Place
 
 NAMES = ("Bit", "Blip", "ChineseCLIP", "CLIP", "DeiT", "Siglip", "ViT")
 SIZED = {

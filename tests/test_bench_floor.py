@@ -16,8 +16,7 @@ from photographs import SIZES, photograph
 from benchmarks.contenders.workload import WordTokenizer
 from streamload.bench import floor
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
-from streamload.transforms.augment import Box, RandomBox
-from streamload.transforms.draws import Draws
+from streamload.transforms.augment import Box, Draws, RandomBox
 from streamload.transforms.normalise import normalise_into
 from streamload.transforms.resize import _goes_down_first, resize_box
 

@@ -25,8 +25,7 @@ from streamload.derived.preparation import Preparation
 from streamload.derived.prepared import PreparedOrigin, prepared_tar
 from streamload.errors import OriginStopped, ShardCut, ShardFormatError
 from streamload.origins.origin import OriginOptions, Version, open_origin
-from streamload.shards.original import Original
-from streamload.shards.samples import ShardScanner
+from streamload.shards.samples import Original, ShardScanner
 from streamload.shards.tar import NOTE
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer

@@ -21,7 +21,7 @@ from streamload.daemon.plan_file import Coming, PlannedSource, Progress, RunPlan
 from streamload.daemon.service import Service, ServiceOptions
 from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
-from streamload.origins.credentials import Named
+from streamload.origins.access import Named
 from streamload.origins.origin import OriginOptions
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

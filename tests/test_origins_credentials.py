@@ -13,8 +13,14 @@ import pytest
 from streamload.daemon.warm import warm
 from streamload.errors import OptionError, OriginDenied
 from streamload.origins import credentials
-from streamload.origins.addresses import refuse_address, refuse_host
-from streamload.origins.credentials import Named, granted, headers_for, warn_of_shared_headers
+from streamload.origins.access import (
+    Named,
+    granted,
+    headers_for,
+    refuse_address,
+    refuse_host,
+    warn_of_shared_headers,
+)
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer

@@ -12,9 +12,8 @@ from PIL import Image
 
 from streamload.errors import DecodeError
 from streamload.transforms import kernel
-from streamload.transforms.augment import RandomBox
+from streamload.transforms.augment import Draws, RandomBox
 from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow, jpeg_size
-from streamload.transforms.draws import Draws
 
 needs_it = pytest.mark.skipif(
     kernel.jpeg_size is None, reason="streamload was installed without a C compiler"

@@ -20,12 +20,11 @@ from streamload.cli.doctor import _resizing
 from streamload.ipc import own_empty
 from streamload.loader import worker_config
 from streamload.testing.shards import write_shards
-from streamload.transforms import fused, kernel, resize
+from streamload.transforms import kernel, resize
 from streamload.transforms.augment import Box
-from streamload.transforms.fused import Place
 from streamload.transforms.normalise import packed
 from streamload.transforms.plan import OPENAI, UNIT
-from streamload.transforms.resize import resize_box, resizing
+from streamload.transforms.resize import Place, resize_box, resizing
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 needs_it = pytest.mark.skipif(bool(kernel.why_not()), reason=kernel.why_not())
@@ -46,7 +45,7 @@ def whole(pixels):
 
 def by_us(pixels, size, by, is_columns_first, part=None):
     out = resize.empty(*(size if part is None else part[2:]))
-    fused.resizing(pixels, whole(pixels), size, by, is_columns_first, None, part)(out=Place.of(out))
+    resize.kernel_resizing(pixels, whole(pixels), size, by, is_columns_first, None, part)(out=Place.of(out))
     return out
 
 
@@ -86,7 +85,7 @@ def test_every_bit_is_that_of_pillow_and_torchvision(
     assert torch.equal(by_us(image, size, by, is_columns_first), expected)
 
     floats = torch.empty(3, *size)
-    fused.resizing(pixels, box, size, by, is_columns_first, packed(*OPENAI))(out=Place.of(floats))
+    resize.kernel_resizing(pixels, box, size, by, is_columns_first, packed(*OPENAI))(out=Place.of(floats))
     assert torch.equal(floats, as_torchvision(expected[0], *OPENAI))
 
     (top, down), (left, across) = (
@@ -119,7 +118,7 @@ def test_weights_are_pillows_for_every_length_of_the_usual_ones(by, is_columns_f
 def test_images_that_are_very_long_are_resized_alike(size):
     image = noise(*size)
     for by, is_columns_first in itertools.product(FILTERS, (False, True)):
-        assert fused.fits(image, whole(image))
+        assert resize.fits_kernel(image, whole(image))
         assert torch.equal(
             by_us(image, (224, 224), by, is_columns_first),
             by_pillow(image, (224, 224), by, is_columns_first),
@@ -141,7 +140,7 @@ def every_level(statistics):
     """An image of all 256 levels, by the kernel: as they are, or normalised."""
     levels = np.arange(256, dtype=np.uint8).repeat(3).reshape(8, 32, 3)
     out = resize.empty(8, 32) if statistics is None else torch.empty(3, 8, 32)
-    fused.resizing(levels, whole(levels), (8, 32), "bicubic", False, statistics)(out=Place.of(out))
+    resize.kernel_resizing(levels, whole(levels), (8, 32), "bicubic", False, statistics)(out=Place.of(out))
     return out
 
 
@@ -178,13 +177,13 @@ def test_a_place_in_any_layout_gets_the_image():
     planes = torch.empty(1, 3, 224, 224, dtype=torch.uint8)
     part = torch.zeros(1, 3, 230, 230, dtype=torch.uint8)
     for place in (planes, part[:, :, 3:-3, 3:-3]):
-        fused.resizing(image, whole(image), (224, 224), "bicubic", False, None)(out=Place.of(place))
+        resize.kernel_resizing(image, whole(image), (224, 224), "bicubic", False, None)(out=Place.of(place))
         assert torch.equal(place, expected)
     assert part.count_nonzero() == expected.count_nonzero()
 
     statistics = packed(*OPENAI)
     floats = torch.zeros(3, 230, 230)
-    put = fused.resizing(image, whole(image), (224, 224), "bicubic", False, statistics)
+    put = resize.kernel_resizing(image, whole(image), (224, 224), "bicubic", False, statistics)
     put(out=Place.of(floats[:, 3:-3, 3:-3]))
     assert torch.equal(floats[:, 3:-3, 3:-3], as_torchvision(expected[0], *OPENAI))
     assert not floats[:, :3].any()
@@ -194,7 +193,7 @@ def test_a_place_in_any_layout_gets_the_image():
 @needs_it
 def test_an_image_goes_on_living_until_it_is_resized():
     box = Box(0, 0, 2000, 2000)
-    put = fused.resizing(noise(2000, 2000), box, (64, 64), "bicubic", False, None)  # nobody else has it
+    put = resize.kernel_resizing(noise(2000, 2000), box, (64, 64), "bicubic", False, None)
     out = resize.empty(64, 64)
     put(out=Place.of(out))
     assert torch.equal(out, by_us(noise(2000, 2000), (64, 64), "bicubic", False))
@@ -280,11 +279,11 @@ def test_what_makes_no_sense_is_an_error(arguments, error, words):
 def test_images_whose_channels_arent_neighbours_or_that_are_too_long_are_left_to_others():
     planes, long = np.zeros((3, 40, 50), np.uint8), np.zeros((65537, 1, 3), np.uint8)
     box = Box(0, 0, 20, 20)
-    assert fused.fits(np.zeros((40, 50, 3), np.uint8), box)
-    assert not fused.fits(planes.transpose(1, 2, 0), box)
-    assert not fused.fits(np.zeros((40, 50, 3), np.uint8)[::2, ::2], box)
-    assert not fused.fits(long, whole(long))
-    assert fused.fits(long, Box(1, 0, 65536, 1))
+    assert resize.fits_kernel(np.zeros((40, 50, 3), np.uint8), box)
+    assert not resize.fits_kernel(planes.transpose(1, 2, 0), box)
+    assert not resize.fits_kernel(np.zeros((40, 50, 3), np.uint8)[::2, ::2], box)
+    assert not resize.fits_kernel(long, whole(long))
+    assert resize.fits_kernel(long, Box(1, 0, 65536, 1))
 
 
 @pytest.mark.parametrize("by", FILTERS)

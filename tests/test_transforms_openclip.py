@@ -16,8 +16,7 @@ from streamload.batches.simple_tokenizer import RememberingTokenizer, is_simple_
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms import kernel
-from streamload.transforms.augment import RandomBox
-from streamload.transforms.draws import Draws
+from streamload.transforms.augment import Draws, RandomBox
 from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
 from streamload.transforms.plan import clip_plan

@@ -21,7 +21,7 @@ from streamload.urls import (
     redact,
     understand,
 )
-from streamload.urls.shell import plain_words
+from streamload.urls.commands import plain_words
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,10 @@ from streamload.transforms.decode import (
     stored_pixels,
 )
 from streamload.transforms.execute import PlannedTransform, Put
-from streamload.transforms.fused import Place
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.processors import GivenProcessor, image_processor_of
+from streamload.transforms.resize import Place
 from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]

@@ -18,8 +18,7 @@ import torch
 from PIL import Image
 
 from streamload.bench.job import Job, NotHere, tokenizer_of
-from streamload.transforms.augment import RandomBox
-from streamload.transforms.draws import Draws
+from streamload.transforms.augment import Draws, RandomBox
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
 
 _SIZE = 224

@@ -31,7 +31,7 @@ from streamload.daemon.plan_file import (
 from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError, PlanError, SharedTierError
 from streamload.options import parse_size
-from streamload.origins.credentials import Named
+from streamload.origins.access import Named
 from streamload.urls import UrlList, origin_of
 
 logger = logging.getLogger("streamload")

@@ -28,7 +28,7 @@ from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.options import read_settings
-from streamload.origins.credentials import Named
+from streamload.origins.access import Named
 from streamload.origins.origin import OriginOptions
 
 _TICK_SECONDS = 0.05

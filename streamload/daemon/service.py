@@ -47,7 +47,7 @@ from streamload.derived.recipes import MakeRecipe, Recipes
 from streamload.errors import OptionError
 from streamload.metrics import Counters
 from streamload.options import parse_size, read_settings
-from streamload.origins.credentials import Named, warn_of_shared_headers
+from streamload.origins.access import Named, warn_of_shared_headers
 from streamload.urls import UrlList, expand_urls, is_local
 
 logger = logging.getLogger("streamload")

@@ -12,7 +12,7 @@ from streamload.daemon.throttle import Throttle
 from streamload.derived.prepared import PreparedOrigin
 from streamload.derived.recipes import Recipes
 from streamload.metrics import Counters
-from streamload.origins.credentials import Named
+from streamload.origins.access import Named
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 
 Through = Callable[[Shard, Origin, threading.Event], Origin]

@@ -22,7 +22,7 @@ from streamload.cache.tier import Tier
 from streamload.derived.prepared import PreparedOrigin, Recipe
 from streamload.metrics import Counters
 from streamload.options import file_system, read_settings
-from streamload.origins.credentials import warn_of_shared_headers
+from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch.prefetcher import Prefetcher
 from streamload.urls import expand_urls

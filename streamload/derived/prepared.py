@@ -4,7 +4,7 @@ A prepared shard is a standard tar with the samples of the one that it is made o
 their keys: what is the image of a sample is replaced by what a recipe makes of it (`.jpg` by `.ppm`, say),
 all other members are there to the byte, and so is any sample that can't be prepared. What is part of no
 sample isn't carried over where it stands before an image, or at the end. A pax record of each image that was
-replaced says what it stands for (shards/original.py). Records by that name that its source has already are
+replaced says what it stands for (shards/samples.py). Records by that name that its source has already are
 made void: each loses the first letter of its name, whatever it says.
 
 Here it is an origin like any other, which a fill brings into a tier: all that holds of shards holds of it.
@@ -20,8 +20,7 @@ from typing import Protocol
 
 from streamload.errors import ShardCut
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.shards.original import Original
-from streamload.shards.samples import Entry, ShardScanner, border
+from streamload.shards.samples import Entry, Original, ShardScanner, border
 from streamload.shards.tar import BLOCK_BYTES, NOTE
 
 logger = logging.getLogger("streamload")

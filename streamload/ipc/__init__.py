@@ -5,9 +5,8 @@ the size of a container's /dev/shm is no limit. Batches lie in buffers, which ar
 them. The control block is a small shared page that lasts as long as the loader: commands down, counters up.
 """
 
-from streamload.ipc.buffers import BufferPool, buffers_for, is_plain
+from streamload.ipc.buffers import BufferPool, buffers_for, is_plain, own_empty, shared_empty
 from streamload.ipc.control import ControlBlock
-from streamload.ipc.memory import own_empty, shared_empty
 from streamload.ipc.queues import context_with_queues
 
 __all__ = [

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.ipc.memory import SharedArray
+from streamload.ipc.buffers import SharedArray
 from streamload.metrics import WIDTH
 
 _TEXT_BYTES = 64 << 20

@@ -25,7 +25,7 @@ from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
 from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
-from streamload.origins.credentials import warn_of_shared_headers
+from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name

@@ -5,15 +5,50 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from streamload.errors import OriginTimeout
+from streamload.errors import (
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginTimeout,
+    OriginUnavailable,
+    StreamloadError,
+)
+from streamload.origins.protocol import http_error, is_unreachable
+from streamload.urls import redact_text
 
 _WAKE_SECONDS = 0.1
+_CODES = {
+    "AccessDenied": 403,
+    "ExpiredToken": 403,
+    "InternalError": 500,
+    "InvalidAccessKeyId": 403,
+    "NoSuchBucket": 404,
+    "NoSuchKey": 404,
+    "PreconditionFailed": 412,
+    "RequestTimeout": 408,
+    "ServiceUnavailable": 503,
+    "SignatureDoesNotMatch": 403,
+    "SlowDown": 503,
+    "TooManyRequests": 429,
+}
+_NETWORK_PACKAGES = {"aiohttp", "aiobotocore", "botocore", "httpcore", "httpx", "requests", "urllib3"}
+_NOT_NETWORK = {"ParamValidationError", "InvalidURL", "UnknownSignatureVersionError", "InvalidRegionError"}
+_NO_CREDENTIALS = {
+    "CredentialRetrievalError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+    "SSOTokenLoadError",
+}
 
 Future = concurrent.futures.Future[Any]
 Pieces = queue.SimpleQueue["bytes | None"]
@@ -80,6 +115,39 @@ def pieces(future: Future, came: Pieces, seconds: float, check: Callable[[], Non
         future.cancel()
 
 
+def translate(url: str, exc: BaseException) -> StreamloadError:
+    """Return the error that an exception of fsspec, or of what it stands on, means."""
+    if isinstance(exc, StreamloadError):
+        return exc
+    name = type(exc).__name__
+    message = f"{url}: {redact_text(str(exc)) or name}"
+    answer = _answer(exc)
+    if answer is not None:
+        return http_error(message, *answer)
+    if isinstance(exc, FileNotFoundError | IsADirectoryError):
+        return OriginNotFound(f"{message}: the store has no such object")
+    is_read_only = isinstance(exc, OSError) and exc.errno == errno.EROFS
+    if isinstance(exc, PermissionError) or is_read_only or name in _NO_CREDENTIALS:
+        return OriginDenied(message)
+    if isinstance(exc, TimeoutError) or "Timeout" in name:
+        return OriginTimeout(message)
+    package = type(exc).__module__.partition(".")[0]
+    if isinstance(exc, ConnectionError) or (package in _NETWORK_PACKAGES and name not in _NOT_NETWORK):
+        error = OriginUnavailable(message)
+        # botocore's has aiohttp's in it, and that the system's own.
+        facts = getattr(exc, "kwargs", None)
+        cause = getattr(facts.get("error") if isinstance(facts, dict) else exc, "os_error", None)
+        error.is_unreachable = None if cause is None else is_unreachable(cause)
+        return error
+    return OriginUnavailable(message) if isinstance(exc, OSError) else OriginError(f"{message} ({name})")
+
+
+def status_of(exc: BaseException) -> int | None:
+    """The HTTP status behind an exception of fsspec, if there is one."""
+    answer = _answer(exc)
+    return None if answer is None else answer[0]
+
+
 def _next(came: Pieces, seconds: float, check: Callable[[], None]) -> bytes | None:
     deadline = time.monotonic() + seconds
     while True:
@@ -88,3 +156,20 @@ def _next(came: Pieces, seconds: float, check: Callable[[], None]) -> bytes | No
         check()
         if time.monotonic() >= deadline:
             raise OriginTimeout(f"no answer for {seconds:g} s")
+
+
+def _answer(exc: BaseException | None) -> tuple[int, str | None] | None:
+    """Status and Retry-After of the HTTP answer behind an exception, or behind its cause."""
+    for candidate in (exc, exc.__cause__ if exc is not None else None):
+        response: Any = getattr(candidate, "response", None)
+        if isinstance(response, dict):  # botocore
+            facts = response.get("ResponseMetadata", {})
+            code = _CODES.get(str(response.get("Error", {}).get("Code")))
+            status = code or facts.get("HTTPStatusCode")
+            headers = facts.get("HTTPHeaders", {})
+        else:  # requests, httpx; aiohttp has the status itself
+            status = getattr(response, "status_code", None) or getattr(candidate, "status", None)
+            headers = getattr(response, "headers", None) or {}
+        if isinstance(status, int) and status >= 400:
+            return status, headers.get("retry-after")
+    return None

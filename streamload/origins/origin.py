@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from streamload.origins.credentials import Named, granted, headers_for
-from streamload.origins.discretion import discreet
+from streamload.origins.access import Named, granted, headers_for
 from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
     Counts,
@@ -21,7 +20,7 @@ from streamload.origins.protocol import (
     Version,
 )
 from streamload.origins.retrying import RetryingOrigin
-from streamload.urls import Opaque, Request, scheme, secrets_of, understand
+from streamload.urls import Opaque, Request, scheme, scrubbed_errors, secrets_of, understand
 
 __all__ = [
     "Counts",
@@ -62,7 +61,7 @@ def open_origin(
     """
     secrets = secrets_of(url, storage_options)
     session = Session(options or OriginOptions(), counters, stop or threading.Event(), named, secrets)
-    with discreet(lambda: secrets):
+    with scrubbed_errors(lambda: secrets):
         reopen = functools.partial(_plain_origin, url, granted(url, storage_options, named))
         origin = reopen(session)
     return RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen))

@@ -7,16 +7,30 @@ Those that give ranges of their own have a better `read` than the one here.
 from __future__ import annotations
 
 import contextlib
+import email.utils
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streamload.errors import DatasetChanged, OriginCut, OriginStopped, OriginTimeout
-from streamload.origins.credentials import Named
+from streamload.errors import (
+    DatasetChanged,
+    OriginCut,
+    OriginDenied,
+    OriginError,
+    OriginNotFound,
+    OriginStopped,
+    OriginTimeout,
+    OriginUnavailable,
+    StreamloadError,
+)
+from streamload.origins.access import Named
 
 _LEAST_READ_BYTES = 32 << 10
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,3 +276,38 @@ def same_version(url: str, expected: Version | None, found: Version) -> None:
 def strong(etag: str | None) -> str | None:
     """Return an ETag that stands for exact bytes, or None."""
     return None if not etag or etag.startswith("W/") else etag
+
+
+def http_error(message: str, status: int, retry_after: str | None = None) -> StreamloadError:
+    """Return the error that an HTTP status stands for."""
+    if status in {404, 410}:
+        return OriginNotFound(message)
+    if status in {401, 402, 403, 407}:
+        return OriginDenied(message)
+    if status == 408:
+        return OriginTimeout(message)
+    if status == 412:
+        return DatasetChanged(f"{message}: it was replaced while it was in use")
+    if status in {425, 429} or (status >= 500 and status not in {501, 505}):
+        error = OriginUnavailable(message)
+        error.retry_after_seconds = _retry_after_seconds(retry_after)
+        return error
+    return OriginError(message)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether no host has the name, or nothing listens at the port; else a connection may do next time."""
+    is_unknown = isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME
+    return is_unknown or isinstance(error, ConnectionRefusedError)
+
+
+def _retry_after_seconds(retry_after: str | None) -> float | None:
+    """Retry-After is a number of seconds or a date."""
+    if not retry_after:
+        return None
+    if re.fullmatch("[0-9]{1,18}", retry_after.strip()):
+        return float(retry_after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None

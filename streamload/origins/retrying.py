@@ -17,9 +17,9 @@ from typing import TypeVar
 import xxhash
 
 from streamload.errors import DatasetChanged, OriginCut, OriginError, OriginOutage, StreamloadError
-from streamload.origins.discretion import discreet
 from streamload.origins.outages import MENDABLE, Endpoint
 from streamload.origins.protocol import Origin, Session, Stream, Unproven, Version, no_crawl
+from streamload.urls import scrubbed_errors
 
 _Result = TypeVar("_Result")
 _MOST_DOUBLINGS = 30
@@ -264,7 +264,7 @@ class _Patience:
     @contextlib.contextmanager
     def _foreseen(self) -> Iterator[None]:
         """Make an error of this origin of what an odd answer, or a mistake in reading it, raises."""
-        with discreet(lambda: self._session.secrets):
+        with scrubbed_errors(lambda: self._session.secrets):
             try:
                 yield
             except (StreamloadError, OSError):

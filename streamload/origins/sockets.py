@@ -3,7 +3,7 @@
 The sockets wake up ten times a second, look at the stop event and count towards the stall deadline. A head,
 a chunk's size line and trailers may come a byte at a time and never stall: while one of these is read, an
 absolute deadline holds for all receives of the thread (`within`). Each address is looked at before it is
-connected to (addresses.py).
+connected to (access.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from urllib3.exceptions import LocationParseError
 from urllib3.util import parse_url
 
 from streamload.errors import OriginError, OriginStopped, OriginTimeout, OriginUnavailable
-from streamload.origins.addresses import refuse_address, refuse_behind_proxy
-from streamload.origins.failures import is_nobody_there
-from streamload.origins.protocol import OriginOptions, Session
+from streamload.origins.access import refuse_address, refuse_behind_proxy
+from streamload.origins.protocol import OriginOptions, Session, is_unreachable
 from streamload.urls import redact
 from streamload.urls.identity import DEFAULT_PORTS
 
@@ -288,7 +287,7 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
         error = OriginUnavailable(f"no address for the host {host!r}: {exc}")
-        error.is_unreachable = is_nobody_there(exc)
+        error.is_unreachable = is_unreachable(exc)
         raise error from exc
     failure: Exception | None = None
     for family, kind, protocol, _, address in found:
@@ -309,7 +308,7 @@ def _connect(host: str, port: int, session: Session) -> socket.socket:
     if isinstance(failure, TimeoutError):
         raise OriginTimeout(f"no connection to {host}:{port} in {session.options.connect_seconds:g} s")
     error = OriginUnavailable(f"no connection to {host}:{port}: {failure}")
-    error.is_unreachable = failure is not None and is_nobody_there(failure)
+    error.is_unreachable = failure is not None and is_unreachable(failure)
     raise error from failure
 
 

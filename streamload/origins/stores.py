@@ -28,8 +28,7 @@ from streamload.errors import (
     OriginTimeout,
 )
 from streamload.origins import calls
-from streamload.origins.credentials import headers_for
-from streamload.origins.failures import of_store
+from streamload.origins.access import headers_for
 from streamload.origins.protocol import (
     Origin,
     Session,
@@ -102,7 +101,7 @@ class StoreOrigin(Origin):
                 _say_anonymous(self.url.partition("://")[2].partition("/")[0])
                 self._options, self._files = {**self._options, "anon": True}, None
                 return self.version()
-            raise of_store(self.url, exc) from exc
+            raise calls.translate(self.url, exc) from exc
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Ask for a range; the store's own version is asked for as well, unless the answer tells it."""
@@ -258,7 +257,7 @@ class HubOrigin(Origin):
                 asked, files, session.options.stall_seconds, lambda: session.check(self.url)
             )
         except Exception as exc:
-            raise of_store(self.url, exc) from exc
+            raise calls.translate(self.url, exc) from exc
         if not hasattr(place, "repo_id"):  # a bucket
             address = files.url(self._target)
         else:
@@ -297,7 +296,7 @@ class _StorePart:
             try:
                 piece = next(pieces, None)
             except Exception as exc:
-                raise of_store(origin.url, exc) from exc
+                raise calls.translate(origin.url, exc) from exc
             if piece is None:
                 break
             size += len(piece)

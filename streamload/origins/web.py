@@ -31,14 +31,14 @@ from streamload.errors import (
     OriginUnavailable,
     ShardFormatError,
 )
-from streamload.origins.addresses import refuse_host
-from streamload.origins.failures import of_status
+from streamload.origins.access import refuse_host
 from streamload.origins.protocol import (
     Origin,
     ReadSize,
     Session,
     Unproven,
     Version,
+    http_error,
     no_crawl,
     same_version,
     strong,
@@ -314,7 +314,7 @@ class HttpOrigin(Origin):
     def _refuse(self, response: urllib3.BaseHTTPResponse) -> None:
         if response.status not in {200, 206}:
             detail = self._said(response)
-            raise of_status(f"{self.url}: {detail}", response.status, response.headers.get("Retry-After"))
+            raise http_error(f"{self.url}: {detail}", response.status, response.headers.get("Retry-After"))
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in {"", "identity"}:
             raise ShardFormatError(

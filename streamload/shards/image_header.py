@@ -10,6 +10,7 @@ from struct import unpack_from
 HEADER_BYTES = 64 << 10
 """How much of an image is looked at; what hides its size behind more than this is of unknown size."""
 
+_FIRST_LOOK_BYTES = 1 << 10
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))  # TEM, RST0-7, SOI
 _FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # all start-of-frame markers
 
@@ -32,6 +33,31 @@ def image_size(header: bytes | memoryview) -> tuple[int, int] | None:
     else:
         size = None
     return size if size is not None and size[0] > 0 and size[1] > 0 else None
+
+
+class ImageLook:
+    """Collects the first bytes of one image until they tell its size."""
+
+    def __init__(self, member_bytes: int):
+        self.size = (0, 0)
+        self._wanted = min(member_bytes, HEADER_BYTES)
+        self._next_look = _FIRST_LOOK_BYTES
+        self._start = bytearray()
+
+    def look(self, payload: memoryview) -> bool:
+        """Take the next bytes; True when the size is known, or will never be."""
+        if not self._start and (size := image_size(payload[:HEADER_BYTES])) is not None:
+            self.size = size
+            return True
+        self._start += payload[: self._wanted - len(self._start)]
+        at_end = len(self._start) == self._wanted
+        if at_end or len(self._start) >= self._next_look:
+            # Twice as many bytes for each further look: the work stays linear for chunks of any size.
+            self._next_look = 2 * len(self._start)
+            if (size := image_size(memoryview(self._start))) is not None:
+                self.size = size
+                return True
+        return at_end
 
 
 def _jpeg_size(header: bytes | memoryview) -> tuple[int, int] | None:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import xxhash
 
 from streamload.errors import ShardFormatError
-from streamload.shards.image_header import HEADER_BYTES, image_size
-from streamload.shards.original import Original
+from streamload.shards.image_header import ImageLook
 from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
@@ -25,7 +24,37 @@ NAMES_LIMIT_BYTES = 16 << 20
 """What the names of one sample's members may take; some 100,000 members."""
 
 _MEMBER_COST_BYTES = 128
-_FIRST_LOOK_BYTES = 1 << 10
+_NOTE_DIGITS = 15
+
+
+class Original(NamedTuple):
+    """The image that was prepared, as its origin has it."""
+
+    extension: str
+    size: int
+    """Its bytes."""
+    width: int
+    """Of the sample's first image, in pixels as stored; 0: unknown."""
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.width} {self.height} {self.extension}"
+
+    @classmethod
+    def parse(cls, note: str) -> Original:
+        """What `str()` gave.
+
+        Raises:
+            ShardFormatError: it is something else.
+        """
+        *numbers, extension = note.split(" ", 3)
+        is_number = [
+            number.isascii() and number.isdigit() and len(number) <= _NOTE_DIGITS for number in numbers
+        ]
+        if len(numbers) != 3 or not all(is_number) or not extension:
+            raise ShardFormatError(f"a note of an image that can't be read: {note[:40]!a}")
+        size, width, height = map(int, numbers)
+        return cls(extension, size, width, height)
 
 
 class Entry(NamedTuple):
@@ -139,7 +168,7 @@ class ShardScanner:
         self._names_bytes = 0
         self._size = (0, 0)
         self._has_image = False
-        self._image: _ImageLook | None = None
+        self._image: ImageLook | None = None
         self._prepared: tuple[str, int] | None = None
         self._member: Member | None = None
         self._is_ours = False  # whether the current member belongs to the sample
@@ -264,7 +293,7 @@ class ShardScanner:
             if original is not None:
                 self._size = (original.width, original.height)
             else:
-                self._image = _ImageLook(member.size)
+                self._image = ImageLook(member.size)
 
     def _give_out(self, entries: list[Entry]) -> None:
         """Give out the current sample and make room for the next."""
@@ -290,31 +319,6 @@ class ShardScanner:
         self._prepared = None
         self._hash.reset()
         self._is_hashed = self._checksums
-
-
-class _ImageLook:
-    """Collects the first bytes of one image until they tell its size."""
-
-    def __init__(self, member_bytes: int):
-        self.size = (0, 0)
-        self._wanted = min(member_bytes, HEADER_BYTES)
-        self._next_look = _FIRST_LOOK_BYTES
-        self._start = bytearray()
-
-    def look(self, payload: memoryview) -> bool:
-        """Take the next bytes; True when the size is known, or will never be."""
-        if not self._start and (size := image_size(payload[:HEADER_BYTES])) is not None:
-            self.size = size
-            return True
-        self._start += payload[: self._wanted - len(self._start)]
-        at_end = len(self._start) == self._wanted
-        if at_end or len(self._start) >= self._next_look:
-            # Twice as many bytes for each further look: the work stays linear for chunks of any size.
-            self._next_look = 2 * len(self._start)
-            if (size := image_size(memoryview(self._start))) is not None:
-                self.size = size
-                return True
-        return at_end
 
 
 def _is_too_long(name: str) -> bool:

@@ -661,11 +661,11 @@ static PyObject *resize_into(PyObject *Py_UNUSED(module), PyObject *const *argum
 
 static PyMethodDef functions[] = {
     {"is_supported", is_supported, METH_NOARGS, "Whether this processor has AVX2 and FMA."},
-    {"resize_into", (PyCFunction)(void (*)(void))resize_into, METH_FASTCALL, "See fused.py."},
+    {"resize_into", (PyCFunction)(void (*)(void))resize_into, METH_FASTCALL, "See resize.py."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, .m_name = "_avx2", .m_doc = "See fused.py.", .m_size = 0, .m_methods = functions};
+    PyModuleDef_HEAD_INIT, .m_name = "_avx2", .m_doc = "See resize.py.", .m_size = 0, .m_methods = functions};
 
 PyMODINIT_FUNC PyInit__avx2(void) { return PyModuleDef_Init(&module); }

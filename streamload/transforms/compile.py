@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from streamload.transforms import kernel
-from streamload.transforms.fused import Filter
 from streamload.transforms.plan import (
     UNIT,
     Flip,
@@ -28,6 +27,7 @@ from streamload.transforms.plan import (
     Statistics,
 )
 from streamload.transforms.processors import image_processor_of, plan_of
+from streamload.transforms.resize import Filter
 
 _TORCHVISION = "torchvision.transforms.transforms"
 _AUTOAUGMENT = "torchvision.transforms.autoaugment"
@@ -67,8 +67,8 @@ def compile_transform(transform: Any) -> ImagePlan:
 
     Known are chains of: RandomResizedCrop; or Resize, or open_clip's ResizeKeepRatio, and CenterCrop or
     open_clip's CenterCropOrPad; bicubic or bilinear; conversion to RGB anywhere; then RandomHorizontalFlip,
-    Grayscale, RandomGrayscale or open_clip's gray_scale; where pixels are Pillow's to the bit (fused.py), any
-    of torchvision's and open_clip's functions that keep an image's size, run as given; then ToTensor,
+    Grayscale, RandomGrayscale or open_clip's gray_scale; with Pillow's pixels to the bit (resize.py), any of
+    torchvision's and open_clip's functions that keep an image's size, run as given; then ToTensor,
     open_clip's MaybeToTensor or PILToTensor; and Normalize. And image processors of transformers, where the
     plan gives the same bits (processors.py).
 

@@ -10,14 +10,12 @@ import torch
 from PIL import Image
 
 from streamload.errors import DecodeError
-from streamload.transforms.augment import Box, RandomBox
+from streamload.transforms.augment import Box, Draws, RandomBox
 from streamload.transforms.decode import Pixels
-from streamload.transforms.draws import Draws
-from streamload.transforms.fused import Place
 from streamload.transforms.normalise import normalise_into, normalise_levels_into, packed
 from streamload.transforms.plan import ImagePlan, RandomCrop, Size
+from streamload.transforms.resize import Place, empty, resizing, resizing_tensor, resizing_to_floats
 from streamload.transforms.resize import Put as Put
-from streamload.transforms.resize import empty, resizing, resizing_tensor, resizing_to_floats
 from streamload.transforms.user import SeededGenerators
 
 
@@ -40,8 +38,8 @@ class Choices(NamedTuple):
 class PlannedTransform:
     """What a plan says, on pixels: Pillow's, and torch's floats of them.
 
-    To the bit where fused.py can be used, else near (resize.py). About 190 µs for 500×375 → 224 px; 360 where
-    fused.py can't be used, and 290 to normalise. Deterministic in (pixels, choices); functions as given leave
+    To the bit where the kernel can be used, otherwise close to it (resize.py). About 190 µs for 500×375 → 224 px; 360 where
+    the kernel can't be used, and 290 to normalise. Deterministic in (pixels, choices); functions as given leave
     the global generators changed. One thread at a time.
 
     Args:

@@ -23,7 +23,7 @@ except ImportError:
     _before = None
 
 resize_into: Callable[..., None] | None = None
-"""See fused.py and _avx2.pyi; None where it can't be used: it needs AVX2 and FMA."""
+"""See resize.py and _avx2.pyi; None where it can't be used: it needs AVX2 and FMA."""
 if _avx2 is not None and _avx2.is_supported():
     resize_into = _avx2.resize_into
 jpeg_size: Callable[[bytes], tuple[int, int] | None] | None = getattr(_before, "jpeg_size", None)

@@ -43,7 +43,7 @@ def normalise_levels_into(
 
 @functools.cache
 def packed(mean: Channels, std: Channels) -> bytes:
-    """What `normalise_into` subtracts and divides by, as fused.py takes it: float32[2, C]."""
+    """What `normalise_into` subtracts and divides by, as resize.py takes it: float32[2, C]."""
     return torch.cat(_as_given(mean, std)).numpy().tobytes()
 
 

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE
-from streamload.transforms.draws import Draws
-from streamload.transforms.fused import Filter
+from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE, Draws
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, Channels
+from streamload.transforms.resize import Filter
 
 Size = tuple[int, int]
 """Height and width, in pixels."""

@@ -19,7 +19,6 @@ from PIL import Image
 from streamload.transforms import kernel
 from streamload.transforms.decode import Pixels
 from streamload.transforms.execute import PlannedTransform
-from streamload.transforms.fused import Filter, Place
 from streamload.transforms.plan import (
     UNIT,
     Fit,
@@ -31,6 +30,7 @@ from streamload.transforms.plan import (
     Squash,
     Statistics,
 )
+from streamload.transforms.resize import Filter, Place
 
 _KNOWN = re.compile(
     r"transformers\.models\.(bit|blip|chinese_clip|clip|deit|siglip|vit)\.image_processing_\w+:"

@@ -1,40 +1,62 @@
-"""Resizing with antialias of uint8 images (part of I): Pillow's pixels, 8 to 9× faster.
+"""Crop, antialiased resize and normalisation of uint8 images (step I), with Pillow's pixels.
 
-By our kernel (fused.py) they are Pillow's to the bit. Where it can't be used, torch's stands in, 4 to 8×
-faster than Pillow's: its weights have 15 bits and Pillow's 22, so one value in 300 differs by a level, and by
-two one in a million, of images that are made larger five. All round to uint8 between their two passes, so the
-passes must come in Pillow's order.
+The AVX2 kernel (_avx2.c) matches Pillow to the bit, is 8 to 9× faster, and can normalise in the same pass.
+Without it torch's kernels are used, 4 to 8× faster than Pillow. Their weights have 15 bits, Pillow's 22: one
+value in 300 is a level off, one in a million two levels (five in a million when enlarging). All of them round
+to uint8 between the two passes, so the passes must run in Pillow's order.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from streamload.transforms import fused
+from streamload.transforms import kernel
 from streamload.transforms.augment import Box
-from streamload.transforms.decode import Pixels, memory_of
-from streamload.transforms.fused import Filter, Place
+from streamload.transforms.decode import Pixels, address_of, memory_of
 
+Filter = Literal["bicubic", "bilinear"]
 Put = Callable[..., object]
-"""Puts an image into its place, `out`, a Place, once its pixels are there."""
+"""Writes an image to the Place `out`; called once the pixels are decoded."""
 
-_LONGEST = 8
-"""How many times the part that is used a resized image is long before only that part gets computed."""
-# What F.interpolate calls, which can't be told where to put the result: that costs a tenth of the resizing.
-_KERNELS: dict[Filter, Callable[..., torch.Tensor]] = {
+_KERNEL_SIDE = 1 << 16
+"""The longest side, in pixels, that _avx2.c takes."""
+_PART_FACTOR = 8
+"""A resized image this many times longer than the part that is used: only the part is computed."""
+# What F.interpolate calls. F.interpolate has no `out`, which costs a tenth of the resizing.
+_TORCH_KERNELS: dict[Filter, Callable[..., torch.Tensor]] = {
     "bicubic": torch._C._nn._upsample_bicubic2d_aa,
     "bilinear": torch._C._nn._upsample_bilinear2d_aa,
 }
 _PILLOWS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
+class Place(NamedTuple):
+    """The destination of an image. Made once for reused memory: asking a tensor costs microseconds.
+
+    Attributes:
+        tensor: uint8[1, 3, height, width], or float32[3, height, width] for a normalised image.
+        address: of its first byte if the tensor has the layout that the kernel writes (uint8: channels last,
+            float32: contiguous). Otherwise None, and the result is copied.
+    """
+
+    tensor: torch.Tensor
+    address: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """Return the place of a tensor, which must outlive it."""
+        is_ready = tensor.is_contiguous(memory_format=_layout(tensor))
+        return cls(tensor, tensor.data_ptr() if is_ready else None)
+
+
 def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "bicubic") -> torch.Tensor:
-    """Crop an image and resize the crop, as `crop(…).resize(…)` of Pillow.
+    """Crop and resize an image, like Pillow's `crop(…).resize(…)`.
 
     Args:
         pixels: uint8[H, W, 3], writable.
@@ -44,7 +66,7 @@ def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "
         by: the filter.
 
     Returns:
-        uint8[1, 3, height, width], channels last; a view of the pixels where the crop has that size.
+        uint8[1, 3, height, width], channels last; a view of the pixels if the crop already has that size.
     """
     if box[2:] == (height, width):
         return crop(pixels, box)
@@ -54,53 +76,38 @@ def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "
 
 
 def crop(pixels: Pixels, box: Box) -> torch.Tensor:
-    """A box of uint8[H, W, 3], writable, as uint8[1, 3, box.height, box.width]: a view of it."""
+    """Return a box of uint8[H, W, 3], writable, as uint8[1, 3, box.height, box.width]: a view."""
     top, left, height, width = box
     row, pixel, channel = pixels.strides
-    # One step in place of three views: each would be an object more, made here and freed between images.
+    # One step in place of three views: each would be another object, made and freed for every image.
     return memory_of(pixels).as_strided(
         (1, 3, height, width), (0, channel, row, pixel), top * row + left * pixel
     )
 
 
-def resizing_tensor(pixels: Pixels, size: tuple[int, int], by: Filter, part: Box) -> Put:
-    """What resizes an image as torchvision resizes tensors: by torch's kernel, rows first.
-
-    Args:
-        pixels: uint8[H, W, 3], writable; needn't be there yet.
-        size: height and width of the result.
-        by: the filter.
-        part: of the resized image.
-
-    Returns:
-        It puts the part into `out`, a Place.
-    """
-    height, width, _ = pixels.shape
-    image = crop(pixels, Box(0, 0, height, width))
-    return functools.partial(_resize_tensor_and_cut, image, size, part, by)
+def empty(height: int, width: int) -> torch.Tensor:
+    """Return an uninitialised uint8[1, 3, height, width], channels last."""
+    return torch.empty((1, height, width, 3), dtype=torch.uint8, device="cpu").permute(0, 3, 1, 2)
 
 
 def resizing(
     pixels: Pixels, box: Box, size: tuple[int, int], by: Filter = "bicubic", part: Box | None = None
 ) -> Put:
-    """What crops and resizes an image whose pixels needn't be there yet.
+    """Return a function that crops and resizes an image whose pixels may not be decoded yet.
 
     Args:
         pixels: uint8[H, W, 3], writable.
         box: within the image.
-        size: height and width of the box, resized.
+        size: height and width of the resized box.
         by: the filter.
-        part: of the resized box, as `resize(…).crop(…)` of Pillow gives it; None: all of it.
-
-    Returns:
-        It puts the result into `out`, a Place.
+        part: of the resized box, as Pillow's `resize(…).crop(…)`; None: all of it.
     """
     if part is not None and part == (0, 0, *size):
         part = None
     if part is None and box[2:] == size:
         return functools.partial(_copied, crop(pixels, box))
-    if fused.fits(pixels, box):
-        return fused.resizing(pixels, box, size, by, _goes_down_first(box, size), None, part)
+    if fits_kernel(pixels, box):
+        return kernel_resizing(pixels, box, size, by, _goes_down_first(box, size), None, part)
     image = crop(pixels, box)
     if part is None:
         return _by_torch(image, size, by)
@@ -110,22 +117,83 @@ def resizing(
 def resizing_to_floats(
     pixels: Pixels, box: Box, size: tuple[int, int], by: Filter, part: Box | None, statistics: bytes
 ) -> Put | None:
-    """The same with the normalising, in one go; None where that can't be.
+    """Return a function that resizes and normalises in one pass; None if the kernel can't be used.
 
     Args:
         pixels, box, size, by, part: as for `resizing`.
-        statistics: see normalise.packed.
-
-    Returns:
-        It puts the result into `out`, a Place.
+        statistics: from normalise.packed.
     """
-    if not fused.fits(pixels, box):
+    if not fits_kernel(pixels, box):
         return None
-    return fused.resizing(pixels, box, size, by, _goes_down_first(box, size), statistics, part)
+    return kernel_resizing(pixels, box, size, by, _goes_down_first(box, size), statistics, part)
+
+
+def resizing_tensor(pixels: Pixels, size: tuple[int, int], by: Filter, part: Box) -> Put:
+    """Return a function that resizes an image as torchvision resizes tensors: torch's kernel, rows first.
+
+    Args:
+        pixels: uint8[H, W, 3], writable; may not be decoded yet.
+        size: height and width of the resized image.
+        by: the filter.
+        part: of the resized image.
+    """
+    height, width, _ = pixels.shape
+    image = crop(pixels, Box(0, 0, height, width))
+    return functools.partial(_resize_tensor_and_cut, image, size, part, by)
+
+
+def fits_kernel(pixels: Pixels, box: Box) -> bool:
+    """Return whether the kernel can resize this box of uint8[H, W, 3]: channels must be adjacent."""
+    return (
+        kernel.resize_into is not None
+        and pixels.strides[1:] == (3, 1)
+        and max(box.height, box.width) <= _KERNEL_SIDE
+    )
+
+
+def kernel_resizing(
+    pixels: Pixels,
+    box: Box,
+    size: tuple[int, int],
+    by: Filter,
+    is_columns_first: bool,
+    statistics: bytes | None,
+    part: Box | None = None,
+) -> Put:
+    """Return a function that crops, resizes and normalises by the kernel.
+
+    Args:
+        pixels, size, by: as for `resizing`.
+        box: one that `fits_kernel`.
+        is_columns_first: whether the vertical pass runs before the horizontal one.
+        statistics: from normalise.packed; None: write uint8 levels.
+        part: of the resized image, with sides of at most 65,536 pixels; None: all of it.
+    """
+    resize_into = kernel.resize_into
+    assert resize_into is not None
+    row_bytes = pixels.strides[0]
+    start = address_of(pixels) + box.top * row_bytes + box.left * 3
+    source = start, row_bytes, box.height, box.width, by == "bilinear", is_columns_first, *size
+    cut = (0, 0, *size) if part is None else part
+
+    def put(*, out: Place, _: Pixels = pixels) -> None:  # keeps the pixels alive
+        tensor, address = out
+        if address is not None:
+            resize_into(*source, address, *cut, statistics)
+            return
+        between = torch.empty_like(tensor, memory_format=_layout(tensor))
+        resize_into(*source, between.data_ptr(), *cut, statistics)
+        tensor.copy_(between)
+
+    return put
+
+
+def _layout(tensor: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dtype == torch.uint8 else torch.contiguous_format
 
 
 def _by_torch(image: torch.Tensor, size: tuple[int, int], by: Filter) -> Put:
-    """What resizes uint8[1, 3, H, W] by torch's kernel, in Pillow's order of passes."""
+    """Resize uint8[1, 3, H, W] by torch's kernel, in Pillow's order of passes."""
     if _goes_down_first(Box(0, 0, *image.shape[2:]), size):
         return functools.partial(_resize_down_first, image, size, by)
     return functools.partial(_resize, image, size, by)
@@ -133,7 +201,7 @@ def _by_torch(image: torch.Tensor, size: tuple[int, int], by: Filter) -> Put:
 
 def _resize_and_cut(image: torch.Tensor, size: tuple[int, int], part: Box, by: Filter, *, out: Place) -> None:
     top, left, height, width = part
-    if max(size) > _LONGEST * max(height, width):
+    if max(size) > _PART_FACTOR * max(height, width):
         out.tensor.copy_(_resize_part(image, size, part, by))
         return
     resized = empty(*size)
@@ -152,26 +220,21 @@ def _resize_tensor_and_cut(
 
 
 def _resize(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
-    _KERNELS[by](image, size, False, None, None, out=out.tensor)
+    _TORCH_KERNELS[by](image, size, False, None, None, out=out.tensor)
 
 
 def _resize_down_first(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
     between = size[0], image.shape[3]
-    shorter = _KERNELS[by](image, between, False, None, None, out=empty(*between))
-    _KERNELS[by](shorter, size, False, None, None, out=out.tensor)
+    shorter = _TORCH_KERNELS[by](image, between, False, None, None, out=empty(*between))
+    _TORCH_KERNELS[by](shorter, size, False, None, None, out=out.tensor)
 
 
 def _copied(image: torch.Tensor, *, out: Place) -> None:
     out.tensor.copy_(image)
 
 
-def empty(height: int, width: int) -> torch.Tensor:
-    """uint8[1, 3, height, width], channels last."""
-    return torch.empty((1, height, width, 3), dtype=torch.uint8, device="cpu").permute(0, 3, 1, 2)
-
-
 def _resize_part(image: torch.Tensor, size: tuple[int, int], part: Box, by: Filter) -> torch.Tensor:
-    """A part of the image resized to `size`, the rest not computed: for very long images."""
+    """Compute only a part of the image resized to `size`; for very long images."""
     down, across = image.shape[2] / size[0], image.shape[3] / size[1]
     source = (
         part.left * across,
@@ -185,7 +248,7 @@ def _resize_part(image: torch.Tensor, size: tuple[int, int], part: Box, by: Filt
 
 
 def _goes_down_first(box: Box, size: tuple[int, int]) -> bool:
-    """Whether Pillow resizes columns before rows: from 13.0 on where that saves it work."""
+    """Return whether Pillow runs the vertical pass first: from 13.0 on, if that saves work."""
     (_, _, height, width), (new_height, new_width) = box, size
     return (
         height > new_height
@@ -197,7 +260,7 @@ def _goes_down_first(box: Box, size: tuple[int, int]) -> bool:
 
 @functools.cache
 def _pillow_chooses_its_order() -> bool:
-    """Whether the installed Pillow ever resizes the columns first; up to 12 it never does."""
+    """Return whether the installed Pillow ever runs the vertical pass first; up to 12 it never does."""
     image = Image.fromarray(
         (np.arange(64 * 16, dtype=np.uint32) * 40503 >> 4).astype(np.uint8).reshape(64, 16)
     )

@@ -36,7 +36,7 @@ class SeededGenerators:
 
         Args:
             seed: of the sample.
-            torch_taken: how many numbers of torch's generator count as drawn already (draws.py).
+            torch_taken: how many numbers of torch's generator count as drawn already (augment.Draws).
         """
         random.seed(seed)
         np.random.seed(seed >> 32)

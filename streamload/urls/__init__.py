@@ -19,7 +19,7 @@ from streamload.urls.identity import (
 )
 from streamload.urls.listing import UrlList
 from streamload.urls.patterns import Urls, expand_urls, split_sources
-from streamload.urls.redaction import redact, redact_text, scrub, secrets_of
+from streamload.urls.redaction import redact, redact_text, scrub, scrubbed_errors, secrets_of
 
 __all__ = [
     "Opaque",
@@ -39,6 +39,7 @@ __all__ = [
     "redact_text",
     "scheme",
     "scrub",
+    "scrubbed_errors",
     "secrets_of",
     "split_sources",
     "understand",

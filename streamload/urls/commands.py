@@ -15,7 +15,16 @@ from typing import Any
 from urllib.parse import unquote
 
 from streamload.urls.command_environment import look_around
-from streamload.urls.shell import plain_words
+
+_BLANKS = " \t\n"
+_TEXT = re.compile(r"[\t\x20-\x7e]*")
+_PIECE = re.compile(
+    r"""(?P<plain>[A-Za-z0-9_@%+=:,./-]+)  # of no meaning to bash behind a command's name
+    |'(?P<single>[^']*)'
+    |"(?P<double>[^"$`\\]*)"
+    |(?P<blank>[ \t]+)""",
+    re.VERBOSE,
+)
 
 NO_COMMAND = "it is no single curl or aws command in plain words"
 
@@ -298,3 +307,28 @@ def _not_known(word: str) -> str:
     """A reason with an option's name in it, if it looks like one: not with a value that is attached to it."""
     name = re.match(r"--[a-z][a-z0-9.-]{0,30}(?==|$)|-[A-Za-z0-9#:](?=$)", word)
     return f"{name[0]} isn't among the options that are understood" if name else "an option isn't understood"
+
+
+def plain_words(command: str) -> list[str] | None:
+    """Return the words of one simple command as bash would hand them over; None where that isn't certain.
+
+    Quotes are taken off; ``$``, backquotes and backslashes are not understood inside double quotes either.
+    """
+    text = command.strip(_BLANKS)
+    if not text or not _TEXT.fullmatch(text):
+        return None
+    words: list[str] = []
+    word: str | None = None
+    position = 0
+    while position < len(text):
+        match = _PIECE.match(text, position)
+        if match is None:
+            return None
+        position = match.end()
+        kind = match.lastgroup or ""
+        if kind != "blank":
+            word = (word or "") + match[kind]
+        elif word is not None:
+            words.append(word)
+            word = None
+    return words if word is None else [*words, word]

@@ -7,10 +7,13 @@ Text that others wrote is shown without a URL's own secrets, literally, and with
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
+
+from streamload.errors import StreamloadError
 
 HIDDEN = "***"
 
@@ -108,6 +111,35 @@ def secrets_of(url: str, storage_options: Mapping[str, Any] | None = None) -> li
     }
     shown = redact(url)
     return sorted((s for s in found if len(s) >= _SHORTEST and s not in shown), key=lambda s: (-len(s), s))
+
+
+@contextlib.contextmanager
+def scrubbed_errors(secrets: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Scrub secrets from any error raised inside, so that no handler or traceback shows one.
+
+    Our errors lose them from their message; a foreign error that shows one is cut from the chain of causes.
+
+    Args:
+        secrets: called only when an error was raised.
+    """
+    try:
+        yield
+    except Exception as exc:
+        _scrub_chain(exc, secrets(), set())
+        raise
+
+
+def _scrub_chain(error: BaseException, secrets: Sequence[str], seen: set[int]) -> bool:
+    """Scrub an error and its causes. Return False if the error still shows a secret."""
+    seen.add(id(error))
+    if isinstance(error, StreamloadError):
+        error.args = tuple(scrub(arg, secrets) if isinstance(arg, str) else arg for arg in error.args)
+    for name in ("__cause__", "__context__"):
+        other = getattr(error, name)
+        if other is not None and id(other) not in seen and not _scrub_chain(other, secrets, seen):
+            setattr(error, name, None)
+    said = f"{error} {error!r}"
+    return isinstance(error, StreamloadError) or scrub(said, secrets) == said
 
 
 def _of_command(command: str) -> str:

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 from streamload import urls
 from streamload.cache.shared.folder import Folder
 from streamload.errors import OptionError, OriginDenied, SharedTierDenied, SharedTierError
-from streamload.origins.discretion import discreet
-from streamload.origins.failures import of_store
+from streamload.origins import calls
 
 OBJECT_LIMIT_BYTES = 24 << 20
 """The limit for objects that are read whole: the index of a shard of some hundred thousand samples."""
@@ -238,13 +237,13 @@ class Objects:
 
     @contextlib.contextmanager
     def _translated(self, what: str, name: str) -> Iterator[None]:
-        with discreet(lambda: urls.secrets_of(*self._made_of[:2])):
+        with urls.scrubbed_errors(lambda: urls.secrets_of(*self._made_of[:2])):
             try:
                 yield
             except (SharedTierError, OptionError):
                 raise
             except Exception as exc:
-                meant = of_store("", exc)
+                meant = calls.translate("", exc)
                 kind = SharedTierDenied if isinstance(meant, OriginDenied) else SharedTierError
                 cause = str(meant).removeprefix(": ")
                 raise kind(f"the shared cache {self.url} can't {what} {name}: {cause}") from exc

@@ -10,7 +10,6 @@ from typing import Any
 
 from streamload.errors import OptionError, OriginTimeout, SharedTierError
 from streamload.origins import calls
-from streamload.origins.failures import status_of
 
 _SLOWEST_BYTES_PER_SECOND = 256_000
 _PIECE_BYTES = 8 << 20
@@ -85,7 +84,7 @@ class Store:
         try:
             self._do(files, "pipe_file", path, data, mode="create")
         except OSError as exc:
-            if status_of(exc) in _TAKEN:
+            if calls.status_of(exc) in _TAKEN:
                 raise FileExistsError(f"{name} exists") from exc
             raise
 
