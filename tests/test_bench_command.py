@@ -135,7 +135,7 @@ def figures_of(found):
 
 
 def test_urls_that_can_not_be_used_fail_with_one_line(bench, tmp_path):
-    assert "a brace without its partner" in one_line(bench("shards/{00..1.tar"))
+    assert "an unbalanced brace" in one_line(bench("shards/{00..1.tar"))
     assert "gone.tar: no such file" in one_line(bench(tmp_path / "gone.tar"))
     (tmp_path / "page.tar").write_text("<html>" * 200)
     assert "not a tar" in one_line(bench(tmp_path / "page.tar"))

@@ -31,7 +31,7 @@ from streamload.testing.s3 import S3Server
 from streamload.testing.server import Request as Seen
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
-from streamload.urls import Opaque, Request, command_environment, expand_urls, understand
+from streamload.urls import Opaque, Request, command_environment, expand_urls, parse_command
 
 BODY = random.Random(1).randbytes(1_000_003)
 OTHER = random.Random(2).randbytes(700_001)
@@ -52,7 +52,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(command_environment, "_own_home", lambda: str(place))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     command_environment._look.cache_clear()
-    origins._say_once.cache_clear()
+    origins._log_once.cache_clear()
     return place
 
 
@@ -144,7 +144,7 @@ def test_an_understood_curl_command_gives_what_curl_prints_and_sends_what_curl_s
 ) -> None:
     server, other = servers
     command = command.format(url=server.url, me=server.url.replace("//", "//m%65:p%20w@"))
-    assert isinstance(understand(command), Request)
+    assert isinstance(parse_command(command), Request)
     real = run(command)
     natively = read(command)
     assert natively == real
@@ -194,7 +194,7 @@ def test_any_other_curl_command_is_run_as_it_is(
 ) -> None:
     server, _ = servers
     command = command.format(url=server.url)
-    assert isinstance(understand(command), Opaque)
+    assert isinstance(parse_command(command), Opaque)
     assert read(command) == run(command)
     assert not any("streamload" in seen.headers["User-Agent"] for seen in server.log)
 
@@ -310,7 +310,7 @@ def test_a_redirect_to_nowhere_is_an_error(where: str, servers: tuple[ShardServe
 
 
 def test_credentials_do_not_go_from_https_to_http() -> None:
-    from streamload.origins.web import _is_same_host
+    from streamload.origins.web_client import _is_same_host
 
     assert _is_same_host("https://h/a", "https://h/b")
     assert _is_same_host("http://h/a", "https://h/b")
@@ -332,10 +332,10 @@ def test_one_line_in_the_log_says_which_way_is_taken(
         read("true")
     lines = [record.message for record in caplog.records]
     assert lines == [
-        "pipe: curl commands are opened natively: all of their words are understood",
-        "pipe: curl commands are run by bash: -k isn't among the options that are understood",
-        "pipe: curl commands are run by bash: --compressed isn't among the options that are understood",
-        "pipe: other commands are run by bash: it is no single curl or aws command in plain words",
+        "pipe: curl commands are opened natively: all of their flags are supported",
+        "pipe: curl commands are run by bash: -k isn't a supported option",
+        "pipe: curl commands are run by bash: --compressed isn't a supported option",
+        "pipe: other commands are run by bash: it is not a single curl or aws command in plain words",
     ]
 
 
@@ -381,7 +381,7 @@ def test_no_secret_of_a_command_is_in_an_error_a_log_or_a_repr(
         f"curl -fsSLHX-Foo:{CANARY} -u me:{CANARY} -H 'Cookie: c={CANARY}' "
         f"'{server.url}/a.tar?sig={CANARY}'{behind}"
     )
-    assert isinstance(understand(command), Opaque if behind else Request)
+    assert isinstance(parse_command(command), Opaque if behind else Request)
     with caplog.at_level(logging.DEBUG):
         origin = open_origin(
             f"pipe:{command}", None, OriginOptions(attempts=2, backoff_seconds=0.01, stall_seconds=0.3)
@@ -484,7 +484,7 @@ def test_an_understood_aws_command_gives_what_aws_prints(
         f"[other]\naws_access_key_id = {s3.key}\naws_secret_access_key = {s3.secret}\n"
     )
     command = command.format(endpoint=s3.endpoint)
-    assert isinstance(understand(command), Request)
+    assert isinstance(parse_command(command), Request)
     natively = read(command, stall_seconds=30)
     assert natively in (BODY, OTHER)
     assert natively == run(command)
@@ -509,5 +509,5 @@ def test_any_other_aws_command_is_run_as_it_is(s3: S3Server, monkeypatch: pytest
     for name, value in s3.environ.items():
         monkeypatch.setenv(name, value)
     command = "aws s3 cp s3://bucket/public.tar - --page-size 10"
-    assert isinstance(understand(command), Opaque)
+    assert isinstance(parse_command(command), Opaque)
     assert read(command, stall_seconds=60) == OTHER

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamload.daemon.warm import warm
-from streamload.errors import OptionError, OriginDenied
-from streamload.origins import credentials
+from streamload.errors import OptionError, OriginDenied, OriginError
+from streamload.origins import access
 from streamload.origins.access import (
     Named,
     granted,
@@ -115,6 +116,23 @@ def test_what_a_name_means_is_looked_at_where_it_is_connected_to(
         read(url, None, NOBODY)
     assert server.log == []
     assert len(read(url, None, Named.of([server.url.replace("127.0.0.1", "public.example")]))) == 1000
+
+
+def test_parallel_ranges_are_refused_where_the_host_has_another_address_by_then(
+    servers: tuple[ShardServer, ShardServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = servers
+    known, public = socket.getaddrinfo, iter([True])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: known("127.0.0.1", *a, **k))
+    monkeypatch.setattr(access, "_is_public", lambda ip: next(public, False))
+    url = server.url.replace("127.0.0.1", "public.example") + "/a.tar"
+    ranges = replace(
+        QUICK, first_get_bytes=100, first_part_bytes=100, quick_bytes_per_second=float("inf"), attempts=1
+    )
+    stream = open_origin(url, None, ranges, named=NOBODY).open()
+    with pytest.raises(OriginError, match=r"public\.example is at 127\.0\.0\.1"):
+        b"".join(stream.chunks())
+    assert len(server.log) == 1
 
 
 def test_a_redirect_of_a_named_host_leads_to_no_host_that_is_not_named(
@@ -226,4 +244,4 @@ def test_a_warm_up_of_two_hosts_warns_and_the_header_goes_to_both(
 def test_an_origin_that_names_more_or_less_than_a_place_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="origin="):
         Named.of([text])
-    assert credentials.Named.of(["https://H/", "s3://b/"]).origins == {"https://h", "s3://b"}
+    assert access.Named.of(["https://H/", "s3://b/"]).origins == {"https://h", "s3://b"}

@@ -614,7 +614,7 @@ def test_a_stopped_loader_does_not_wait_for_a_tls_handshake(no_leaks: Any) -> No
 def test_a_tls_handshake_without_an_end_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}/a.tar"
-        with pytest.raises(OriginTimeout, match=r"then is silent for 0\.3 s"):
+        with pytest.raises(OriginTimeout, match=r"but sends nothing for 0\.3 s"):
             read(None, url, connect_seconds=0.3, attempts=1)  # type: ignore[arg-type]
 
 

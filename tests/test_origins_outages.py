@@ -48,11 +48,11 @@ QUICK = OriginOptions(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    outages._gave.clear()
+    outages._served.clear()
     outages._away.clear()
     outages._failing.clear()
     yield
-    outages._gave.clear()
+    outages._served.clear()
     outages._away.clear()
 
 
@@ -99,7 +99,7 @@ def test_a_server_that_is_away_is_waited_for(
         assert future.result(60) == BODY
     messages = [record.message for record in caplog.records]
     assert [message.split(" (")[0] for message in messages] == [
-        f"{server.url} is away",
+        f"{server.url} is down",
         f"{server.url} is back",
     ]
     assert "STREAMLOAD_ORIGIN_WAIT" in messages[0]

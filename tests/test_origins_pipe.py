@@ -92,7 +92,7 @@ def test_a_cut_below_curl_is_found_and_read_anew(shard: Path) -> None:
 def test_a_page_with_an_error_status_is_an_error_with_curls_f(shard: Path) -> None:
     with ShardServer(shard.parent) as server:
         server.misbehave("a.tar", Fault(status=500, body=b"<html>"))
-        with pytest.raises(OriginCut, match=r"status 22 after 0 bytes; it said: curl: \(22\).*500"):
+        with pytest.raises(OriginCut, match=r"status 22 after 0 bytes; stderr: curl: \(22\).*500"):
             read(f"curl -fsSL {server.url}/a.tar | cat")
 
 

@@ -191,5 +191,5 @@ def test_a_proxy_that_cannot_be_used_is_an_error_without_its_password(
     with pytest.raises(OriginError, match=shown) as caught:
         read("http://far-away.invalid/a.tar")
     assert type(caught.value) is OriginError
-    assert "has to be an http:// or https:// URL of host and port" in str(caught.value)
+    assert "expected an http:// or https:// URL of host and port" in str(caught.value)
     assert "hunter2" not in str(caught.value)

@@ -18,8 +18,8 @@ from streamload.urls import (
     digest,
     expand_urls,
     identity,
+    parse_command,
     redact,
-    understand,
 )
 from streamload.urls.commands import plain_words
 
@@ -38,14 +38,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def asked(command: str) -> Request:
     command_environment._look.cache_clear()
-    request = understand(command)
+    request = parse_command(command)
     assert isinstance(request, Request), request
     return request
 
 
 def reason(command: str) -> str:
     command_environment._look.cache_clear()
-    request = understand(command)
+    request = parse_command(command)
     assert isinstance(request, Opaque), request
     return request.reason
 
@@ -75,7 +75,7 @@ COMMANDS = st.one_of(
 def test_understanding_never_raises_and_never_reads_over_what_means_something_to_a_shell(
     command: str,
 ) -> None:
-    request = understand(command)
+    request = parse_command(command)
     identity(f"pipe:{command}")
     redact(f"pipe:{command}")
     if isinstance(request, Request):

@@ -1,6 +1,9 @@
-"""Which credentials and headers go where (step F): to places that the user named, and to no others.
+"""Access control (step F): which credentials a URL gets, and which addresses may be contacted at all.
 
-The user names places by URLs and, for a plan that is followed, by `--origin`. Opens nothing.
+Credentials go only to hosts, buckets and repositories that the user named, by URLs or, for a plan that is
+followed, by `--origin`. Metadata services of clouds hand out credentials, so they are never contacted. A
+host that only a plan names must have a public address: otherwise the author of a plan could read what only
+this machine reaches.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _METADATA_ADDRESSES = frozenset(
     map(
         ipaddress.ip_address,
-        # AWS twice, Google, Alibaba, Azure, Oracle; all others are link-local
+        # AWS (2), Google, Alibaba, Azure, Oracle; all others are link-local
         ("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"),
     )
 )
@@ -46,23 +49,23 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The places that the user named where shards are opened that a plan lists.
+    """The hosts, buckets and repositories that the user named, for shards that are listed by a plan.
 
-    Credentials and headers go to these alone, and these alone may be at addresses that aren't public. Where
-    there is none of this (None), the user listed all shards.
+    Only these get credentials and headers, and only these may have non-public addresses. None in place of a
+    `Named` means that the user listed all shards.
 
     Args:
-        origins: as `origin_of` gives them.
+        origins: as returned by `origin_of`.
     """
 
     origins: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Named:
-        """From what the user wrote.
+        """Parse what the user wrote.
 
         Raises:
-            OptionError: one that is no web server, bucket or repository alone.
+            OptionError: a text that isn't a web server, bucket or repository alone.
         """
         found = set()
         for text in texts:
@@ -76,11 +79,11 @@ class Named:
         return cls(frozenset(found))
 
     def has(self, url: str) -> bool:
-        """Whether the user named the place of a URL."""
+        """Return whether the user named the origin of a URL."""
         return origin_of(url) in self.origins
 
     def has_host(self, host: str, port: int | None) -> bool:
-        """Whether the user named a host with this port."""
+        """Return whether the user named a host with this port."""
         mine = host.strip("[]").rstrip(".").lower()
         for parts in map(urlsplit, self.origins):
             usual = DEFAULT_PORTS.get(parts.scheme)
@@ -89,15 +92,15 @@ class Named:
         return False
 
     def and_also(self, url: str) -> Named:
-        """With another place."""
+        """Return these and the origin of another URL."""
         return Named(self.origins | {origin_of(url)})
 
 
 def granted(url: str, storage_options: Mapping[str, Any] | None, named: Named | None) -> dict[str, Any]:
-    """Return the storage options for one URL: without credentials where nobody but a plan names its place.
+    """Return the storage options for one URL, without credentials if only a plan names its origin.
 
     Raises:
-        OriginDenied: there is no asking without credentials.
+        OriginDenied: this scheme can't be read without credentials.
     """
     options = dict(storage_options or {})
     if named is None or named.has(url):
@@ -107,8 +110,8 @@ def granted(url: str, storage_options: Mapping[str, Any] | None, named: Named | 
         return {}
     if name not in _ANONYMOUS:
         raise OriginDenied(
-            f"{redact(url)}: only a plan names this place, so no credentials go there, and {name}:// needs "
-            f"some: if that is meant, name it with --origin {origin_of(url)}"
+            f"{redact(url)}: only a plan names this origin, so it gets no credentials, and {name}:// needs "
+            f"some: if that is intended, name it with --origin {origin_of(url)}"
         )
     client = options.get("client_kwargs") or {}
     return {
@@ -122,8 +125,8 @@ def headers_for(url: str, headers: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the headers for the host of an http(s) URL.
 
     Args:
-        headers: by name, for all hosts; a mapping among them is for the host that it is under, which is
-            "https://host:port", "host:port", or "host" with any port.
+        headers: by name, for all hosts. A nested mapping is for the host that is its key:
+            "https://host:port", "host:port", or "host" for any port.
     """
     given = headers or {}
     found = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
@@ -135,7 +138,7 @@ def headers_for(url: str, headers: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | None) -> None:
-    """Log a warning where a header that is given without a host goes to several."""
+    """Log a warning if a header that is given without a host goes to several hosts."""
     headers = (storage_options or {}).get("headers") or {}
     shared = [k for k, v in headers.items() if not isinstance(v, Mapping) and k.lower() not in FOR_ALL_HOSTS]
     if not shared:
@@ -145,7 +148,7 @@ def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | N
     if len(hosts) > 1:
         first, *others = sorted(hosts)
         _logger.warning(
-            "the header %s of storage_options goes to %s and %s: if not all of them are to see it, give each "
+            "the header %s of storage_options goes to %s and %s: if not all of them should see it, give each "
             'its own, as in {"headers": {"%s": {"%s": "…"}}}',
             *(", ".join(shared), first, others[0] if len(others) == 1 else f"{len(others)} other hosts"),
             *(first, shared[0]),
@@ -153,37 +156,37 @@ def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | N
 
 
 def refuse_address(host: str, port: int | None, address: str, named: Named | None) -> None:
-    """Raise OriginDenied where a shard's host has an address at which no shard may be.
+    """Raise OriginDenied if shards may not be read from this address of a host.
 
     Args:
-        host: as the URL writes it.
-        address: an IP address of it.
+        host: as written in the URL.
+        address: one of its IP addresses.
         named: see `Named`.
     """
     ip = _meant(ipaddress.ip_address(address.partition("%")[0]))
     if ip.is_link_local or ip in _METADATA_ADDRESSES:
         raise OriginDenied(
-            f"{host} is the link-local address {ip}: no shards there, but a cloud's credentials"
+            f"{host} is the link-local address {ip}: no shards are served there, but a cloud's credentials"
         )
     if named is None or _is_public(ip) or named.has_host(host, port):
         return
     raise OriginDenied(
-        f"{host} is at {ip}, which is no public address, and only a plan leads there: if that is meant, name "
+        f"{host} is at {ip}, which is no public address, and only a plan names it: if that is intended, name "
         f"it with --origin http://{host}{'' if port is None else f':{port}'}"
     )
 
 
 def refuse_host(host: str, port: int | None, named: Named | None) -> None:
-    """The same for a host that is written as an address, in any notation; of a name nothing is asked."""
+    """Do the same for a host that is written as an address, in any notation; names aren't resolved."""
     bare = host.strip("[]").rstrip(".")
     with contextlib.suppress(OSError, UnicodeError):
-        bare = socket.inet_ntoa(socket.inet_aton(bare))  # "0xa9fea9fe" is one, too
-    with contextlib.suppress(ValueError):  # a name: what it means is looked at when connecting
+        bare = socket.inet_ntoa(socket.inet_aton(bare))  # also "0xa9fea9fe"
+    with contextlib.suppress(ValueError):  # a name, which is checked when connecting
         refuse_address(host, port, bare, named)
 
 
 def refuse_behind_proxy(host: str, port: int | None, named: Named | None) -> None:
-    """The same where a proxy connects: as far as this machine knows the host's addresses."""
+    """Do the same where a proxy connects, by the addresses that this machine resolves."""
     refuse_host(host, port, named)
     if named is None:
         return
@@ -204,7 +207,7 @@ def _is_at(url: str, host: str) -> bool:
 
 
 def _meant(ip: _Address) -> _Address:
-    """The IPv4 address that an IPv6 one stands for, if it is one of those."""
+    """Return the IPv4 address that an IPv6 address embeds, if any."""
     if isinstance(ip, ipaddress.IPv4Address):
         return ip
     if ip.ipv4_mapped is not None:

@@ -1,4 +1,7 @@
-"""Calls of fsspec's file systems, which may never end: in their event loop, or in threads without one."""
+"""Calls of fsspec file systems: deadlines and cancellation, and what their exceptions mean (step F).
+
+They run in the file system's event loop, or in a thread if it has none.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,11 @@ _NO_CREDENTIALS = {
 
 Future = concurrent.futures.Future[Any]
 Pieces = queue.SimpleQueue["bytes | None"]
-"""Bytes on their way from an event loop to a thread; None: the end, of whatever kind."""
+"""Bytes from an event loop to a thread; None at the end, whether by success or failure."""
 
 
 def begin(files: Any, what: str, *given: Any, **more: Any) -> Future:
-    """Call a file system's method of that name; `result` waits for what it returns or raises."""
+    """Start calling a file system's method; `result` waits for what it returns or raises."""
     if files.async_impl:
         return asyncio.run_coroutine_threadsafe(getattr(files, f"_{what}")(*given, **more), files.loop)
     future: Future = concurrent.futures.Future()
@@ -75,14 +78,14 @@ def begin(files: Any, what: str, *given: Any, **more: Any) -> Future:
 def result(future: Future, files: Any, seconds: float, check: Callable[[], None]) -> Any:
     """Return what a call returns, or raise what it raises.
 
-    A call that isn't waited for any longer is cancelled in an event loop. In a thread it goes on for as long
-    as it likes, and keeps its file system: ask for one anew then, nobody is given that one any more.
+    After a timeout a call in an event loop is cancelled. In a thread it can't be: it keeps running with its
+    file system. fsspec's instance cache is cleared then, so create a new file system.
 
     Args:
-        check: called ten times a second; what it raises ends the wait.
+        check: called ten times a second; may raise to end the wait.
 
     Raises:
-        OriginTimeout: the call takes longer than these seconds.
+        OriginTimeout: the call takes longer than `seconds`.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -98,13 +101,13 @@ def result(future: Future, files: Any, seconds: float, check: Callable[[], None]
 
 
 def pieces(future: Future, came: Pieces, seconds: float, check: Callable[[], None]) -> Iterator[bytes]:
-    """Give what a coroutine puts into a queue until it ends; raise what it raises.
+    """Yield what a coroutine puts into a queue until it ends; raise what it raises.
 
     Args:
         check: as for `result`.
 
     Raises:
-        OriginTimeout: no piece comes for so many seconds.
+        OriginTimeout: no piece comes for `seconds`.
     """
     future.add_done_callback(lambda _: came.put(None))
     try:
@@ -116,7 +119,7 @@ def pieces(future: Future, came: Pieces, seconds: float, check: Callable[[], Non
 
 
 def translate(url: str, exc: BaseException) -> StreamloadError:
-    """Return the error that an exception of fsspec, or of what it stands on, means."""
+    """Return our error for an exception of fsspec or of a library under it."""
     if isinstance(exc, StreamloadError):
         return exc
     name = type(exc).__name__
@@ -134,7 +137,7 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
     package = type(exc).__module__.partition(".")[0]
     if isinstance(exc, ConnectionError) or (package in _NETWORK_PACKAGES and name not in _NOT_NETWORK):
         error = OriginUnavailable(message)
-        # botocore's has aiohttp's in it, and that the system's own.
+        # botocore's error wraps aiohttp's, which wraps the system's.
         facts = getattr(exc, "kwargs", None)
         cause = getattr(facts.get("error") if isinstance(facts, dict) else exc, "os_error", None)
         error.is_unreachable = None if cause is None else is_unreachable(cause)
@@ -143,7 +146,7 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
 
 
 def status_of(exc: BaseException) -> int | None:
-    """The HTTP status behind an exception of fsspec, if there is one."""
+    """Return the HTTP status that caused an exception of fsspec, if any."""
     answer = _answer(exc)
     return None if answer is None else answer[0]
 
@@ -159,7 +162,7 @@ def _next(came: Pieces, seconds: float, check: Callable[[], None]) -> bytes | No
 
 
 def _answer(exc: BaseException | None) -> tuple[int, str | None] | None:
-    """Status and Retry-After of the HTTP answer behind an exception, or behind its cause."""
+    """Return status and Retry-After of the HTTP answer that caused an exception or its cause."""
     for candidate in (exc, exc.__cause__ if exc is not None else None):
         response: Any = getattr(candidate, "response", None)
         if isinstance(response, dict):  # botocore
@@ -167,7 +170,7 @@ def _answer(exc: BaseException | None) -> tuple[int, str | None] | None:
             code = _CODES.get(str(response.get("Error", {}).get("Code")))
             status = code or facts.get("HTTPStatusCode")
             headers = facts.get("HTTPHeaders", {})
-        else:  # requests, httpx; aiohttp has the status itself
+        else:  # requests, httpx; aiohttp's exception has the status
             status = getattr(response, "status_code", None) or getattr(candidate, "status", None)
             headers = getattr(response, "headers", None) or {}
         if isinstance(status, int) and status >= 400:

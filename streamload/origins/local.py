@@ -1,4 +1,4 @@
-"""Local files, for commands that treat all URLs alike (step F); the loader reads them where they are."""
+"""Local files, for commands that treat all URLs alike (step F); the loader reads them in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LocalOrigin(Origin):
         self._session = session
 
     def open(self, start: int = 0, expected: Version | None = None) -> _LocalStream:
-        """Open the file at a byte."""
+        """Open the file and seek to `start`."""
         self._session.count("origin_requests")
         try:
             file = self._path.open("rb", buffering=0)
@@ -42,14 +42,14 @@ class LocalOrigin(Origin):
         return stream
 
     def version(self) -> Version:
-        """Size, times and inode of the file."""
+        """Return size, times and inode of the file."""
         stream = self.open()
         stream.close()
         return stream.version
 
 
 def stamp(status: os.stat_result) -> str:
-    """What tells two states of a file of one size apart: a copy may keep the time, but not the rest."""
+    """Return times and inode: a copy may keep size and mtime, but not the rest."""
     return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 

@@ -1,4 +1,4 @@
-"""`open_origin`: a URL to where its shard lives, with retries around it (step F)."""
+"""`open_origin`: the origin of a URL, by its scheme, with retries (step F)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamload.origins.protocol import (
     Version,
 )
 from streamload.origins.retrying import RetryingOrigin
-from streamload.urls import Opaque, Request, scheme, scrubbed_errors, secrets_of, understand
+from streamload.urls import Opaque, Request, parse_command, scheme, scrubbed_errors, secrets_of
 
 __all__ = [
     "Counts",
@@ -46,18 +46,18 @@ def open_origin(
     stop: threading.Event | None = None,
     named: Named | None = None,
 ) -> Origin:
-    """Return the origin of a shard; nothing is asked of it before its open().
+    """Return the origin of a shard. Sends no request before its open().
 
     Args:
-        url: one URL, as `expand_urls` gives them.
+        url: one URL, as returned by `expand_urls`.
         storage_options: of fsspec, for object stores; `headers` for http(s) and hf (see `headers_for`).
-        options: how patient to be.
-        counters: get "origin_requests", "origin_bytes" and "origin_retries".
-        stop: once set, every wait ends in about a tenth of a second with OriginStopped.
-        named: where a plan lists the URL: the places that the user named; None: the user listed it.
+        options: timeouts, retries and sizes of requests.
+        counters: count "origin_requests", "origin_bytes" and "origin_retries".
+        stop: once set, every wait ends within about 0.1 s with OriginStopped.
+        named: for a URL listed by a plan, the origins that the user named; None: the user listed it.
 
     Raises:
-        OriginDenied: no credentials may go there, and there is no asking without.
+        OriginDenied: it may get no credentials, and can't be read without.
     """
     secrets = secrets_of(url, storage_options)
     session = Session(options or OriginOptions(), counters, stop or threading.Event(), named, secrets)
@@ -68,14 +68,14 @@ def open_origin(
 
 
 def has_ranges(url: str) -> bool:
-    """Whether any part of a shard can be asked for: a command begins at the first byte, always."""
+    """Return whether byte ranges of a shard can be requested; a command always begins at the first byte."""
     return _opened_as(url) not in {"pipe", "file"}
 
 
 def import_origins(urls: Iterable[str]) -> None:
-    """Import what the origins of some URLs need, so that processes forked later needn't; opens nothing.
+    """Import the libraries that some URLs need, so that processes forked later needn't.
 
-    A library that isn't there is complained of when a shard is opened.
+    A missing library is reported when a shard is opened.
     """
     examples = {url.split(maxsplit=1)[0] if scheme(url) == "pipe" else scheme(url): url for url in urls}
     for name in {_opened_as(url) for url in examples.values()}:
@@ -88,8 +88,8 @@ def import_origins(urls: Iterable[str]) -> None:
 
 
 def _opened_as(url: str) -> str:
-    """The scheme of a URL, or of what its command is understood to ask for."""
-    asked = understand(url.removeprefix("pipe:")) if scheme(url) == "pipe" else None
+    """Return the scheme of a URL, or of the URL that a curl or aws command requests."""
+    asked = parse_command(url.removeprefix("pipe:")) if scheme(url) == "pipe" else None
     return scheme(asked.url) if isinstance(asked, Request) else scheme(url)
 
 
@@ -100,15 +100,15 @@ def _plain_origin(url: str, storage_options: dict[str, Any], session: Session) -
 
 
 def _of_command(url: str, session: Session) -> Origin:
-    """What a pipe's command asks for, if that is understood, else the command.
+    """Return the origin of a pipe: the URL of a curl or aws command that we support, otherwise the command.
 
-    Options given for listed URLs aren't used: the command says all.
+    The user's storage options aren't used: they are not the command's.
     """
-    asked = understand(url.removeprefix("pipe:"))
+    asked = parse_command(url.removeprefix("pipe:"))
     if isinstance(asked, Opaque):
-        _say_once(f"pipe: {asked.program or 'other'} commands are run by bash: {asked.reason}")
+        _log_once(f"pipe: {asked.program or 'other'} commands are run by bash: {asked.reason}")
         return _kind("pipe")(url, {}, session)
-    _say_once(f"pipe: {asked.program} commands are opened natively: all of their words are understood")
+    _log_once(f"pipe: {asked.program} commands are opened natively: all of their flags are supported")
     if asked.program == "aws":
         return _kind("s3")(asked.url, dict(asked.storage_options), session)
     from streamload.origins.web import HttpOrigin
@@ -119,13 +119,13 @@ def _of_command(url: str, session: Session) -> Origin:
 
 
 @functools.lru_cache(maxsize=256)
-def _say_once(line: str) -> None:
-    """Once in a process for each way that is taken, whatever the number of shards."""
+def _log_once(line: str) -> None:
+    """Log a line once per process, whatever the number of shards."""
     _logger.info("%s", line)
 
 
 def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
-    """Each kind is imported when it is first needed: fsspec and urllib3 take a while."""
+    """Return the constructor for a scheme, importing it on first use: fsspec and urllib3 take a while."""
     match name:
         case "http" | "https":
             from streamload.origins.web import HttpOrigin

@@ -1,9 +1,9 @@
-"""Whether a shard fails, or all of the endpoint where it lives: a server, a bucket (step F).
+"""Outages: tell a failing shard from a failing endpoint, a server or bucket (step F).
 
-What fails alone is given up, and the others go on. When an endpoint is away, that would cost a shard for each
-transfer that runs out of patience. So it is asked then for a byte of a shard that it gave before, which tells
-the two apart. It is known by this process, and by those that it forks, which shard that is. An outage is the
-endpoint's, not a shard's: all transfers that wait for it have one deadline, and after it none waits again.
+A shard that fails alone is given up. If the whole endpoint is down, that would cost one shard for each
+transfer that runs out of retries. So the endpoint is probed for a byte of a shard that it served before
+(known to this process and its forks). An outage belongs to the endpoint: all transfers that wait for it
+share one deadline, and after it none waits again.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from streamload.origins.protocol import Origin, Session
 from streamload.urls import endpoint
 
 Reopen = Callable[[Session], Origin]
-"""Makes the origin of a shard anew, for another session."""
+"""Creates the origin of a shard again, for another session."""
 
-MENDABLE = (OriginTimeout, OriginCut, OriginUnavailable)
-"""Errors after which another attempt may help."""
+RETRYABLE = (OriginTimeout, OriginCut, OriginUnavailable)
+"""Errors after which a retry may succeed."""
 _FIRST_CONTACT_SECONDS = 5.0
-"""For so long an address is tried where nobody is, and from which nothing has ever come: by all transfers."""
+"""How long all transfers together retry an unreachable address that has never served a byte."""
 _FORGOTTEN_SECONDS = 180.0
-"""An outage that no transfer has met for so long is over, as far as anybody knows."""
+"""An outage that no transfer has seen for this long counts as over."""
 _logger = logging.getLogger("streamload")
-_gave: dict[str, tuple[Endpoint, ...]] = {}  # by name: the last two shards that it gave
+_served: dict[str, tuple[Endpoint, ...]] = {}  # by name: the last two shards that were served
 
 
 class Outage(NamedTuple):
-    """An endpoint that is away; times are of the monotonic clock.
+    """An endpoint that is down; times are of the monotonic clock.
 
     Attributes:
-        cause: the error that it gave, or that no answer is.
-        since: when a transfer met it first.
-        seen: when one met it last.
-        until: when it is waited for no longer.
+        cause: the error that it gave.
+        since: when a transfer saw it first.
+        seen: when one saw it last.
+        until: the deadline for its return.
     """
 
     cause: str
@@ -57,17 +57,17 @@ class Outage(NamedTuple):
 
 
 _away: dict[str, Outage] = {}  # by the name of the endpoint
-_failing: dict[str, float] = {}  # by name: since when it has been said that it is unreachable
-_listeners: list[tuple[int, Callable[[], None]]] = []  # each with its process: a fork isn't it
+_failing: dict[str, float] = {}  # by name: when "can't be reached" was logged
+_listeners: list[tuple[int, Callable[[], None]]] = []  # with the process ID, as forks inherit the list
 
 
 def outages() -> dict[str, Outage]:
-    """The outages that transfers of this process wait for, by the name of the endpoint."""
+    """Return the outages that transfers of this process wait for, by the name of the endpoint."""
     return dict(_away)
 
 
 def listen(listener: Callable[[], None]) -> Callable[[], None]:
-    """Call `listener` when an outage begins or ends, from any thread; returns what ends that."""
+    """Call `listener` from any thread when an outage begins or ends. Return a function that stops it."""
     entry = (os.getpid(), listener)
     _listeners.append(entry)
 
@@ -83,7 +83,7 @@ class Endpoint:
 
     Args:
         url: of the shard, without secrets.
-        reopen: makes its origin.
+        reopen: creates its origin.
     """
 
     def __init__(self, url: str, reopen: Reopen) -> None:
@@ -93,75 +93,75 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"Endpoint({self._name!r})"
 
-    def gave(self) -> None:
-        """Take note that bytes of this shard have come."""
+    def served(self) -> None:
+        """Note that bytes of this shard have come."""
         _failing.pop(self._name, None)
         if self._name:
-            _gave[self._name] = (*self._others()[-1:], self)
+            _served[self._name] = (*self._others()[-1:], self)
         if _away and _away.pop(self._name, None) is not None:
             _logger.warning("%s is back", self._name)
-            _tell()
+            _notify()
 
     @property
     def outage(self) -> Outage | None:
-        """The outage that is under way, if there is one."""
+        """The current outage, if any."""
         return _away.get(self._name)
 
     def fails(self, error: OriginError) -> None:
-        """Take note that one attempt after the other fails; said once where it can't even be connected to."""
+        """Note repeated failures; log once if the endpoint can't be reached at all."""
         if self._name and self._name not in _failing and getattr(error, "is_unreachable", None) is not None:
             _failing[self._name] = time.monotonic()
-            _logger.warning("%s can't be reached (%s): it is tried again", self._name, error)
+            _logger.warning("%s can't be reached (%s): retrying", self._name, error)
 
     def is_nowhere(self, error: OriginError) -> bool:
-        """Whether it looks like a wrong address: nobody is there, and nothing has come from it for long."""
-        if self._name in _gave or not getattr(error, "is_unreachable", None):
+        """Return whether this looks like a wrong address: unreachable for long, and never served anything."""
+        if self._name in _served or not getattr(error, "is_unreachable", None):
             return False
         return time.monotonic() - _failing.get(self._name, math.inf) >= _FIRST_CONTACT_SECONDS
 
     def is_away(self, error: OriginError, session: Session) -> bool:
-        """Ask for a shard that it gave before: whether that fails as well. False if it never gave one.
+        """Probe a shard that was served before, preferably another one. Return whether that fails as well.
 
-        Another one is asked for than this, if there is one.
+        False if none was ever served.
 
         Args:
-            error: for which it is asked. One that denies all, or has nothing of what it had, is away.
-            session: in which it is asked.
+            error: of this shard. An endpoint that denies or lacks everything it served before is down, too.
+            session: for the probe.
 
         Raises:
-            OriginStopped: the loader wants to stop.
+            OriginStopped: the loader is stopping.
         """
-        known = self._others() or _gave.get(self._name)
-        alike = MENDABLE if isinstance(error, MENDABLE) else type(error)
-        if not known or not isinstance(error, (*MENDABLE, OriginDenied, OriginNotFound)):
+        known = self._others() or _served.get(self._name)
+        alike = RETRYABLE if isinstance(error, RETRYABLE) else type(error)
+        if not known or not isinstance(error, (*RETRYABLE, OriginDenied, OriginNotFound)):
             return False
         try:
             with contextlib.closing(known[-1]._reopen(session)) as origin:
                 origin.read(0, 1, origin.version())
         except alike as exc:
-            self._say(exc, session.options.outage_seconds)
+            self._record(exc, session.options.outage_seconds)
             return True
-        except Exception:  # it answers, if only that this shard has gone
+        except Exception:  # it answers, even if only that this shard is gone
             session.check(self._name)
         return False
 
     def _others(self) -> tuple[Endpoint, ...]:
-        return tuple(other for other in _gave.get(self._name, ()) if other._url != self._url)
+        return tuple(other for other in _served.get(self._name, ()) if other._url != self._url)
 
-    def _say(self, exc: Exception, seconds: float) -> None:
+    def _record(self, exc: Exception, seconds: float) -> None:
         now, before = time.monotonic(), self.outage
         if before is not None and now - before.seen < _FORGOTTEN_SECONDS:
             _away[self._name] = before._replace(seen=now)
             return
         _away[self._name] = Outage(str(exc), now, now, now + seconds)
         _logger.warning(
-            "%s is away (%s): its shards are waited for, %g s at most (STREAMLOAD_ORIGIN_WAIT)",
+            "%s is down (%s): waiting for it, %g s at most (STREAMLOAD_ORIGIN_WAIT)",
             *(self._name, exc, seconds),
         )
-        _tell()
+        _notify()
 
 
-def _tell() -> None:
+def _notify() -> None:
     for pid, listener in tuple(_listeners):
         if pid == os.getpid():
             listener()

@@ -1,9 +1,9 @@
-"""Shards that come out of a shell command, ``pipe:curl … | …`` (step F).
+"""Shards from a shell command, ``pipe:curl … | …`` (step F).
 
-The command runs under ``bash -o pipefail`` in a session and process group of its own, and never outlives its
-reader: close() kills the group, and should this process die in any way, so does a second member of the group
-which waits on a pipe that only this process holds open. (A parent-death signal would instead come when the
-thread ends that started the command.)
+The command runs under ``bash -o pipefail`` in its own session and process group, and never outlives its
+reader: close() kills the group. If this process dies, a watcher in the group kills it: it waits on a pipe
+that only this process holds open. (A parent-death signal would come when the thread that started the
+command ends.)
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _PIPE_BYTES = 1024 * 1024
 _TAIL_BYTES = 4096
 _SHOWN_CHARS = 600
 
-# What common commands write when another attempt would not help. A status is no count of bytes, and no number
-# among those of a progress meter.
+# What common commands write if a retry can't help. The lookarounds exclude byte counts and progress meters.
 _STATUS = r"(?<![\w.,-])(?:{})(?![\w-]|[.,]\d|\s+(?:\d|bytes))"
 _NOT_FOUND = re.compile(
     _STATUS.format("404|410") + r"|\b(?:NoSuchKey|NoSuchBucket|No such file|not found|No URLs matched)\b",
@@ -51,7 +50,7 @@ _DENIED = re.compile(
 
 
 class PipeOrigin(Origin):
-    """A shard that a command writes to its standard output, from its first byte each time."""
+    """A shard that a command writes to its standard output, always from the first byte."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = redact(url)
@@ -72,7 +71,7 @@ class PipeOrigin(Origin):
         return _PipeStream(self, process, start, expected or Version())
 
     def version(self) -> Version:
-        """Nothing: only the bytes themselves could tell, so the command isn't run."""
+        """Return an empty version: only the bytes could tell, so the command isn't run."""
         return Version()
 
 
@@ -84,7 +83,7 @@ class _PipeStream:
         self._start = start
 
     def chunks(self) -> Iterator[bytes]:
-        """Give what the command writes; its exit status decides whether that is all."""
+        """Yield the command's output; its exit status tells whether the output is complete."""
         position = 0
         for chunk in self._process.read(self._session, self._origin.url):
             self._session.count("origin_bytes", len(chunk))
@@ -108,7 +107,7 @@ class _PipeStream:
 
 
 class _Process:
-    """A command, its output, the end of what it says on stderr, and its group."""
+    """A command in its process group, its output, and the tail of its stderr."""
 
     def __init__(self, command: str, secrets: Sequence[str] = ()) -> None:
         self._secrets = secrets
@@ -132,13 +131,13 @@ class _Process:
         assert self._popen.stderr is not None
         self._out, self._err = self._popen.stdout, self._popen.stderr
         os.set_blocking(self._err.fileno(), False)
-        with contextlib.suppress(OSError):  # a user may own only so many bytes of pipes
+        with contextlib.suppress(OSError):  # the user's limit for pipe buffers
             fcntl.fcntl(self._out.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._said = b""
         self._status: int | None = None
 
     def read(self, session: Session, url: str) -> Iterator[bytes]:
-        """Give chunks up to the end of the output."""
+        """Yield chunks up to the end of the output."""
         out, err = self._out.fileno(), self._err.fileno()
         poll = select.poll()
         poll.register(out, select.POLLIN)
@@ -164,7 +163,7 @@ class _Process:
                 )
 
     def finish(self) -> tuple[int, str, str]:
-        """Return the exit status and what was said on stderr, raw and as shown; the output has ended."""
+        """Return the exit status, and the tail of stderr raw and as shown; call after the output's end."""
         self._status = _wait_for_status(self._popen.pid, seconds=5.0)
         self._listen()
         said, shown = self._said.decode("utf-8", "replace"), self._tail()
@@ -172,10 +171,10 @@ class _Process:
         return self._status, said, shown
 
     def close(self) -> None:
-        """Kill whoever is left of the group, and reap; idempotent."""
+        """Kill what is left of the group, and reap; idempotent."""
         if self._popen.returncode is not None:
             return
-        # Not reaped yet, so the number still belongs to this group.
+        # Not reaped yet, so the ID still belongs to this group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
@@ -184,7 +183,7 @@ class _Process:
         self._leash.close()
 
     def _listen(self) -> bool:
-        """Keep the end of stderr; False when it is over."""
+        """Keep the tail of stderr. Return False at its end."""
         try:
             while said := os.read(self._err.fileno(), 65536):
                 self._said = (self._said + said)[-_TAIL_BYTES:]
@@ -194,25 +193,25 @@ class _Process:
 
     def _tail(self) -> str:
         said = self._said
-        if len(said) == _TAIL_BYTES:  # what it begins with may be the end of a secret
+        if len(said) == _TAIL_BYTES:  # may begin within a secret
             said = re.sub(rb"\A[^\n]*\n|\A\S+", b"", said, count=1)
         text = scrub(said.decode("utf-8", "replace"), self._secrets)
         text = " ".join(text.split())
-        return f"; it said: {text[-_SHOWN_CHARS:]}" if text else ""
+        return f"; stderr: {text[-_SHOWN_CHARS:]}" if text else ""
 
 
 def _script(leash: int) -> str:
-    """A shell that leaves a watcher in its group and then becomes the command's own shell.
+    """Return a script that starts a watcher in the group and then becomes the command's shell.
 
-    The watcher reads from the leash: that ends when this process does. As the command's shell is a new
-    program, its `wait` and `jobs` don't know the watcher.
+    The watcher reads from the leash, which reaches its end when this process dies. The command's shell
+    replaces the process, so its `wait` and `jobs` don't see the watcher.
     """
     watcher = f"(read -r -u {leash}; kill -KILL 0) </dev/null >/dev/null 2>&1 &"
     return f'{watcher} exec bash -o pipefail -c "$1" {leash}<&-'
 
 
 def _wait_for_status(pid: int, seconds: float) -> int:
-    """The exit status of a child, without reaping it: its number still stands for its group."""
+    """Return the exit status of a child without reaping it, so that its ID still belongs to its group."""
     deadline = time.monotonic() + seconds
     pause = 0.0005
     while True:

@@ -1,7 +1,7 @@
-"""What every origin promises, and what all transfers of a loader share (step F).
+"""The contract of every origin, and what the transfers of a loader share (step F).
 
-An origin gives a shard's bytes in order, from any byte to the end, and never mixes two versions of it.
-Those that give ranges of their own have a better `read` than the one here.
+An origin gives the bytes of a shard in order, from any byte to the end, and never mixes two versions.
+Origins with range requests override `read`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NON
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What tells two versions of a shard apart, as far as its origin says: a weak ETag counts as none."""
+    """What an origin says about the version of a shard. A weak ETag counts as none."""
 
     size: int | None = None
     etag: str | None = None
@@ -43,11 +43,11 @@ class Version:
 
     @property
     def is_traceable(self) -> bool:
-        """Whether anything but its size tells this version from another."""
+        """Whether anything other than the size identifies this version."""
         return bool(self.etag or self.last_modified)
 
     def difference(self, other: Version) -> str | None:
-        """Say in words why `other` is another version; None where nothing speaks against the same one."""
+        """Return why `other` is another version; None if it may be the same."""
         facts = ["size", "etag"] if self.etag and other.etag else ["size", "last_modified"]
         for fact in facts:
             mine, theirs = getattr(self, fact), getattr(other, fact)
@@ -56,48 +56,48 @@ class Version:
         return None
 
     def proves(self, other: Version) -> bool:
-        """Whether a validator that both have says that they are the same version."""
+        """Return whether a validator that both have shows that they are the same version."""
         fact = "etag" if self.etag and other.etag else "last_modified"
         return bool(getattr(self, fact) and getattr(other, fact)) and self.difference(other) is None
 
     def without_etag(self) -> Version:
-        """Return what is compared where bytes are, too: each backend of a balancer may have its own ETag."""
+        """Return the version to compare if bytes are compared too: a load balancer's ETags may differ."""
         return Version(self.size, None, self.last_modified)
 
     def completed(self, other: Version) -> Version:
-        """Return this version with the facts that only `other` knows."""
+        """Return this version, completed by facts that only `other` has."""
         size = other.size if self.size is None else self.size
         return Version(size, self.etag or other.etag, self.last_modified or other.last_modified)
 
 
 class Unproven(Exception):
-    """Nothing proves that what would come next is of the version whose first bytes are there.
+    """Nothing proves that the next bytes are of the same version as the bytes before them.
 
-    The shard has to be read from its first byte, over one connection, and compared with what is there.
+    The shard must be read from its first byte, over one connection, and compared with the bytes already read.
     """
 
 
 class Stream(Protocol):
-    """A shard's bytes from one byte to its end. For one thread; close() is idempotent and ends every wait."""
+    """The bytes of a shard from one byte to its end. Not thread-safe; close() is idempotent."""
 
     version: Version
 
     def chunks(self) -> Iterator[bytes]:
-        """Give the bytes in order, once; ends only where the origin vouches that the shard ends."""
+        """Yield the bytes in order, once. Ends only if the origin confirms that the shard is complete."""
         ...
 
     def close(self) -> None:
-        """Give back connection, process and descriptors."""
+        """Release connection, process and descriptors."""
         ...
 
 
 class Origin(Protocol):
-    """Where one shard lives. Not thread-safe, not picklable; made in the process that uses it.
+    """Where one shard lives. Not thread-safe, not picklable; created in the process that uses it.
 
-    To be inherited from, for `read` and `close`.
+    Subclasses inherit `read` and `close`.
 
     Attributes:
-        url: as it may be shown, without secrets.
+        url: without secrets, as it may be shown.
     """
 
     url: str
@@ -106,14 +106,14 @@ class Origin(Protocol):
         """Return the bytes from `start` to the end.
 
         Raises:
-            OriginError: by its subclass: not found, denied, too slow, cut.
+            OriginError: by subclass: not found, denied, too slow, cut.
             DatasetChanged: the shard isn't the version `expected`.
-            Unproven: from a byte other than the first; here, or by the stream's chunks().
+            Unproven: `start` isn't 0; here, or from the stream's chunks().
         """
         ...
 
     def version(self) -> Version:
-        """Ask which version the shard has now, for next to no bytes; empty where the origin knows none.
+        """Return the current version of the shard, for next to no bytes; empty if the origin knows none.
 
         Raises:
             OriginError: as for open().
@@ -123,7 +123,7 @@ class Origin(Protocol):
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Return the bytes from `start` up to `stop` of a shard of a known version.
 
-        Another size or date is found out here, other bytes by whoever has their checksums.
+        Detects another size or date; the caller detects other bytes by their checksums.
 
         Raises:
             OriginError, DatasetChanged: as for open().
@@ -131,7 +131,7 @@ class Origin(Protocol):
         return self.streamed(start, start, stop, version)
 
     def streamed(self, begin: int, start: int, stop: int, version: Version) -> bytes:
-        """Return the same out of a stream from `begin` on."""
+        """Do the same by a stream that starts at `begin`."""
         data, position = bytearray(), begin
         with contextlib.closing(self.open(begin)) as stream:
             same_version(self.url, version.without_etag(), stream.version)
@@ -143,39 +143,39 @@ class Origin(Protocol):
         raise OriginCut(f"{self.url}: ended at byte {position}, before {stop}")
 
     def close(self) -> None:
-        """Give back what is kept from one read to the next; once is enough."""
+        """Release what is kept between reads; idempotent."""
         return
 
 
 class Counts(Protocol):
-    """Where transfers are counted."""
+    """The counters of transfers."""
 
     def add(self, name: str, n: int = 1, /) -> None:
-        """Add n to the counter `name`."""
+        """Add `n` to the counter `name`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OriginOptions:
-    """How patient transfers are.
+    """Timeouts, retries and request sizes of transfers.
 
     Args:
-        connect_seconds: for a connection to be made, and for a TLS handshake.
-        stall_seconds: without a byte of payload, or for a whole head, after which the transfer begins anew at
-            the byte where it is.
-        slow_seconds: waiting time over which at least `slow_bytes` have to arrive.
+        connect_seconds: timeout for a connection, and for a TLS handshake.
+        stall_seconds: timeout for the next byte of payload, or for a whole head; then the transfer is retried
+            from its position.
+        slow_seconds: waiting time in which at least `slow_bytes` must arrive.
         slow_bytes: fewer than these in `slow_seconds` count as a stall.
-        attempts: that may fail one after the other, with fewer than `slow_bytes` of progress between them.
-        outage_seconds: for so long more are made while all of the shard's server or bucket is away.
-        backoff_seconds: the first wait is between 0 and this, and doubles with each failure …
+        attempts: consecutive failures allowed, with fewer than `slow_bytes` of progress between them.
+        outage_seconds: how long to go on retrying while the whole server or bucket is down.
+        backoff_seconds: the first wait is between 0 and this. The limit doubles with each failure …
         backoff_limit_seconds: … up to this.
-        retry_after_limit_seconds: the longest that a Retry-After is obeyed.
-        chunk_bytes: the most bytes of one chunk from a connection or pipe.
-        first_get_bytes: the range with which a shard on a web server begins. If it comes as quickly …
-        quick_bytes_per_second: … as this, one connection goes on with all the rest, and else ranges.
-        first_part_bytes: the first of ranges side by side (of object stores always); each next is twice as …
+        retry_after_limit_seconds: the longest Retry-After that is obeyed.
+        chunk_bytes: the largest chunk from a connection or pipe.
+        first_get_bytes: the first range of a shard on a web server. If it arrives at least …
+        quick_bytes_per_second: … this fast, the same connection reads the rest; otherwise parallel ranges do.
+        first_part_bytes: the first parallel range (object stores always use them); each next is twice as …
         part_limit_bytes: … large, up to this, as long as they arrive quickly.
-        parts: ranges of a shard that are asked for at once; with 1, a web server is asked for all at once.
+        parts: parallel ranges of a shard; with 1, a web server is asked for the whole shard at once.
     """
 
     connect_seconds: float = 10.0
@@ -197,14 +197,14 @@ class OriginOptions:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a loader gives to its origins.
+    """What the origins of a loader share.
 
     Attributes:
-        options: how patient they are.
-        counts: where they count.
+        options: timeouts, retries and request sizes.
+        counts: their counters.
         stop: ends their waits.
-        named: see there.
-        secrets: of the URL and its storage options: what no message may hold.
+        named: see `Named`.
+        secrets: of the URL and its storage options; no message may contain them.
     """
 
     options: OriginOptions = field(default_factory=OriginOptions)
@@ -214,24 +214,24 @@ class Session:
     secrets: Sequence[str] = field(default=(), repr=False)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add to a counter, if there are any."""
+        """Add to a counter, if counters were given."""
         if self.counts is not None:
             self.counts.add(name, n)
 
     def check(self, url: str) -> None:
-        """Raise OriginStopped once the loader wants to stop."""
+        """Raise OriginStopped if the loader is stopping."""
         if self.stop.is_set():
             raise OriginStopped(f"{url}: reading was stopped from this side")
 
 
 class ReadSize:
-    """How much to ask a connection or pipe for at once.
+    """The adaptive size of reads from a connection or pipe.
 
-    A read makes room for all that it asks for, and gives back what hasn't come: half a megabyte for each
-    16 KB costs the kernel more than their transfer does.
+    A read allocates all that it asks for and frees what hasn't come: half a megabyte for each 16 KB costs the
+    kernel more than the transfer.
 
     Attributes:
-        bytes: to ask for now.
+        bytes: size of the next read.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -239,7 +239,7 @@ class ReadSize:
         self._least = self.bytes = min(_LEAST_READ_BYTES, most_bytes)
 
     def came(self, got: int) -> None:
-        """Take note of what a read has brought."""
+        """Adapt to the number of bytes that a read returned."""
         if got == self.bytes:
             self.bytes = min(2 * got, self._most)
         elif 4 * got < self.bytes:
@@ -247,7 +247,7 @@ class ReadSize:
 
 
 def no_crawl(url: str, chunks: Iterator[bytes], options: OriginOptions) -> Iterator[bytes]:
-    """Pass chunks on; raise OriginTimeout when too few bytes come in the time spent waiting for them."""
+    """Pass chunks on; raise OriginTimeout if too few bytes arrive in the time spent waiting for them."""
     waited, got = 0.0, 0
     while True:
         began = time.monotonic()
@@ -264,22 +264,22 @@ def no_crawl(url: str, chunks: Iterator[bytes], options: OriginOptions) -> Itera
 
 
 def same_version(url: str, expected: Version | None, found: Version) -> None:
-    """Raise DatasetChanged where `found` can't be the version `expected`."""
+    """Raise DatasetChanged if `found` can't be the version `expected`."""
     difference = expected.difference(found) if expected is not None else None
     if difference is not None:
         raise DatasetChanged(
             f"{url} was replaced while it was in use: {difference}; "
-            "read it anew from its first byte, or keep data sets under names that never change"
+            "read it anew from its first byte, or give each version of a data set its own name"
         )
 
 
 def strong(etag: str | None) -> str | None:
-    """Return an ETag that stands for exact bytes, or None."""
+    """Return an ETag unless it is weak."""
     return None if not etag or etag.startswith("W/") else etag
 
 
 def http_error(message: str, status: int, retry_after: str | None = None) -> StreamloadError:
-    """Return the error that an HTTP status stands for."""
+    """Return the error for an HTTP status."""
     if status in {404, 410}:
         return OriginNotFound(message)
     if status in {401, 402, 403, 407}:
@@ -296,13 +296,13 @@ def http_error(message: str, status: int, retry_after: str | None = None) -> Str
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether no host has the name, or nothing listens at the port; else a connection may do next time."""
+    """Return whether no host has the name, or nothing listens at the port."""
     is_unknown = isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME
     return is_unknown or isinstance(error, ConnectionRefusedError)
 
 
 def _retry_after_seconds(retry_after: str | None) -> float | None:
-    """Retry-After is a number of seconds or a date."""
+    """Parse a Retry-After header: a number of seconds or a date."""
     if not retry_after:
         return None
     if re.fullmatch("[0-9]{1,18}", retry_after.strip()):

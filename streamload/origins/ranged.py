@@ -1,6 +1,6 @@
-"""Ordered ranges of one shard, some of them under way at once; they start small and grow (step F).
+"""Parallel ranges of one shard, given in order; they start small and grow (step F).
 
-Knows nothing of requests: object stores and web servers each give it what asks for one range.
+Independent of the protocol: object stores and web servers each pass a function that requests one range.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ _SMALLEST_SHARE = 8
 
 
 class Part(Protocol):
-    """One range on its way. It gives exactly its bytes, or raises.
+    """One requested range. Yields exactly its bytes, or raises.
 
     Attributes:
-        size_bytes: how many it gives.
-        seconds: from asking to the arrival of its last byte; None until then.
+        size_bytes: of the range.
+        seconds: from the request to the arrival of the last byte; None until then.
     """
 
     size_bytes: int
     seconds: float | None
 
     def chunks(self) -> Iterator[bytes]:
-        """Give the bytes in order, once."""
+        """Yield the bytes in order, once."""
         ...
 
     def cancel(self) -> None:
-        """End it; idempotent."""
+        """Cancel the request; idempotent."""
         ...
 
 
 class OrderedParts:
-    """Parts from one byte up to another, asked for side by side and given in order.
+    """The parts from `start` to `stop`, requested in parallel and given in order.
 
     Args:
-        ask: asks for the range from one byte up to another.
-        at_once: how many are under way at most. Those that have come and wait for their turn hold at most
-            so many times `part_limit_bytes`.
+        ask: requests the range from one byte up to another.
+        at_once: how many requests run in parallel. Parts that have arrived and wait for their turn hold at
+            most `at_once` × `part_limit_bytes`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OrderedParts:
         self._parts: deque[Part] = deque()
 
     def chunks(self) -> Iterator[bytes]:
-        """Give the bytes in order; at the end, at an error and when left early, no part is under way."""
+        """Yield the bytes in order. However it ends, no request is left running."""
         try:
             while self._parts or self._asked < self._stop:
                 self._ask_more()
@@ -65,7 +65,7 @@ class OrderedParts:
             self.close()
 
     def close(self) -> None:
-        """Cancel what is under way; idempotent."""
+        """Cancel the running requests; idempotent."""
         while self._parts:
             self._parts.pop().cancel()
 
@@ -81,7 +81,7 @@ class OrderedParts:
             self._parts.append(self._ask(start, self._asked))
 
     def _next_bytes(self) -> int:
-        """Towards the end parts are smaller, so that all connections are of use up to it."""
+        """Return the size of the next part: smaller towards the end, to keep all connections busy."""
         left = self._stop - self._asked
         share = max(
             left // self._at_once, self._part_bytes // _SMALLEST_SHARE, self._options.first_part_bytes
@@ -89,7 +89,7 @@ class OrderedParts:
         return min(left, self._part_bytes, share)
 
     def _grow(self, seconds: float) -> None:
-        """The next parts are larger as long as that costs no time, and smaller when they come slowly."""
+        """Double the next parts while they arrive quickly, halve them when they are slow."""
         if seconds < _QUICK_SECONDS:
             self._part_bytes = min(self._options.part_limit_bytes, self._part_bytes * 2)
         elif seconds > 2 * _QUICK_SECONDS:

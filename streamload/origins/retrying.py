@@ -1,9 +1,9 @@
-"""Another attempt at the byte where the last one failed: wraps any origin (step F).
+"""Retries from the byte where the last attempt failed, around any origin (step F).
 
-Where nothing proves that the bytes there are of the same version, the attempt begins at the first byte and
-compares. Waits with full jitter, obeys Retry-After, and gives up after a number of attempts without progress,
-unless all of its endpoint is away (outages.py). Errors that another attempt can't mend pass at once; what
-nobody has foreseen is one of them, of this shard alone.
+If nothing proves that the next bytes are of the same version, the attempt starts at the first byte and
+compares. Exponential backoff with full jitter; obeys Retry-After; gives up after a number of attempts
+without progress, unless the whole endpoint is down (outages.py). Errors that a retry can't fix are raised
+at once; so are unexpected exceptions, as an error of this shard.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import TypeVar
 import xxhash
 
 from streamload.errors import DatasetChanged, OriginCut, OriginError, OriginOutage, StreamloadError
-from streamload.origins.outages import MENDABLE, Endpoint
+from streamload.origins.outages import RETRYABLE, Endpoint
 from streamload.origins.protocol import Origin, Session, Stream, Unproven, Version, no_crawl
 from streamload.urls import scrubbed_errors
 
 _Result = TypeVar("_Result")
 _MOST_DOUBLINGS = 30
-_AWAY_SECONDS = 5.0
-"""The longest wait while an endpoint is away: so long after it is back at most everything goes on."""
-_UNFORESEEN = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
+_OUTAGE_BACKOFF_SECONDS = 5.0
+"""The longest backoff during an outage: transfers resume at most this long after it ends."""
+_UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 
 
 class RetryingOrigin(Origin):
-    """An origin whose streams go on where they broke off.
+    """An origin whose streams resume after failures.
 
     Args:
-        origin: what is asked.
-        session: says how often.
-        rng: for the waits.
-        endpoint: whom it asks; None: that is never taken to be away.
+        origin: the wrapped one.
+        session: its options limit the retries.
+        rng: for the jitter.
+        endpoint: of the origin; None: outages aren't detected.
     """
 
     def __init__(
@@ -55,57 +55,57 @@ class RetryingOrigin(Origin):
         return f"RetryingOrigin({self._origin!r})"
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Open the origin, as often as it takes."""
+        """Open the origin, with retries."""
         if start and expected is not None and not expected.is_traceable:
             raise Unproven(f"{self.url}: nothing tells its versions apart")
-        patience = self._patience()
-        stream = patience.open(self._origin, start, expected)
+        retries = self._retries()
+        stream = retries.open(self._origin, start, expected)
         version = stream.version if expected is None else expected.completed(stream.version)
-        return _RetryingStream(self._origin, patience, stream, start, version)
+        return _RetryingStream(self._origin, retries, stream, start, version)
 
     def version(self) -> Version:
-        """Ask the origin, as often as it takes."""
-        return self._patience().attempt(self._origin.version)
+        """Ask the origin, with retries."""
+        return self._retries().attempt(self._origin.version)
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
-        """Ask the origin, as often as it takes."""
-        patience = self._patience()
-        data = patience.attempt(lambda: self._origin.read(start, stop, version))
-        patience.got()
+        """Read from the origin, with retries."""
+        retries = self._retries()
+        data = retries.attempt(lambda: self._origin.read(start, stop, version))
+        retries.served()
         return data
 
     def close(self) -> None:
         """Close the origin."""
         self._origin.close()
 
-    def _patience(self) -> _Patience:
-        return _Patience(self._session, self._rng, self.url, self._endpoint)
+    def _retries(self) -> _Retries:
+        return _Retries(self._session, self._rng, self.url, self._endpoint)
 
 
 class _RetryingStream:
-    """Goes on at its byte, or from the first byte on where nothing proves that the next ones belong to it.
+    """Resumes at its position, or at the first byte if nothing proves that the next bytes are of its version.
 
-    Then the bytes that come are compared with those that were given before, by their hash, and dropped. A
-    stream that didn't begin at the first byte raises Unproven: its caller has the bytes before it.
+    Bytes that were already given are then compared by their hash, and dropped. A stream that didn't start
+    at the first byte raises Unproven instead: only its caller has the bytes before it.
     """
 
     def __init__(
-        self, origin: Origin, patience: _Patience, stream: Stream, start: int, version: Version
+        self, origin: Origin, retries: _Retries, stream: Stream, start: int, version: Version
     ) -> None:
         self.version = version
-        self._origin, self._patience = origin, patience
+        self._origin, self._retries = origin, retries
         self._stream = stream
-        self._found = stream.version.completed(version)  # what the next answer has to agree with
+        self._found = stream.version.completed(version)  # the next answer must agree with it
         self._start = self._position = start
-        self._read = start  # behind the last byte that has come; before _position while bytes are compared
+        self._read = start  # end of the bytes that have come; less than _position while they are compared
         self._is_unproven = False
         self._given, self._again = xxhash.xxh3_64(), xxhash.xxh3_64()
 
     def chunks(self) -> Iterator[bytes]:
-        """Give the bytes, across breaks. At the end, at an error and when left early, all is closed."""
+        """Yield the bytes across failures. However it ends, the stream is closed."""
         while True:
             try:
-                for chunk in self._patience.watch(self._stream.chunks()):
+                for chunk in self._retries.watch(self._stream.chunks()):
                     if fresh := self._fresh(chunk):
                         yield fresh
                 if self._read < self._position:
@@ -124,7 +124,7 @@ class _RetryingStream:
         self._stream.close()
 
     def _fresh(self, chunk: bytes) -> bytes:
-        """What of a chunk hasn't been given; what has been has to be the same."""
+        """Return the part of a chunk that is new; compare the rest with what was given before."""
         known = min(len(chunk), self._position - self._read)
         self._read += len(chunk)
         if known:
@@ -134,7 +134,7 @@ class _RetryingStream:
             chunk = chunk[known:]
         self._given.update(chunk)
         self._position += len(chunk)
-        self._patience.note(len(chunk))
+        self._retries.note(len(chunk))
         return chunk
 
     def _reopen(self) -> None:
@@ -146,7 +146,7 @@ class _RetryingStream:
             start = 0 if self._is_unproven else self._position
             expected = self._found.without_etag() if self._is_unproven else self._found
             try:
-                self._stream = self._patience.open(self._origin, start, expected)
+                self._stream = self._retries.open(self._origin, start, expected)
                 break
             except Unproven as error:
                 self._failed(error)
@@ -162,18 +162,18 @@ class _RetryingStream:
                 raise error
             self._is_unproven = True
             error = OriginCut(f"{self._origin.url}: can't go on at byte {self._position}: {error}")
-        self._patience.wait(error)
+        self._retries.wait(error)
 
 
-class _Patience:
-    """How much of it is left for one stream: failures in a row, reset by progress."""
+class _Retries:
+    """The retry state of one stream: failures in a row, reset by progress."""
 
     def __init__(self, session: Session, rng: random.Random, url: str, endpoint: Endpoint | None) -> None:
         self._session, self._options = session, session.options
         self._rng, self._url, self._endpoint = rng, url, endpoint
         self._failures = 0
         self._was_away = False
-        self._waiting_since = 0.0  # for the endpoint, where it was away
+        self._waiting_since = 0.0  # during an outage
         self._progress_bytes = 0
 
     def open(self, origin: Origin, start: int, expected: Version | None) -> Stream:
@@ -183,29 +183,29 @@ class _Patience:
         while True:
             self._session.check(self._url)
             try:
-                with self._foreseen():
+                with self._translated():
                     return act()
             except OriginError as error:
                 self.wait(error)
 
     def watch(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """Pass chunks on; raise OriginTimeout when too few bytes come in the time spent waiting for them."""
+        """Pass chunks on, checked by `no_crawl`."""
         chunks, is_first = no_crawl(self._url, chunks, self._options), True
         while True:
             self._session.check(self._url)
-            with self._foreseen():
+            with self._translated():
                 chunk = next(chunks, None)
             if chunk is None:
                 return
             if is_first:
-                self.got()
+                self.served()
                 is_first = False
             yield chunk
 
     def wait(self, error: OriginError) -> None:
-        """Sleep before the next attempt, or raise: the error can't be mended, or patience is at its end."""
+        """Sleep before the next attempt, or raise if no retry can help or all are used up."""
         self._failures += 1
-        has_attempts = isinstance(error, MENDABLE) and self._failures < self._options.attempts
+        has_attempts = isinstance(error, RETRYABLE) and self._failures < self._options.attempts
         if self._endpoint is not None and has_attempts:
             if self._failures > 1:
                 self._endpoint.fails(error)
@@ -219,7 +219,7 @@ class _Patience:
         doublings = min(self._failures - 1, _MOST_DOUBLINGS)
         limit = min(self._options.backoff_limit_seconds, self._options.backoff_seconds * 2**doublings)
         if self._was_away:
-            limit = min(limit, _AWAY_SECONDS)
+            limit = min(limit, _OUTAGE_BACKOFF_SECONDS)
         seconds = self._rng.uniform(0, limit)
         asked = getattr(error, "retry_after_seconds", None)
         if asked is not None:
@@ -227,16 +227,16 @@ class _Patience:
         self._session.stop.wait(seconds)
         self._session.check(self._url)
 
-    def got(self) -> None:
-        """Take note that the endpoint gives bytes."""
+    def served(self) -> None:
+        """Note that the endpoint serves bytes."""
         if self._endpoint is not None:
-            self._endpoint.gave()
+            self._endpoint.served()
 
     def _has_time(self, error: OriginError) -> bool:
-        """Whether it isn't the shard that fails; of an endpoint that is back again all attempts are left.
+        """Return whether to go on because of an outage. After its end all attempts are available again.
 
         Raises:
-            OriginOutage: all of the endpoint has been away for as long as it is waited for.
+            OriginOutage: the endpoint has been down until its deadline.
         """
         if self._endpoint is None or not self._options.outage_seconds:
             return False
@@ -252,22 +252,22 @@ class _Patience:
             ) from error
         if not was_away:
             self._waiting_since = now
-        return now - self._waiting_since < self._options.outage_seconds  # else others were given bytes since
+        return now - self._waiting_since < self._options.outage_seconds  # otherwise others got bytes since
 
     def note(self, n: int) -> None:
-        """Take note of bytes that hadn't come before."""
+        """Note bytes that are new."""
         if self._failures:
             self._progress_bytes += n
             if self._progress_bytes >= self._options.slow_bytes:
                 self._failures, self._was_away = 0, False
 
     @contextlib.contextmanager
-    def _foreseen(self) -> Iterator[None]:
-        """Make an error of this origin of what an odd answer, or a mistake in reading it, raises."""
+    def _translated(self) -> Iterator[None]:
+        """Turn unexpected exceptions, as from an odd answer, into an error of this origin."""
         with scrubbed_errors(lambda: self._session.secrets):
             try:
                 yield
             except (StreamloadError, OSError):
                 raise
-            except _UNFORESEEN as exc:
+            except _UNEXPECTED as exc:
                 raise OriginError(f"{self._url}: {type(exc).__name__}: {exc}") from exc

@@ -1,9 +1,9 @@
-"""HTTP connections whose waits end within a tenth of a second when the loader stops (step F).
+"""HTTP connections that stop waiting within a tenth of a second once the loader stops (step F).
 
-The sockets wake up ten times a second, look at the stop event and count towards the stall deadline. A head,
-a chunk's size line and trailers may come a byte at a time and never stall: while one of these is read, an
-absolute deadline holds for all receives of the thread (`within`). Each address is looked at before it is
-connected to (access.py).
+The sockets wake up ten times a second, check the stop event and count towards the stall deadline. A head, a
+chunk's size line and trailers may arrive a byte at a time and never stall, so an absolute deadline applies to
+all receives of the thread while one of these is read (`within`). Each address is checked before connecting
+(access.py).
 """
 
 from __future__ import annotations
@@ -40,59 +40,51 @@ from streamload.urls.identity import DEFAULT_PORTS
 WAKE_SECONDS = 0.1
 
 
-class _Ours(threading.local):
-    """What holds for the request of this thread."""
-
-    under_way = False
+class _ThreadState(threading.local):
+    is_requesting = False
     deadline = math.inf
 
 
-_ours = _Ours()
-
-
-def _is_not_ours(record: logging.LogRecord) -> bool:
-    return not _ours.under_way
-
-
-logging.getLogger("urllib3.connectionpool").addFilter(_is_not_ours)
+_thread = _ThreadState()
+logging.getLogger("urllib3.connectionpool").addFilter(lambda record: not _thread.is_requesting)
 
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
     """Keep a request of this thread out of urllib3's debug log, which shows URLs with their signatures."""
-    _ours.under_way = True
+    _thread.is_requesting = True
     try:
         yield
     finally:
-        _ours.under_way = False
+        _thread.is_requesting = False
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """End all receives of this thread with a TimeoutError after so many seconds, however many bytes come."""
-    before, _ours.deadline = _ours.deadline, time.monotonic() + seconds
+    """Raise TimeoutError from the receives of this thread after a deadline, even while bytes arrive."""
+    before, _thread.deadline = _thread.deadline, time.monotonic() + seconds
     try:
         yield
     finally:
-        _ours.deadline = before
+        _thread.deadline = before
 
 
 class _Patient:
-    """A socket's reads: wait up to `stall_seconds` for a byte, but not beyond `stop` or the deadline."""
+    """Reads that wait up to `stall_seconds` for a byte, unless `stop` or the thread's deadline ends them."""
 
-    stop = threading.Event()  # of those that no session has made: never set
+    stop = threading.Event()  # never set; for sockets without a session
     stall_seconds = OriginOptions().stall_seconds
 
     def recv_into(self, *args: Any) -> int:
         return self._patiently(super().recv_into, *args)  # type: ignore[misc,no-any-return]
 
-    def recv(self, *args: Any) -> bytes:  # TLS within TLS reads by this one
+    def recv(self, *args: Any) -> bytes:  # used by TLS within TLS
         return self._patiently(super().recv, *args)  # type: ignore[misc,no-any-return]
 
     def _patiently(self, act: Callable[..., Any], *args: Any) -> Any:
         deadline = None
         while True:
-            if self.stop.is_set() or time.monotonic() >= _ours.deadline:
+            if self.stop.is_set() or time.monotonic() >= _thread.deadline:
                 raise TimeoutError("timed out")
             try:
                 return act(*args)
@@ -109,7 +101,7 @@ class _PatientSocket(_Patient, socket.socket):
 
 class _PatientTLSSocket(_Patient, ssl.SSLSocket):
     def recv_into(self, *args: Any) -> int:
-        """Read all records that are there: alone each has 16 KB at most, for what a whole piece costs."""
+        """Read all records that have arrived: one has at most 16 KB, and costs as much as a whole chunk."""
         got = super().recv_into(*args)
         if not got or len(args) > 1:
             return got
@@ -119,7 +111,7 @@ class _PatientTLSSocket(_Patient, ssl.SSLSocket):
         try:
             while got < len(view) and (more := ssl.SSLSocket.recv_into(self, view[got:])):
                 got += more
-        except OSError:  # no other whole record is there, or the connection broke: the next read says so
+        except OSError:  # no further whole record, or a broken connection, which the next read reports
             pass
         finally:
             self.settimeout(patience)
@@ -130,7 +122,7 @@ class _PatientTLSSocket(_Patient, ssl.SSLSocket):
 
 
 class _PatientContext(ssl.SSLContext):
-    """Makes sockets that are as patient as what they are made of, from their handshake on."""
+    """Wraps sockets with their stop event and patience, from the handshake on."""
 
     def wrap_socket(self, sock: Any, *args: Any, **facts: Any) -> ssl.SSLSocket:
         tls: Any = super().wrap_socket(sock, *args, **facts | {"do_handshake_on_connect": False})
@@ -144,16 +136,16 @@ class _PatientContext(ssl.SSLContext):
 
 
 def receive(response: urllib3.BaseHTTPResponse, most_bytes: int, session: Session) -> bytes:
-    """Give some bytes of a body, none at its end; their framing may take no longer than a stall."""
+    """Return some bytes of a body, b"" at its end. Their framing may take no longer than a stall."""
     with within(session.options.stall_seconds):
         return response.read1(most_bytes, decode_content=False) or b""
 
 
 class Pools:
-    """Connections to be kept, through the proxies that the environment names. For any thread.
+    """Keep-alive connections, through the proxies of the environment. Thread-safe.
 
     Args:
-        connections: how many are kept to one host or proxy.
+        connections: kept for each host or proxy.
     """
 
     def __init__(self, session: Session, connections: int = 1) -> None:
@@ -164,7 +156,7 @@ class Pools:
         self._by_proxy: dict[str | None, urllib3.PoolManager] = {}
 
     def request(self, url: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
-        """Send a GET, through the proxy that is meant for this very URL; no redirect is followed."""
+        """Send a GET through the proxy for this URL, if any. Follows no redirects."""
         proxy = _proxy_for(url)
         if proxy is not None:
             parts = urlsplit(url)
@@ -179,14 +171,14 @@ class Pools:
             return pools.request("GET", url, headers=headers, timeout=self._timeout, **facts)
 
     def close(self) -> None:
-        """Close connections that wait for another request, which may still come."""
+        """Close idle connections. Further requests are allowed."""
         with self._lock:
             managers = list(self._by_proxy.values())
         for manager in managers:
-            for key in manager.pools.keys():  # noqa: SIM118  (no dict: it can't be iterated over)
+            for key in manager.pools.keys():  # noqa: SIM118  (not iterable)
                 pool = manager.pools.get(key)
                 if pool is not None:
-                    pool.close()  # clear() alone leaves that to the garbage collector
+                    pool.close()  # clear() alone leaves it to the garbage collector
             manager.clear()
 
     def _opened(self, proxy: str | None) -> urllib3.PoolManager:
@@ -200,58 +192,30 @@ class Pools:
             if place.scheme == "https":
                 facts["proxy_ssl_context"] = _tls_context()
             pools = urllib3.ProxyManager(place._replace(auth=None).url, **facts)
-        # The environment names the proxy, which may be at any address.
+        # A proxy comes from the environment, so it may have any address.
         session = self._session if proxy is None else dataclasses.replace(self._session, named=None)
         plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
         secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
         pools.pool_classes_by_scheme = {
-            "http": type("_OwnPlainPool", (_PlainPool,), {"ConnectionCls": plain}),
+            "http": type("_PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
             "https": type("_OwnSecurePool", (_SecurePool,), {"ConnectionCls": secure}),
         }
         return pools
 
 
 def basic(user: str) -> str:
-    """Return what proves who asks: a URL's user and password, percent-encoded as they stand there."""
+    """Return the Authorization header for a URL's user and password, given percent-encoded."""
     name, _, password = user.partition(":")
     return "Basic " + base64.b64encode(b":".join(map(unquote_to_bytes, (name, password)))).decode()
 
 
-class _Discreet:
-    """Pools of urllib3 whose log lines show no query of ours: a signature may be in it."""
-
-    def urlopen(self, *args: Any, **options: Any) -> Any:
-        _asking.is_ours = True
-        try:
-            return super().urlopen(*args, **options)  # type: ignore[misc]
-        finally:
-            _asking.is_ours = False
-
-
-class _PlainPool(_Discreet, urllib3.HTTPConnectionPool):
-    pass
-
-
-class _SecurePool(_Discreet, urllib3.HTTPSConnectionPool):
+class _SecurePool(urllib3.HTTPSConnectionPool):
     def __init__(self, *args: Any, **facts: Any) -> None:
         super().__init__(*args, **facts | {"ssl_context": _tls_context()})
 
 
-class _WithoutQueries(logging.Filter):
-    """Takes the queries out of what urllib3 logs while one of our pools asks."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if getattr(_asking, "is_ours", False) and isinstance(record.args, tuple):
-            record.args = tuple(a.partition("?")[0] if isinstance(a, str) else a for a in record.args)
-        return True
-
-
-_asking = threading.local()
-logging.getLogger("urllib3.connectionpool").addFilter(_WithoutQueries())
-
-
 class _Connecting:
-    """How both kinds of connections of urllib3 connect."""
+    """Connects for both kinds of urllib3's connections."""
 
     session: Session
     sock: Any
@@ -260,11 +224,12 @@ class _Connecting:
 
     def _new_conn(self) -> socket.socket:
         sock = _connect(self._dns_host, self.port, self.session)
-        _ours.deadline = time.monotonic() + 2 * self.session.options.connect_seconds  # proxy and handshake
+        # For a proxy and the TLS handshake.
+        _thread.deadline = time.monotonic() + 2 * self.session.options.connect_seconds
         return sock
 
     def getresponse(self) -> Any:
-        """Read an answer's head, with all `100 Continue` before it, within the time of a stall."""
+        """Read the head of an answer, and any `100 Continue` before it, within `stall_seconds`."""
         with within(self.session.options.stall_seconds):
             return super().getresponse()  # type: ignore[misc]
 
@@ -276,9 +241,9 @@ class _Connecting:
         except TimeoutError as exc:
             if isinstance(exc, OriginError):
                 raise
-            what = f"{self._dns_host}:{self.port} takes the connection and then is silent"
+            what = f"{self._dns_host}:{self.port} accepts the connection, but sends nothing"
             raise OriginTimeout(f"{what} for {options.connect_seconds:g} s") from exc
-        sock = getattr(self.sock, "socket", self.sock)  # TLS within TLS isn't a socket, but has one
+        sock = getattr(self.sock, "socket", self.sock)  # TLS within TLS wraps its socket
         sock.stall_seconds = options.stall_seconds
 
 
@@ -331,7 +296,7 @@ def _finish_connecting(sock: socket.socket, address: Any, session: Session) -> N
 
 
 def _proxy_for(url: str) -> str | None:
-    """The URL of the proxy that the environment names for a URL, if there is one."""
+    """Return the URL of the proxy that the environment names for a URL, if any."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if urllib.request.proxy_bypass(f"{host}:{parts.port}" if parts.port else host):
@@ -344,22 +309,22 @@ def _proxy_for(url: str) -> str | None:
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     with contextlib.suppress(LocationParseError):
         place = parse_url(proxy)
-        is_cut_short = "@" in f"{place.path}{place.query}{place.fragment}"  # by a slash in a password, say
+        is_cut_short = "@" in f"{place.path}{place.query}{place.fragment}"  # e.g. a slash in a password
         if place.scheme in {"http", "https"} and place.host and not is_cut_short:
             return proxy
     kind, _, rest = proxy.partition("://")
     shown = redact(f"http://{rest.rpartition('@')[2]}").removeprefix("http")
     raise OriginError(
-        f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown} and can't be used: it "
-        "has to be an http:// or https:// URL of host and port, with user and password percent-encoded"
+        f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown} and can't be used: "
+        "expected an http:// or https:// URL of host and port, with user and password percent-encoded"
     )
 
 
 @functools.lru_cache(maxsize=1)
 def _tls_context() -> ssl.SSLContext:
-    """One for the process, and only where TLS is spoken: reading the certificates takes 40 ms and 1 MB."""
+    """Return the TLS context of the process, created on first use: the certificates take 40 ms and 1 MB."""
     context = _PatientContext(ssl.PROTOCOL_TLS_CLIENT)
-    if sys.version_info >= (3, 13):  # as in ssl.create_default_context, which makes no context of ours
+    if sys.version_info >= (3, 13):  # as ssl.create_default_context, which can't create our class
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_STRICT
     context.load_default_certs()
     context.sslsocket_class = _PatientTLSSocket

@@ -1,8 +1,7 @@
-"""Shards in object stores, through fsspec: ordered ranges that grow, each one checked (step F).
+"""Shards in object stores, by fsspec: parallel ranges, each of them checked (step F).
 
-An S3 range is asked for under the condition that the object is still the same; other stores are asked for
-their version again at the end. ``hf://`` is resolved to the file's address and read as plain HTTP. Retries
-nothing.
+S3 ranges are requested with If-Match; other stores are asked for the version again at the end. ``hf://`` is
+resolved to the file's address and read as plain HTTP. Retries nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from streamload.origins.ranged import OrderedParts
 from streamload.urls import redact, scheme
 
 _LATEST_SECONDS = 0.5
-"""So long after bytes of a slow range have come they are handed on, few as they may be."""
+"""Bytes of a slow range are passed on after this long, however few."""
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
@@ -51,23 +50,23 @@ _logger = logging.getLogger("streamload")
 
 
 def open_store(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
-    """Return the origin of a shard whose scheme is fsspec's."""
+    """Return the origin of a shard with one of fsspec's schemes."""
     if scheme(url) == "hf":
         return HubOrigin(url, storage_options, session)
     return StoreOrigin(url, storage_options, session)
 
 
 def import_store(name: str) -> None:
-    """Import the file system of a scheme, if it is there; nothing is opened."""
+    """Import the file system of a scheme, if it is installed."""
     with contextlib.suppress(ImportError, ValueError):
         fsspec.get_filesystem_class(name)
 
 
 class StoreOrigin(Origin):
-    """An object that an fsspec file system knows.
+    """An object in an fsspec file system.
 
     Args:
-        storage_options: of the file system. Without any credentials at all, S3 is asked anonymously.
+        storage_options: of the file system. If there are no credentials at all, S3 is read anonymously.
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
@@ -80,32 +79,32 @@ class StoreOrigin(Origin):
         return f"StoreOrigin({self.url!r})"
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Ask the store for the object's version; its bytes are asked for by the stream's chunks()."""
+        """Ask the store for the object's version; the stream's chunks() request the bytes."""
         self.session.check(self.url)
         found = self.version()
         same_version(self.url, expected, found)
         if start and expected is not None and not expected.proves(found):
-            raise Unproven("its store names no version")
+            raise Unproven("its store has no version of it")
         if found.size is None:
-            raise OriginError(f"{self.url}: the store doesn't say how large it is")
+            raise OriginError(f"{self.url}: the store doesn't tell its size")
         if start > found.size:
             raise DatasetChanged(f"{self.url} has {found.size} bytes, none at {start}")
         return _StoreStream(self, found, start)
 
     def version(self) -> Version:
-        """Return the object's size, ETag and date as they are now."""
+        """Return the object's current size, ETag and date."""
         try:
             return _version(self._info())
         except Exception as exc:
             if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
-                _say_anonymous(self.url.partition("://")[2].partition("/")[0])
+                _warn_anonymous(self.url.partition("://")[2].partition("/")[0])
                 self._options, self._files = {**self._options, "anon": True}, None
                 return self.version()
             raise calls.translate(self.url, exc) from exc
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
-        """Ask for a range; the store's own version is asked for as well, unless the answer tells it."""
-        if self._files is None:  # then it isn't known either whether S3 is to be asked anonymously
+        """Request a range; and the version, unless the answer contains it."""
+        if self._files is None:  # also finds out whether S3 must be read anonymously
             same_version(self.url, version, self.version())
         chunks = _StorePart(self, start, stop, version).chunks()
         data = b"".join(no_crawl(self.url, chunks, self.session.options))
@@ -114,11 +113,11 @@ class StoreOrigin(Origin):
         return data
 
     def is_checked_by_part(self, version: Version) -> bool:
-        """Whether each range is asked for under the condition that the object is still that version."""
+        """Return whether each range is requested on the condition that the version is still this one."""
         return scheme(self._target) == "s3" and version.etag is not None
 
     def ask(self, start: int, stop: int, version: Version) -> tuple[calls.Future, calls.Pieces | None]:
-        """Ask for one range; where its bytes arrive while it is under way, if they do."""
+        """Request one range. Return its future, and the queue of its pieces if it is streamed."""
         self.session.count("origin_requests")
         files, path = self.files, self._path
         if scheme(self._target) == "s3" and hasattr(files, "_call_s3"):
@@ -128,7 +127,7 @@ class StoreOrigin(Origin):
         return calls.begin(files, "cat_file", path, start=start, end=stop), None
 
     def bytes_of(self, future: calls.Future, came: calls.Pieces | None) -> Iterator[bytes]:
-        """Give what was asked for, unless that takes longer than a stall or the loader stops."""
+        """Yield the bytes of a request. Raises after `stall_seconds` or when the loader stops."""
         if came is None:
             yield self._answer(future)
             return
@@ -141,7 +140,7 @@ class StoreOrigin(Origin):
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[float]:
-        """For so many seconds; who has waited in vain is given another file system, as that one may hang."""
+        """Give the timeout of a call; after a timeout replace the file system, which may hang."""
         try:
             yield self.session.options.stall_seconds
         except OriginTimeout as exc:
@@ -153,15 +152,15 @@ class StoreOrigin(Origin):
 
     @property
     def files(self) -> Any:
-        """The file system: fsspec gives the same one for the same options within a process."""
+        """The file system; fsspec caches one per process and options."""
         if self._files is None:
             protocol = self._target.partition("://")[0].lower()
             try:
                 self._files = fsspec.filesystem(protocol, **self._options)
             except (ImportError, TypeError, ValueError, KeyError) as exc:
-                raise OptionError(f"{self.url}: its file system can't be made: {exc}") from exc
+                raise OptionError(f"{self.url}: its file system can't be created: {exc}") from exc
             if protocol in {"s3", "s3a"} and hasattr(self._files, "retries"):
-                self._files.retries = 1  # what retries is around us, and has read how long to wait
+                self._files.retries = 1  # retrying.py retries, and obeys Retry-After
         return self._files
 
     @property
@@ -175,13 +174,13 @@ class StoreOrigin(Origin):
         files.invalidate_cache(path)
         info: dict[str, Any] = self._answer(calls.begin(files, "info", path))
         if info.get("type") == "directory":
-            raise OriginNotFound(f"{self.url} is no object, but a folder")
+            raise OriginNotFound(f"{self.url} is a folder, not an object")
         return info
 
     async def _s3_range(
         self, files: Any, path: str, start: int, stop: int, version: Version, came: calls.Pieces
     ) -> None:
-        """Put the bytes of one range where they are waited for, some at once."""
+        """Request one range and put its bytes into the queue, in pieces of about `chunk_bytes`."""
         bucket, key, number = files.split_path(path)
         conditions = {"IfMatch": version.etag} if version.etag else {}
         if number:
@@ -215,7 +214,7 @@ class StoreOrigin(Origin):
 
 
 class HubOrigin(Origin):
-    """A file on the Hugging Face Hub, or on a server that speaks like it; read as plain HTTP."""
+    """A file on the Hugging Face Hub or a compatible server, read as plain HTTP."""
 
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
         self.url = redact(url)
@@ -223,19 +222,19 @@ class HubOrigin(Origin):
         self._web: Origin | None = None
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Resolve the address once, and open that."""
+        """Resolve the address once, and open it."""
         return self._resolved().open(start, expected)
 
     def version(self) -> Version:
-        """Resolve the address once, and ask that."""
+        """Resolve the address once, and ask there."""
         return self._resolved().version()
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
-        """Resolve the address once, and ask that."""
+        """Resolve the address once, and read from it."""
         return self._resolved().read(start, stop, version)
 
     def close(self) -> None:
-        """Close what the address led to."""
+        """Close the resolved origin."""
         if self._web is not None:
             self._web.close()
 
@@ -271,7 +270,7 @@ class HubOrigin(Origin):
         token = get_token() if files.token in {None, True} else files.token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         session = self._session
-        if session.named is not None:  # its endpoint is the user's own setting
+        if session.named is not None:  # the user configured the endpoint
             session = replace(session, named=session.named.and_also(files.endpoint))
         headers.update(headers_for(address, self._options.get("headers")))
         return HttpOrigin(address, session, headers)
@@ -281,7 +280,7 @@ _HUB_OPTIONS = {"endpoint", "token"}
 
 
 class _StorePart:
-    """One range, asked for at once, or in its turn where one request may keep the file system busy."""
+    """One range, requested at once; by a file system without an event loop, when its turn comes."""
 
     def __init__(self, origin: StoreOrigin, start: int, stop: int, version: Version) -> None:
         self.size_bytes = stop - start
@@ -302,7 +301,7 @@ class _StorePart:
             size += len(piece)
             origin.session.count("origin_bytes", len(piece))
             yield piece
-        if self.seconds is None:  # the end is told before it is noted
+        if self.seconds is None:  # the future's callback may come later
             self._note_seconds()
         if size != self.size_bytes:
             raise OriginCut(f"{origin.url}: {size} bytes came for {self._start}–{self._stop}")
@@ -322,7 +321,7 @@ class _StorePart:
 
 
 class _StoreStream:
-    """Parts in order, some of them under way at once where the file system can."""
+    """Parts in order, requested in parallel if the file system is asynchronous."""
 
     def __init__(self, origin: StoreOrigin, version: Version, start: int) -> None:
         self.version = version
@@ -348,7 +347,7 @@ class _StoreStream:
         self._parts.close()
 
     def _check_version(self) -> None:
-        """All is there: was it one version all the time? S3 has been asked so with each part."""
+        """Check at the end that the version hasn't changed. S3 checks it with each part."""
         if self._origin.is_checked_by_part(self.version):
             return
         same_version(self._origin.url, self.version, self._origin.version())
@@ -362,7 +361,7 @@ def _version(info: dict[str, Any]) -> Version:
 
 
 def _with_patience(url: str, storage_options: dict[str, Any], session: Session) -> dict[str, Any]:
-    """Give S3 our deadlines, and leave the retries to us, where the user didn't say otherwise."""
+    """Give S3 our timeouts and no retries, unless the user set them."""
     if scheme(url) != "s3":
         return storage_options
     patience = {
@@ -382,6 +381,6 @@ def _may_be_anonymous(url: str, options: dict[str, Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _say_anonymous(bucket: str) -> None:
-    """Once in a process, whatever the number of shards."""
+def _warn_anonymous(bucket: str) -> None:
+    """Warn once per process, whatever the number of shards."""
     _logger.warning("No AWS credentials found: reading s3://%s anonymously.", bucket)

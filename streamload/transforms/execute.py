@@ -38,9 +38,9 @@ class Choices(NamedTuple):
 class PlannedTransform:
     """What a plan says, on pixels: Pillow's, and torch's floats of them.
 
-    To the bit where the kernel can be used, otherwise close to it (resize.py). About 190 µs for 500×375 → 224 px; 360 where
-    the kernel can't be used, and 290 to normalise. Deterministic in (pixels, choices); functions as given leave
-    the global generators changed. One thread at a time.
+    To the bit where the kernel can be used, otherwise close to it (resize.py). About 190 µs for 500×375 →
+    224 px; 360 where the kernel can't be used, and 290 to normalise. Deterministic in (pixels, choices);
+    functions as given leave the global generators changed. One thread at a time.
 
     Args:
         plan: what it says.

@@ -1,11 +1,11 @@
-"""URLs of shards: lists of them from one pattern, their identity, and what of them may be shown.
+"""URLs of shards: expansion of patterns, identity, and redaction (step A).
 
-Step A of the journey. Everything here is a function of its arguments and of the environment variables that it
-names (of curl and aws commands also of whether they are configured by a file; of local folders and globs also
-of the files that are there); no shard is opened and no file system is imported.
+Pure functions of their arguments and of the environment variables that they name. Two exceptions: curl and
+aws commands are checked for configuration files, and local folders and globs are listed. No shard is
+opened, and no file system is imported.
 """
 
-from streamload.urls.commands import Opaque, Request, understand
+from streamload.urls.commands import Opaque, Request, parse_command
 from streamload.urls.identity import (
     basename,
     digest,
@@ -35,6 +35,7 @@ __all__ = [
     "is_local",
     "local_path",
     "origin_of",
+    "parse_command",
     "redact",
     "redact_text",
     "scheme",
@@ -42,5 +43,4 @@ __all__ = [
     "scrubbed_errors",
     "secrets_of",
     "split_sources",
-    "understand",
 ]

@@ -1,4 +1,4 @@
-"""Refuses URLs that nobody can open, before anything is opened (step A)."""
+"""Validation of URLs before anything is opened (step A)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamload.urls.redaction import redact, redact_text
 _HALF_SCHEME = re.compile(r"(https?|s3|gs|gcs|hf|az|abfs):", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ENDS = re.compile(r"[/?#]")
-_HALF_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for bytes that aren't UTF-8
+_HALF_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others encode bytes that aren't UTF-8
 _CHAINED = {"simplecache", "filecache", "blockcache", "zip", "tar"}
 _USUAL = "http, https, s3, gs, az, abfs, hf, file and pipe"
 
@@ -22,20 +22,18 @@ def check(url: str, known: set[str]) -> None:
     """Raise UrlError for a URL that can't be opened.
 
     Args:
-        url: one, expanded.
-        known: collects the schemes and hosts that were found good, for the next URLs of a list.
+        url: an expanded one.
+        known: schemes and hosts that are valid already; shared by the URLs of a list.
     """
     if not url.strip():
         raise UrlError("an empty URL in the list: look for a doubled or trailing '::'")
     if url.startswith("-"):
-        raise UrlError(
-            f"'{url[:2]}…' looks like an option, not like a URL: write ./{url[:2]}… if it is a file"
-        )
+        raise UrlError(f"'{url[:2]}…' looks like an option, not a URL: write ./{url[:2]}… if it is a file")
     if _HALF_SURROGATE.search(url):
-        raise UrlError(f"half of a surrogate pair in {redact_text(url)!r}: no file or address is named so")
+        raise UrlError(f"half of a surrogate pair in {redact_text(url)!r}: no file or URL can have this name")
     name = scheme(url)
     if name == "file" and not is_local(url.strip()):
-        raise UrlError(f"blanks around {redact(url.strip())!r}: take them away")
+        raise UrlError(f"blanks around {redact(url.strip())!r}: remove them")
     if name == "pipe":
         _check_command(url)
         return
@@ -60,7 +58,9 @@ def _check_command(url: str) -> None:
 def _check_path(url: str) -> None:
     if _HALF_SCHEME.match(url.lstrip()):
         meant = redact(re.sub(":/*", "://", url.lstrip(), count=1))
-        raise UrlError(f"a scheme without '//': is {meant!r} meant? Write https://host/path, s3://bucket/key")
+        raise UrlError(
+            f"a scheme without '//': did you mean {meant!r}? Write https://host/path, s3://bucket/key"
+        )
     if "://" in re.sub("^file://", "", url, flags=re.IGNORECASE):
         raise UrlError(f"a scheme within the path {redact_text(url)!r}: write the URL alone")
     if url in _CHAINED:
@@ -69,7 +69,7 @@ def _check_path(url: str) -> None:
 
 
 def _check_scheme(name: str, url: str) -> None:
-    """A scheme is ours or fsspec's, and the package that fsspec needs for it is there."""
+    """Check that a scheme is ours or fsspec's, and that its package is installed."""
     if name in DEFAULT_PORTS:
         return
     from fsspec.registry import known_implementations, registry
@@ -90,13 +90,13 @@ def _check_scheme(name: str, url: str) -> None:
 def _check_place(name: str, url: str, known: set[str]) -> None:
     place = url.partition("://")[2]
     if place.startswith("-"):
-        raise UrlError(f"{redact(url)!r} looks like an option behind {name}://, not like a place")
+        raise UrlError(f"{redact(url)!r} has an option after {name}://, not a host or bucket")
     if name not in DEFAULT_PORTS:
         if not place.strip("/"):
             raise UrlError(f"{redact(url)!r} names no object: write {name}://bucket/path/shard.tar")
         if name in {"s3", "gs"} and ":" in place.partition("@")[0] and "@" in place and place[:4] != "arn:":
             raise UrlError(
-                f"keys within {redact(url)!r}: no store takes them there; give storage_options, or the "
+                f"keys within {redact(url)!r}: no store accepts them there; use storage_options, or the "
                 f"environment variables of {name}"
             )
         return
@@ -105,9 +105,9 @@ def _check_place(name: str, url: str, known: set[str]) -> None:
         return
     try:
         parts = urlsplit(url)
-        host, _port = parts.hostname, parts.port  # a port that is no number raises here
-    except ValueError:  # says what stands where the port should be: a password, if it holds a slash
-        raise UrlError(f"{redact(url)!r} is not a URL: look at its host, port and password") from None
+        host, _port = parts.hostname, parts.port  # raises if the port is no number
+    except ValueError:  # its message may contain a password with a slash
+        raise UrlError(f"{redact(url)!r} is not a URL: check its host, port and password") from None
     if not host or " " in parts.netloc:
         raise UrlError(f"{redact(url)!r} has no host: write {name}://host/path/shard.tar")
     known.add(host_of)

@@ -1,6 +1,6 @@
 """Environment variables and files that change what a curl or aws command does (step A).
 
-Looks at environment variables and at whether some files exist, and into one of them; changes nothing.
+Reads environment variables and aws's configuration, and checks which other files exist; changes nothing.
 """
 
 from __future__ import annotations
@@ -20,39 +20,41 @@ _CURLRC_PLACES = (".curlrc", "curlrc", ".config/curlrc", ".config/.curlrc")
 _PLUGINS = re.compile(rb"^\s*\[\s*plugins\s*\]", re.MULTILINE)
 
 
-class Surroundings(NamedTuple):
-    """What was found around a command.
+class CommandEnvironment(NamedTuple):
+    """What affects a command.
 
     Attributes:
-        obstacle: what may change what it does; None: nothing does.
-        names_endpoint: whether the configuration of aws may say which service is asked.
+        obstacle: what may change the meaning of its flags; None: nothing.
+        names_endpoint: whether aws's configuration may name the service.
     """
 
     obstacle: str | None
     names_endpoint: bool = False
 
 
-def look_around(program: str, *, secure: bool = False, reads_config: bool = True) -> Surroundings:
-    """Return what is around a curl or aws command now; a list of shards has it looked at once a second.
+def command_environment(
+    program: str, *, secure: bool = False, reads_config: bool = True
+) -> CommandEnvironment:
+    """Return what affects a curl or aws command now; cached for a second.
 
     Args:
         program: "curl" or "aws".
-        secure: the URL is https, so it matters which certificates curl trusts.
+        secure: the URL is https, so the certificates that curl trusts matter.
         reads_config: False for ``curl -q``.
     """
     return _look(program, secure, reads_config, int(time.monotonic()))
 
 
 @functools.lru_cache(maxsize=8)
-def _look(program: str, secure: bool, reads_config: bool, second: int) -> Surroundings:
-    obstacle = _around_shell(program)
+def _look(program: str, secure: bool, reads_config: bool, second: int) -> CommandEnvironment:
+    obstacle = _shell_obstacle(program)
     if program == "aws":
-        return Surroundings(obstacle or _around_aws(), b"endpoint_url" in _aws_config())
-    return Surroundings(obstacle or _around_curl(secure, reads_config))
+        return CommandEnvironment(obstacle or _aws_obstacle(), b"endpoint_url" in _aws_config())
+    return CommandEnvironment(obstacle or _curl_obstacle(secure, reads_config))
 
 
-def _around_shell(program: str) -> str | None:
-    """What may change which program a command runs, or through which proxy."""
+def _shell_obstacle(program: str) -> str | None:
+    """Return what may change which program runs, or its proxy."""
     for name in (*_SHELL, f"BASH_FUNC_{program}%%"):
         if os.environ.get(name):
             return f"{name} is set"
@@ -62,7 +64,7 @@ def _around_shell(program: str) -> str | None:
     return None
 
 
-def _around_curl(secure: bool, reads_config: bool) -> str | None:
+def _curl_obstacle(secure: bool, reads_config: bool) -> str | None:
     bundle = os.environ.get("CURL_CA_BUNDLE")
     if secure and bundle and bundle != os.environ.get("SSL_CERT_FILE"):
         return "CURL_CA_BUNDLE is set"
@@ -73,8 +75,8 @@ def _around_curl(secure: bool, reads_config: bool) -> str | None:
     return None
 
 
-def _around_aws() -> str | None:
-    """What changes what aws does, or what fsspec would do in its place."""
+def _aws_obstacle() -> str | None:
+    """Return what changes the behaviour of aws, or of fsspec in its place."""
     if any(name.startswith("FSSPEC_") for name in os.environ):
         return "an FSSPEC_ variable is set"
     home = _home()
@@ -88,7 +90,7 @@ def _around_aws() -> str | None:
 
 
 def _has_curlrc() -> bool:
-    """All places of all versions of curl, and a few more: one too many costs nothing but speed."""
+    """Check the locations of all versions of curl, and a few more: a false positive only costs speed."""
     folders = {os.environ.get(name, "") for name in ("CURL_HOME", "XDG_CONFIG_HOME")} | {_home(), _own_home()}
     folders.discard("")
     return any(os.path.lexists(f"{folder}/{place}") for folder in folders for place in _CURLRC_PLACES)
@@ -100,7 +102,7 @@ def _home() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _own_home() -> str:
-    """The home directory in the user database; empty for a user who isn't in it, as in some containers."""
+    """Return the home directory from the user database; "" for an unknown user, as in some containers."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:
@@ -108,7 +110,7 @@ def _own_home() -> str:
 
 
 def _is_script(program: str, path: str) -> bool:
-    """Whether a program is somebody's wrapper around it."""
+    """Return whether the program in `path` is a wrapper script."""
     found = shutil.which(program, path=path)
     try:
         return found is not None and _start(found) == b"#!"
@@ -124,6 +126,6 @@ def _start(path: str) -> bytes:
 def _aws_config() -> bytes:
     path = os.environ.get("AWS_CONFIG_FILE") or f"{_home()}/.aws/config"
     try:
-        return Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111  (raises nothing)
+        return Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111  (never raises)
     except (OSError, ValueError):
         return b""

@@ -1,8 +1,8 @@
-"""Commands of pipes that are understood well enough to be asked for without them: curl and aws (step A).
+"""curl and aws commands in pipes that are fetched directly, without running them (step A).
 
-``pipe:curl -sfL https://…`` is a GET, ``pipe:aws s3 cp s3://… -`` an object: opened as such, they resume at
-the byte where they broke, know their size, and are checked. A command is understood only if every word of it
-is, and if nothing around it says more than it does; else it is run. Opens nothing, and never raises.
+``pipe:curl -sfL https://…`` is a GET, ``pipe:aws s3 cp s3://… -`` an object. Fetched directly, they resume
+after failures, have a known size, and are checked. This requires that we support every word of the command
+and that no configuration changes its meaning; otherwise bash runs it. Opens nothing, and never raises.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from streamload.urls.command_environment import look_around
+from streamload.urls.command_environment import command_environment
 
 _BLANKS = " \t\n"
 _TEXT = re.compile(r"[\t\x20-\x7e]*")
 _PIECE = re.compile(
-    r"""(?P<plain>[A-Za-z0-9_@%+=:,./-]+)  # of no meaning to bash behind a command's name
+    r"""(?P<plain>[A-Za-z0-9_@%+=:,./-]+)  # no special meaning after the command's name
     |'(?P<single>[^']*)'
     |"(?P<double>[^"$`\\]*)"
     |(?P<blank>[ \t]+)""",
     re.VERBOSE,
 )
 
-NO_COMMAND = "it is no single curl or aws command in plain words"
+NO_COMMAND = "it is not a single curl or aws command in plain words"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an understood command asks for.
+    """What a supported command requests.
 
     Attributes:
-        program: which command it is, "curl" or "aws".
-        url: http(s) of curl, without user and password; s3 of aws.
-        headers: of curl, for every host that a redirect leads to.
-        own_headers: of curl, for the URL's own host: what may prove who asks.
-        redirects: of curl, how many are followed at most.
-        storage_options: of aws, for fsspec.
-        named_by_url: whether the URL and the endpoint say all about which bytes these are. Headers other than
-            those that prove who asks may choose others, and so may a profile.
+        program: "curl" or "aws".
+        url: curl: http(s), without user and password; aws: s3.
+        headers: curl: for every host, also after redirects.
+        own_headers: curl: for the URL's own host, since they may be credentials.
+        redirects: curl: how many are followed at most.
+        storage_options: aws: for fsspec.
+        named_by_url: whether URL and endpoint identify the bytes. Headers other than credentials may select
+            others, and so may a profile.
     """
 
     program: str
@@ -55,18 +55,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A command that has to be run, and why; nothing of its values is in the reason."""
+    """A command that has to be run, and why. The reason contains none of its values."""
 
     program: str
     reason: str
 
 
-class _Unknown(Exception):
-    """A word of a command that isn't understood."""
+class _Unsupported(Exception):
+    """A word of a command that isn't supported."""
 
 
-def understand(command: str) -> Request | Opaque:
-    """Return what a command asks for, or why it has to be run.
+def parse_command(command: str) -> Request | Opaque:
+    """Return what a command requests, or why it has to be run.
 
     Args:
         command: of a pipe, without ``pipe:``.
@@ -77,10 +77,10 @@ def understand(command: str) -> Request | Opaque:
         return Opaque("", NO_COMMAND)
     try:
         request = _curl(words[1:]) if program == "curl" else _aws(words[1:])
-    except _Unknown as exc:
+    except _Unsupported as exc:
         return Opaque(program, str(exc))
     secure, reads_config = request.url.startswith("https:"), not words[1].startswith("-q")
-    obstacle = look_around(program, secure=secure, reads_config=reads_config).obstacle
+    obstacle = command_environment(program, secure=secure, reads_config=reads_config).obstacle
     return request if obstacle is None else Opaque(program, obstacle)
 
 
@@ -97,18 +97,17 @@ _HTTP = re.compile(
     r"(?:[/?](?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*)?)",
     re.ASCII,
 )
-_DOTS = re.compile(r"/\.{1,2}(?=[/?]|$)|%2e", re.IGNORECASE)  # curl and urllib3 may tidy them up in two ways
+_DOTS = re.compile(r"/\.{1,2}(?=[/?]|$)|%2e", re.IGNORECASE)  # curl and urllib3 may differ on these
 _HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]+):[ \t]*([\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)[ \t]*")
 
-# What changes neither the bytes nor whether they can be trusted: what is said on stderr, how the connection
-# is kept, whether an error's page is given (it is an error here, always).
+# Flags that change neither the bytes nor their authenticity: output on stderr, connection details, whether
+# the page of an error is written (here an error is always raised).
 _CURL_FLAGS = frozenset({
     "basic", "disable", "fail", "fail-with-body", "globoff", "http1.1", "http2", "location", "no-buffer",
     "no-keepalive", "no-progress-meter", "progress-bar", "retry-all-errors", "retry-connrefused",
     "show-error", "silent", "tcp-nodelay", "tlsv1.2", "verbose",
 })  # fmt: skip
-# Options with a value, and what it has to look like. Patience is ours: numbers of retries and seconds are
-# read and not used.
+# Options with a value, and its syntax. Retries and timeouts are parsed, but ours apply.
 _CURL_VALUES = {
     "connect-timeout": _SECONDS,
     "cookie": re.compile(r"[!-~]+=[ -~]*"),  # without '=' it is a file
@@ -118,7 +117,7 @@ _CURL_VALUES = {
     "max-time": _SECONDS,
     "oauth2-bearer": re.compile(r"[!-~]+"),
     "output": re.compile("-"),
-    "referer": re.compile(r"[!-:<-~]+"),  # ';auto' means something
+    "referer": re.compile(r"[!-:<-~]+"),  # ';auto' has a meaning
     "request": re.compile("GET"),
     "retry": _NUMBER,
     "retry-delay": _SECONDS,
@@ -137,7 +136,7 @@ _CURL_SHORT = {
 }  # fmt: skip
 _CURL_REDIRECTS = 50
 
-# Headers that say how a body is to be sent, or which part of it: not the user's to give here.
+# Headers that select a part or an encoding of the body: not allowed from the user.
 _NOT_OURS = frozenset({
     "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect",
     "host", "if-match", "if-modified-since", "if-none-match", "if-range", "if-unmodified-since",
@@ -145,7 +144,7 @@ _NOT_OURS = frozenset({
     "transfer-encoding", "upgrade",
 })  # fmt: skip
 FOR_ALL_HOSTS = frozenset({"accept", "accept-language", "referer", "user-agent"})
-"""Headers that prove nothing, so another host may see them. (curl sends all but two on with a redirect.)"""
+"""Headers that are no credentials, so other hosts may see them. (After a redirect curl sends all but two.)"""
 _CHOOSE_NOTHING = frozenset({"authorization", "user-agent"})
 
 
@@ -156,30 +155,30 @@ def _curl(words: list[str]) -> Request:
         if name == "header":
             headers.add_line(value)
         elif name in _CURL_VALUES and name in given:
-            raise _Unknown("several URLs" if name == "url" else f"--{name} is given twice")
+            raise _Unsupported("several URLs" if name == "url" else f"--{name} is given twice")
         else:
             given[name] = value
     if "url" not in given:
-        raise _Unknown("it has no URL")
+        raise _Unsupported("it has no URL")
     match = _HTTP.fullmatch(given["url"])
     if match is None or _DOTS.search(match["place"]):
-        raise _Unknown("its URL isn't a plain http(s) one")
+        raise _Unsupported("its URL isn't a plain http(s) one")
     user = unquote(match["user"]) if match["user"] else given.get("user")
     if match["user"] and "user" in given:
-        raise _Unknown("it names a user twice")
+        raise _Unsupported("it names a user twice")
     if user is not None:
         if not _ANY.fullmatch(user):
-            raise _Unknown("the user isn't plain ASCII")
+            raise _Unsupported("the user isn't plain ASCII")
         headers.add("Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
     if "cookie" in given and "location" in given:
-        raise _Unknown("which hosts get the cookies of -b with -L depends on curl's version")
+        raise _Unsupported("which hosts get the cookies of -b with -L depends on curl's version")
     if "oauth2-bearer" in given:
         headers.add("Authorization", f"Bearer {given['oauth2-bearer']}")
     for option, name in (("cookie", "Cookie"), ("user-agent", "User-Agent"), ("referer", "Referer")):
         if option in given:
             headers.add(name, given[option])
     named_by_url = headers.names <= _CHOOSE_NOTHING
-    headers.add_default("User-Agent", "curl/8 (streamload)")  # some servers look for it
+    headers.add_default("User-Agent", "curl/8 (streamload)")  # some servers check for it
     headers.add_default("Accept", "*/*")
     return Request(
         "curl",
@@ -192,14 +191,14 @@ def _curl(words: list[str]) -> Request:
 
 
 def _curl_options(words: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """Give each option by its long name with its value, taken apart as curl does; a URL as "url"."""
+    """Yield each option's long name and value, parsed as curl does; a URL as "url"."""
     for word in words:
         if not word.startswith("-"):
             yield "url", word
         elif word.startswith("--"):
             name = word[2:]
             if name not in _CURL_VALUES and name not in _CURL_FLAGS:
-                raise _Unknown(_not_known(word))
+                raise _Unsupported(_unknown_option(word))
             yield name, _value(name, "", words) if name in _CURL_VALUES else ""
         else:
             yield from _curl_letters(word[1:], words)
@@ -207,11 +206,11 @@ def _curl_options(words: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 def _curl_letters(letters: str, words: Iterator[str]) -> Iterator[tuple[str, str]]:
     if not letters:
-        raise _Unknown("it has a lone '-'")
+        raise _Unsupported("it has a lone '-'")
     while letters:
         name = _CURL_SHORT.get(letters[0])
         if name is None:
-            raise _Unknown(_not_known(f"-{letters[0]}"))
+            raise _Unsupported(_unknown_option(f"-{letters[0]}"))
         letters = letters[1:]
         if name in _CURL_VALUES:
             yield name, _value(name, letters, words)
@@ -223,12 +222,12 @@ def _value(name: str, attached: str, words: Iterator[str]) -> str:
     value = attached or next(words, "")
     if not _CURL_VALUES[name].fullmatch(value):
         what = "its URL isn't a plain http(s) one" if name == "url" else f"the value of --{name} isn't plain"
-        raise _Unknown(what)
+        raise _Unsupported(what)
     return value
 
 
 class _Headers:
-    """Header lines by name, each of them once."""
+    """Headers, each name at most once."""
 
     def __init__(self) -> None:
         self._lines: dict[str, tuple[str, str]] = {}
@@ -243,12 +242,12 @@ class _Headers:
     def add_line(self, line: str) -> None:
         match = _HEADER.fullmatch(line)
         if match is None:
-            raise _Unknown("the value of --header isn't plain")
+            raise _Unsupported("the value of --header isn't plain")
         self.add(match[1], match[2])
 
     def add(self, name: str, value: str) -> None:
         if name.lower() in _NOT_OURS or name.lower() in self._lines:
-            raise _Unknown(f"the header {name[:40]} is given twice, or changes more than who asks")
+            raise _Unsupported(f"the header {name[:40]} is given twice, or isn't supported")
         self._lines[name.lower()] = (name, value)
 
     def add_default(self, name: str, value: str) -> None:
@@ -281,17 +280,17 @@ def _aws(words: list[str]) -> Request:
         if name in _AWS_VALUES:
             value = value if equals else next(rest, "")
             if not _AWS_VALUES[name].fullmatch(value):
-                raise _Unknown(f"the value of --{name} isn't plain")
+                raise _Unsupported(f"the value of --{name} isn't plain")
             if name in given:
-                raise _Unknown(f"--{name} is given twice")
+                raise _Unsupported(f"--{name} is given twice")
         elif equals or not (name in _AWS_FLAGS or (name in _CP_FLAGS and places[:2] == ["s3", "cp"])):
-            raise _Unknown(_not_known(word))
+            raise _Unsupported(_unknown_option(word))
         given[name] = value
     if len(places) != 4 or places[:2] != ["s3", "cp"] or places[3] != "-":
-        raise _Unknown("it is something else than 's3 cp s3://bucket/key -'")
+        raise _Unsupported("it isn't 's3 cp s3://bucket/key -'")
     if not _BUCKET_AND_KEY.fullmatch(places[2]) or re.search(r"/\.{1,2}(/|$)", places[2]):
-        raise _Unknown("its URL isn't a plain s3 one")
-    # Without credentials aws fails, so this doesn't go on as nobody.
+        raise _Unsupported("its URL isn't a plain s3 one")
+    # Without credentials aws fails; don't fall back to anonymous access.
     options: dict[str, Any] = {"anon": "no-sign-request" in given}
     if "endpoint-url" in given:
         options["endpoint_url"] = given["endpoint-url"]
@@ -299,20 +298,23 @@ def _aws(words: list[str]) -> Request:
         options["client_kwargs"] = {"region_name": given["region"]}
     if "profile" in given:
         options["profile"] = given["profile"]
-    one_service = "endpoint-url" in given or not ("profile" in given or look_around("aws").names_endpoint)
+    one_service = "endpoint-url" in given or not (
+        "profile" in given or command_environment("aws").names_endpoint
+    )
     return Request("aws", places[2], storage_options=options, named_by_url=one_service)
 
 
-def _not_known(word: str) -> str:
-    """A reason with an option's name in it, if it looks like one: not with a value that is attached to it."""
+def _unknown_option(word: str) -> str:
+    """Return a reason that names the option, without a value attached to it."""
     name = re.match(r"--[a-z][a-z0-9.-]{0,30}(?==|$)|-[A-Za-z0-9#:](?=$)", word)
-    return f"{name[0]} isn't among the options that are understood" if name else "an option isn't understood"
+    return f"{name[0]} isn't a supported option" if name else "an option isn't supported"
 
 
 def plain_words(command: str) -> list[str] | None:
-    """Return the words of one simple command as bash would hand them over; None where that isn't certain.
+    """Return the words of one simple command as bash would split them; None if that isn't certain.
 
-    Quotes are taken off; ``$``, backquotes and backslashes are not understood inside double quotes either.
+    Supports only a small part of bash on purpose: plain words, and quotes around plain text. Anything that
+    could be an expansion, a pattern, an operator, an escape, a comment or a second line gives None.
     """
     text = command.strip(_BLANKS)
     if not text or not _TEXT.fullmatch(text):

@@ -1,4 +1,4 @@
-"""What a URL is: its scheme, its file, and the identity under which a tier knows the shard (step A)."""
+"""Properties of a URL: scheme, origin, file name, and the identity of its shard in a tier (step A)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from streamload.errors import UrlError
-from streamload.urls.commands import Request, understand
+from streamload.urls.commands import Request, parse_command
 from streamload.urls.redaction import redact, redact_text
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -19,7 +19,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ENDPOINT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s'\"?#]+")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file"}
-# Begins where a word begins: from each of its characters, a long token would take the square of its length.
+# Anchored at the start of a word: otherwise a long token takes quadratic time.
 _TAR_NAME = re.compile(r"(?<![^/\s'\"=])([^/\s'\"=]+\.tar(?:\.\w+)?)(?=[\s'\"?#;|&<>)]|$)")
 
 _AMAZON = re.compile(r"https?://s3([.-][a-z0-9-]+)?\.amazonaws\.com")
@@ -32,8 +32,8 @@ _ENDPOINT_VARIABLES = {
     "abfs": ("AZURE_STORAGE_ACCOUNT_NAME",),
 }
 
-# Parameters that sign a URL, by the one that shows that it is signed in this way: dropped only together,
-# because a plain `?st=3` may well name another shard.
+# Parameters that sign a URL, by the one that identifies the kind of signature. They are dropped only
+# together with it, because `?st=3` alone may select another shard.
 _SIGNATURES = {
     "x-amz-signature": re.compile(r"x-amz-.*"),
     "x-goog-signature": re.compile(r"x-goog-.*"),
@@ -43,13 +43,13 @@ _SIGNATURES = {
     "hdnea": re.compile("hdnea"),
 }
 _TOKENS = frozenset({"token", "access_token", "api_key"})
-"""Parameters that prove who asks, in any URL: a token that is renewed names the same shard."""
+"""Parameters that are credentials in any URL: with a renewed token it is the same shard."""
 _PLAIN_HOST = re.compile(r"(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _HUB_KINDS = ("datasets", "spaces", "buckets")
 
 
 def scheme(url: str) -> str:
-    """Return what opens a URL: ``"pipe"``, ``"file"`` (plain paths, too), ``"http"``, ``"s3"``, …"""
+    """Return what opens a URL: ``"pipe"``, ``"file"`` (also for plain paths), ``"http"``, ``"s3"``, …"""
     if url.startswith("pipe:"):
         return "pipe"
     match = SCHEME.match(url)
@@ -58,7 +58,7 @@ def scheme(url: str) -> str:
 
 
 def endpoint(url: str) -> str:
-    """Whom one asks for a shard: scheme and host, with a command its program; "" for a local file."""
+    """Return the server of a shard: scheme and host; for a command also its program; "" for a local file."""
     place = _ENDPOINT.search(url)
     if url.startswith("pipe:"):
         return " ".join([*url.split(maxsplit=1)[:1], *([place[0]] if place else [])])
@@ -66,10 +66,10 @@ def endpoint(url: str) -> str:
 
 
 def origin_of(url: str) -> str:
-    """Return what credentials belong to: a web server, bucket or repository, as ``https://host``, ``s3://bucket``.
+    """Return what credentials belong to: web server, bucket or repository, as ``https://host``, ``s3://bucket``.
 
-    A web server is its scheme, host and port. Empty for commands, local files, and what is written in a way
-    that two parsers might read differently.
+    A web server is scheme, host and port. Empty for commands, local files, and URLs that two parsers might
+    read differently.
     """
     name = scheme(url)
     if name in {"pipe", "file"}:
@@ -90,7 +90,7 @@ def origin_of(url: str) -> str:
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is a file of this machine: a path or ``file:``."""
+    """Return whether a URL is a local file: a path or ``file:``."""
     return scheme(url) == "file"
 
 
@@ -119,7 +119,7 @@ def local_path(url: str) -> Path:
 
 
 def basename(url: str) -> str:
-    """Return the last part of a shard's path, as in ``sizes.json``; of a pipe, its command's first tar."""
+    """Return the last part of a shard's path, as in ``sizes.json``; for a pipe, its command's first tar."""
     kind = scheme(url)
     if kind == "pipe":
         name = _TAR_NAME.search(url)
@@ -131,17 +131,16 @@ def basename(url: str) -> str:
 
 
 def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return what makes two URLs the same shard: endpoint, scheme, host, path, and query without signatures.
+    """Return the identity of a shard: endpoint, scheme, host, path, and query without signatures.
 
-    A signed URL keeps its identity when it is signed anew. User, password, ``token``, ``access_token`` and
-    ``api_key`` are never part of it. A pipe's
-    identity is its whole command, or that of the URL which a curl or aws command is understood to ask for
-    where the URL says all about which bytes those are. This is for comparing and hashing: ``redact`` is for
-    showing.
+    A signed URL keeps its identity when it is signed again. User, password, ``token``, ``access_token`` and
+    ``api_key`` are never part of it. The identity of a pipe is its whole command; for a supported curl or aws
+    command, that of its URL if the URL identifies the bytes. For comparing and hashing only: use ``redact``
+    for display.
     """
     name = scheme(url)
     if name == "pipe":
-        request = understand(url.removeprefix("pipe:"))
+        request = parse_command(url.removeprefix("pipe:"))
         if isinstance(request, Request) and request.named_by_url:
             return identity(request.url, request.storage_options)
         return url
@@ -158,20 +157,19 @@ def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
 
 
 def digest(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return 32 hex characters that name a shard in a tier: a hash of its ``identity``."""
+    """Return the name of a shard in a tier: 32 hex characters, a hash of its ``identity``."""
     return _digest_of(identity(url, storage_options))
 
 
 def former_digest(
     url: str, moved: Mapping[str, str], storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return the ``digest`` that a shard had before it was moved; None if this one wasn't.
+    """Return the ``digest`` of a shard before it was moved; None if it wasn't.
 
     Args:
-        url: where it is now.
-        moved: what its URL, or the endpoint of its store, began with before → what it begins with now. In a
-            pipe's command either may stand anywhere.
-        storage_options: where its file system gets its endpoint from.
+        url: its current URL.
+        moved: old → new prefix of its URL, or of its store's endpoint. In the command of a pipe, anywhere.
+        storage_options: of its file system; may contain the endpoint.
     """
     for old, new in moved.items():
         if url.startswith(new) or (url.startswith("pipe:") and new in url):
@@ -188,7 +186,7 @@ def _digest_of(name: str) -> str:
 
 
 def _endpoint(name: str, storage_options: Mapping[str, Any] | None) -> str:
-    """The service that a bucket belongs to, followed by a blank; empty for the scheme's usual one."""
+    """Return the service of a bucket, followed by a blank; empty for the scheme's default."""
     options = storage_options or {}
     inner = options.get("client_kwargs") or {}
     candidates = [options.get(key) for key in _ENDPOINT_OPTIONS] + [inner.get("endpoint_url")]
@@ -205,13 +203,13 @@ def _endpoint(name: str, storage_options: Mapping[str, Any] | None) -> str:
 
 
 def _host(parts: SplitResult) -> str:
-    """Host and port of a URL without its user, lower-case, without the scheme's own port."""
+    """Return host and port of a URL in lower case, without user and default port."""
     host = parts.netloc.rpartition("@")[2].lower()
     return host.removesuffix(f":{DEFAULT_PORTS.get(parts.scheme.lower())}").removesuffix(":")
 
 
 def _without_password(location: str) -> str:
-    """``user:password@host/path`` as ``host/path``; ``container@account/path`` as it is."""
+    """Turn ``user:password@host/path`` into ``host/path``; keep ``container@account/path``."""
     host, slash, path = location.partition("/")
     user, _, bare = host.rpartition("@")
     return bare + slash + path if ":" in user else location

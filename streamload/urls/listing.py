@@ -1,7 +1,7 @@
-"""`UrlList`: the URLs that patterns stand for, each put together when it is asked for (step A). Pure.
+"""`UrlList`: a lazy list of URLs, each built when it is asked for (step A). Pure.
 
-A pattern of a million shards is kept as what it is made of: some hundred bytes in each process, and in what
-is handed to another one. One URL costs about a microsecond.
+A pattern of a million shards is kept as a tree of texts and ranges: some hundred bytes in each process and
+in a pickle. One URL costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from streamload.urls.redaction import redact
 
 
 class UrlList(Sequence[str]):
-    """The expanded and checked URLs of some shards, in order; immutable and small, whatever its length.
+    """The expanded and checked URLs of shards, in order. Immutable, and small whatever its length.
 
-    It equals a list of the same strings. Slices and sums are lists of this kind, too.
+    Equal to a list of the same strings. Slices and sums are lazy, too.
 
     Args:
-        node: what it is made of; `expand_urls` makes it from patterns.
+        node: root of the tree; `expand_urls` builds it from patterns.
     """
 
     __slots__ = ("_node",)
@@ -34,7 +34,7 @@ class UrlList(Sequence[str]):
 
     @property
     def node(self) -> Node:
-        """What it is made of."""
+        """The root of the tree."""
         return self._node
 
     def __len__(self) -> int:
@@ -69,26 +69,26 @@ class UrlList(Sequence[str]):
         return f"<UrlList of {len(self):,}{first}>"
 
     def kinds(self) -> Iterator[str]:
-        """Those of the URLs, in order, that stand for all others in all that `check` and `scheme` look at.
+        """Yield URLs that represent all others for `check` and `scheme`, in order.
 
-        That is every URL, but where a range of numbers stands in a command, behind the '/' that ends a host
-        (or begins a path), or in the name of a file, only its first and last number. Nothing that is
-        checked depends on which number stands there: the scheme, host, bucket, user, home directory and
-        first character are in front of it; a number is never empty; and of digits and '-' comes neither a
-        blank or control character nor '://'. So if any URL is refused, the first of those here that is
-        refused is the first of all.
+        Every URL, except that of a numeric range only the first and last number are used if the range is in a
+        command, after the '/' that ends a host (or begins a path), or in a file name. No check depends on the
+        number there: scheme, host, bucket, user, home directory and first character come before it, a
+            number is
+        never empty, and digits and '-' form neither a blank, a control character nor '://'. So the first URL
+        here that is refused is the first of the list.
         """
         return _kinds((self._node,), "")
 
     def fingerprint(self) -> str:
-        """32 hex characters: the same for the same patterns, another one for another list."""
+        """Return 32 hex characters that identify the list; equal for equal patterns."""
         spelled = self._node.spelled().encode(errors="surrogatepass")
         return hashlib.blake2b(spelled, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Texts:
-    """Some texts, one after the other."""
+    """A list of texts."""
 
     texts: tuple[str, ...]
 
@@ -102,7 +102,7 @@ class Texts:
         return iter(self.texts)
 
     def spelled(self) -> str:
-        """All that it is made of."""
+        """Return an unambiguous description."""
         return repr(self.texts)
 
 
@@ -123,13 +123,13 @@ class Numbers:
         return (f"{number:0{self.width}d}" for number in self.numbers)
 
     def spelled(self) -> str:
-        """All that it is made of."""
+        """Return an unambiguous description."""
         return f"{self.numbers!r}:{self.width}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Product:
-    """One of each part, joined, in all combinations; those of the last part change first."""
+    """All combinations of the parts, joined; the last part varies fastest."""
 
     parts: tuple[Node, ...]
 
@@ -147,16 +147,16 @@ class Product:
         return _joined(self.parts)
 
     def spelled(self) -> str:
-        """All that it is made of."""
+        """Return an unambiguous description."""
         return f"({'*'.join(part.spelled() for part in self.parts)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Chain:
-    """One sequence after the other.
+    """Concatenated sequences.
 
     Attributes:
-        stops: for each of them, how many texts there are up to its end.
+        stops: for each of them, the number of texts up to its end.
     """
 
     nodes: tuple[Node, ...]
@@ -173,13 +173,13 @@ class Chain:
         return itertools.chain.from_iterable(self.nodes)
 
     def spelled(self) -> str:
-        """All that it is made of."""
+        """Return an unambiguous description."""
         return f"[{'+'.join(node.spelled() for node in self.nodes)}]"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Stretch:
-    """Some places of a sequence."""
+    """A slice of a sequence."""
 
     node: Node
     places: range
@@ -194,7 +194,7 @@ class Stretch:
         return (self.node[place] for place in self.places)
 
     def spelled(self) -> str:
-        """All that it is made of."""
+        """Return an unambiguous description."""
         return f"{self.node.spelled()}@{self.places!r}"
 
 
@@ -202,7 +202,7 @@ Node: TypeAlias = Texts | Numbers | Product | Chain | Stretch
 
 
 def joined(parts: Iterable[Node]) -> Node:
-    """All combinations of parts, those that are but one text put together with their neighbours."""
+    """Return all combinations of parts; single texts are merged with their neighbours."""
     kept: list[Node] = []
     single: list[str] = []
     flat = itertools.chain.from_iterable(
@@ -221,7 +221,7 @@ def joined(parts: Iterable[Node]) -> Node:
 
 
 def chained(nodes: Iterable[Node]) -> Node:
-    """Sequences one after the other, neighbouring lists of texts put together."""
+    """Concatenate sequences; adjacent lists of texts are merged."""
     flat = itertools.chain.from_iterable(node.nodes if isinstance(node, Chain) else (node,) for node in nodes)
     kept: list[Node] = []
     for are_texts, run in itertools.groupby(flat, lambda node: isinstance(node, Texts)):
@@ -242,7 +242,7 @@ def _joined(parts: tuple[Node, ...]) -> Iterator[str]:
 
 
 def _kinds(nodes: tuple[Node, ...], before: str) -> Iterator[str]:
-    """The kinds of what some nodes stand for in all combinations, behind some text."""
+    """Yield the kinds of all combinations of nodes, after the text `before`."""
     if not nodes:
         yield before
         return
@@ -261,7 +261,7 @@ def _kinds(nodes: tuple[Node, ...], before: str) -> Iterator[str]:
 
 
 def _is_place(text: str) -> bool:
-    """Whether a number behind it is in a command, or in the path of a place that the text names."""
+    """Return whether a number after this text is in a command, or in the path of a URL."""
     if text.startswith("pipe:"):
         return True
     match = SCHEME.match(text)
@@ -269,7 +269,7 @@ def _is_place(text: str) -> bool:
 
 
 def _is_file(text: str, rest: tuple[Node, ...]) -> bool:
-    """Whether a number between them is in the name of a file in the working directory: no scheme can come."""
+    """Return whether a number between them is in a file name in the working directory: there is no scheme."""
     return text[:1].isalpha() and ":" not in text and not any(map(_has_colon, rest))
 
 

@@ -1,8 +1,8 @@
-"""A list of URLs as others may read it: written down without anything secret, and read with suspicion (A).
+"""A list of URLs for other processes to read: written without secrets, read as untrusted input (step A).
 
-What is written is a list of texts and of ranges ``[before, start, stop, step, width, behind]``, so that a
-pattern of a million stays some hundred bytes. Commands, paths and whatever else is of use on one machine only
-are never written, and never taken from such a list: they come from the user's own command line alone.
+The format is a list of texts and ranges ``[before, start, stop, step, width, after]``, so that a pattern of a
+million URLs stays some hundred bytes. Commands, paths and other URLs that work on one machine only are
+neither written nor accepted: they come only from the user's own command line.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
-from streamload.urls.commands import Opaque, understand
+from streamload.urls.commands import Opaque, parse_command
 from streamload.urls.identity import scheme
 from streamload.urls.listing import Chain, Node, Numbers, Product, Texts, UrlList, chained, joined
 from streamload.urls.redaction import redact
 
 SCHEMES = frozenset({"http", "https", "s3", "gs", "az", "abfs", "hf"})
-"""What such a list may name: places that are the same from every machine."""
+"""The schemes allowed in a manifest: the same from every machine."""
 _PLACE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]+/")
 _MOST_ENTRIES = 1 << 20
 _MOST_SHARDS = 1 << 23
@@ -32,19 +32,19 @@ Entry: TypeAlias = "str | list[str | int]"
 
 
 def write_down(urls: UrlList) -> list[Entry]:
-    """What stands for a list, as JSON-able values: users, passwords and queries are left out.
+    """Return a list as JSON-able values, without users, passwords and queries.
 
     Raises:
-        UrlError: one that is of no use elsewhere, or whose place depends on a number.
+        UrlError: a URL that works on this machine only, or whose host depends on a number.
     """
     return [entry for segment in _segments(urls.node) for entry in _entries(*segment)]
 
 
 def read_down(value: Any) -> UrlList:
-    """The list that `write_down` wrote, from somebody who isn't trusted. Opens nothing.
+    """Parse the untrusted output of `write_down`. Opens nothing.
 
     Raises:
-        UrlError: it is something else, or names what such a list may not name.
+        UrlError: it is malformed, or contains a URL that isn't allowed.
     """
     if not isinstance(value, list) or not value or len(value) > _MOST_ENTRIES:
         raise UrlError("not a list of shards: expected texts and ranges")
@@ -62,7 +62,7 @@ def read_down(value: Any) -> UrlList:
 
 
 def _segments(node: Node) -> Iterator[tuple[str, range | None, int, str]]:
-    """What a list is made of, in its order: texts, and ranges of numbers between texts."""
+    """Yield the segments of a list, in order: texts, and ranges of numbers between texts."""
     if isinstance(node, Numbers):
         yield "", node.numbers, node.width, ""
     elif isinstance(node, Chain):
@@ -80,7 +80,7 @@ def _segments(node: Node) -> Iterator[tuple[str, range | None, int, str]]:
 
 
 def _entries(before: str, numbers: range | None, width: int, behind: str) -> Iterable[Entry]:
-    """A text or a range as it may be told; each of its texts, where a range isn't enough."""
+    """Return the public form of a text or a range; every text if a range can't express them."""
     if numbers is None:
         return [_public(before)]
     low, high = f"{numbers[0]:0{width}d}", f"{numbers[-1]:0{width}d}"
@@ -91,7 +91,7 @@ def _entries(before: str, numbers: range | None, width: int, behind: str) -> Ite
 
 
 def _around(first: str, low: str, last: str, high: str) -> tuple[str, str] | None:
-    """What stands before and behind a number, where its first and last value lead to these two texts."""
+    """Return the text before and after a number, given its first and last value and their texts."""
     at = first.find(low)
     while at >= 0:
         before, behind = first[:at], first[at + len(low) :]
@@ -102,9 +102,9 @@ def _around(first: str, low: str, last: str, high: str) -> tuple[str, str] | Non
 
 
 def _public(url: str) -> str:
-    """A URL as others may use it; of a pipe what its command asks for, if that is all that it says."""
+    """Return the public form of a URL; for a pipe the URL that its command requests, if that is all."""
     if scheme(url) == "pipe":
-        asked = understand(url.removeprefix("pipe:"))
+        asked = parse_command(url.removeprefix("pipe:"))
         if isinstance(asked, Opaque) or not asked.named_by_url or asked.storage_options:
             raise UrlError(f"a command is run only where it was given: {redact(url)!r}")
         url = asked.url

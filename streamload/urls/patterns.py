@@ -1,7 +1,7 @@
-"""One pattern, or a list of them, to the URLs of all shards (step A).
+"""Expansion of URL patterns to the list of shards (step A).
 
-Reads the environment variables ``WDS_*`` and lists local folders; opens nothing. The rules are those of
-webdataset and of the braceexpand library, with more care for what stands in a shell command.
+Reads the environment variables ``WDS_*`` and lists local folders; opens nothing. Same rules as webdataset
+and the braceexpand library, with more care for shell commands.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Iterator[str 
 
 
 def expand_urls(urls: Urls) -> UrlList:
-    """Return the shards that a pattern, or a list of patterns, stands for, in order.
+    """Return the shards of a pattern, or of a list of patterns, in order.
 
     ``{000..123}`` and ``{a,b}`` expand as in a shell (numbers keep their zeros), ``::`` separates sources and
     ``${X}`` is the environment variable ``WDS_X``. In a ``pipe:`` command, ``${X}`` without a WDS_X is left
-    to the shell, and so are braces that hold neither a range nor a list of words.
+    to the shell, and so are braces that contain neither a range nor a list of words.
 
-    A local folder stands for the ``*.tar`` files in it, and a local path with ``*``, ``?`` or ``[…]`` for
-    those that match, both sorted by name.
+    A local folder stands for its ``*.tar`` files, and a local path with ``*``, ``?`` or ``[…]`` for the files
+    that match; both are sorted by name.
 
-    A range costs the same whatever its length: its URLs are made on use, and of those that differ only in a
-    number of their path the first and the last are checked (see `UrlList.kinds`).
+    The cost of a range doesn't depend on its length: its URLs are created on use. Of URLs that differ only
+    in a number in their path, the first and the last are checked (see `UrlList.kinds`).
 
     Args:
-        urls: a list that was expanded already is given back as it is.
+        urls: a list that is already expanded is returned unchanged.
 
     Raises:
-        UrlError: no URL at all, a brace or variable that can't be resolved, or a URL that nobody can open.
+        UrlError: no URL at all, a brace or variable that can't be resolved, or a URL that can't be opened.
     """
     if isinstance(urls, UrlList):
         return urls
@@ -75,22 +75,22 @@ def expand_urls(urls: Urls) -> UrlList:
 
 
 def split_sources(urls: Urls) -> list[str]:
-    """The parts of a pattern, or of a list of patterns, between ``::``, each with its braces."""
+    """Return the parts between ``::`` of a pattern or a list of patterns, with their braces."""
     return [source for pattern in patterns_of(urls) for source in _SOURCES.split(pattern)]
 
 
 def patterns_of(urls: object) -> list[str]:
-    """The patterns that an argument holds: one string or path, or any ordered collection of them.
+    """Return the patterns of an argument: one string or path, or an ordered collection of them.
 
     Raises:
-        UrlError: it is something else, or holds something else.
+        UrlError: it is or contains something else.
     """
     if isinstance(urls, (str, os.PathLike)):
         urls = [urls]
     if not isinstance(urls, (Sequence, Iterator)) or isinstance(urls, (bytes, bytearray)):
         raise UrlError(
-            f"urls is a {type(urls).__name__}: give a string, a path, or a list of them; of a pipeline of "
-            f"webdataset, the URLs that it was made from"
+            f"urls is a {type(urls).__name__}: give a string, a path, or a list of them; in place of a "
+            f"webdataset pipeline, the URLs that it was built from"
         )
     patterns = []
     for pattern in urls:
@@ -101,7 +101,7 @@ def patterns_of(urls: object) -> list[str]:
 
 
 def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
-    """What each source of each pattern stands for."""
+    """Expand each source of each pattern."""
     for pattern in patterns:
         for source in _SOURCES.split(pattern):
             node = _Braces(_with_variables(source)).expand()
@@ -109,14 +109,14 @@ def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
 
 
 def _may_be_several(source: str) -> bool:
-    """Whether a source may name a local folder, or a pattern of file names."""
+    """Return whether a source may name a local folder, or a glob."""
     if not source.strip() or source.startswith("-") or "\0" in source or not is_local(source):
         return False
     return bool(_MAGIC.search(source)) or source.endswith("/") or ("{" not in source and _is_folder(source))
 
 
 def _listed(node: Node) -> Node:
-    """Local files in place of folders and of patterns of file names."""
+    """Replace folders and globs by the files that they contain or match."""
     found: list[str] = []
     for path in node:
         if _is_folder(path):
@@ -124,7 +124,7 @@ def _listed(node: Node) -> Node:
             if not shards:
                 raise UrlError(f"no *.tar file in the folder {redact_text(path)!r}")
         elif _MAGIC.search(path) and not local_path(path).exists():
-            shards = sorted(glob.glob(str(local_path(path))))  # noqa: PTH207  (an absolute pattern)
+            shards = sorted(glob.glob(str(local_path(path))))  # noqa: PTH207  (absolute pattern)
             if not shards:
                 raise UrlError(f"no file matches {redact_text(path)!r}")
         else:
@@ -136,12 +136,12 @@ def _listed(node: Node) -> Node:
 def _is_folder(path: str) -> bool:
     try:
         return local_path(path).is_dir()
-    except (OSError, ValueError):  # no path at all: `check` says so
+    except (OSError, ValueError):  # not a path: `check` reports it
         return False
 
 
 def _with_variables(source: str) -> str:
-    """Put in ``WDS_X`` for ``${X}``, also where a value holds another one (ten deep, as webdataset does)."""
+    """Replace ``${X}`` by the value of ``WDS_X``, recursively up to ten levels as in webdataset."""
 
     def value(match: re.Match[str]) -> str:
         name = f"WDS_{match.group(1)}"
@@ -159,7 +159,7 @@ def _with_variables(source: str) -> str:
 
 
 class _Braces:
-    """One pattern and its expansion; knows whether it is a shell command."""
+    """Brace expansion of one pattern, which may be a shell command."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -169,7 +169,7 @@ class _Braces:
         return self._expand(self.pattern, 0)
 
     def _expand(self, text: str, depth: int) -> Node:
-        """What some text stands for; how much that is, is known before any of it is made."""
+        """Expand a text. The number of results is checked before any is created."""
         if depth > _DEEPEST:
             raise UrlError(f"braces nested more than {_DEEPEST} deep in {_shown(self.pattern)!r}")
         parts: list[Node] = []
@@ -186,7 +186,7 @@ class _Braces:
                     literal, position = literal + text[position : stop + 1], stop + 1
                     continue
                 choices = self._choices(inner, depth)
-                if choices is None:  # braces that mean themselves, around text that may hold others
+                if choices is None:  # literal braces, around text that may have others
                     parts += [_one(literal + "{"), self._expand(inner, depth + 1), _one("}")]
                 else:
                     parts += [_one(literal), choices]
@@ -215,7 +215,7 @@ class _Braces:
         raise self._unbalanced()
 
     def _choices(self, inner: str, depth: int) -> Node | None:
-        """What ``{inner}`` may be, or None where the braces mean themselves."""
+        """Return the alternatives of ``{inner}``, or None if the braces are literal."""
         if numbers := _NUMBERS.fullmatch(inner):
             return self._numbers(*numbers.groups())
         if letters := _LETTERS.fullmatch(inner):
@@ -238,7 +238,7 @@ class _Braces:
         padded = any(re.match(r"-?0\d", number) for number in (first, last))
         width = max(len(first), len(last)) if padded else 0
         numbers = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
-        self._bounded(abs(stop - start) // by + 1)  # len() of a range has a limit of its own
+        self._bounded(abs(stop - start) // by + 1)  # len() fails for a huge range
         return Numbers(numbers, width)
 
     def _bounded(self, count: int) -> int:
@@ -248,7 +248,7 @@ class _Braces:
 
     def _unbalanced(self) -> UrlError:
         return UrlError(
-            f"a brace without its partner in {_shown(self.pattern)!r}: a plain one is \\{{ or \\}}"
+            f"an unbalanced brace in {_shown(self.pattern)!r}: write \\{{ or \\}} for a literal one"
         )
 
 
@@ -257,7 +257,7 @@ def _one(text: str) -> Node:
 
 
 def _shown(pattern: str) -> str:
-    """A pattern as an error may show it: any of its URLs may hold a secret, wherever it begins."""
+    """Return a pattern for an error message, without the secrets of any of its URLs."""
     sources = (source.partition("pipe:") for source in _SOURCES.split(pattern))
     text = "::".join(
         redact_text(before) + (redact(pipe + rest) if pipe else "") for before, pipe, rest in sources
@@ -272,7 +272,7 @@ def _letters(first: str, last: str, step: str | None) -> Node:
 
 
 def _split_list(inner: str) -> list[str]:
-    """Split at the commas that stand in no inner brace."""
+    """Split at commas outside inner braces."""
     choices, depth, begin, position = [], 0, 0, 0
     while position < len(inner):
         char = inner[position]

@@ -1,7 +1,7 @@
-"""What of a URL, a command or its output may be shown in a log, an error or a file name.
+"""Redaction: what of a URL, a command or its output may be shown in a log, an error or a file name (step A).
 
-A command is never shown, but its program, the first host that it names and the first name of a tar in it.
-Text that others wrote is shown without a URL's own secrets, literally, and without what looks like one.
+Of a command only its program, its first host and its first tar name are shown. Foreign text is shown
+without the secrets of the URL, matched literally, and without anything that looks like a secret.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ HIDDEN = "***"
 _WORD = r"(?:'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"|;&<>\\])+"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})(:/+)([^\s'\"|;<>`]*)")
 _WEB = frozenset(("http", "https", "ftp", "ssh", "sftp"))
-_BUCKETS = frozenset(("s3", "s3a", "gs", "gcs"))  # no port, so a colon in front of the path is a password's
-_USUAL = _WEB | _BUCKETS | {"hf", "az", "abfs"}  # known for what they are with one slash, too
-_LETTERS = "[#0-9aBfgGiIjJklLMnNOpqRsSvVZ]*[HUubE]"  # curl's short options up to one with a secret's value
+_BUCKETS = frozenset(
+    ("s3", "s3a", "gs", "gcs")
+)  # have no port, so a colon before the path belongs to a password
+_USUAL = _WEB | _BUCKETS | {"hf", "az", "abfs"}  # recognised with one slash, too
+_LETTERS = "[#0-9aBfgGiIjJklLMnNOpqRsSvVZ]*[HUubE]"  # curl's short options up to one with a secret value
 _OPTION = re.compile(
     rf"(?<![^\s'\"])(-[A-Za-z#]*[HUubE]['\"]?\s+|-{_LETTERS}|--(?:(?:proxy-)?header|(?:proxy-)?user|cookie"
     r"|(?:proxy-)?cert|tlspassword|oauth2-bearer|auth|(?:[\w-]{1,40}[-_])?(?:pass(?:word|wd|phrase)?|token|secret"
@@ -32,7 +34,7 @@ _OPTION = re.compile(
 _QUOTED_OPTION = re.compile(rf"(?<!\S)((['\"])-{_LETTERS})(?:(?!\2).)+")
 _USER = re.compile(r"(?<![^\s'\"=,(])[^\s/:@'\"]{1,80}:(?!//)[^\s@'\"]{1,200}@(?=[\w\[])")
 _QUERY = re.compile(r"([^\s?'\"]\?)[^\s'\"?]*=[^\s'\"]*")
-_ECHO = re.compile(r"((?:^|[\r\n])[<>] ?[\w-]{1,80}:)[^\r\n]*")  # the headers that curl -v tells
+_ECHO = re.compile(r"((?:^|[\r\n])[<>] ?[\w-]{1,80}:)[^\r\n]*")  # headers printed by curl -v
 _VALUE = re.compile(
     rf"(\b[\w.-]{{0,80}}(?:secret|token|password|passwd|passphrase|credential|signature"
     rf"|(?:api|access|account)_?key|auth|sas)[\w.-]{{0,80}}=)({_WORD})",
@@ -46,7 +48,7 @@ _BEARER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
 _NO_PORT = re.compile(r"^[^\[\]]*:(?!\d*$)")
 
 _PROGRAM = re.compile(
-    r"\s*(?:[A-Za-z_]\w*=(?:'[^']*'|\"[^\"$`\\]*\"|[\w@%+:,./~=*-])*\s+)*"  # variables in plain words
+    r"\s*(?:[A-Za-z_]\w*=(?:'[^']*'|\"[^\"$`\\]*\"|[\w@%+:,./~=*-])*\s+)*"  # plain variable assignments
     r"(?:[\w.~+-]*/)*([A-Za-z0-9][\w.+-]{0,39})(?=[\s;|]|$)"
 )
 _HOST = re.compile(r"[\w.-]+(?::\d{1,5})?|\[[0-9A-Fa-f:.]+\](?::\d{1,5})?", re.ASCII)
@@ -54,7 +56,7 @@ _TAR = re.compile(r"(?<![\w.%+,~-])([\w.%+,~-]{1,200}?\.tar(?:\.\w{1,8})?)(?![\w
 
 _SHORTEST = 4
 _SHORTEST_OF_QUERY = 6
-"""Shorter values are left where they are: they could stand anywhere."""
+"""Shorter values are not treated as secrets: they occur anywhere."""
 _NO_SECRETS = frozenset(("bearer", "basic", "digest", "token", "true", "false", "none", "null"))
 _SECRET_OPTION = re.compile(
     r"key|secret|token|pass|credential|connection_string|sas|auth|cookie", re.IGNORECASE
@@ -62,7 +64,7 @@ _SECRET_OPTION = re.compile(
 
 
 def redact(url: str) -> str:
-    """Return a URL as it may be shown: no user, password, query or fragment; of a pipe, what it is about."""
+    """Return a URL without user, password, query and fragment; of a pipe only program, host and tar."""
     if url.startswith("pipe:"):
         return f"pipe:{_of_command(url.removeprefix('pipe:'))}"
     match = _URL.match(url)
@@ -72,7 +74,7 @@ def redact(url: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return free text, as what a command or a library said, without what looks like a secret."""
+    """Return text, as from a command or library, without what looks like a secret."""
     text = _URL.sub(lambda match: _bare(*match.groups()), text)
     text = _USER.sub(f"{HIDDEN}@", text)
     text = _QUERY.sub(rf"\1{HIDDEN}", text)
@@ -85,10 +87,10 @@ def redact_text(text: str) -> str:
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
-    """Return free text without these secrets, and without what looks like one.
+    """Return text without these secrets, and without what looks like one.
 
     Args:
-        secrets: as `secrets_of` gives them.
+        secrets: from `secrets_of`.
     """
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
@@ -96,9 +98,9 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
 
 
 def secrets_of(url: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the texts of a URL and its options that nobody else may read, the longest first.
+    """Return the secrets in a URL and its options, the longest first.
 
-    Of a command these are the values of options and variables, and what follows a colon: any may be one.
+    In a command, any value of an option or variable and any text after a colon counts as one.
     """
     if url.startswith("pipe:"):
         found = set(_values(url.removeprefix("pipe:")))
@@ -143,7 +145,7 @@ def _scrub_chain(error: BaseException, secrets: Sequence[str], seen: set[int]) -
 
 
 def _of_command(command: str) -> str:
-    """A command's program, host and tar: the same of what this gives."""
+    """Return the program, host and tar of a command. Idempotent."""
     program = _PROGRAM.match(command)
     said = [program[1] if program else "command"]
     for match in _URL.finditer(command):
@@ -156,7 +158,7 @@ def _of_command(command: str) -> str:
 
 
 def _of_url(rest: str) -> Iterator[str]:
-    """What proves who asks in a URL behind its scheme: user and password, values of the query, fragment."""
+    """Yield the secrets in a URL after its scheme: user and password, values of the query, fragment."""
     location, _, query = rest.partition("?")
     first = location.partition("/")[0]
     if "@" in first or (":" in first and "@" in location):  # a password with a slash
@@ -169,7 +171,7 @@ def _of_url(rest: str) -> Iterator[str]:
 
 
 def _values(command: str) -> Iterator[str]:
-    """What may be a secret among the words of a command."""
+    """Yield possible secrets among the words of a command."""
     words = [re.sub(r"['\"\\]", "", word) for word in re.findall(_WORD, command)]
     before = ""
     for word in words:
@@ -192,7 +194,7 @@ def _values(command: str) -> Iterator[str]:
 
 
 def _of_options(options: Mapping[str, Any], is_secret: bool = False) -> Iterator[str]:
-    """The values of options whose names say that they prove something, and all headers."""
+    """Yield the values of options whose names suggest secrets, and of all headers."""
     for name, value in options.items():
         hides = is_secret or name == "headers" or _SECRET_OPTION.search(str(name)) is not None
         if isinstance(value, Mapping):
@@ -202,7 +204,7 @@ def _of_options(options: Mapping[str, Any], is_secret: bool = False) -> Iterator
 
 
 def _bare(scheme: str, slashes: str, rest: str) -> str:
-    """A URL without user, query and fragment; only in http does ``#`` or an ``@`` alone mean that."""
+    """Return a URL without user, query and fragment. ``#`` and a lone ``@`` count only in http."""
     kind = scheme.lower()
     if slashes == ":/" and kind not in _USUAL:
         return f"{scheme}{slashes}{rest}"
@@ -210,7 +212,7 @@ def _bare(scheme: str, slashes: str, rest: str) -> str:
     location = re.split(r"[?#]" if web else r"\?", rest, maxsplit=1)[0]
     host, slash, path = location.partition("/")
     user, _, bare = host.rpartition("@")
-    if web and _NO_PORT.search(bare):  # a password with a slash in it, say: no telling what is what
+    if web and _NO_PORT.search(bare):  # ambiguous, e.g. a password with a slash
         return f"{scheme}{slashes}{HIDDEN}"
     if "@" in path and (":" in bare if kind in _BUCKETS else not web and _NO_PORT.search(bare)):
         return f"{scheme}{slashes}{path.rpartition('@')[2]}"

@@ -1,0 +1,131 @@
+"""The head of an answer from a web server: which version of a shard it has, and which bytes (step F)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import urllib3
+from urllib3.exceptions import HTTPError
+
+from streamload.errors import DatasetChanged, OriginCut, OriginError, ShardFormatError
+from streamload.origins.protocol import Session, Version, http_error, same_version, strong
+from streamload.origins.sockets import receive
+
+_NUMBER = "[0-9]{1,18}"  # enough for the size of any file
+_CONTENT_RANGE = re.compile(rf"bytes\s+(?:({_NUMBER})-({_NUMBER})|\*)/({_NUMBER}|\*)", re.IGNORECASE)
+
+
+class NoRanges(Exception):
+    """The answer to a request for the first range is unusable; a request for the whole shard may work."""
+
+
+class RangeIgnored(OriginCut):
+    """A range request was answered with status 200."""
+
+
+class Answer(NamedTuple):
+    """An answer whose head has been checked.
+
+    Attributes:
+        response: its body is still to be read; None if there is none.
+        first, stop: the first byte of the body and the byte after the last (None: not stated).
+        start: the byte that was asked for.
+        is_part: a bounded range was asked for and given, so the shard may continue after it.
+        is_unproven: it doesn't begin at `start`, or nothing shows that it is of the expected version.
+    """
+
+    response: urllib3.BaseHTTPResponse | None
+    version: Version
+    first: int
+    start: int
+    stop: int | None
+    is_part: bool = False
+    is_unproven: bool = False
+
+
+def may_be_range(response: urllib3.BaseHTTPResponse, range_bytes: int) -> bool:
+    """Return whether an answer with status 200 may be a range of this size instead of the whole shard."""
+    return response.status == 200 and response.headers.get("Content-Length") == str(range_bytes)
+
+
+def check_status(url: str, response: urllib3.BaseHTTPResponse, session: Session) -> None:
+    """Raise the error that a status or a content encoding means."""
+    if response.status not in {200, 206}:
+        detail = _said(response, session)
+        raise http_error(f"{url}: {detail}", response.status, response.headers.get("Retry-After"))
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in {"", "identity"}:
+        raise ShardFormatError(
+            f"{url} comes with Content-Encoding {encoding!r} although identity was asked for: "
+            "its bytes and ranges would not be the tar's; store it without an encoding"
+        )
+
+
+def body_range(
+    url: str, response: urllib3.BaseHTTPResponse, start: int, most: int | None = None
+) -> tuple[Version, int, int | None]:
+    """Return the version, the first byte of the body, and the byte after the last if stated."""
+    etag, modified = strong(response.headers.get("ETag")), response.headers.get("Last-Modified")
+    stated = response.headers.get("Content-Length", "")
+    length = int(stated) if re.fullmatch(_NUMBER, stated) else None
+    if response.status == 200:
+        if length is not None and length == most:  # perhaps the range, with the wrong status
+            raise NoRanges
+        if length is not None and length < start:
+            raise DatasetChanged(f"{url} has {length} bytes now, of which {start} had been read")
+        return Version(length, etag, modified), 0, length
+    given = response.headers.get("Content-Range", "")
+    match = _CONTENT_RANGE.fullmatch(given.strip())
+    if match is None or match[1] is None or int(match[1]) != start or int(match[2]) < start:
+        if most is not None:
+            raise NoRanges
+        raise OriginError(f"{url} was asked for bytes from {start} and answers {given[:80]!r}")
+    stop = int(match[2]) + 1
+    size = None if match[3] == "*" else int(match[3])
+    if (size is not None and stop > size) or (length is not None and length != stop - start):
+        if most is not None:
+            raise NoRanges
+        raise OriginError(f"{url} contradicts itself: {given!r} with a Content-Length of {length}")
+    return Version(size, etag, modified), start, stop
+
+
+def check_version(url: str, expected: Version | None, found: Version, start: int) -> None:
+    """Refuse another size or date. If only the ETag differs (a load balancer), the bytes decide."""
+    if expected is not None and not expected.proves(found):
+        is_dated = expected.last_modified is not None and found.last_modified is not None
+        same_version(url, expected.without_etag() if start or is_dated else expected, found)
+
+
+def answer_at_end(
+    url: str,
+    response: urllib3.BaseHTTPResponse,
+    start: int,
+    expected: Version | None,
+    most: int | None,
+) -> Answer:
+    """Handle 416: correct if the shard ends at `start`, otherwise another version."""
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+    total = int(match[3]) if match is not None and match[3] != "*" else None
+    if total is None and expected is not None:
+        total = expected.size
+    if total != start:
+        if most is not None:
+            raise NoRanges
+        size = "an unknown number of" if total is None else total
+        raise DatasetChanged(f"{url} has no byte {start} (416): it has {size} bytes now")
+    found = Version(start, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
+    check_version(url, expected, found, start)
+    response.close()
+    return Answer(None, found, start, start, start)
+
+
+def _said(response: urllib3.BaseHTTPResponse, session: Session) -> str:
+    """Return the status, and the error code that object stores put in the body."""
+    said = f"the server answers {response.status} {response.reason or ''}".rstrip()
+    try:
+        body = receive(response, 2048, session)
+    except HTTPError:
+        body = b""
+    code = re.search(rb"<Code>(\w{1,60})</Code>", body)
+    return f"{said} ({code[1].decode()})" if code else said

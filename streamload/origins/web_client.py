@@ -1,0 +1,293 @@
+"""HTTP requests for one shard, and the check of every answer (step F).
+
+No HEAD requests (signed URLs refuse them): the first range tells the size. Retries nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urljoin, urlsplit, urlunsplit
+
+import urllib3
+from urllib3.exceptions import HTTPError, ProtocolError, ProxyError, SSLError
+from urllib3.exceptions import TimeoutError as Urllib3Timeout
+
+from streamload.errors import (
+    OriginCut,
+    OriginDenied,
+    OriginError,
+    OriginTimeout,
+    OriginUnavailable,
+)
+from streamload.origins.access import refuse_host
+from streamload.origins.protocol import (
+    ReadSize,
+    Session,
+    Unproven,
+    Version,
+    strong,
+)
+from streamload.origins.sockets import Pools, basic, receive
+from streamload.origins.web_answer import (
+    Answer,
+    NoRanges,
+    RangeIgnored,
+    answer_at_end,
+    body_range,
+    check_status,
+    check_version,
+    may_be_range,
+)
+from streamload.urls import redact, redact_text
+from streamload.urls.identity import DEFAULT_PORTS
+
+REDIRECTS = 10
+_REDIRECTING = {301, 302, 303, 307, 308}
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
+
+
+class _Target(NamedTuple):
+    url: str
+    is_own: bool  # whether it gets the headers meant for the listed URL's host alone
+
+
+class HttpClient:
+    """Requests for the shard at one http:// or https:// URL.
+
+    Args:
+        url: may contain user and password.
+        headers: sent to the URL's own host, not to other hosts after a redirect.
+        common_headers: sent to every host; may replace our User-Agent.
+        redirects: how many are followed.
+
+    Attributes:
+        url: as it may be shown.
+        parallel_ranges: whether to request ranges in parallel; False once the server handled them badly.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        session: Session,
+        headers: Mapping[str, str] | None = None,
+        *,
+        common_headers: Mapping[str, str] | None = None,
+        redirects: int = REDIRECTS,
+    ) -> None:
+        self.url, self.session = redact(url), session
+        self.parallel_ranges = session.options.parts > 1
+        self._common, self._redirects = dict(common_headers or {}), redirects
+        self._target, self._headers = _without_user(url, headers or {})
+        self._answered: _Target | None = None
+
+    def version(self, pools: Pools) -> Version:
+        """Request one byte and read only the head of the answer."""
+        response = None
+        try:
+            response = self._request(pools, _range(0, None, 1))
+            if response.status == 416:  # the shard is empty
+                return Version(0, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
+            check_status(self.url, response, self.session)
+            found = body_range(self.url, response, 0)[0]
+            return Version(None, found.etag, found.last_modified) if may_be_range(response, 1) else found
+        except HTTPError as exc:
+            raise self.translated(exc, "no answer") from exc
+        finally:
+            if response is not None:
+                response.close()
+
+    def ask(self, pools: Pools, start: int, expected: Version | None, most: int | None = None) -> Answer:
+        """Request the bytes from `start` to the end, or `most` of them, and check the head of the answer.
+
+        Raises:
+            NoRanges: `most` is given, and the server doesn't answer it properly.
+        """
+        response = None
+        try:
+            response = self._request(pools, _range(start, expected, most))
+            if response.status == 416:
+                return answer_at_end(self.url, response, start, expected, most)
+            check_status(self.url, response, self.session)
+            if start and expected is not None and may_be_range(response, (expected.size or 0) - start):
+                raise Unproven("its server answers a range with 200")
+            found, first, stop = body_range(self.url, response, start, most)
+            check_version(self.url, expected, found, start)
+            is_part = response.status == 206 and most is not None
+            if is_part and not found.is_traceable and stop != found.size:
+                raise NoRanges  # nothing would prove that the next range is of the same version
+            continues = first == start and (expected is None or expected.proves(found))
+            is_unproven = start > 0 and expected is not None and not continues
+            return Answer(response, found, first, start, stop, is_part, is_unproven)
+        except BaseException as exc:
+            if response is not None:
+                response.close()
+            if isinstance(exc, HTTPError):
+                raise self.translated(exc, "no answer") from exc
+            raise
+
+    def continued(self, answer: Answer) -> Answer:
+        """Return an answer that may be appended to the bytes before it.
+
+        Raises:
+            Unproven: it begins elsewhere, or nothing shows that it is of the same version.
+        """
+        if answer.is_unproven:
+            self.parallel_ranges = False
+            if answer.response is not None:
+                answer.response.close()
+            raise Unproven("its server answers with all of it, or names another version or none")
+        return answer
+
+    def read_range(
+        self, pools: Pools, start: int, stop: int, version: Version, *, is_proven: bool = False
+    ) -> Generator[bytes, None, None]:
+        """Yield exactly the bytes of a range, from the host that gave the first answer. Thread-safe.
+
+        Args:
+            is_proven: something other than the answer's head proves the version.
+
+        Raises:
+            OriginCut: they didn't come, or not as requested; a request over one connection tells why.
+            DatasetChanged: they are of another version.
+            Unproven: nothing shows that they are of this one.
+        """
+        what = {"Range": f"bytes={start}-{stop - 1}"}
+        if version.etag:
+            what["If-Match"] = version.etag
+        response, position = None, start
+        try:
+            response = self._request(pools, what, self._answered)
+            if response.status == 412:
+                raise Unproven("a range of it has another ETag")
+            if response.status != 206:
+                kind = RangeIgnored if response.status == 200 else OriginCut
+                raise kind(f"{self.url}: a range of it is answered with {response.status}")
+            check_status(self.url, response, self.session)
+            found, _, end = body_range(self.url, response, start, stop - start)
+            check_version(self.url, version, found, start)
+            if not is_proven and not version.proves(found):
+                raise Unproven("a range of it has another ETag, or none")
+            if end != stop or found.size != version.size:
+                raise NoRanges
+            size = ReadSize(self.session.options.chunk_bytes)
+            while chunk := receive(response, size.bytes, self.session):
+                size.came(len(chunk))
+                position += len(chunk)
+                if position > stop:
+                    break
+                yield chunk
+            if position != stop:
+                raise OriginCut(f"{self.url}: a range ended at byte {position} instead of {stop}")
+        except NoRanges:
+            raise OriginCut(f"{self.url} was asked for {start}-{stop - 1} and answers other bytes") from None
+        except HTTPError as exc:
+            raise OriginCut(str(self.translated(exc, "no byte"))) from exc
+        finally:
+            if response is not None and position != stop:
+                response.close()
+
+    def translated(self, exc: HTTPError, what: str) -> OriginError:
+        """Return our error for one of urllib3's. An error of ours inside (from connecting) gets the URL."""
+        self.session.check(self.url)
+        for inner in (exc, *exc.args, exc.__cause__):
+            if isinstance(inner, OriginError):
+                error = type(inner)(f"{self.url}: {inner}")
+                if isinstance(error, OriginUnavailable):
+                    error.is_unreachable = getattr(inner, "is_unreachable", None)
+                return error
+        if isinstance(exc, Urllib3Timeout):
+            return OriginTimeout(f"{self.url}: {what} for {self.session.options.stall_seconds:g} s")
+        reason = redact_text(str(exc.args[-1] if exc.args else exc))
+        if "Tunnel connection failed: 407" in reason:
+            return OriginDenied(f"{self.url}: its proxy wants another user and password: {reason}")
+        if isinstance(exc, SSLError) and "CERTIFICATE" in reason:
+            return OriginError(f"{self.url}: its certificate is refused: {reason}")
+        if isinstance(exc, ProtocolError | ProxyError | SSLError):
+            return OriginUnavailable(f"{self.url}: {what}: {reason}")
+        return OriginError(f"{self.url}: {reason}")
+
+    def _request(
+        self, pools: Pools, what: Mapping[str, str], at: _Target | None = None
+    ) -> urllib3.BaseHTTPResponse:
+        """Send a GET and follow redirects, within http(s) only. Credentials stay with the URL's host.
+
+        Args:
+            at: where an earlier request was redirected to, to skip the redirects.
+        """
+        target, is_own = at or _Target(self._target, True)
+        headers = self._with_headers(what, self._headers if is_own else {})
+        for _ in range(self._redirects + 1):
+            self.session.check(self.url)
+            self.session.count("origin_requests")
+            response = pools.request(target, headers)
+            location = response.headers.get("Location")
+            if response.status not in _REDIRECTING or not location:
+                if at is None:
+                    self._answered = _Target(target, is_own)
+                return response
+            response.close()
+            before, target = target, self._redirected(target, location)
+            if not _is_same_host(before, target):
+                is_own, headers = False, self._with_headers(what, {})
+        if self._redirects == 0:
+            raise OriginError(
+                f"{self.url} redirects to {redact(target)}, and the command doesn't follow: give curl -L"
+            )
+        raise OriginError(f"{self.url} redirects more than {self._redirects} times, last to {redact(target)}")
+
+    def _with_headers(self, what: Mapping[str, str], own: Mapping[str, str]) -> urllib3.HTTPHeaderDict:
+        """Return all headers of a request; the user's replace ours."""
+        headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity", "User-Agent": "streamload"})
+        for some in (self._common, own, what):
+            headers.update(some)
+        for name, value in headers.items():
+            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+                shown = name.partition(":")[0]
+                raise OriginError(
+                    f"{self.url}: the header {shown!r} can't be sent: names have ASCII letters, digits and "
+                    "dashes, values are Latin-1 without line breaks"
+                )
+        return headers
+
+    def _redirected(self, target: str, location: str) -> str:
+        """Return the target of a redirect. Refuse other schemes and addresses of metadata services."""
+        try:
+            target = urljoin(target, location)
+            parts = urlsplit(target)
+            host, port = parts.hostname, parts.port  # raises if the port is no number
+        except ValueError:
+            raise OriginError(f"{self.url} redirects to an invalid URL") from None
+        if parts.scheme not in {"http", "https"} or not host:
+            raise OriginDenied(f"{self.url} redirects to {redact(target)}: only http and https are followed")
+        try:  # here too, because a proxy would connect
+            refuse_host(host, port or DEFAULT_PORTS[parts.scheme], self.session.named)
+        except OriginDenied as exc:
+            raise OriginDenied(f"{self.url} redirects elsewhere: {exc}") from None
+        return target
+
+
+def _range(start: int, expected: Version | None, most: int | None) -> dict[str, str]:
+    if start == 0 and most is None:
+        return {}
+    stop = "" if most is None else start + most - 1
+    condition = {"If-Range": expected.etag} if expected is not None and expected.etag else {}
+    return {"Range": f"bytes={start}-{stop}", **condition}
+
+
+def _is_same_host(before: str, target: str) -> bool:
+    """Return whether credentials for one URL may go to the other: not from https to http."""
+    one, other = urlsplit(before), urlsplit(target)
+    return one.netloc == other.netloc and (one.scheme == other.scheme or other.scheme == "https")
+
+
+def _without_user(url: str, headers: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Move a URL's user and password into a header."""
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    sent = {str(name): str(value) for name, value in headers.items()}
+    if user:
+        sent["Authorization"] = basic(user)
+    return urlunsplit(parts._replace(netloc=host, fragment="")), sent
