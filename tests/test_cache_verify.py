@@ -23,7 +23,7 @@ from streamload.cache.tier import Tier
 from streamload.cache.verify import Damage, verify
 from streamload.daemon.warm import warm
 from streamload.origins.origin import OriginOptions
-from streamload.shards.index import IndexWriter
+from streamload.shards.index_writer import IndexWriter
 from streamload.shards.record import HEADER_START, RECORD, header_lengths
 from streamload.testing.faults import Fault
 from streamload.testing.shards import write_shards
@@ -124,9 +124,9 @@ DAMAGES: dict[Callable[[Filled], None], str] = {
     flipped_in_a_record: "stops after 3 samples: the next record fails",
     flipped_in_the_header: "its header fails its checksum",
     flipped_in_names: "its names fail their checksum",
-    index_without_its_end: f"stops after {SAMPLES} samples: it has no end record",
-    empty_index: "no header yet, or was cut",
-    another_size_in_the_index: "states both 5 and",
+    index_without_its_end: f"stops after {SAMPLES} samples: there is no end",
+    empty_index: "no header yet, or a cut one",
+    another_size_in_the_index: "says both 5 and",
 }
 
 

@@ -155,14 +155,14 @@ def test_names_of_any_kind_are_keys_and_never_paths(tmp_path: Path) -> None:
 def test_what_stands_behind_a_zero_block_is_not_read_and_that_is_said(tmp_path: Path) -> None:
     found = among_good_ones(tmp_path, BEFORE + bytes(512) + AFTER)
     assert (found.keys, found.given_up) == (["earlier", "before"], 0)
-    assert "hostile.tar: data behind the end marker was not read" in found.log
+    assert "hostile.tar: data after the end marker was not read" in found.log
 
 
 @pytest.mark.parametrize("gap_bytes", [20 << 10, 3 << 20])
 def test_a_tar_far_behind_the_end_of_another_is_noticed(gap_bytes: int, tmp_path: Path) -> None:
     found = among_good_ones(tmp_path, BEFORE + bytes(gap_bytes) + AFTER)
     assert (found.keys, found.given_up) == (["earlier", "before"], 0)
-    assert "behind the end marker" in found.log
+    assert "after the end marker" in found.log
 
 
 def test_a_tar_without_end_marker_gives_all_of_it_and_says_so(tmp_path: Path) -> None:

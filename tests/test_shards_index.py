@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
-from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
-from streamload.shards.record import OWN_LAYOUT, RECORD
+from streamload.shards.index import IndexReader
+from streamload.shards.index_writer import IndexWriter
+from streamload.shards.record import COMPLETE, OWN_LAYOUT, RECORD
 from streamload.shards.samples import Entry
 
 META = {"url": "https://host/a.tar", "size": 12345, "etag": '"x"', "last_modified": None}
@@ -123,7 +124,7 @@ import sys, time
 sys.path[:0] = {[os.path.dirname(__file__)]!r}
 from pathlib import Path
 from test_shards_index import META, entries_of
-from streamload.shards.index import IndexWriter
+from streamload.shards.index_writer import IndexWriter
 entries = entries_of(4000)
 with IndexWriter(Path({str(tmp_path)!r}), META) as writer:
     print("ready", flush=True)

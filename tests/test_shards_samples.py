@@ -217,7 +217,7 @@ def test_a_tar_behind_another_is_left_out_with_a_warning(shard):
     data = shard.read_bytes()
     entries, warnings = scan(data + data)
     assert entries == scan(data)[0]
-    assert ["behind the end marker" in warning for warning in warnings] == [True]
+    assert ["after the end marker" in warning for warning in warnings] == [True]
 
 
 def test_a_tar_without_samples_is_empty():

@@ -166,7 +166,7 @@ def test_a_function_that_gives_another_size_after_all_is_an_error_that_names_it(
     monkeypatch.setattr(transforms.GaussianBlur, "forward", lambda self, image: image.crop((0, 0, 9, 9)))
     with (
         SeededGenerators(),
-        pytest.raises(TypeError, match=r"GaussianBlur.* gave an image of 9×9 in RGB, where one of 128×96"),
+        pytest.raises(TypeError, match=r"GaussianBlur.* returned an image of 9×9 in RGB, expected 128×96"),
     ):
         as_planned(plan, photograph(300, 200), seed=1)
 
@@ -187,15 +187,15 @@ def test_what_runs_without_arguments_is_what_open_clip_has_by_default():
 @pytest.mark.parametrize(
     ("transform", "reason"),
     [
-        (lambda image: image, "it doesn't resize|<lambda> isn't known"),
-        (transforms.ToTensor(), "ToTensor isn't known, or not at that place"),
+        (lambda image: image, "it doesn't resize|<lambda> isn't supported"),
+        (transforms.ToTensor(), "ToTensor isn't supported, or not at this place"),
         (transforms.Compose([]), "it doesn't resize"),
         (chain(transforms.Resize(64)), "of several sizes"),
         (transforms.Compose([transforms.Resize((64, 64))]), "doesn't end in a tensor"),
-        (colour_of(transforms.RandomRotation(5, expand=True)), "RandomRotation isn't known"),
-        (colour_of(transforms.RandomApply([lambda image: image])), "RandomApply isn't known"),
-        (colour_of(transforms.Pad(2)), "Pad isn't known"),
-        (colour_of(transforms.Grayscale(1)), "Grayscale isn't known"),
+        (colour_of(transforms.RandomRotation(5, expand=True)), "RandomRotation isn't supported"),
+        (colour_of(transforms.RandomApply([lambda image: image])), "RandomApply isn't supported"),
+        (colour_of(transforms.Pad(2)), "Pad isn't supported"),
+        (colour_of(transforms.Grayscale(1)), "Grayscale isn't supported"),
         (chain(transforms.RandomHorizontalFlip(), transforms.Resize((8, 8))), "RandomHorizontalFlip"),
         (transforms.Compose([*colour_of().transforms, transforms.RandomErasing()]), "RandomErasing"),
         (chain(transforms.Resize(64, max_size=90), transforms.CenterCrop(64)),
@@ -297,7 +297,7 @@ def test_levels_are_what_a_worker_would_have_normalised(shards, tmp_path):
 
 
 def test_levels_are_asked_for_only_where_they_can_be_had(shards, tmp_path):
-    with pytest.raises(OptionError, match="Pad isn't known"):
+    with pytest.raises(OptionError, match="Pad isn't supported"):
         images(shards, tmp_path, preprocess=colour_of(transforms.Pad(2)), dtype="uint8")
     with pytest.raises(OptionError, match="functions as given"):
         images(shards, tmp_path, preprocess=KNOWN["grey"], dtype="uint8", compile=False)
@@ -309,7 +309,7 @@ def test_a_transform_that_is_not_recognised_runs_as_given_and_the_log_says_why(s
     transform = colour_of(transforms.Pad(2))
     with caplog.at_level(logging.INFO, "streamload"):
         ours = images(shards, tmp_path, preprocess=transform)
-    assert "preprocess= runs as given: Pad isn't known" in caplog.text
+    assert "preprocess= runs as given: Pad isn't supported" in caplog.text
     assert torch.equal(ours, images(shards, tmp_path, preprocess=transform, compile=False))
 
 

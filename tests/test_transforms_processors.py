@@ -95,12 +95,12 @@ def changed():
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (lambda: Brighter(), "isn't known"),
-        (changed, "isn't known, or was changed"),
+        (lambda: Brighter(), "isn't supported"),
+        (changed, "isn't supported, or was changed"),
         (lambda: processor("CLIP", rescale_factor=1 / 127.5), "not be compiled to the bit"),
         (lambda: processor("CLIP", resample=1), "resizes by 1"),
         (lambda: processor("CLIP", do_resize=False), "doesn't resize"),
-        (lambda: processor("CLIP", image_mean=["a"]), "isn't set up as expected"),
+        (lambda: processor("CLIP", image_mean=["a"]), "isn't configured as expected"),
         (lambda: processor("CLIP", do_center_crop=False), "several sizes"),
         (lambda: processor("CLIP", crop_size={"height": 240, "width": 96}), "or pads"),
     ],
@@ -114,7 +114,7 @@ def test_a_processor_that_runs_as_given_gives_tensors(shards, tmp_path, caplog):
     brighter = Brighter()
     with caplog.at_level(logging.INFO, "streamload"):
         [(images, _), _] = batches(shards, tmp_path, preprocess=brighter)
-    assert "preprocess= runs as given: Brighter isn't known" in caplog.text
+    assert "preprocess= runs as given: Brighter isn't supported" in caplog.text
     assert (images.shape, images.dtype) == ((12, 3, 224, 224), torch.float32)
     plain = processor("CLIP", size=brighter.size, crop_size=brighter.crop_size)
     [(darker, _), _] = batches(shards, tmp_path, preprocess=plain)

@@ -34,9 +34,9 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.origins.origin import Origin, Stream, Unproven, Version
-from streamload.shards.index import COMPLETE, IndexReader
+from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion, index_local
-from streamload.shards.record import open_file
+from streamload.shards.record import COMPLETE, open_file
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
 

@@ -1,7 +1,7 @@
-"""Where a group is in its order, as a small value for a checkpoint (B to E).
+"""A group's position in its order, as a small value for a checkpoint (steps B to E).
 
-A cursor names a position and the state of the lanes at least a window before it; following the lanes from
-there and dropping `skip` references continues exactly. It doesn't know the options: who saves it saves them.
+A cursor has a position, and a state of the lanes at least a window before it. Running the lanes from there
+and dropping `skip` references resumes exactly. The options are saved separately.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from streamload.errors import OptionError
 
 _MOST = 1 << 62
 _MOST_OF_A_PASS = 1 << 40
-"""So that the arithmetic of lanes.py stays within 64 bits."""
+"""Keeps the arithmetic of lanes.py within 64 bits."""
 
 
 class LaneState(NamedTuple):
-    """The lanes of a group between two of their turns.
+    """The lanes of a group between two turns.
 
     Attributes:
         given: references that the lanes have given in this pass.
-        round: the round that is under way: in each, every open lane gives a sample (or, slow, passes).
+        round: the current round. In each round every open lane gives a sample (a slow one may skip its turn).
         slot: the lane whose turn is next.
         next: place in the pass of the next shard that a lane takes.
-        lanes: for each lane the place in the pass of the shard that it reads (-1: none), how many of its
-            samples it has given, and how slow it is (0: it gives one in every round).
+        lanes: for each lane the place in the pass of its shard (-1: none), the number of samples given from
+            it, and its slowness (0: one sample in every round).
     """
 
     given: int
@@ -39,11 +39,11 @@ class Cursor(NamedTuple):
 
     Attributes:
         position: references before it since the epoch began.
-        pass_: the pass in which `lanes` stand.
-        skip: how many references after that state lie before the position, those of later passes included.
+        pass_: the pass of `lanes`.
+        skip: the number of references between that state and the position, including those of later passes.
         lanes: a state at least a window before the position; None for the beginning of the pass.
-        done: of the shards that lanes read from that state on, those of which nothing is left to give: place
-            in the pass and number of samples. They needn't be there to go on.
+        done: of the shards that lanes read from that state on, the finished ones: place in the pass and
+            number of samples. They aren't needed to resume.
         everything: whether that pass is over the shards of all groups (see group.py).
     """
 
@@ -56,14 +56,14 @@ class Cursor(NamedTuple):
 
     @classmethod
     def at(cls, position: int) -> Cursor:
-        """A cursor of nothing but a position.
+        """Return a cursor with only a position.
 
-        Going on from it costs O(shards) and needs the indexes of all shards that were begun before it.
+        Resuming from it costs O(shards) and needs the indexes of all shards that were begun before it.
         """
         return cls(position, 0, position)
 
     def to_json(self) -> dict[str, Any]:
-        """The cursor as JSON-able values."""
+        """Return the cursor as JSON-able values."""
         value: dict[str, Any] = {"position": self.position, "pass": self.pass_, "skip": self.skip}
         if self.lanes is not None:
             state = self.lanes
@@ -77,7 +77,7 @@ class Cursor(NamedTuple):
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Cursor:
-        """The cursor that `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
             OptionError: the value is not a cursor.
@@ -94,7 +94,7 @@ class Cursor(NamedTuple):
                 state = LaneState(given, round_, slot, next_, triples)
             done = tuple((_whole(place), _whole(samples)) for place, samples in value.get("done", ()))
             if sum(samples for _, samples in done) > position:
-                raise ValueError("more samples of shards that are done with than there were")
+                raise ValueError("finished shards with more samples than there were")
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise OptionError("Not a cursor: pass what Cursor.to_json() returned.") from exc
         return cls(position, pass_, skip, state, done, value.get("everything", False) is True)

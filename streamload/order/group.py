@@ -1,10 +1,10 @@
-"""B to D joined: the sample sequence of one group, as far as what has arrived determines it.
+"""The sample sequence of one group, as far as the arrived data determines it (steps B to D).
 
-Every worker that needs a group follows it with a `GroupOrder` of its own and gets the same sequence, whatever
-arrives when. It reads nothing but the numbers of usable entries, and splits nothing (E is split.py).
+Every worker that needs a group computes it with its own `GroupOrder` and gets the same sequence, whatever
+arrives when. The only input is the numbers of usable entries.
 
-A group whose own shards give nothing in a pass, being missing or fewer than the groups, takes the next pass
-from the shards of all groups: so every rank has batches as long as there is any sample.
+A group whose own shards give no sample in a pass (missing, or fewer shards than groups) takes the next pass
+from the shards of all groups. So every rank has batches as long as there is any sample.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _HISTORY = 65_536
 
 
 def most_skipped(lanes: int, window: int) -> int:
-    """No cursor of `mark_at` skips more references than this."""
-    # Marks are a portion and a last portion apart at most, and the one that is taken lies a window back.
+    """Return the largest `skip` of a cursor from `mark_at`."""
+    # Marks are at most a portion and a last portion apart, and the one that is used lies a window back.
     return window + 2 * _most_taken(lanes, window)
 
 
 def _most_taken(lanes: int, window: int) -> int:
-    """How many references one `advance` takes from the lanes, at most."""
-    # Fewer than a portion, then one last portion of at most `_FIRST_PORTION` and the rest of a round.
+    """Return the most references that one `advance` takes from the lanes."""
+    # Less than a portion, then a last portion of at most `_FIRST_PORTION` and the rest of a round.
     return _portion_of(window) + _FIRST_PORTION + lanes
 
 
@@ -45,7 +45,7 @@ def _portion_of(window: int) -> int:
 
 
 class References(NamedTuple):
-    """Samples in the order of training: three int64 arrays of one length."""
+    """Samples in the order of training: three int64 arrays of equal length."""
 
     passes: NDArray[np.int64]
     shards: NDArray[np.int64]
@@ -53,7 +53,7 @@ class References(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A state of the lanes, and how many references of the sequence come from before it."""
+    """A state of the lanes, and the number of references before it."""
 
     before: int
     pass_: int
@@ -62,7 +62,7 @@ class _Mark(NamedTuple):
 
 
 class _Given:
-    """What has been given out of each shard of a pass: by that a cursor tells which of them are done with."""
+    """Counts the references given out of each shard of a pass, to find the finished shards for a cursor."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -71,21 +71,21 @@ class _Given:
         self.begin()
 
     def begin(self) -> None:
-        """Count from the lanes as they are: what they gave before lies before every position asked for."""
+        """Start at the lanes' current state: what they gave before precedes every requested position."""
         for place, taken, _ in self._lanes.state().lanes:
             if place >= 0:
                 self._count[place] = taken
 
     def give(self, position: int, references: NDArray[np.int64]) -> None:
-        """Take note of references, packed, the first of which has this position."""
+        """Count packed references, the first of which has this position."""
         places = references >> SAMPLE_BITS
         np.add.at(self._count, places, 1)
         self._last[places] = np.arange(position, position + places.size)
 
     def done(self, lanes: LaneState, position: int) -> tuple[tuple[int, int], ...]:
-        """The shards which lanes read from a state on, and of which nothing comes from a position on.
+        """Return the shards that lanes read from a state on and that give nothing from a position on.
 
-        By place in the pass, each with the number of its samples.
+        Each as place in the pass and number of samples.
         """
         reading = [place for place, _, _ in lanes.lanes if place >= 0]
         places = [*reading, *range(lanes.next, self._lanes.begun)]
@@ -99,24 +99,24 @@ class _Given:
 
 
 class GroupOrder:
-    """The follower of one group: endless passes, or a number of them.
+    """Computes the sequence of one group, for endless passes or a number of them.
 
-    Costs about 0.3 µs a sample where everything has arrived, and one look at one shard where nothing new has.
-    Deterministic; not thread-safe; to be made in the process that uses it.
+    Costs about 0.3 µs a sample if everything has arrived, and a check of one shard if nothing new has.
+    Deterministic; not thread-safe; create it in the process that uses it.
 
     Args:
         options: the same in every process.
         shard_count: of the whole data set.
-        group: which of the `options.groups`.
-        epoch: which epoch; another one is another order of the same pieces.
-        start: where to go on; None begins the epoch.
-        passes: after how many passes it is finished; None goes on for ever.
-        pieces: the group's, where they are known: to compute them takes time and memory in O(shard_count).
+        group: one of the `options.groups`.
+        epoch: each epoch has another order of the same pieces.
+        start: where to resume; None begins the epoch.
+        passes: the number of passes; None: endless.
+        pieces: of the group, if known: computing them takes O(shard_count) time and memory.
 
     Attributes:
-        position: how many references of the epoch have been given out, those before `start` included.
+        position: references of the epoch given out so far, including those before `start`.
         finished: whether all passes have been given out. Without any sample in any shard there are no more.
-        everything: whether the pass under way is over the shards of all groups.
+        everything: whether the current pass is over the shards of all groups.
     """
 
     def __init__(
@@ -137,18 +137,18 @@ class GroupOrder:
         self._shard_count = shard_count
         self._pieces = pieces_of(options, shard_count, group) if pieces is None else pieces
         self._most = _portion_of(options.window)
-        # A consumer calls `advance` until its batch is known, and then asks for the cursor after the batch:
-        # less than one call's references back. A call gives out at most what waits in the window (less than
-        # `window`) and what it takes from the lanes.
+        # A consumer calls `advance` until its batch is known, then asks for the cursor after the batch:
+        # less than one call's references back. A call gives out at most the content of the window (less
+        # than `window`) and what it takes from the lanes.
         self._history = max(_HISTORY, options.window + _most_taken(options.lanes, options.window))
-        # Mutable state, besides the pass under way (see `_begin`).
+        # Mutable state, besides the current pass (see `_begin`).
         self.position = start.position
         self.finished = False
         self.everything = start.everything
         self._skip = start.skip
         self._portion = _FIRST_PORTION
         self._marks: deque[_Mark] = deque()
-        self._given: dict[int, _Given] = {}  # by pass, as far back as marks go
+        self._given: dict[int, _Given] = {}  # by pass, back to the oldest mark
         self._begin(start.pass_, start.lanes, dict(start.done))
         self._before_pass = start.position - start.skip - self._lanes.given
         self._mark()
@@ -156,7 +156,7 @@ class GroupOrder:
     def _begin(
         self, pass_: int, state: LaneState | None = None, done: Mapping[int, int] | None = None
     ) -> None:
-        """Set up the lanes and the window of a pass; what the window held before has been given out."""
+        """Set up the lanes and the window of a pass. The previous window has been given out."""
         options, own = self._options, self._pieces
         if self.everything:
             own = Pieces(np.arange(self._shard_count), {})
@@ -174,23 +174,23 @@ class GroupOrder:
 
     @property
     def pass_(self) -> int:
-        """The pass in which the lanes are."""
+        """The current pass of the lanes."""
         return self._pass
 
     @property
     def front(self) -> tuple[int, int]:
-        """The pass in which the lanes are, and the place in it of the next shard that one of them begins."""
+        """The current pass of the lanes, and the place in it of the next shard to begin."""
         return self._pass, self._lanes.begun
 
     def advance(self, arrivals: Arrivals, most: int | None = None) -> References:
-        """Give out the next references that are certain; none only when something has to arrive first.
+        """Return the next references that are determined; none only if something has to arrive first.
 
-        One call takes some hundred from the lanes at the start, later an eighth of the window: call again. At
-        the end of a pass it also gives out the whole window.
+        One call takes some hundred from the lanes at first, later an eighth of the window: call it
+        repeatedly. At the end of a pass it also returns the rest of the window.
 
         Args:
-            arrivals: what is known of the shards.
-            most: about how many to take at most, where their shards are too many to be open at once.
+            arrivals: what is known about the shards.
+            most: about how many to take at most, if all of their shards can't be open at once.
         """
         parts = [_unpack(0, self._lanes.order, np.empty(0, np.int64))]
         least = _FIRST_PORTION if most is None else min(most, _FIRST_PORTION)
@@ -219,10 +219,10 @@ class GroupOrder:
         return References(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def mark_at(self, position: int) -> Cursor:
-        """The cursor of a position that the last `advance` gave out, or of one up to 65,536 before the end.
+        """Return the cursor of a position from the last `advance`, or up to 65,536 before the latest.
 
         Raises:
-            ValueError: the position has not been given out yet, or lies too far back.
+            ValueError: the position has not been given out yet, or is too old.
         """
         if position <= self.position:
             for mark in reversed(self._marks):
@@ -231,14 +231,14 @@ class GroupOrder:
                     skip = position - mark.before
                     return Cursor(position, mark.pass_, skip, mark.lanes, done, mark.everything)
         raise ValueError(
-            f"No cursor for position {position}: given out are those up to {self.position}, and cursors are "
-            f"kept for the last {self._history} of them. Take it when the batch is handed out."
+            f"No cursor for position {position}: positions up to {self.position} are given out, and cursors "
+            f"are kept for the last {self._history} of them. Take it when the batch is handed out."
         )
 
     def open_shards(self) -> list[int]:
-        """The shards that must stay readable: references waiting in the window, then those in lanes.
+        """Return the shards that must stay readable: by references in the window, then those in lanes.
 
-        A consumer adds the shards of the references that it was given and has not read yet.
+        A consumer adds the shards of references that it has received and not read yet.
         """
         if self.finished:
             return []
@@ -249,7 +249,7 @@ class GroupOrder:
         return [int(self._lanes.order[place]) for place in places if place not in self._done]
 
     def coming_shards(self, count: int) -> NDArray[np.int64]:
-        """The next shards that lanes will begin, up to `count`: of this pass, then of the following one.
+        """Return the next shards that lanes will begin, up to `count`: of this pass, then of the next one.
 
         Across the end of the last pass of an epoch see `plan.pass_order`.
         """
@@ -263,11 +263,11 @@ class GroupOrder:
         return coming
 
     def blocked(self, arrivals: Arrivals | None = None) -> list[int]:
-        """The shards of which lanes lack the next samples, one a lane, most urgent first.
+        """Return the shards whose next samples the lanes lack, one per lane, most urgent first.
 
         Args:
-            arrivals: looked at anew for every lane; without it the urgency is that of the last `advance`,
-                which looked only where a lane ran dry.
+            arrivals: checked for every lane. Without it the urgency is that of the last `advance`, which
+                checked only lanes that ran dry.
         """
         if self.finished:
             return []
@@ -291,9 +291,9 @@ class GroupOrder:
         self._mark()
 
     def _pass_over(self, arrivals: Arrivals) -> bool:
-        """Run the lanes to about a window before the cursor's position; whether they are there.
+        """Run the lanes to about a window before the cursor's position. Return whether they got there.
 
-        All that is passed over is due before that position, and nothing is in the window yet.
+        Everything skipped is due before that position, and the window is still empty.
         """
         window, lanes = self._options.window, self._options.lanes
         while self._skip - window >= lanes and not self.finished:
@@ -307,7 +307,7 @@ class GroupOrder:
         return not self.finished
 
     def _mark(self) -> None:
-        """Keep the state of the lanes now and then, and forget what is too old to be asked for."""
+        """Save the state of the lanes from time to time, and drop states that are too old."""
         before = self._before_pass + self._lanes.given
         if not self._marks or before - self._marks[-1].before >= self._most:
             self._marks.append(_Mark(before, self._pass, self._lanes.state(), self.everything))
@@ -317,7 +317,7 @@ class GroupOrder:
             del self._given[pass_]
 
     def _precedes(self, mark: _Mark, position: int) -> bool:
-        """Whether everything from before the mark is given out before the position."""
+        """Return whether all references before the mark are given out before the position."""
         return mark.before + (self._options.window if mark.lanes.given else 0) <= position
 
 

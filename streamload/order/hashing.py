@@ -1,7 +1,7 @@
-"""Keyed hashes and permutations: the only randomness that order and augmentation have (B to E, I).
+"""Keyed hashes and permutations: the only randomness of order and augmentation (steps B to E, I).
 
-Everything is splitmix64 over integers, so it is the same on every machine and in every numpy version, and
-nothing is drawn: value *i* of a stream is computed without the ones before it. No state, no I/O.
+Everything is splitmix64 over integers: the same on every machine and in every numpy version. Random access:
+value *i* of a stream is computed without the ones before it. No state, no I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-# What a key is for. Two purposes never share a stream.
+# Purposes of keys. Two purposes never share a stream.
 PIECES: Final = 1
 PASS_ORDER: Final = 3
 DUE: Final = 4
@@ -38,7 +38,7 @@ def mix(value: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """Chain integers to one 64-bit key; the order of the parts matters."""
+    """Combine integers to one 64-bit key; their order matters."""
     value = 0
     for part in parts:
         value = mix(value ^ (part & _MASK))
@@ -46,9 +46,9 @@ def key(*parts: int) -> int:
 
 
 def stream(key_: int, indexes: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The values at `indexes` of the endless stream of a key, uint64, in the shape of `indexes`.
+    """Return the values at `indexes` of the endless stream of a key, uint64, in the shape of `indexes`.
 
-    Value *i* is ``mix(key + i * gamma)``. As a function of *i* that is a bijection: no two values are equal.
+    Value *i* is ``mix(key + i * gamma)``, a bijection of *i*: no two values are equal.
     """
     value = indexes.astype(np.uint64)
     value *= np.uint64(_GAMMA)
@@ -62,24 +62,24 @@ def stream(key_: int, indexes: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def hash32(key_: int, indexes: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The high 32 bits of the stream of a key at `indexes`, as uint64."""
+    """Return the high 32 bits of the stream of a key at `indexes`, as uint64."""
     high: NDArray[np.uint64] = stream(key_, indexes) >> np.uint64(32)
     return high
 
 
 def permutation(key_: int, count: int) -> NDArray[np.int64]:
-    """The numbers 0 to `count` - 1 in the order of their values in the key's stream, int64[count]."""
-    # The values are distinct, so every kind of sort gives the same order.
+    """Return the numbers 0 to `count` - 1, sorted by their values in the key's stream, int64[count]."""
+    # The values are distinct, so every sorting algorithm gives the same order.
     return np.argsort(stream(key_, np.arange(count)))
 
 
 def permutation_stretch(key_: int, count: int, first: int, last: int) -> NDArray[np.int64]:
-    """The places `first` to `last` of `permutation(key, count)`, int64[last - first].
+    """Return the places `first` to `last` of `permutation(key, count)`, int64[last - first].
 
-    The same time for any stretch, less than all of it takes, and the memory of the stretch: about 10 ms and
-    some blocks for 8,000 of 10**6.
+    Takes the same time for any stretch, less than for the whole permutation, and the memory of the stretch:
+    about 10 ms and some blocks for 8,000 of 10**6.
     """
-    # The values are spread evenly: their high bits say in which of many buckets a place lies.
+    # The values are evenly distributed, so their high bits select one of many buckets of places.
     bits = _BUCKET_BITS
     sizes = np.zeros(1 << bits, np.int64)
     for indexes in _blocks(count):
@@ -105,23 +105,23 @@ def _bucket(key_: int, indexes: NDArray[np.int64], bits: int) -> NDArray[np.int6
 
 
 def sample_seed(seed: int, epoch: int, pass_: int, shard: int, sample: int) -> int:
-    """The 64-bit seed of one visit to one sample: its augmentation, on whatever layout it is computed."""
+    """Return the 64-bit seed for the augmentation of a sample in a pass, the same for any layout."""
     return mix(_visit_key(seed, epoch, pass_, shard) ^ (sample & _MASK))
 
 
 @functools.lru_cache(1 << 9)
 def _visit_key(seed: int, epoch: int, pass_: int, shard: int) -> int:
-    """The part of a sample's seed that it shares with the other samples of its shard."""
+    """Return the part of the seed that is common to the samples of a shard."""
     return key(seed, SAMPLE, epoch, pass_, shard)
 
 
 def pick(sample_seed_: int, attempt: int, count: int) -> int:
-    """Pick one of `count` things, from 0: the earlier sample that stands in for one that can't be used.
+    """Pick one of `count`, from 0: the earlier sample that replaces one that can't be used.
 
     Args:
-        sample_seed_: of the visit to the sample that can't be used.
-        attempt: 0 for the first pick, 1 where that one can't be used either, and so on.
-        count: how many there are to pick from, at least 1.
+        sample_seed_: of the sample that can't be used, in this pass.
+        attempt: 0 for the first pick, 1 if that one can't be used either, and so on.
+        count: the number of candidates, at least 1.
     """
     if count < 1:
         raise ValueError(f"Cannot pick one of {count}; there must be at least one.")

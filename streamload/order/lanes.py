@@ -1,8 +1,8 @@
-"""C: shards side by side → references, one sample from each lane in turn.
+"""Lanes: shards read side by side give references, one sample from each lane in turn (step C).
 
-A lane reads one shard of the pass; when it is read to its end the lane takes the next. Everything here
-follows from how many samples each shard turns out to have, so the lanes wait where that is not yet known, and
-never longer: a reference is given as soon as no arrival can change it. Due times are shuffle.py's (D).
+A lane reads one shard of the pass; at its end it takes the next. The order depends only on how many samples
+each shard turns out to have. So lanes wait where that isn't known yet, and never longer: a reference is
+given as soon as no arrival can change it. shuffle.py (step D) shuffles them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class Arrivals(Protocol):
-    """What is known of the shards by now. One reader, one thread; asked for a shard again while it grows."""
+    """What is known about the shards. For one thread; called again for a shard while it grows."""
 
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
-        """The raw numbers of the usable entries so far, ascending, and whether no more will come."""
+        """Return the raw numbers of the usable entries so far, ascending, and whether that is all."""
         ...
 
 
 class Turn(NamedTuple):
-    """Lanes `first` to `last` - 1 give in `rounds` rounds from the one under way."""
+    """Lanes `first` to `last` - 1 give for `rounds` rounds, starting with the current one."""
 
     rounds: int
     first: int
@@ -44,18 +44,18 @@ class Turn(NamedTuple):
 
 
 def served(rounds: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) -> NDArray[np.int64]:
-    """How many samples a lane gives in the first `rounds` rounds of a pass.
+    """Return how many samples a lane gives in the first `rounds` rounds of a pass.
 
-    The shards that lanes begin with are read at different speeds after an even start; otherwise shards of
-    equal size would all end, and the next begin, at once. In a pass without next ones all keep even: they
-    arrive evenly, and what a slow lane leaves for later would be waiting here, unused.
+    After an even start, the first shards of the lanes are read at different speeds; otherwise shards of
+    equal size would all end, and the next ones begin, at the same time. In a pass without next shards all
+    lanes stay even: the shards arrive evenly, and the data of a slow lane would only wait.
     """
     late = EVEN_ROUNDS + (rounds - EVEN_ROUNDS) * lanes // (lanes + slow)
     return np.where(rounds <= EVEN_ROUNDS, rounds, late)
 
 
 def rounds_for(samples: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) -> NDArray[np.int64]:
-    """The most rounds in which a lane gives no more than `samples`: the inverse of `served`."""
+    """Return the most rounds in which a lane gives at most `samples`: the inverse of `served`."""
     late = EVEN_ROUNDS + ((samples - EVEN_ROUNDS + 1) * (lanes + slow) - 1) // lanes
     return np.where(samples < EVEN_ROUNDS, samples, late)
 
@@ -63,20 +63,20 @@ def rounds_for(samples: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) 
 class Lanes:
     """The lanes of one group in one pass.
 
-    References are packed in one int64: the place of the shard in the pass, then 32 bits of raw entry number.
+    References are packed in an int64: the place of the shard in the pass, then 32 bits of raw entry number.
 
     Args:
         order: int64[shards], the shards of the pass in the order in which lanes take them.
         parts: what the group owns of the shards that it shares.
-        count: how many lanes there are.
-        state: where to go on; None begins the pass.
-        done: the number of samples of shards, by their place, that needn't be looked at: whatever references
-            lanes give of these are dropped.
+        count: the number of lanes.
+        state: where to resume; None begins the pass.
+        done: numbers of samples, by place, of shards that needn't be read: their references are dropped by
+            the caller.
 
     Attributes:
         order: as given.
         given: references that the lanes have given in this pass.
-        samples: int32[shards], how many samples the group has of each shard of the pass; -1: not known.
+        samples: int32[shards], the group's samples in each shard of the pass; -1: not known.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Lanes:
             state = LaneState(0, 0, 0, 0, ((-1, 0, 0),) * count)
         if len(state.lanes) != count or state.next > order.size:
             raise OptionError(
-                f"The cursor is of {len(state.lanes)} lanes and at least {state.next} shards, this order of "
+                f"The cursor has {len(state.lanes)} lanes and at least {state.next} shards, this order has "
                 f"{count} lanes and {order.size} shards; lanes and URLs must stay the same within a run."
             )
         self.order = order
@@ -101,9 +101,9 @@ class Lanes:
         self._last_done = max(done, default=-1)
         self._parts = parts
         self._count = count
-        # Mutable state: given, the turn (round, slot, next), and for each lane: the place of its shard, what
-        # `served` was when it began it, how slow it is, the samples known, whether they are all, and `dry`:
-        # the round in which it is to give a sample that it doesn't have.
+        # Mutable state: given, the turn (round, slot, next), and for each lane: the place of its shard, the
+        # value of `served` when it began the shard, its slowness, the known samples, whether they are all,
+        # and `dry`: the first round in which it lacks a sample.
         self._round, self._slot, self._next = state.round, state.slot, state.next
         lanes = np.array(state.lanes, np.int64)
         self._place, taken, self._slow = lanes[:, 0].copy(), lanes[:, 1], lanes[:, 2].copy()
@@ -114,36 +114,36 @@ class Lanes:
 
     @property
     def finished(self) -> bool:
-        """Whether the pass is over: no lane has a shard, and there is none to take."""
+        """Whether the pass is over: no lane has a shard, and none is left to take."""
         return self._next == self.order.size and bool((self._dry == _NEVER).all())
 
     @property
     def begun(self) -> int:
-        """How many shards of the pass lanes have taken."""
+        """How many shards of the pass the lanes have taken."""
         return self._next
 
     def state(self) -> LaneState:
-        """The lanes now, to go on from."""
+        """Return the current state, to resume from."""
         open_ = self._place >= 0
         taken = np.where(open_, served(self._rounds_done(), self._slow, self._count) - self._base, 0)
         lanes = zip(self._place.tolist(), taken.tolist(), self._slow.tolist(), strict=True)
         return LaneState(self.given, self._round, self._slot, self._next, tuple(lanes))
 
     def reading(self) -> NDArray[np.int64]:
-        """The places in the pass of the shards that lanes are reading, int64."""
+        """Return the places in the pass of the shards that lanes are reading, int64."""
         return np.array([p for p in self._place.tolist() if p >= 0 and p not in self._done], np.int64)
 
     def coming(self, count: int) -> NDArray[np.int64]:
-        """The places in the pass of the next shards that no lane has taken yet, at most `count`, in order."""
+        """Return the places in the pass of the next shards to take, at most `count`, in order."""
         places = np.arange(self._next, min(self._next + count + len(self._done), self.order.size))
         if self._next <= self._last_done:
             places = places[[place not in self._done for place in places.tolist()]]
         return places[:count]
 
     def lacking(self) -> list[int]:
-        """Places in the pass of the shards whose samples are lacking first, one a lane, most urgent first.
+        """Return the places of the shards whose samples are lacking, one per lane, most urgent first.
 
-        For a lane whose shard is known to its end that is the next shard that no lane has taken.
+        For a lane whose shard is completely known, that is the next shard to take.
         """
         coming = iter(self.coming(self._count).tolist())
         places = []
@@ -155,24 +155,24 @@ class Lanes:
         return places
 
     def refresh(self, arrivals: Arrivals) -> None:
-        """Look at what has arrived for every lane; `take` looks only where it has run dry."""
+        """Check arrivals for every lane; `take` checks only lanes that ran dry."""
         for lane in np.flatnonzero(~self._ended).tolist():
             self._look(lane, arrivals)
 
     def take(self, arrivals: Arrivals, limit: int) -> NDArray[np.int64]:
-        """The next references, packed: `limit` or some of a round more, or all that are certain."""
+        """Return the next references, packed: `limit` and up to a round more, or all that are determined."""
         blocks = [self._references(turn) for turn in self._turns(arrivals, limit, exact=False)]
         return np.concatenate(blocks) if blocks else _NOTHING
 
     def pass_over(self, arrivals: Arrivals, limit: int) -> int:
-        """Give `limit` references or some of a round fewer, or all that are certain, to nobody; how many."""
+        """Skip `limit` references or up to a round fewer, or all that are determined. Return how many."""
         before = self.given
         for _ in self._turns(arrivals, limit, exact=True):
             pass
         return self.given - before
 
     def _turns(self, arrivals: Arrivals, limit: int, exact: bool) -> Iterator[Turn]:
-        """Decide turn after turn; each is done when the iteration goes on."""
+        """Yield turn after turn; each is applied when the iteration continues."""
         stop_at = self.given + limit - (self._count - 1 if exact else 0)
         while self.given < stop_at:
             ready = self._serve_dry(arrivals)
@@ -189,7 +189,7 @@ class Lanes:
                 return
 
     def _serve_dry(self, arrivals: Arrivals) -> int:
-        """Find samples for the lanes that lack one in this round; the first lane that has to wait for one."""
+        """Find samples for the lanes that lack one in this round. Return the first lane that has to wait."""
         for lane in (np.flatnonzero(self._dry[self._slot :] <= self._round) + self._slot).tolist():
             while self._dry[lane] <= self._round:
                 if not self._ended[lane]:
@@ -203,7 +203,7 @@ class Lanes:
         return self._count
 
     def _begin(self, lane: int) -> None:
-        """Let a lane take the next shard of the pass."""
+        """Give a lane the next shard of the pass."""
         self._place[lane] = self._next
         self._slow[lane] = lane if self._round == 0 and self.order.size > self._count else 0
         self._base[lane] = self._round
@@ -212,7 +212,7 @@ class Lanes:
         self._next += 1
 
     def _look(self, lane: int, arrivals: Arrivals) -> None:
-        """Take note of what has arrived of a lane's shard."""
+        """Check what has arrived of a lane's shard."""
         place = int(self._place[lane])
         shard = int(self.order[place])
         if place in self._done:
@@ -228,7 +228,7 @@ class Lanes:
         self._dry[lane] = rounds_for(known, self._slow[lane], self._count)
 
     def _references(self, turn: Turn) -> NDArray[np.int64]:
-        """The references of a turn, packed, in the order in which lanes give them."""
+        """Return the references of a turn, packed, in the order in which lanes give them."""
         lanes = np.flatnonzero(self._place[turn.first : turn.last] >= 0) + turn.first
         slow = self._slow[lanes][:, None]
         rounds = np.arange(self._round, self._round + turn.rounds + 1)
@@ -238,7 +238,7 @@ class Lanes:
             given.append(self._samples[lane][start:stop])
         references = np.concatenate(given)
         references += np.repeat(self._place[lanes] << SAMPLE_BITS, spans[:, 1] - spans[:, 0])
-        # They lie lane by lane, and are wanted round by round.
+        # Reorder from lane by lane to round by round.
         if references.size == lanes.size * turn.rounds:
             return np.ravel(references.reshape(lanes.size, turn.rounds), order="F")
         after = served(rounds, slow, self._count)
@@ -259,5 +259,5 @@ class Lanes:
         self._slot = 0 if whole else turn.last
 
     def _rounds_done(self) -> NDArray[np.int64]:
-        """For each lane the number of rounds in which it has had its turn."""
+        """Return for each lane the number of rounds in which it has had its turn."""
         return self._round + (np.arange(self._count) < self._slot)

@@ -1,8 +1,7 @@
-"""Which source each position of a group is filled from (between C and E): shares that may change in a run.
+"""Mixing of sources: which source fills each position of a group (step E). Shares may change during a run.
 
-A step takes of each source what its share is due, to the sample: what is rounded off is carried on as a
-credit. Integers only, so that all processes agree. Each source has a sequence of its own (group.py), which
-goes on where the last step stopped.
+A step takes exactly the share of each source; rounding is carried over as credit. Integers only, so that all
+processes agree. Each source has its own sequence (group.py), which continues where the last step stopped.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ UNIT = 1 << 32
 
 
 def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, ...]:
-    """Weights as shares of UNIT, exactly proportional but for what floors ask and for the last unit.
+    """Return weights as shares of UNIT, exactly proportional except for floors and the last unit.
 
     Args:
-        weights: of each source, in any scale; 0 takes a source out, if it has no floor.
-        floors: the least part, 0 to 1, of all samples that each source gets.
+        weights: of each source, in any scale; 0 removes a source, if it has no floor.
+        floors: the minimum share of all samples, 0 to 1, of each source.
 
     Raises:
-        OptionError: a weight that is negative or no number, weights that are all zero, or floors that add up
-            to more than 1.
+        OptionError: a weight that is negative or not a number, only zero weights, or floors that add up to
+        more
+            than 1.
     """
     for what, values in (("weights", weights), ("floors", floors)):
         if any(not isfinite(value) or value < 0 for value in values):
@@ -53,7 +53,7 @@ def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, .
         if not below:
             break
         raised |= below
-    if sum(shares) < 1:  # all that have weight stand at their floors
+    if sum(shares) < 1:  # all sources with weight are at their floors
         shares = [share / sum(shares) for share in shares]
     whole = [int(share * UNIT) for share in shares]
     rests = sorted(range(len(whole)), key=lambda i: (whole[i] - shares[i] * UNIT, i))
@@ -63,26 +63,26 @@ def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, .
 
 
 class Change(NamedTuple):
-    """New shares, from the first step that begins at a global position or behind it."""
+    """New shares, from the first step that begins at or after a global position."""
 
     position: int
     shares: tuple[int, ...]
 
 
 def in_effect(changes: Sequence[Change], position: int) -> list[Change]:
-    """The changes that count from a position on: the last one up to it, and those behind it."""
+    """Return the changes in effect from a position on: the last one up to it, and all later ones."""
     first = max((i for i, change in enumerate(changes) if change.position <= position), default=0)
     return list(changes[first:])
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What a step takes of one group: of each source the positions from `first`, `take` many.
+    """What a step takes of one group: from each source `take` samples, beginning at `first`.
 
     Attributes:
-        first: int for each source, the position in its sequence.
-        take: how many samples of each.
-        owed: in UNITs, what each source is owed behind the step; they add up to 0.
+        first: for each source, the position in its sequence.
+        take: for each source, the number of samples.
+        owed: for each source, its credit after the step, in UNITs; the sum is 0.
     """
 
     first: tuple[int, ...]
@@ -91,11 +91,11 @@ class Portion:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The position in each source's sequence behind the step."""
+        """The position in each source's sequence after the step."""
         return tuple(first + take for first, take in zip(self.first, self.take, strict=True))
 
     def seats(self) -> NDArray[np.int64]:
-        """The source of each of the group's samples in the step, spread evenly: int64[sum(take)]."""
+        """Return the source of each of the group's samples in the step, spread evenly: int64[sum(take)]."""
         if len(self.take) == 1:
             return np.zeros(self.take[0], np.int64)
         times = [(np.arange(take) + 0.5) / take for take in self.take if take]
@@ -107,13 +107,13 @@ class Mixing:
     """The portions of one group, step by step.
 
     Args:
-        split: how steps are dealt.
-        group: whose portions.
+        split: of the steps.
+        group: its number.
         position: the global position of the first step.
-        changes: of the shares, the first of which counts at `position`; may be replaced by a list that is
-            the same up to the steps that have been asked for.
+        changes: of the shares; the first is in effect at `position`. May be replaced by a list that is the
+            same up to the last step that was asked for.
         given: the position of each source in its own sequence.
-        owed: what each source is owed by then, in UNITs.
+        owed: the credit of each source at that point, in UNITs.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class Mixing:
         self._given, self._owed = tuple(given), tuple(owed)
 
     def at(self, position: int) -> Portion:
-        """The portion of the step that begins at a global position; those before it are gone by then.
+        """Return the portion of the step that begins at a global position; earlier ones are gone then.
 
         Raises:
-            ValueError: no step begins there, or it has gone by.
+            ValueError: no step begins there, or it is gone.
         """
         while self._position <= position:
             begins, found = self._position, self._next()
             if begins == position:
                 return found
-        raise ValueError(f"no step begins at {position}, or it has gone by: the next is at {self._position}")
+        raise ValueError(f"no step begins at {position}, or it is gone: the next is at {self._position}")
 
     def _next(self) -> Portion:
         position, self._position = self._position, self._position + self._deal.batch
@@ -151,7 +151,7 @@ class Mixing:
 
 
 def portion(given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ...], size: int) -> Portion:
-    """What the next `size` samples take of each source: each within a sample or two of its share so far."""
+    """Return what the next `size` samples take of each source, within a sample or two of its share so far."""
     if len(shares) == 1:
         return Portion(given, (size,), owed)
     due = [before + share * size for before, share in zip(owed, shares, strict=True)]

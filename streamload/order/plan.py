@@ -1,7 +1,7 @@
-"""B: shards → pieces of groups → their order in a pass. Pure functions of the options and of the shard count.
+"""Shards → pieces of groups → their order in a pass (step B). Pure functions of options and shard count.
 
-A group owns a stretch of the axis of all shards; a shard at a border is shared by sample number. What lies in
-a shard is not known here: hints only decide how even the groups are, never whether a sample is lost.
+A group owns a stretch of the axis of all shards; a shard at a border is shared by sample number. Sizes of
+shards are only hints: they decide how even the groups are, never whether a sample is lost.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class OrderOptions:
 
     Attributes:
         seed: of the run; any integer.
-        groups: into how many sequences the shards are split, at least 1.
-        lanes: how many shards a group reads side by side, at least 1.
-        window: how many references later than its turn a sample may come, at least 0.
-        shuffle_shards: False takes the shards as listed, in every pass.
-        hints: int64[shards], the relative size of each shard (samples, or bytes), the same on every rank;
-            None where nothing is known: then every shard counts alike.
-        opens_after: after how many references of a run's first pass its window opens; 0: it is open. None: it
-            opens slowly, as in all states of format 2 (see shuffle.py).
+        groups: the number of sequences, at least 1.
+        lanes: shards that a group reads side by side, at least 1.
+        window: how many references late a sample may come, at least 0.
+        shuffle_shards: False keeps the listed order of the shards in every pass.
+        hints: int64[shards], the relative sizes of the shards (samples or bytes), the same on every rank;
+            None: all shards count as equal.
+        opens_after: the window of a run's first pass opens after this many references; 0: it is open. None:
+            it opens slowly, as in states of format 2 (see shuffle.py).
     """
 
     seed: int
@@ -69,10 +69,10 @@ class OrderOptions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which samples of a shared shard a group owns: the entries *i* with ``start <= i * step % size < stop``.
+    """A group's samples of a shared shard: the entries *i* with ``start <= i * step % size < stop``.
 
-    The step is coprime to the size and near its golden section, so that the entries of a part are spread over
-    the shard, and each entry, even one beyond a size that was only a guess, is in exactly one part.
+    The step is coprime to the size and near its golden section. So the entries of a part are spread over
+    the shard, and each entry, even beyond a wrong size, is in exactly one part.
     """
 
     start: int
@@ -81,14 +81,14 @@ class Part:
 
     @property
     def step(self) -> int:
-        """The multiplier that spreads neighbouring entries over the size."""
+        """The multiplier that spreads adjacent entries over the size."""
         step = max(1, round(self.size * _GOLDEN))
         while gcd(step, self.size) != 1:
             step += 1
         return step
 
     def owned(self, entries: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the raw entry numbers which the part owns."""
+        """Return the raw entry numbers that belong to the part."""
         place = entries * self.step % self.size
         return entries[(place >= self.start) & (place < self.stop)]
 
@@ -98,8 +98,8 @@ class Pieces:
     """The shards of a group: whole ones, and at most two that it shares with its neighbours.
 
     Attributes:
-        shards: int64[pieces], shard numbers, each once.
-        parts: for the shared ones, by shard number, what the group owns of them.
+        shards: int64[pieces], unique shard numbers.
+        parts: of the shared ones, by shard number.
     """
 
     shards: NDArray[np.int64]
@@ -107,10 +107,10 @@ class Pieces:
 
 
 def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
-    """Cut the axis of all shards into equal stretches and return the one of `group`.
+    """Cut the axis of all shards into equal stretches and return that of `group`.
 
-    It depends on neither epoch nor pass, so that what a node holds is of use again. Takes time in O(shards),
-    without hints about 20 ms for 10**6 of them and the memory of what it returns.
+    It depends on neither epoch nor pass, so a node can reuse its cached shards. Takes O(shards) time;
+    without hints about 20 ms for 10**6 shards, and the memory of the result.
     """
     if not 0 <= group < options.groups:
         raise OptionError(f"group must be from 0 to {options.groups - 1}, not {group}.")
@@ -131,8 +131,8 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
     total = int(stops[-1]) if shard_count else 0
     low = group * total // options.groups
     high = (group + 1) * total // options.groups
-    # A shard of size 0 lies in a point and goes to the group that this point begins or that it lies in: its
-    # hint may be wrong, so it has an owner like any other.
+    # A shard of size 0 is a point and belongs to the group that begins there or contains it: its hint may
+    # be wrong, so it needs an owner like any other.
     first = int(min(np.searchsorted(stops, low, "right"), np.searchsorted(starts, low, "left")))
     last = int(np.searchsorted(starts, high, "left")) if group < options.groups - 1 else shard_count
     parts = {}
@@ -146,7 +146,7 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
 
 
 def _equal_pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
-    """The pieces where every shard counts alike: as if each had as many samples as there are groups."""
+    """Return the pieces for shards of equal size: as if each had as many samples as there are groups."""
     size = options.groups
     low, high = group * shard_count, (group + 1) * shard_count
     first, last = low // size, -(-high // size)
@@ -165,7 +165,7 @@ def _equal_pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces
 def pass_order(
     options: OrderOptions, shards: NDArray[np.int64], group: int, epoch: int, pass_: int
 ) -> NDArray[np.int64]:
-    """The shards of a group's pieces in the order in which lanes take them in one pass."""
+    """Return the shards of a group in the order in which lanes take them in one pass."""
     if not options.shuffle_shards:
         return shards
     return shards[permutation(key(options.seed, PASS_ORDER, epoch, group, pass_), shards.size)]
@@ -173,6 +173,6 @@ def pass_order(
 
 def _sizes(given: NDArray[np.int64]) -> NDArray[np.int64]:
     hints = given.astype(np.int64)
-    # Bytes of huge shards in larger units: entry number times size must stay below 2**63.
+    # Use larger units for huge shards: entry number times size must stay below 2**63.
     excess = int(hints.max(initial=0)).bit_length() - _WIDEST_HINT_BITS
     return hints >> excess if excess > 0 else hints

@@ -1,8 +1,8 @@
-"""D: references in the lanes' order → references in the order of their due times.
+"""The shuffle window: references in the lanes' order → references by due time (step D).
 
-Reference *n* is due at *n + u·w*, *u* a hash of *n*. So it comes less than a window late, and nothing that
-follows reference *n* in the lanes' order is due before *n*: that decides what may be handed out, and where to
-begin again so that a position comes out the same. Knows nothing of where references come from.
+Reference *n* is due at *n + u·w*, *u* a hash of *n*. So it comes less than a window late, and no reference
+after *n* in the lanes' order is due before *n*. This determines which references can be given out, and from
+where to resume to reproduce a position.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from streamload.order.lanes import SAMPLE_BITS
 
 # Due times count in 1/65536 of a reference.
 _FRACTION_BITS = 16
-# At least, the window opens to an eighth of the first so many numbers, and by a quarter of what follows.
+# The window opens at least to an eighth of the first 4096 numbers, and by a quarter of those that follow.
 _SLOW_NUMBERS = 4096
-# After the first batch it opens fully within so many numbers a shard: a twentieth of shards of 1,000 samples.
+# After the first batch it opens fully within this many numbers per shard: 1/20 of shards of 1,000 samples.
 _OPENING = 50
 _MOST_SHARDS = 1 << 24
 _FEWEST_SORTED = 4096
@@ -28,11 +28,11 @@ _NOTHING = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How the window opens in the first pass of a run, so that the first references need few.
+    """How the window opens in the first pass of a run, so that the first references need little data.
 
     Attributes:
-        after: the first so many references come nearly as lanes give them; then the window opens, the more
-            slowly the more shards the pass has. None: it opens slowly in any case, as in states of format 2.
+        after: the first references, this many, come almost in the lanes' order; then the window opens, more
+            slowly the more shards the pass has. None: it always opens slowly, as in states of format 2.
         shards: of the pass.
     """
 
@@ -40,7 +40,7 @@ class Opening:
     shards: int
 
     def width(self, numbers: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-        """How late the references with these numbers in the lanes' order may come."""
+        """Return how late the references with these numbers in the lanes' order may come."""
         opened = (numbers + np.maximum(numbers - _SLOW_NUMBERS, 0)) >> 3
         if self.after is not None:
             stretch = _OPENING * min(max(self.shards, 1), _MOST_SHARDS)
@@ -53,13 +53,13 @@ class Opening:
 def due_times(
     key: int, numbers: NDArray[np.int64], window: int, opening: Opening | None = None
 ) -> NDArray[np.int64]:
-    """When the references with these numbers in the lanes' order are due, int64, 65536 to a reference.
+    """Return the due times of the references with these numbers, int64, 65536 to a reference.
 
     Args:
         key: of the pass.
         numbers: places in the lanes' order of the pass.
         window: how late a reference may come.
-        opening: how the window opens; None: it is open from the beginning.
+        opening: of the window; None: it is open from the beginning.
     """
     width = np.full_like(numbers, window) if opening is None else opening.width(numbers, window)
     late = hash32(key, numbers) * width.astype(np.uint64) >> np.uint64(32 - _FRACTION_BITS)
@@ -70,28 +70,28 @@ def due_times(
 class ShuffleWindow:
     """The references of one pass that are not yet due.
 
-    They lie in two runs, a long one that is sorted and the latest ones that are not, so that one new
-    reference costs no look at the whole window. About 0.1 µs a reference in large portions.
+    Kept in two runs, a long sorted one and the latest ones unsorted, so that a new reference doesn't cost a
+    pass over the window. About 0.1 µs a reference in large portions.
 
     Args:
         key: of the pass.
         window: how late a reference may come.
-        shards: how many shards the pass has.
+        shards: number of shards in the pass.
         opening: see `due_times`.
     """
 
     def __init__(self, key: int, window: int, shards: int, opening: Opening | None = None) -> None:
         self._key, self._window, self._opening = key, window, opening
         self._portion = max(_FEWEST_SORTED, window // 8)
-        # Mutable state: both runs as due times and references; the last due time of each shard's references;
-        # everything due before `_now` has been handed out; all shards before place `_oldest` are done with.
+        # Mutable state: both runs as due times and references; the last due time of each shard. Everything
+        # due before `_now` has been given out; all shards before place `_oldest` are finished.
         self._sorted_due, self._sorted = _NOTHING, _NOTHING
         self._latest_due, self._latest = _NOTHING, _NOTHING
         self._last_due = np.full(shards, -1, np.int64)
         self._now = self._oldest = 0
 
     def push(self, first: int, references: NDArray[np.int64]) -> None:
-        """Take the references with the numbers `first`, `first` + 1, … of the lanes' order."""
+        """Add the references with the numbers `first`, `first` + 1, … in the lanes' order."""
         due = due_times(self._key, np.arange(first, first + references.size), self._window, self._opening)
         np.maximum.at(self._last_due, references >> SAMPLE_BITS, due)
         self._latest_due = np.concatenate([self._latest_due, due])
@@ -103,7 +103,7 @@ class ShuffleWindow:
             self._latest_due, self._latest = _NOTHING, _NOTHING
 
     def pop(self, pushed: int) -> NDArray[np.int64]:
-        """Hand out what is certain when the first `pushed` references of the lanes' order have been taken."""
+        """Return what is determined once the first `pushed` references of the lanes' order were added."""
         self._now = pushed << _FRACTION_BITS
         cut = int(np.searchsorted(self._sorted_due, self._now))
         early = self._latest_due < self._now
@@ -115,16 +115,16 @@ class ShuffleWindow:
         return references
 
     def pop_all(self) -> NDArray[np.int64]:
-        """Hand out the rest: the pass is over, and this window done with."""
+        """Return the rest: the pass is over."""
         _, references = _in_order([self._sorted_due, self._latest_due], [self._sorted, self._latest])
         return references
 
     def waiting(self, reading: int, begun: int) -> NDArray[np.int64]:
-        """Places in the pass of the shards with references not yet handed out, by the last of these.
+        """Return the places of shards with references still in the window, by their last due time.
 
         Args:
-            reading: the first place of a shard that lanes still read: those before it get no more references.
-            begun: how many shards of the pass lanes have taken.
+            reading: the first place that lanes still read: shards before it get no more references.
+            begun: how many shards of the pass the lanes have taken.
         """
         before = self._last_due[self._oldest : reading] >= self._now
         self._oldest += int(before.argmax()) if before.any() else before.size
@@ -136,7 +136,7 @@ class ShuffleWindow:
 def _in_order(
     dues: list[NDArray[np.int64]], references: list[NDArray[np.int64]]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Join runs and sort them by due time; among equal ones those of the earlier run come first."""
+    """Merge runs by due time; for equal ones the earlier run comes first."""
     due = np.concatenate(dues)
     order = np.argsort(due, kind="stable")
     return due[order], np.concatenate(references)[order]

@@ -1,8 +1,8 @@
-"""E: positions of the groups' sequences → steps and ranks.
+"""Positions of the groups' sequences → steps and ranks (step E). Arithmetic only.
 
-Global position *p* is sample *p* div G of group *p* mod G, a step takes the next B of them, and a rank a part
-of the step. So a global batch depends on neither the number of ranks nor that of workers, and B may change at
-any step. Arithmetic only.
+Global position *p* is sample *p* div G of group *p* mod G. A step takes the next B positions, and a rank a
+part of the step. So a global batch doesn't depend on the number of ranks or workers, and B may change at
+any step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from streamload.errors import OptionError
 
 
 class Share(NamedTuple):
-    """What a rank computes of a step out of one group's sequence.
+    """The part of a step that a rank computes from one group's sequence.
 
     Attributes:
         group: its number.
         first, stop: the positions in the group's sequence that the rank computes.
-        begin, end: those that the whole step takes of the group.
+        begin, end: the positions that the whole step takes of the group.
     """
 
     group: int
@@ -37,11 +37,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the sequences of the groups are dealt out.
+    """How the sequences of the groups are split among steps and ranks.
 
     Attributes:
-        batch: the global batch, of all ranks together, at least 1.
-        groups: at least 1; it needs to divide neither `batch` nor `ranks`.
+        batch: the global batch size, at least 1.
+        groups: at least 1; needn't divide `batch` or `ranks`.
         ranks: at least 1.
     """
 
@@ -55,30 +55,29 @@ class Split:
                 raise OptionError(f"{name} must be at least 1, not {value}.")
 
     def start(self, position: int, group: int) -> int:
-        """How many positions of a group lie before a global position."""
+        """Return the number of a group's positions before a global position."""
         return -((group - position) // self.groups)
 
     def groups_of(self, rank: int) -> list[int]:
-        """The groups that a rank reads, at whatever position; one, where they divide the ranks."""
+        """Return the groups that a rank reads at any position; one, if groups divide ranks."""
         positions = range(1 if self.batch % self.groups == 0 else self.groups)
         return sorted({share.group for at in positions for share in self._shares(at, rank) if share.size})
 
     def groups_told_by(self, rank: int) -> list[int]:
-        """Those of the groups that a rank reads which no rank before it does: each is told of by one rank."""
+        """Return the groups that a rank reads and no lower rank does: one rank reports on each group."""
         before = {group for other in range(rank) for group in self.groups_of(other)} if rank else set()
         return [group for group in self.groups_of(rank) if group not in before]
 
     def shares(self, position: int, rank: int, groups: Collection[int]) -> list[Share]:
-        """What a rank computes of the step that begins at a global position.
+        """Return what a rank computes of the step that begins at a global position.
 
         Args:
-            position: of all samples.
-            rank: which one.
-            groups: those that it reads, at least; those of which it has nothing in this step have a share
-                without samples.
+            position: global.
+            rank: its number.
+            groups: at least those that it reads; without samples in this step, a group has an empty share.
 
         Returns:
-            One for each of the groups, in their order.
+            One share for each of the groups, in their order.
         """
         return [share for share in self._shares(position, rank) if share.size or share.group in groups]
 
@@ -94,10 +93,10 @@ class Split:
 
 
 def default_lanes(batch_slice: int) -> int:
-    """How many lanes a group reads with, by its slice of a global batch: a 32nd, 8 to 64."""
+    """Return the default number of lanes for a group's slice of a global batch: 1/32, 8 to 64."""
     return min(max(batch_slice // 32, 8), 64)
 
 
 def default_window(batch_slice: int) -> int:
-    """How wide a group's window is, by its slice of a global batch: 40 of them, 10,000 to 100,000."""
+    """Return the default window for a group's slice of a global batch: 40 slices, 10,000 to 100,000."""
     return min(max(40 * batch_slice, 10_000), 100_000)

@@ -1,6 +1,6 @@
-"""Width and height of an image from its first bytes (step F); decodes nothing and allocates nothing.
+"""Width and height of an image from its header (step F), without decoding.
 
-Knows JPEG, PNG, WebP and GIF, by content rather than by name. Sizes are as stored: EXIF rotation is ignored.
+JPEG, PNG, WebP and GIF, recognised by content. Sizes are as stored: EXIF rotation is ignored.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from struct import unpack_from
 
 HEADER_BYTES = 64 << 10
-"""How much of an image is looked at; what hides its size behind more than this is of unknown size."""
+"""How much of an image is searched; if its size isn't in these bytes, it is unknown."""
 
 _FIRST_LOOK_BYTES = 1 << 10
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))  # TEM, RST0-7, SOI
@@ -16,10 +16,9 @@ _FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # all start-of-frame
 
 
 def image_size(header: bytes | memoryview) -> tuple[int, int] | None:
-    """Width and height of the image that begins with `header`.
+    """Return (width, height) of the image that begins with `header`, in pixels as stored.
 
-    Returns:
-        (width, height) in pixels as stored, or None: not in these bytes, or not such an image.
+    None if they aren't in these bytes, or the format is another one.
     """
     start = bytes(header[:30])
     if start[:2] == b"\xff\xd8":
@@ -36,7 +35,7 @@ def image_size(header: bytes | memoryview) -> tuple[int, int] | None:
 
 
 class ImageLook:
-    """Collects the first bytes of one image until they tell its size."""
+    """Collects the first bytes of one image until its size is known."""
 
     def __init__(self, member_bytes: int):
         self.size = (0, 0)
@@ -45,14 +44,14 @@ class ImageLook:
         self._start = bytearray()
 
     def look(self, payload: memoryview) -> bool:
-        """Take the next bytes; True when the size is known, or will never be."""
+        """Take the next bytes. Return True once the size is known, or will never be."""
         if not self._start and (size := image_size(payload[:HEADER_BYTES])) is not None:
             self.size = size
             return True
         self._start += payload[: self._wanted - len(self._start)]
         at_end = len(self._start) == self._wanted
         if at_end or len(self._start) >= self._next_look:
-            # Twice as many bytes for each further look: the work stays linear for chunks of any size.
+            # Look again after twice as many bytes: linear time for chunks of any size.
             self._next_look = 2 * len(self._start)
             if (size := image_size(memoryview(self._start))) is not None:
                 self.size = size
@@ -61,7 +60,7 @@ class ImageLook:
 
 
 def _jpeg_size(header: bytes | memoryview) -> tuple[int, int] | None:
-    """Hop over the segments (EXIF, ICC profiles, …) to the start of the frame."""
+    """Skip the segments (EXIF, ICC profiles, …) up to the start of the frame."""
     at, stop = 2, min(len(header), HEADER_BYTES)
     while at + 9 <= stop:
         if header[at] != 0xFF:
@@ -74,7 +73,7 @@ def _jpeg_size(header: bytes | memoryview) -> tuple[int, int] | None:
         elif marker in _FRAME:
             height, width = unpack_from(">HH", header, at + 5)
             return width, height
-        elif marker in (0xD9, 0xDA):  # the end, or the scan without a frame
+        elif marker in (0xD9, 0xDA):  # the end, or a scan without a frame
             return None
         else:
             at += 2 + max(2, header[at + 2] << 8 | header[at + 3])
@@ -82,7 +81,7 @@ def _jpeg_size(header: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def _webp_size(start: bytes) -> tuple[int, int] | None:
-    """From the first chunk: lossy, lossless or extended."""
+    """Read the first chunk: lossy, lossless or extended."""
     chunk = start[12:16]
     if chunk == b"VP8L" and len(start) >= 25 and start[20] == 0x2F:
         bits = unpack_from("<I", start, 21)[0]

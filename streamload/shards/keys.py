@@ -1,7 +1,7 @@
 """Which samples a run can use (steps C and G): key specifications such as `jpg;png` and `txt;json:caption`.
 
-Decided by the extensions in the index, without a look at payloads: whether a JSON member has the field that
-is asked for turns out when it is read.
+Decided by the extensions in the index, without reading payloads. Whether a JSON member has the requested
+field is only found out when it is read.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from streamload.shards.index import IndexReader
 from streamload.shards.record import OWN_LAYOUT
 
 MEMBER_LIMIT_BYTES = 64 << 20
-"""The largest image or caption that is read; a sample with a larger one lacks what is asked for."""
+"""The largest image or caption that is read; a sample with a larger one counts as lacking it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """Extensions in order of preference, and for JSON members the field that is meant."""
+    """Extensions in order of preference, with the field for JSON members."""
 
     choices: tuple[tuple[str, str | None], ...]
-    """(extension, field): the field is None where the whole member is meant."""
+    """(extension, field); field None: the whole member."""
 
     @classmethod
     def parse(cls, text: str) -> KeySpec:
-        """Read `ext;ext;…`, each `ext` or `ext:field`.
+        """Parse `ext;ext;…`, each `ext` or `ext:field`.
 
         Raises:
-            OptionError: an empty choice, or a field of something else than JSON.
+            OptionError: an empty choice, or a field of an extension other than JSON.
         """
         choices = []
         for choice in text.split(";"):
@@ -54,7 +54,7 @@ class KeySpec:
         return tuple(extension for extension, _ in self.choices)
 
     def choose(self, extensions: Collection[str]) -> tuple[str, str | None] | None:
-        """The first (extension, field) that a sample with these extensions has; None: it has none."""
+        """Return the first (extension, field) that is among these extensions, or None."""
         for choice in self.choices:
             if choice[0] in extensions:
                 return choice
@@ -62,12 +62,14 @@ class KeySpec:
 
 
 def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.NDArray[np.bool_]:
-    """Which entries have what a run needs, none of it larger than MEMBER_LIMIT_BYTES, from number `start` on.
+    """Return which entries, from number `start` on, have the members that a run needs.
+
+    None of these members may be larger than MEMBER_LIMIT_BYTES.
 
     Args:
         reader: an index, finished or not.
-        keys: of the image, the text, the label: a sample needs a member of each.
-        start: number of the first entry that is asked about.
+        keys: of image, text and label: a sample needs a member for each.
+        start: number of the first entry.
 
     Returns:
         bool[count - start].
@@ -95,6 +97,6 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
 
 
 def chosen(extensions: Collection[str], keys: Sequence[KeySpec]) -> set[str]:
-    """The members of a sample that its keys choose."""
+    """Return the extensions of a sample that the keys choose."""
     choices = [spec.choose(extensions) for spec in keys]
     return {choice[0] for choice in choices if choice is not None}

@@ -1,4 +1,4 @@
-"""Entries of a tar on this machine (step F): headers are read, payloads are gone over, nothing is copied."""
+"""Indexing of a local tar (step F): headers are read, payloads are skipped, nothing is copied."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from streamload.errors import (
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
 
-_READ_BYTES = 8 << 10  # a header and the start of an image; more would read payloads for nothing
+_READ_BYTES = 8 << 10  # a header and the start of an image; more would read useless payload
 _ENTRIES_AT_ONCE = 64
 _TAIL_BYTES = 1 << 20
-"""How far behind the end marker is looked for something else than zeros."""
+"""How far after the end marker to look for anything other than zeros."""
 
 
 class LocalVersion(NamedTuple):
-    """What tells one state of a local file from another: a copy may keep size and time, but not the rest."""
+    """The version of a local file: a copy may keep size and mtime, but not the rest."""
 
     size: int
     mtime_ns: int
@@ -36,16 +36,16 @@ class LocalVersion(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str] | int) -> LocalVersion:
-        """The version now of the file at a path, or of an open one."""
-        return cls.of_status(os.stat(path))  # noqa: PTH116 - also for paths in bytes, and descriptors
+        """Return the current version of a file, given by path or descriptor."""
+        return cls.of_status(os.stat(path))  # noqa: PTH116 - also for bytes paths and descriptors
 
     @classmethod
     def of_status(cls, status: os.stat_result) -> LocalVersion:
-        """The version that a file has by its status."""
+        """Return the version of a file with this status."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def is_of(self, meta: Mapping[str, object]) -> bool:
-        """Whether an index was made of this version: its meta has all of `_asdict()`."""
+        """Return whether an index with this meta was built from this version."""
         return all(meta.get(name) == value for name, value in self._asdict().items())
 
 
@@ -56,21 +56,21 @@ def index_local(
 ) -> Iterator[list[Entry]]:
     """Scan a local tar.
 
-    Its payloads are not read but for the start of each image, so the entries have no checksum.
+    Only the start of each image is read of the payloads, so the entries have no checksum.
 
     Args:
         path: an uncompressed tar, a regular file.
-        warnings: receives what is to be said about the tar once the scan is through.
-        opened: told, before the first entries, of which version of the file all of them are.
+        warnings: warnings about the tar are appended to it at the end of the scan.
+        opened: called before the first entries with the version of the file.
 
     Yields:
-        Entries, some at a time; before it raises, those of all samples that are whole.
+        Entries, in batches. Before an error is raised, those of all complete samples.
 
     Raises:
         OriginNotFound, OriginDenied, OriginError: it can't be opened or read.
-        OSError: too many files are open, or memory is short, which says nothing about this one.
-        ShardFormatError, ShardCut: what is wrong with it.
-        DatasetChanged: it was written to meanwhile.
+        OSError: too many open files, or out of memory, which says nothing about this file.
+        ShardFormatError, ShardCut: it is malformed, or cut.
+        DatasetChanged: it was written to during the scan.
     """
     name = os.fspath(path)
     try:
@@ -95,7 +95,7 @@ def _scan(
     descriptor: int, name: str, warnings: list[str] | None, opened: Callable[[LocalVersion], None]
 ) -> Iterator[list[Entry]]:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OriginError(f"{name} is not a regular file; a stream is read by `pipe:cat …`")
+        raise OriginError(f"{name} is not a regular file; read a stream by `pipe:cat …`")
     before = LocalVersion.of(descriptor)
     opened(before)
     scanner = ShardScanner(checksums=False)
@@ -112,7 +112,7 @@ def _scan(
             scanner.feed(_read(descriptor, name, _TAIL_BYTES, scanner.position))
         last, found = scanner.finish()
     except ShardError:
-        # What stands in front of the damage: a piece that has it in it gives nothing, so block by block.
+        # Get the entries before the damage. A chunk that contains it gives none, so scan block by block.
         again = ShardScanner(known_stop, count, checksums=False)
         with contextlib.suppress(ShardError):
             for some in _entries(descriptor, name, again, before.size, BLOCK_BYTES):
@@ -120,10 +120,11 @@ def _scan(
         yield entries
         raise
     if scanner.position < before.size and not found:
-        found.append(f"{before.size - scanner.position:,} bytes behind the end marker were not read")
+        found.append(f"{before.size - scanner.position:,} bytes after the end marker were not read")
     after = LocalVersion.of(descriptor)
-    if (after.size, after.mtime_ns) != (before.size, before.mtime_ns):  # ctime: its name may have gone
-        raise DatasetChanged("it was written to while it was indexed; start again when it is whole")
+    # Without ctime, which changes when a name of the file is removed.
+    if (after.size, after.mtime_ns) != (before.size, before.mtime_ns):
+        raise DatasetChanged("it was written to while it was indexed; start again when it is complete")
     yield entries + last
     if warnings is not None:
         warnings += found
@@ -132,7 +133,7 @@ def _scan(
 def _entries(
     descriptor: int, name: str, scanner: ShardScanner, size: int, read_bytes: int
 ) -> Iterator[list[Entry]]:
-    """The entries from where the scanner stands, as it comes to them."""
+    """Yield the entries from the scanner's position on."""
     while scanner.position < size and not scanner.ended:
         scanner.skip(min(scanner.skippable(), size - scanner.position))
         block = _read(descriptor, name, read_bytes, scanner.position)

@@ -1,6 +1,6 @@
-"""What an index is made of (steps F, G): header, records of 64 bytes, frames of names, files.
+"""The binary format of an index (steps F and G): header, 64-byte records, frames of names.
 
-Layout and checks only; index.py says when what is written and read.
+Layout and checksums only; index.py writes and reads them.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ RECORD = np.dtype(
         ("check", "<u8"),
     ]
 )
-"""One record. `start` and `stop` are the sample's range in the tar, `checksum` is over its payloads."""
+"""One record. `start` and `stop` are the sample's range in the tar, `checksum` is of its payloads."""
 
+COMPLETE = "complete"
+"""The status of a complete shard; any other says why it was given up."""
 NO_CHECKSUM = 1
-"""Flag: the payloads were not read, `checksum` means nothing."""
+"""Flag: the payloads were not read, so `checksum` is meaningless."""
 END = 2
-"""Flag: the end. `number` entries before it, whose records have the `checksum`; `stop` is the tar's size."""
+"""Flag: end record. `number` counts the entries, `checksum` is of their records, `stop` the tar's size."""
 OWN_LAYOUT = 0xFFFF
-"""The layout of samples whose extensions are in no table, because there are too many kinds of them."""
+"""The layout of samples whose extensions are in no table, because there are too many combinations."""
 HEADER_START = Struct("<8sIIQ")
-"""Magic, bytes of the whole header, bytes of its JSON, and a check of these and the JSON, which follows."""
+"""Magic, sizes of the whole header and of its JSON, and a checksum of these and of the JSON after it."""
 
 _FORMAT = 1
 _MAGIC = b"SLINDEX1"
@@ -57,7 +59,7 @@ _from_json = json.JSONDecoder().raw_decode
 
 
 def pack_header(meta: Mapping[str, object]) -> bytes:
-    """The header, filled up to whole records.
+    """Return the header, padded to whole records.
 
     Raises:
         ValueError: `meta` is too large.
@@ -72,30 +74,30 @@ def pack_header(meta: Mapping[str, object]) -> bytes:
 
 
 def header_lengths(start: bytes) -> tuple[int, int]:
-    """Bytes of the whole header and of its JSON, from its first `HEADER_START.size` bytes.
+    """Return the sizes of the whole header and of its JSON, from its first `HEADER_START.size` bytes.
 
     Raises:
-        CacheCorrupt: what is wrong with them.
+        CacheCorrupt: they are invalid; says why.
     """
     if len(start) < HEADER_START.size:
-        raise CacheCorrupt("it has no header yet, or was cut within it")
+        raise CacheCorrupt("it has no header yet, or a cut one")
     magic, header_bytes, meta_bytes, _ = HEADER_START.unpack(start)
     if magic[:7] == _MAGIC[:7] and magic != _MAGIC:
         raise CacheCorrupt(f"another version of streamload wrote it ({magic!r}, not {_MAGIC!r})")
     is_sane = magic == _MAGIC and HEADER_START.size + meta_bytes <= header_bytes <= _HEADER_LIMIT_BYTES
     if not is_sane or header_bytes % RECORD.itemsize:
-        raise CacheCorrupt(f"it begins with {start[:16]!r}, not with {_MAGIC!r} and sane lengths")
+        raise CacheCorrupt(f"it begins with {start[:16]!r}, not with {_MAGIC!r} and valid lengths")
     return header_bytes, meta_bytes
 
 
 def unpack_meta(start: bytes, meta: bytes) -> dict[str, object]:
-    """The header's values, verified.
+    """Verify and return the values of the header.
 
     Raises:
-        CacheCorrupt: what is wrong with them.
+        CacheCorrupt: they are invalid; says why.
     """
     if xxh3_64_intdigest(start[:16] + meta) != HEADER_START.unpack(start)[3]:
-        raise CacheCorrupt("its header fails its checksum, or is not whole yet")
+        raise CacheCorrupt("its header fails its checksum, or is incomplete")
     try:
         values = _from_json(meta.decode())[0]
     except (ValueError, RecursionError) as exc:
@@ -104,25 +106,25 @@ def unpack_meta(start: bytes, meta: bytes) -> dict[str, object]:
         raise CacheCorrupt(f"its header is a JSON {type(values).__name__}, not an object")
     if values.get("format") != _FORMAT:
         raise CacheCorrupt(f"it has format {values.get('format')!r}; this version reads {_FORMAT}")
-    if isinstance(values.get("url"), str):  # whoever wrote it, and whatever was shown then
+    if isinstance(values.get("url"), str):  # written by any process, perhaps of an older version
         url, mark, recipe = values["url"].rpartition("#") if "prepared" in values else (values["url"], "", "")
         values["url"] = printable(redact(url) + mark + recipe)
     return values
 
 
 def pack_record(*fields: int) -> bytes:
-    """One record of the fields of `RECORD` but the last, which is their check."""
+    """Pack the fields of a `RECORD` and append their checksum."""
     packed = _FIELDS.pack(*fields)
     return packed + _CHECK.pack(xxh3_64_intdigest(packed))
 
 
 def fields_at(records: npt.NDArray[np.void], number: int) -> tuple[int, ...]:
-    """The fields of one of many `RECORD`s, contiguous in memory, but for their check."""
+    """Return the fields of one of contiguous `RECORD`s, without the checksum."""
     return _FIELDS.unpack_from(records.data, number * RECORD.itemsize)
 
 
 def count_valid(data: bytes, number: int) -> int:
-    """How many whole records in `data` hold and go on from `number`: from the first on, up to an end."""
+    """Return how many leading records are valid and numbered from `number` on, up to an end record."""
     records = np.frombuffer(data, dtype=RECORD, count=len(data) // RECORD.itemsize)
     view = memoryview(data)
     expected = zip(
@@ -138,14 +140,14 @@ def count_valid(data: bytes, number: int) -> int:
 
 
 def pack_frame(value: object) -> bytes:
-    """A frame of `names`: check and JSON."""
+    """Return a frame of `names`: checksum and JSON."""
     text = _to_json(value).encode("ascii")
     return xxh3_64_digest(text) + text
 
 
-# The shape of a frame's JSON is its writer's, and its check says that it is as written.
+# Untyped: the checksum shows that the JSON is what its writer wrote.
 def unpack_frame(frame: bytes):  # type: ignore[no-untyped-def]
-    """The value of a frame; None if its check fails, or if it is no JSON."""
+    """Return the value of a frame; None if its checksum fails or it isn't JSON."""
     text = frame[8:]
     if xxh3_64_digest(text) != frame[:8]:
         return None
@@ -156,17 +158,17 @@ def unpack_frame(frame: bytes):  # type: ignore[no-untyped-def]
 
 
 def create_file(path: Path) -> Descriptor:
-    """Open a file for writing that is missing, or empty; a symbolic link isn't followed."""
+    """Open a missing or empty file for writing. Doesn't follow symbolic links."""
     file = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(file.number)
     if not stat.S_ISREG(status.st_mode) or status.st_size:
         file.close()
-        raise FileExistsError(f"{path} is there already; an index is never written twice")
+        raise FileExistsError(f"{path} exists already; an index is never written twice")
     return file
 
 
 def open_file(path: Path) -> Descriptor:
-    """Open for reading; a symbolic link isn't followed, and a FIFO doesn't block."""
+    """Open a regular file for reading. Doesn't follow symbolic links, and doesn't block on a FIFO."""
     file = Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file.number).st_mode):
         file.close()
@@ -175,10 +177,10 @@ def open_file(path: Path) -> Descriptor:
 
 
 def read_at(file: Descriptor, size: int, offset: int) -> bytes:
-    """Read up to `size` bytes at `offset`; what the disk can't give is damage like any other.
+    """Read up to `size` bytes at `offset`.
 
     Raises:
-        CacheCorrupt: the disk fails.
+        CacheCorrupt: the disk fails, which is damage like any other.
     """
     try:
         return os.pread(file.number, size, offset)

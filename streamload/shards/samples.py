@@ -1,8 +1,8 @@
-"""Members → samples by the WebDataset convention (steps F and G): bytes in, entries of whole samples out.
+"""Tar members → samples by the WebDataset convention (steps F and G): bytes in, index entries out.
 
 The key of a member is its path up to the first dot of its base name; the rest, in lower case, is its
-extension; neighbours with one key are one sample. Nothing is decoded here, and no sample is judged: which
-ones a run can use is a matter of its keys (keys.py).
+extension; adjacent members with the same key are one sample. Nothing is decoded; keys.py decides which
+samples a run can use.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
 CAPTION_EXTENSION = "txt"
 NAME_LIMIT_BYTES = 64 << 10
-"""A member with a longer name is part of no sample: the index has each name, in memory and on disk."""
+"""A member with a longer name is left out: the index keeps every name, in memory and on disk."""
 NAMES_LIMIT_BYTES = 16 << 20
-"""What the names of one sample's members may take; some 100,000 members."""
+"""Limit for the names of one sample's members; some 100,000 members."""
 
 _MEMBER_COST_BYTES = 128
 _NOTE_DIGITS = 15
 
 
 class Original(NamedTuple):
-    """The image that was prepared, as its origin has it."""
+    """The original of a prepared image, kept in a pax record of its member in the prepared shard.
+
+    So the index of a prepared shard has the extensions and sizes of the original samples, and a run selects
+    the same samples from either shard.
+
+    Attributes:
+        size: in bytes.
+        width, height: of the sample's first image, in pixels as stored; 0: unknown.
+    """
 
     extension: str
     size: int
-    """Its bytes."""
     width: int
-    """Of the sample's first image, in pixels as stored; 0: unknown."""
     height: int
 
     def __str__(self) -> str:
@@ -42,39 +48,42 @@ class Original(NamedTuple):
 
     @classmethod
     def parse(cls, note: str) -> Original:
-        """What `str()` gave.
+        """Parse the output of `str()`.
 
         Raises:
-            ShardFormatError: it is something else.
+            ShardFormatError: it is malformed.
         """
         *numbers, extension = note.split(" ", 3)
         is_number = [
             number.isascii() and number.isdigit() and len(number) <= _NOTE_DIGITS for number in numbers
         ]
         if len(numbers) != 3 or not all(is_number) or not extension:
-            raise ShardFormatError(f"a note of an image that can't be read: {note[:40]!a}")
+            raise ShardFormatError(f"an invalid record of an original image: {note[:40]!a}")
         size, width, height = map(int, numbers)
         return cls(extension, size, width, height)
 
 
 class Entry(NamedTuple):
-    """What the index knows of one sample: where its members are, and what is cheap to know early."""
+    """The index entry of one sample: where its members are, and facts that are cheap to get early.
+
+    Attributes:
+        number: of the sample in the shard, from 0.
+        members: (extension, start, size) of each member in order; `start` counts from the tar's first byte.
+        width, height: of the first image member, in pixels as stored; 0: unknown.
+        caption_bytes: size of the `txt` member; 0: none.
+        checksum: xxh3_64 of the payloads in order; None if they were not read.
+        prepared: in a prepared shard, extension and size of the original of the prepared image (`members` has
+            it under the original's extension).
+    """
 
     number: int
-    """Its place in the shard, counted from 0."""
     key: str
     members: tuple[tuple[str, int, int], ...]
-    """(extension, start, size) of each member as they come; starts count from the tar's first byte."""
     width: int
-    """Of the first image member, in pixels as stored; 0: unknown."""
     height: int
     caption_bytes: int
-    """Size of the `txt` member; 0: none."""
     checksum: int | None
-    """xxh3_64 over the payloads in order; None where they were not read."""
     prepared: tuple[str, int] | None = None
-    """Of a prepared shard: the extension of the image that stands for another (`members` has it under the
-    name that its origin gave it), and how many bytes that one has."""
 
     @property
     def start(self) -> int:
@@ -89,7 +98,7 @@ class Entry(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each member, by extension, as the shard's origin has them."""
+        """Bytes of each member, by extension, as in the original shard."""
         sizes = {extension: size for extension, _, size in self.members}
         if self.prepared is not None:
             extension, size = self.prepared
@@ -98,11 +107,11 @@ class Entry(NamedTuple):
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and extension of a member; None for one that is part of no sample.
+    """Return key and extension of a member; None if it belongs to no sample.
 
     The rule is webdataset's `base_plus_ext` and `skip_meta`: the pattern `((?:.*/|)[^.]+)[.]([^/]*)`, and
-    nothing below a `__…__` name at the top. Extensions in double underscores are passed over as well: they
-    would replace a sample's own `__key__` or `__url__`.
+    nothing in a top-level `__…__` folder. Extensions in double underscores are left out as well: they would
+    replace a sample's own `__key__` or `__url__`.
     """
     base = name.rfind("/") + 1
     dot = name.find(".", base)
@@ -121,10 +130,10 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def _pattern_fits(name: str, dot: int) -> bool:
-    """The pattern's corners, without its quadratic search.
+    """Handle the corner cases of the pattern in linear time.
 
-    Before the dot it wants one or more characters without a dot, which may hold slashes (so `a/.jpg` has the
-    key `a/`), and before those a folder without a line break.
+    Before the dot the pattern needs one or more characters without a dot, which may be slashes (so `a/.jpg`
+    has the key `a/`), and before these a folder without a line break.
     """
     line = name.find("\n", 0, dot - 1)
     start = name.rfind("/", 0, line if line >= 0 else dot - 1) + 1
@@ -132,30 +141,29 @@ def _pattern_fits(name: str, dot: int) -> bool:
 
 
 class ShardScanner:
-    """Turns the bytes of one shard, in chunks of any size, into entries of whole samples.
+    """Turns the bytes of one shard, in chunks of any size, into entries of complete samples.
 
-    A sample is whole once a header with another key, one with an extension that it has already, or the end
-    marker was read. A key that comes again later is a new sample.
+    A sample is complete once a header with another key, a header with an extension that it already has, or
+    the end marker was read. If a key comes again later, it is a new sample.
 
-    To take up a shard whose first entries are known and verified, start behind the last of them: its place
-    and number are all that has to be known, since a sample's border is a member's border and global pax
-    headers carry nothing that matters here (those which would are refused). `ShardScanner.after(entry)` does
-    that; its first `feed` is given the bytes from `scanner.position` on.
+    To resume a shard after verified entries, only position and number of the last one are needed: the
+    border of a sample is the border of a member, and global pax headers that would matter are refused. Use
+    `ShardScanner.after(entry)` and feed the bytes from `scanner.position` on.
 
-    Not thread-safe. Costs about 25 µs a sample of three members (webdataset: 225 on the same machine), and
-    what the checksum takes (7 to 20 µs for 100 KB); payloads are not copied.
+    Not thread-safe. Costs about 25 µs for a sample of three members (webdataset: 225 on the same machine),
+    and the checksum (7 to 20 µs for 100 KB); payloads are not copied.
 
     Args:
-        position: where the first chunk lies in the tar: 0, or the `whole_stop` of an earlier scanner.
+        position: of the first chunk in the tar: 0, or the `whole_stop` of an earlier scanner.
         number: of the first sample.
         checksums: False leaves them out, as for files whose payloads are skipped.
-        prepared: heed what a prepared shard notes of its images: the entries are then those of the samples
-            that it was made of, but for the places of their members.
+        prepared: use the records of original images in a prepared shard: the entries are then those of the
+            original samples, except for the positions of their members.
     """
 
     def __init__(self, position: int = 0, number: int = 0, *, checksums: bool = True, prepared: bool = False):
         self.whole_stop = position
-        """The border up to which all is covered by entries given out; a scanner can start here."""
+        """The border after the last entry returned; another scanner can start here."""
         self._parser = TarParser(position)
         self._next_number = number
         self._checksums = checksums
@@ -171,19 +179,19 @@ class ShardScanner:
         self._image: ImageLook | None = None
         self._prepared: tuple[str, int] | None = None
         self._member: Member | None = None
-        self._is_ours = False  # whether the current member belongs to the sample
+        self._is_ours = False  # whether the current member belongs to a sample
         self._long_names = 0
 
     @classmethod
     def after(cls, entry: Entry | None, *, checksums: bool = True, prepared: bool = False) -> ShardScanner:
-        """A scanner that goes on behind `entry`, the last of a verified prefix (None: from the start)."""
+        """Return a scanner that resumes after `entry`, the last verified one (None: from the start)."""
         if entry is None:
             return cls(checksums=checksums, prepared=prepared)
         return cls(border(entry), entry.number + 1, checksums=checksums, prepared=prepared)
 
     @property
     def position(self) -> int:
-        """Bytes consumed, counted from the start of the tar; where the next chunk lies."""
+        """Bytes consumed from the start of the tar; the position of the next chunk."""
         return self._parser.position
 
     @property
@@ -192,10 +200,10 @@ class ShardScanner:
         return self._parser.ended
 
     def feed(self, chunk: bytes | memoryview) -> list[Entry]:
-        """Take the next bytes of the tar; gives the entries of the samples that they made whole.
+        """Take the next bytes of the tar. Return the entries of the samples that they complete.
 
         Raises:
-            ShardFormatError: not a tar, damaged, or against a limit; says where.
+            ShardFormatError: not a tar, damaged, or over a limit; says where.
         """
         entries: list[Entry] = []
         for member, payload in self._parser.feed(chunk):
@@ -213,40 +221,40 @@ class ShardScanner:
 
     @property
     def stop(self) -> int:
-        """Where the end marker begins, or would have to."""
+        """Where the end marker begins, or would begin."""
         return self._parser.stop
 
     @property
     def notes_at(self) -> list[int]:
-        """Where notes of preparation stand in the bytes that came last; see TarParser."""
+        """Positions of `NOTE` keywords in the latest chunk; see TarParser."""
         return self._parser.notes_at
 
     @property
     def header_bytes(self) -> int:
-        """How many of the bytes that came last are of a header of which more is to come."""
+        """How many of the latest bytes belong to an incomplete header."""
         return self._parser.header_bytes
 
     def skippable(self) -> int:
-        """How many of the next bytes needn't be read, if no checksum is wanted of them."""
+        """Return how many of the next bytes needn't be read if no checksum is wanted."""
         return 0 if self._image is not None else self._parser.skippable
 
     def skip(self, count: int) -> None:
-        """Go over bytes that were not read; the current sample has no checksum then."""
+        """Skip unread bytes. The current sample gets no checksum."""
         self._is_hashed = False
         self._parser.skip(count)
 
     def finish(self) -> tuple[list[Entry], list[str]]:
-        """Say that the origin has no more bytes.
+        """Declare the end of the bytes.
 
-        A tar without its end marker that ends between two members may be whole or cut there, which its bytes
-        can't tell: call this only when the length is the origin's, or its command ended well.
+        A tar without end marker that ends between two members may be complete or cut; its bytes can't tell.
+        So call this only if the length is confirmed by the origin, or its command succeeded.
 
         Returns:
-            The entry of the last sample if it wasn't given out before, and warnings about the tar.
+            The entry of the last sample if it wasn't returned before, and warnings about the tar.
 
         Raises:
             ShardCut: the tar ends within a member or a header.
-            ShardFormatError: there was nothing, or too little for one header.
+            ShardFormatError: there were no bytes, or too few for one header.
         """
         self._parser.finish()
         entries: list[Entry] = []
@@ -255,14 +263,14 @@ class ShardScanner:
             self._give_out(entries)
             warnings.append(f"no end marker: the tar ends with a member at byte {self.position}")
         elif self._parser.trailing:
-            warnings.append("data behind the end marker was not read; was one tar appended to another?")
+            warnings.append("data after the end marker was not read; was one tar appended to another?")
         if self._long_names:
             what = f"their names have more than {NAME_LIMIT_BYTES:,} bytes"
             warnings.append(f"{self._long_names} members are left out: {what}")
         return entries, warnings
 
     def _begin(self, member: Member, entries: list[Entry]) -> None:
-        """Start on a member; gives out the sample before it if this one isn't part of it."""
+        """Begin a member. Complete the sample before it if the member doesn't belong to it."""
         self._member = member
         self._image = None
         is_long = 4 * len(member.name) > NAME_LIMIT_BYTES and _is_too_long(member.name)
@@ -296,7 +304,7 @@ class ShardScanner:
                 self._image = ImageLook(member.size)
 
     def _give_out(self, entries: list[Entry]) -> None:
-        """Give out the current sample and make room for the next."""
+        """Append the entry of the current sample, and reset for the next."""
         if not self._members:
             return
         caption = self._members.get(CAPTION_EXTENSION)
@@ -326,5 +334,5 @@ def _is_too_long(name: str) -> bool:
 
 
 def border(entry: Entry) -> int:
-    """Where the block behind an entry's last payload begins."""
+    """Return where the block after an entry's last payload begins."""
     return entry.stop + -entry.stop % BLOCK_BYTES

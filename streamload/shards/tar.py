@@ -1,8 +1,8 @@
 """Incremental tar parser: bytes in as they arrive, regular members out (steps F and G).
 
-Reads what `tarfile` reads in stream mode (V7, ustar, GNU, pax) and stops where it stops, but says so: where
-`tarfile` takes a damaged header in mid-file for the end, this raises. Payloads are handed on as views, never
-copied; names, samples and checksums are the business of samples.py.
+Accepts what `tarfile` accepts in stream mode (V7, ustar, GNU, pax). One difference: `tarfile` takes a
+damaged header within the file for the end, this parser raises. Payloads are passed on as views, never
+copied. samples.py deals with names, samples and checksums.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from streamload.errors import ShardCut, ShardError, ShardFormatError
 
 BLOCK_BYTES = 512
 EXTENDED_LIMIT_BYTES = 1 << 20
-"""The most that the extended headers (long names, pax records) of one member may take together."""
+"""Limit for all extended headers (long names, pax records) of one member together."""
 EXTENDED_LIMIT_HEADERS = 16
-"""The most extended headers in a row; writers use one to four."""
+"""Limit for consecutive extended headers; writers use one to four."""
 MEMBER_LIMIT_BYTES = 1 << 40
-"""The largest size that is believed of a member."""
+"""The largest size of a member that is accepted."""
 
 NOTE = "STREAMLOAD.prepared"
-"""The one pax record of our own that is read; to all others it is a vendor's, and says nothing."""
+"""Our only pax record; other readers ignore it as a vendor's."""
 
 _NOTE = NOTE.encode()
 _ZEROS = bytes(BLOCK_BYTES)
 _NOTHING = memoryview(b"")
 _REGULAR = frozenset(b"0\x007")
-_WITHOUT_PAYLOAD = frozenset(b"123456")  # links, devices, directories, FIFOs: their size field means nothing
+_WITHOUT_PAYLOAD = frozenset(b"123456")  # links, devices, directories, FIFOs: ignore their size field
 _LONG_NAME, _LONG_LINK, _SPARSE, _GLOBAL = b"LKSg"
 _LOCAL = frozenset(b"xX")
 _EXTENDED = frozenset((_LONG_NAME, _LONG_LINK, _GLOBAL)) | _LOCAL
@@ -54,44 +54,46 @@ class Member(NamedTuple):
     """A regular file in a tar."""
 
     name: str
-    """As `tarfile` gives it: bytes that aren't UTF-8 are surrogate escapes."""
+    """As in `tarfile`: bytes that aren't UTF-8 are surrogate escapes."""
     start: int
-    """Where its payload begins in the tar."""
+    """Position of its payload in the tar."""
     size: int
     note: str = ""
     """The pax record NOTE, if it has one."""
 
 
 Piece = tuple[Member, memoryview]
-"""Some of a member's payload; the first piece of a member announces it, even when it is empty."""
+"""A member and a part of its payload. The first piece announces the member, even if it is empty."""
 
 
 class TarParser:
     """Parses one tar that arrives in chunks of any size.
 
-    Not thread-safe. Holds no payload: at most one block, or the extended headers of one member. Costs about
-    5 µs a member.
+    Not thread-safe. Buffers no payload: at most one block, or the extended headers of one member. Costs
+    about 5 µs a member.
 
     Args:
-        position: where the first chunk lies in the tar; the border between two members.
+        position: of the first chunk in the tar; the border between two members.
+
+    Attributes:
+        position: bytes consumed, from the start of the tar.
+        ended: whether the end marker was read; everything after it is ignored.
+        trailing: whether the end marker was followed by anything other than zeros.
+        notes_at: positions in the tar of the NOTE keywords in the latest chunk.
     """
 
     def __init__(self, position: int = 0):
         self.position = position
-        """Bytes consumed, counted from the start of the tar."""
         self.ended = False
-        """Whether the end marker was read; all that follows it is ignored."""
         self.trailing = False
-        """Whether something else than zeros followed the end marker."""
         self.notes_at: list[int] = []
-        """Where in the tar the keywords NOTE stand that came with the last `feed`."""
         self._origin = position
         self._header_start = position
         self._member: Member | None = None
-        self._payload = 0  # bytes of the current payload that are still to come
-        self._padding = 0  # zeros behind it up to the next block
-        self._partial = bytearray()  # a header, or an extended header's body, that has come in part
-        self._body = 0  # size of the extended body that is being collected; 0: none
+        self._payload = 0  # bytes of the current payload still to come
+        self._padding = 0  # zeros after it up to the next block
+        self._partial = bytearray()  # an incomplete header, or body of an extended header
+        self._body = 0  # size of the extended body that is being buffered; 0: none
         self._extended_kind = 0
         self._extended_headers = 0
         self._extended_bytes = 0
@@ -101,21 +103,21 @@ class TarParser:
 
     @property
     def header_bytes(self) -> int:
-        """How many of the bytes that came last are of a header of which more is to come."""
+        """How many of the latest bytes belong to an incomplete header."""
         return len(self._partial)
 
     @property
     def stop(self) -> int:
-        """Where the end marker begins, or would have to."""
+        """Where the end marker begins, or would begin."""
         return self._header_start if self.ended else self.position
 
     @property
     def skippable(self) -> int:
-        """How many of the next bytes are payload or padding, whose content isn't needed to go on."""
+        """How many of the next bytes are payload or padding, which the parser doesn't need."""
         return self._payload + self._padding
 
     def skip(self, count: int) -> None:
-        """Go over `count` ≤ `skippable` bytes without having read them."""
+        """Skip `count` ≤ `skippable` unread bytes."""
         if not 0 <= count <= self.skippable:
             raise ValueError(f"skip({count}): {self.skippable} bytes may be skipped here")
         of_payload = min(count, self._payload)
@@ -130,7 +132,7 @@ class TarParser:
             The payload in them, by member; views into `chunk`.
 
         Raises:
-            ShardFormatError: what is wrong, and at which byte of the tar.
+            ShardFormatError: says what is wrong, and at which byte of the tar.
         """
         self.notes_at = []
         view = memoryview(chunk)
@@ -153,7 +155,7 @@ class TarParser:
             else:
                 at += self._collect(view[at:], base + at, pieces)
         if self._member is not None and 0 < self._payload == self._member.size:
-            # Announced now, since all of its payload may be skipped.
+            # Announce it now, since all of its payload may be skipped.
             pieces.append((self._member, _NOTHING))
         if self.ended and at < stop:
             self.trailing = self.trailing or bytes(view[at:]).count(0) != stop - at
@@ -161,16 +163,16 @@ class TarParser:
         return pieces
 
     def finish(self) -> None:
-        """Say that there are no more bytes.
+        """Declare the end of the bytes.
 
         Raises:
             ShardCut: the tar ends within a member or a header.
-            ShardFormatError: it is empty, or so short that no header fitted.
+            ShardFormatError: it is empty, or too short for one header.
         """
         if self.ended:
             return
         if self.position == 0:
-            raise ShardFormatError("the shard is empty (0 bytes); write it again, or take it off the list")
+            raise ShardFormatError("the shard is empty (0 bytes); write it again, or remove it from the list")
         if self._partial and self.position < BLOCK_BYTES:
             raise self._damaged(bytes(self._partial), 0, "it is shorter than one block")
         if self._partial or self._body or self._extended_headers:
@@ -181,7 +183,7 @@ class TarParser:
             raise ShardCut(f"the tar is cut at byte {self.position}: {name[:200]}lacks {missing} bytes")
 
     def _collect(self, view: memoryview, position: int, pieces: list[Piece]) -> int:
-        """Take what belongs to a header or body that comes in parts; returns how much that was."""
+        """Buffer the next bytes of an incomplete header or body. Return how many were taken."""
         wanted = self._body or BLOCK_BYTES
         take = min(wanted - len(self._partial), len(view))
         self._partial += view[:take]
@@ -197,7 +199,7 @@ class TarParser:
         return take
 
     def _header(self, block: bytes, pieces: list[Piece]) -> None:
-        """Take in one header block that ends at `position`."""
+        """Parse one header block that ends at `position`."""
         self._header_start = self.position - BLOCK_BYTES
         if block == _ZEROS:
             if self._extended_headers:
@@ -205,7 +207,7 @@ class TarParser:
             self.ended = True
             return
         if not _checksum_holds(block):
-            raise self._damaged(block, self._header_start, "a header's checksum does not hold")
+            raise self._damaged(block, self._header_start, "a header has a wrong checksum")
         kind = block[156]
         size = self._size(block[124:136])
         if kind in _EXTENDED:
@@ -214,7 +216,7 @@ class TarParser:
         if kind == _SPARSE:
             raise self._error("a sparse member; write the tar without --sparse")
         name = block[:100].partition(b"\0")[0]
-        # V7 tar writes a directory so. Behind an extended header these may be a long name's first 100 bytes.
+        # A directory in V7 format. After an extended header, this may be the first 100 bytes of a long name.
         if kind == 0 and name.endswith(b"/") and not self._extended_headers:
             kind = ord("5")
         if block[345]:
@@ -248,7 +250,7 @@ class TarParser:
             self._extend(b"")
 
     def _extend(self, body: bytes) -> None:
-        """Take in the body of an extended header. As in `tarfile`, the first to name the member wins."""
+        """Parse the body of an extended header. As in `tarfile`, the first name of a member wins."""
         kind = self._extended_kind
         if kind == _LONG_LINK:
             return
@@ -261,8 +263,8 @@ class TarParser:
             raise self._error("a sparse member; write the tar without --sparse")
         path, size = records.get(b"path"), records.get(b"size")
         if kind == _GLOBAL:
-            # A path or size for every member makes no sense; refused, nothing of a global header has to be
-            # remembered, and reading may begin at any border.
+            # A path or size for all members makes no sense. As it is refused, no global header needs to be
+            # remembered, and a parser can start at any border.
             if path is not None or size is not None:
                 raise self._error("a global pax header states a path or size for all members")
             return
@@ -271,14 +273,14 @@ class TarParser:
         if size is not None:
             if not size.isdigit() or len(size) > 20:
                 raise self._error(f"a pax size of {size[:40]!r}")
-            stated = self._believed(int(size))  # of each header, though the first one's counts
+            stated = self._checked(int(size))  # in every header, although the first one wins
             if self._long_size is None:
                 self._long_size = stated
         if not self._note:
             self._note = records.get(_NOTE, b"").decode("utf-8", "surrogateescape")
 
     def _pax_records(self, body: bytes) -> dict[bytes, bytes]:
-        """The records `<length> <keyword>=<value>\\n` of a pax header; read strictly, in linear time."""
+        """Return the records `<length> <keyword>=<value>\\n` of a pax header; strict, in linear time."""
         records: dict[bytes, bytes] = {}
         at = 0
         while at < len(body) and body[at]:
@@ -289,13 +291,13 @@ class TarParser:
             if keyword == _NOTE:
                 self.notes_at.append(self.position - len(body) + at + len(digits) + 1)
             if not keyword or not equals or record[-1:] != b"\n" or at + length > len(body):
-                raise self._error(f"a pax record that can't be read: {body[at : at + 40]!r}")
+                raise self._error(f"an invalid pax record: {body[at : at + 40]!r}")
             records[keyword] = value
             at += length
         return records
 
     def _size(self, field: bytes) -> int:
-        """The number in a size field: octal, or base-256 when its first bit is set."""
+        """Return the number in a size field: octal, or base-256 if its first bit is set."""
         try:
             if field[0] not in (0o200, 0o377):
                 size = int(field.partition(b"\0")[0].strip() or b"0", 8)
@@ -304,9 +306,9 @@ class TarParser:
                 size -= (field[0] == 0o377) << 88
         except ValueError:
             raise self._error(f"a size of {field!r}") from None
-        return self._believed(size)
+        return self._checked(size)
 
-    def _believed(self, size: int) -> int:
+    def _checked(self, size: int) -> int:
         if not 0 <= size <= MEMBER_LIMIT_BYTES:
             raise self._error(f"a member of {size} bytes; 0 to {MEMBER_LIMIT_BYTES} are allowed")
         return size
@@ -315,7 +317,7 @@ class TarParser:
         return ShardFormatError(f"the tar can't be read at byte {self._header_start}: {what}")
 
     def _damaged(self, block: bytes, offset: int, what: str) -> ShardError:
-        """Why this isn't a header: at the start another kind of file, later on damage."""
+        """Return why this isn't a header: at the start another file format, later damage."""
         if offset == 0 and self._origin == 0:
             start = block.lstrip(b"\xef\xbb\xbf \t\r\n")
             for known, kind, advice in _KNOWN_STARTS:
@@ -326,13 +328,13 @@ class TarParser:
 
 
 def _checksum_holds(block: bytes) -> bool:
-    """Whether a header's own checksum is that of its bytes, summed up unsigned or (Sun, NeXT) signed."""
+    """Return whether a header's checksum is the sum of its bytes, unsigned or (Sun, NeXT) signed."""
     field = block[148:156]
     try:
         stated = int(field.partition(b"\0")[0].strip() or b"0", 8)
     except ValueError:
         return False
-    # The low half of Adler-32 is the sum of bytes modulo 65,521, which 256 bytes can't reach: no loop.
+    # The low half of Adler-32 is the sum of bytes modulo 65,521, which 256 bytes can't reach. Avoids a loop.
     total = (adler32(block[:256], 0) & 0xFFFF) + (adler32(block[256:], 0) & 0xFFFF)
     total += 8 * ord(" ") - sum(field)
     if stated == total:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
-from streamload.shards.index import COMPLETE, IndexReader, IndexWriter
-from streamload.shards.record import HEADER_START, RECORD, pack_frame
+from streamload.shards.index import IndexReader
+from streamload.shards.index_writer import IndexWriter
+from streamload.shards.record import COMPLETE, HEADER_START, RECORD, pack_frame
 from streamload.shards.samples import Entry
 
 _RECORD_BYTES = RECORD.itemsize
