@@ -1,8 +1,8 @@
-"""Batches onto the device, normalised there where they come as bytes (step L).
+"""Batches to the device; uint8 images are normalised there (step L).
 
-Where the device has streams, a thread copies a batch into pinned memory that is used again, and starts, on
-a stream of the feed's own, the copies from there and the one pass that makes floats of levels. Nobody waits
-for these but the stream that trains. Elsewhere a batch is copied when it is handed out.
+If the device has streams, a thread copies a batch into reused pinned memory. On a stream of its own it
+starts the copies to the device and the normalisation, in one pass; only the training stream waits for
+these. Otherwise a batch is copied when it is handed out.
 """
 
 from __future__ import annotations
@@ -25,46 +25,49 @@ from streamload.transforms.plan import Statistics
 Values = dict[str, Any]
 
 _SLOTS = 2
-"""One is filled while the other one's copies may still be under way."""
+"""One is filled while the copies from the other may still be running."""
 _ALIGNMENT_BYTES = 256
 
 
 class Feed(Protocol):
-    """The way of batches to where they are used; one thread uses it."""
+    """Transfers batches to the device. Not thread-safe.
+
+    Attributes:
+        runs_ahead: whether to send a batch before it is requested.
+    """
 
     runs_ahead: bool
-    """Whether it is of use to send a batch before it is asked for."""
 
     def send(self, values: Values) -> Callable[[], Values]:
-        """Begin to move a batch's tensors.
+        """Start to move a batch's tensors.
 
         Args:
-            values: tensors, and whatever else. Images are uint8 if the feed has statistics.
+            values: tensors and anything else. Images are uint8 if the feed has statistics.
 
         Returns:
-            What gives the batch, once, to the stream that is current there: the tensors on the device, the
-            rest as it was. What went wrong on the way is raised there.
+            A function to call once, which returns the batch for the current stream: tensors on the device,
+            other values unchanged. It raises the errors of the transfer.
         """
         ...
 
     def close(self) -> object:
-        """Let go of the device; what was sent and not handed out is lost. Once is enough."""
+        """Release the device; idempotent. Batches that were not handed out are lost."""
         ...
 
 
 def feed_for(device: torch.device | None, statistics: Statistics | None = None) -> Feed:
-    """The feed to a device.
+    """Return the feed to a device.
 
     Args:
         device: None leaves everything where it is.
-        statistics: images are uint8 and get normalised there by these; None: they stay as they are.
+        statistics: normalise uint8 images on the device by these; None: leave them unchanged.
     """
     stream = None if device is None else _stream_of(device)
     return Direct(device, statistics) if stream is None else Streamed(stream, statistics)
 
 
 class Direct:
-    """To a device without streams, or nowhere: batches are moved when they are handed out."""
+    """To a device without streams, or to none: batches are moved when they are handed out."""
 
     runs_ahead = False
 
@@ -72,11 +75,11 @@ class Direct:
         self._device, self._statistics = device, statistics
 
     def send(self, values: Values) -> Callable[[], Values]:
-        """Remember the batch."""
+        """Keep the batch until it is handed out."""
         return functools.partial(self._moved, values)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def _moved(self, values: Values) -> Values:
         if self._device is None:
@@ -91,22 +94,21 @@ class Direct:
 
 
 class _Sent(NamedTuple):
-    """A batch whose tensors are on the device once an event has come."""
+    """A batch whose tensors are on the device once `ready` has happened."""
 
     values: Values
     ready: torch.Event
 
 
 class Streamed:
-    """To a device with streams, by a thread and a stream of its own.
+    """To a device with streams, by its own thread and stream.
 
-    What a batch costs in this process is one copy into pinned memory, in that thread. The memory of a batch
-    on the device is used again only behind what the stream that it was handed to had been given by the time
-    that its last tensor is dead.
+    A batch costs one copy into pinned memory in this process, in that thread. Device memory of a batch is
+    reused only after the work that the receiving stream had queued when the batch's last tensor died.
 
     Args:
-        stream: not used for anything else; it says which device.
-        statistics: images are uint8 and get normalised there by these; None: they stay as they are.
+        stream: of the device; not used for anything else.
+        statistics: normalise uint8 images on the device by these; None: leave them unchanged.
     """
 
     runs_ahead = True
@@ -117,30 +119,30 @@ class Streamed:
         self._next_slot = itertools.cycle(slots)
         self._thread = ThreadPoolExecutor(1, "streamload-device")
         self.close = weakref.finalize(self, _end, self._thread, slots, os.getpid())
-        self.close.atexit = False  # Python itself waits for the thread then
+        self.close.atexit = False  # at exit Python itself waits for the thread
 
     def send(self, values: Values) -> Callable[[], Values]:
-        """Give the batch to the thread."""
+        """Pass the batch to the thread."""
         slot = next(self._next_slot)
         sent = self._thread.submit(_send, values, slot, self._stream, self._statistics)
         return functools.partial(_hand_out, sent)
 
 
 class _Slot:
-    """Pinned memory for one batch after the other."""
+    """Reused pinned memory for one batch at a time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._read: torch.Event | None = None  # comes when what is in it has been read
+        self._read: torch.Event | None = None  # happens when the content has been read
 
     def wait(self) -> None:
-        """Until what is in it has been read."""
+        """Wait until the content has been read."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None
 
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of tensors in it, laid out alike, in place of what was there and has been read."""
+        """Copy tensors into it, with the same layout. Waits until the previous content has been read."""
         self.wait()
         sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors.values()]
         if sum(sizes) > self._memory.numel():
@@ -153,18 +155,18 @@ class _Slot:
         }
 
     def is_read_by(self, stream: torch.Stream) -> None:
-        """What is in it has been read once all is done that a stream has been given by now."""
+        """Note that the content is read by the work that a stream has queued so far."""
         self._read = stream.record_event()
 
 
 def _room_for(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """A tensor in given memory, of the type, shape and memory format of another."""
+    """Return a tensor in given memory with the dtype, shape and memory format of another."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
 def _send(values: Values, slot: _Slot, stream: torch.Stream, statistics: Statistics | None) -> _Sent:
-    """In the thread: start the copies to the device, and what is done with them there."""
+    """In the thread: start the copies to the device, and the normalisation."""
     torch.accelerator.set_stream(stream)  # of this thread, with its device
     moved = dict(values)
     try:
@@ -181,7 +183,7 @@ def _send(values: Values, slot: _Slot, stream: torch.Stream, statistics: Statist
 
 
 def _hand_out(sent: Future[_Sent]) -> Values:
-    """In the thread that trains: let its stream, but not itself, wait for the tensors."""
+    """In the training thread: make its stream, not the thread, wait for the tensors."""
     values, ready = sent.result()
     stream = torch.accelerator.current_stream(ready.device)
     stream.wait_event(ready)
@@ -192,21 +194,21 @@ def _hand_out(sent: Future[_Sent]) -> Values:
 
 
 def _end(thread: ThreadPoolExecutor, slots: Sequence[_Slot], pid: int) -> None:
-    """End the thread, and let the copies end that read from pinned memory."""
+    """End the thread, and wait for copies that read from pinned memory."""
     if os.getpid() != pid:
-        return  # a process forked from the rank has neither
+        return  # a fork of the rank has neither
     thread.shutdown(cancel_futures=True)
     for slot in slots:
-        with contextlib.suppress(RuntimeError):  # of the device; then there are no copies either
+        with contextlib.suppress(RuntimeError):  # of the device; then there are no copies
             slot.wait()
 
 
 def _stream_of(device: torch.device) -> torch.Stream | None:
-    """A new stream of a device; None where it has none, or isn't there."""
+    """Return a new stream of a device; None if it has no streams or doesn't exist."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return None
     try:
         return torch.Stream(device=device)
-    except RuntimeError:  # what is wrong with the device itself is said when a batch is moved there
+    except RuntimeError:  # moving a batch to the device will report the error
         return None

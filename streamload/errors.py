@@ -1,65 +1,25 @@
-"""The errors that streamload raises; all rooms stand on this one.
+"""The errors that streamload raises. The bottom layer: every room may import it.
 
-Every class is also the builtin that callers would catch, and can be made from one string: an error that
-crosses from a DataLoader worker is rebuilt as ``type(message)``.
-
-    StreamloadError
-    ├── OptionError (ValueError)            an argument or variable that can't be used
-    │   ├── UrlError                        a URL, brace pattern or scheme that can't be read
-    │   └── StateMismatch                   a saved state that isn't of this loader's run
-    ├── OriginError (OSError)               far away: could not be read, after retries
-    │   ├── OriginNotFound (FileNotFoundError)
-    │   ├── OriginDenied (PermissionError)
-    │   ├── OriginTimeout (TimeoutError)    stalled, or did not answer within its deadline
-    │   ├── OriginUnavailable (ConnectionError)  can't be reached, or asks to come back later
-    │   ├── OriginOutage (ConnectionError)  all of a server or bucket stays away; no shard is skipped for it
-    │   ├── OriginStopped                   told to stop from this side
-    │   └── OriginCut                       ended before its stated length, or its command failed
-    ├── ShardError (ValueError)             the bytes arrived, but are not a shard that can be trusted
-    │   ├── ShardFormatError                not a tar: a page, a compressed file, garbage
-    │   ├── ShardCut                        a tar without its end
-    │   └── DatasetChanged                  another version than the one this run began with
-    ├── SampleError (ValueError)            one sample that can't be used
-    │   ├── DecodeError                     its image
-    │   │   └── ImageTooLarge               which would take too much memory or time to decode
-    │   ├── CaptionError                    its caption
-    │   │   └── BlankCaption                there is nothing in it, where that isn't allowed
-    │   └── LabelError                      its label
-    ├── CacheError (OSError)                the tier can't be used
-    │   ├── CacheFull                       no room, and nothing may be evicted
-    │   ├── CacheCorrupt                    bytes that fail their checksum
-    │   └── SharedTierError                 the shared one: away, slow, full, or not ours
-    │       └── SharedTierDenied (PermissionError)  it may not be read, or not be written
-    ├── DataError (ValueError)              the data as a whole
-    │   ├── NoValidSamples                  nothing usable among the first shards or samples
-    │   ├── TooManyBadSamples               more than the allowed share can't be used
-    │   ├── TooManyBadShards                more than the allowed share of the shards was given up
-    │   ├── OrderDiverged                   two workers would read the same data in different orders
-    │   └── PlanError                       a published plan that can't be followed
-    ├── NotSendable (TypeError)             a batch that can't go from its worker to the rank
-    ├── ClusterError (RuntimeError)         a cluster can't be reached, or its nodes can't do the work
-    ├── LoaderClosed (RuntimeError)         a batch of an epoch in the middle of which the loader was closed
-    │                                       or iterated anew
-    ├── RankFailed (RuntimeError)           another rank of the run has ended by an error
-    └── WorkerDied (RuntimeError)           a worker process ended without a word
+Every class is also the builtin that callers would catch, and can be created from one string: torch rebuilds
+an error from a DataLoader worker as ``type(message)``. The reference page of errors is generated from here.
 """
 
 import errno
 import logging
 import re
 
-# C0 and C1, with line ends and ESC; what turns the direction of text; surrogates, which can't be encoded.
+# C0 and C1 (line ends, ESC), bidirectional controls, and surrogates, which can't be encoded.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_FROM_WORKER = re.compile(r"Caught \w+ [^\n]{0,80}\nOriginal Traceback")  # by torch, with a traceback's lines
+_FROM_WORKER = re.compile(r"Caught \w+ [^\n]{0,80}\nOriginal Traceback")  # added by torch, with a traceback
 
 
 def printable(text: str) -> str:
-    """Return text as a log or terminal may show it, on one line: control characters as ``\\n``, ``\\x1b``."""
+    """Return text for a log or terminal, on one line: control characters as ``\\n``, ``\\x1b``."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _PrintableRecords(logging.Filter):
-    """Makes what is logged printable: names, keys and what servers say come from anywhere."""
+    """Makes log records printable: names, keys and messages of servers are untrusted."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -72,7 +32,7 @@ logging.getLogger("streamload").addFilter(_PrintableRecords())
 
 
 class StreamloadError(Exception):
-    """Root of everything that streamload raises on purpose; its message is printable."""
+    """Root of all errors that streamload raises on purpose. Its message is printable."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -82,19 +42,19 @@ class StreamloadError(Exception):
 
 
 class OptionError(StreamloadError, ValueError):
-    """An argument or variable that can't be used; says the value and what is allowed."""
+    """An argument or variable has an invalid value; the message says what is allowed."""
 
 
 class UrlError(OptionError):
-    """A URL, brace pattern or scheme that can't be read."""
+    """A URL, brace pattern or scheme is invalid."""
 
 
 class StateMismatch(OptionError):
-    """A saved state that this loader can't go on from: of other data, incomplete, or no state at all."""
+    """This loader can't resume from a state: it is of other data, incomplete, or not a state."""
 
 
 class OriginError(StreamloadError, OSError):
-    """A shard could not be read from where it lives, after all retries."""
+    """A shard could not be read from its origin, after all retries."""
 
 
 class OriginNotFound(OriginError, FileNotFoundError):
@@ -102,7 +62,7 @@ class OriginNotFound(OriginError, FileNotFoundError):
 
 
 class OriginDenied(OriginError, PermissionError):
-    """The origin refuses to give the shard: credentials are missing, wrong or expired."""
+    """The origin denies access: credentials are missing, wrong or expired."""
 
 
 class OriginTimeout(OriginError, TimeoutError):
@@ -110,41 +70,41 @@ class OriginTimeout(OriginError, TimeoutError):
 
 
 class OriginUnavailable(OriginError, ConnectionError):
-    """The origin can't be reached, or asks to come back later (429, 5xx); worth another attempt."""
+    """The origin can't be reached, or asks to retry later (429, 5xx)."""
 
     retry_after_seconds: float | None = None
-    """How long the origin asks to be left alone."""
+    """The delay that the origin asks for."""
 
     is_unreachable: bool | None = None
-    """True: no host has its name, or nothing listens at its port. False: no connection, which may pass."""
+    """True: no host has its name, or nothing listens at its port. False: a temporary failure."""
 
 
 class OriginOutage(OriginError, ConnectionError):
-    """All of the server or bucket has been away for as long as it is waited for; it ends the run."""
+    """The whole server or bucket was down for too long. Ends the run, instead of skipping its shards."""
 
 
 class OriginStopped(OriginError):
-    """The transfer was told to stop from this side; nothing is wrong with the origin."""
+    """The transfer was stopped by this process; nothing is wrong with the origin."""
 
 
 class OriginCut(OriginError):
-    """The origin ended before its stated length, or its command failed on the way."""
+    """The shard ended before its stated length, or its command failed."""
 
 
 class ShardError(StreamloadError, ValueError):
-    """The bytes of a shard arrived, but can't be trusted."""
+    """The bytes of a shard arrived, but are not valid."""
 
 
 class ShardFormatError(ShardError):
-    """The bytes are not a tar."""
+    """The bytes are not a tar: a web page, a compressed file, garbage."""
 
 
 class ShardCut(ShardError):
-    """The tar has no end: it was cut before its end marker."""
+    """The tar is cut: it has no end marker."""
 
 
 class DatasetChanged(ShardError):
-    """A shard is another version than the one which this run has begun to read."""
+    """A shard has another version than at the beginning of this run."""
 
 
 class SampleError(StreamloadError, ValueError):
@@ -152,11 +112,11 @@ class SampleError(StreamloadError, ValueError):
 
 
 class DecodeError(SampleError):
-    """A member of a sample can't be decoded."""
+    """The image of a sample can't be decoded."""
 
 
 class ImageTooLarge(DecodeError):
-    """Decoding an image would take more memory or time than is allowed."""
+    """Decoding an image would take more memory or time than allowed."""
 
 
 class CaptionError(SampleError):
@@ -164,7 +124,7 @@ class CaptionError(SampleError):
 
 
 class BlankCaption(CaptionError):
-    """The caption of a sample is empty or only white space; the sample counts as one without a caption."""
+    """The caption of a sample is empty or only whitespace, with `blank_captions=False`."""
 
 
 class LabelError(SampleError):
@@ -176,7 +136,7 @@ class CacheError(StreamloadError, OSError):
 
 
 class CacheFull(CacheError):
-    """There is no room in the tier and nothing that may be evicted."""
+    """The tier is full, and nothing may be evicted."""
 
 
 class CacheCorrupt(CacheError):
@@ -184,64 +144,64 @@ class CacheCorrupt(CacheError):
 
 
 class SharedTierError(CacheError):
-    """The shared cache can't be used for what was asked of it; trainings go on without it."""
+    """The shared cache is down, slow, full, or not ours; trainings go on without it."""
 
 
 class SharedTierDenied(SharedTierError, PermissionError):
-    """The shared cache may not be used for what was asked of it: no permission, or read-only."""
+    """The shared cache denies access, or is read-only."""
 
 
 class DataError(StreamloadError, ValueError):
-    """The data set as a whole can't be trained on."""
+    """The data set as a whole is unusable."""
 
 
 class NoValidSamples(DataError):
-    """Nothing usable among the first shards or samples."""
+    """There is no usable sample among the first shards or samples."""
 
 
 class TooManyBadSamples(DataError):
-    """More samples than the allowed share could not be used."""
+    """More than the allowed share of the samples is unusable."""
 
 
 class TooManyBadShards(DataError):
-    """More shards than the allowed share were given up: what is left isn't the data set any more."""
+    """More than the allowed share of the shards was given up."""
 
 
 class OrderDiverged(DataError):
-    """Two workers computed different orders: they don't see the same samples as usable."""
+    """Two workers computed different orders, because they found different samples usable."""
 
 
 class PlanError(DataError):
-    """What was published of a run can't be followed: forged, cut, of another version, or of other shards."""
+    """A plan file can't be followed: it is forged, cut, of another version, or of other shards."""
 
 
 class NotSendable(StreamloadError, TypeError):
-    """A batch can't be sent from its worker to the rank: something that is in it can't be pickled."""
+    """A batch can't be sent from its worker to the rank, because a value in it can't be pickled."""
 
 
 class ClusterError(StreamloadError, RuntimeError):
-    """A cluster can't be reached, or its nodes can't do the work that is asked of them."""
+    """A cluster can't be reached, or its nodes can't do the requested work."""
 
 
 class LoaderClosed(StreamloadError, RuntimeError):
-    """A batch was asked of an epoch in the middle of which its loader was closed or iterated anew."""
+    """A batch was requested from an epoch whose loader was closed or iterated again in the middle."""
 
 
 class RankFailed(StreamloadError, RuntimeError):
-    """Another rank of the run has ended by an error, which the message tells."""
+    """Another rank of the run failed; the message has its error."""
 
 
 class WorkerDied(StreamloadError, RuntimeError):
-    """A worker process ended without reporting an error."""
+    """A worker process died without reporting an error."""
 
 
 def is_shortage(error: OSError) -> bool:
-    """Whether too many files are open, or memory is short: that says nothing about the file asked for."""
+    """Return whether a resource of this process is short (open files, memory), so the file may be fine."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Say with an error where it happened: shown below it from Python 3.11 on, before that in the log."""
+    """Add where an error happened: shown below it from Python 3.11 on, logged before that."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:

@@ -1,8 +1,8 @@
-"""Where this process stands among the others: node, rank, and how many there are.
+"""The topology of a run: rank, node, and how many there are.
 
-Read once by the rank, handed to the workers. torch is asked only when somebody has imported it and set up
-its process group; it is never imported here. Nothing is communicated: what the launcher told each process
-is all there is.
+Read once by the rank and passed to the workers. Sources are torch.distributed, if its process group is
+initialised (torch is never imported here), and the launcher's environment variables. There is no
+communication.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ _log = logging.getLogger("streamload")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The place of a rank in a run.
+    """The position of a rank in a run.
 
     Attributes:
-        rank, world_size: this rank among all of the run.
-        local_rank, local_world_size: this rank among those of its node.
-        node, nodes: its node among all.
-        source: who said so: "argument", "torch.distributed", "torchrun", "Slurm", "Open MPI", "PMI", or
-            "alone" when nobody did.
+        rank, world_size: among all ranks of the run.
+        local_rank, local_world_size: among the ranks of its node.
+        node, nodes: of its node.
+        source: "argument", "torch.distributed", "torchrun", "Slurm", "Open MPI", "PMI", or "alone" if there
+            is none.
     """
 
     rank: int = 0
@@ -58,7 +58,7 @@ class Topology:
 
 
 class _Launcher(NamedTuple):
-    """The variables by which a launcher tells a process its place; "" where it has none for that."""
+    """The environment variables of a launcher; "" if it has none for a value."""
 
     name: str
     rank: str
@@ -69,8 +69,8 @@ class _Launcher(NamedTuple):
     nodes: str = ""
 
 
-# The first whose `world_size` is set is believed; torchrun's come first because it may run under the others.
-# Slurm counts only inside of `srun`: a batch script has SLURM_NTASKS too, but is one process.
+# The first whose `world_size` is set is used; torchrun comes first because it may run under the others.
+# Slurm counts only inside `srun`: a batch script has SLURM_NTASKS, too, but is one process.
 _LAUNCHERS = (
     _Launcher(
         "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
@@ -98,20 +98,20 @@ _LAUNCHERS = (
 def read_topology(
     rank: int | None = None, world_size: int | None = None, environ: Mapping[str, str] | None = None
 ) -> Topology:
-    """Find this process's place.
+    """Find this process's topology.
 
-    Arguments win over torch.distributed (when it is initialised), which wins over the launcher's variables.
-    The node's part comes from the launcher where it speaks of the same rank; where nobody tells how many
-    ranks a node has, they are taken to be on one node: then nothing is wrong, but each further node would
-    read all of the data.
+    Arguments take precedence over torch.distributed (if initialised), which takes precedence over the
+    launcher's variables. The node comes from the launcher if its variables agree on the rank. Without a
+    number of ranks per node, all are assumed to be on one node: results are right, but each further node
+    reads all of the data.
 
     Args:
-        rank: with `world_size`, what the caller says; both or neither.
+        rank: given with `world_size`, or neither.
         world_size: number of ranks that share the data.
-        environ: the variables to look at; the process's own by default.
+        environ: the variables; by default those of the process.
 
     Raises:
-        OptionError: values that contradict each other, or are not whole numbers.
+        OptionError: contradictory values, or values that are not whole numbers.
     """
     environ = os.environ if environ is None else environ
     if (rank is None) != (world_size is None):
@@ -126,7 +126,7 @@ def read_topology(
 
 
 _started: Counter[str] = Counter()
-"""How many runs this process has begun, by who launched it and what they read."""
+"""How many runs this process has begun, by launch and shards."""
 _LAUNCHED_BY = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -138,14 +138,14 @@ _LAUNCHED_BY = (
 
 
 def run_name(here: Topology, reads: str) -> str:
-    """A name for the run that begins now: the same in all ranks of this node, and in no other run.
+    """Return a unique name for the run that begins now, the same in all ranks of this node.
 
-    Ranks of a node know each other by the process that launched them and by how many runs over the same
-    shards they have begun. Where that isn't to be seen, each rank has a run of its own.
+    The ranks of a node share the process that launched them and the number of runs over the same shards
+    that they have begun. If that can't be found out, each rank has its own run.
 
     Args:
         here: this rank.
-        reads: names the list of shards, as `UrlList.fingerprint` does.
+        reads: identifies the list of shards, as `UrlList.fingerprint` does.
     """
     parent = os.getppid()
     if here.local_world_size == 1 or not parent:
@@ -206,7 +206,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Topology:
         if local_rank not in (None, rank):
             _log.warning(
                 f"{launcher.rank}={rank} with {launcher.local_rank}={local_rank} means several nodes, but "
-                f"{launcher.local_world_size} is not set: all {world_size} ranks are taken to be on one. "
+                f"{launcher.local_world_size} is not set: all {world_size} ranks are assumed to be on one. "
                 "Set it, or each node reads all of the data."
             )
         return Topology(rank, world_size, rank, world_size, source=launcher.name)
@@ -222,7 +222,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Topology:
 
 
 def _node(rank: int, local_rank: int | None, local_world_size: int, nodes: int) -> tuple[int, int]:
-    """Node and local rank, for ranks dealt to the nodes in blocks or, when only that fits, in turn."""
+    """Return node and local rank, for ranks assigned in blocks by node or, if only that fits, in turn."""
     node, local = divmod(rank, local_world_size)
     if local_rank in (None, local):
         return node, local
@@ -236,13 +236,13 @@ def _node(rank: int, local_rank: int | None, local_world_size: int, nodes: int) 
 
 
 def _slurm_tasks(text: str, node: int) -> int | None:
-    """Tasks of the node from Slurm's list by node: "4(x2),3" says 4, 4 and 3."""
+    """Return the number of tasks on a node from Slurm's list: "4(x2),3" means 4, 4 and 3."""
     counts: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise OptionError(
-                f'SLURM_STEP_TASKS_PER_NODE={text!r} can\'t be read; expected a list such as "4(x2),3"'
+                f'SLURM_STEP_TASKS_PER_NODE={text!r} is invalid; expected a list such as "4(x2),3"'
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node < len(counts) else None

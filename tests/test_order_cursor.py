@@ -218,7 +218,7 @@ def test_a_cursor_of_other_lanes_fails():
     drain(order, Given(case.everything), most=1000)
     cursor = order.mark_at(1000)
     case.lanes = 3
-    with pytest.raises(OptionError, match="of 2 lanes"):
+    with pytest.raises(OptionError, match="has 2 lanes"):
         case.order(0, cursor)
 
 

@@ -1,8 +1,7 @@
-"""What a worker writes and its rank reads, without a copy on the way (step J).
+"""Worker → rank without copies (step J): a pool of buffers for batches, queues, and a control block.
 
-All memory is anonymous shared files (memfd): nothing has a name, so nothing is left behind by a kill, and
-the size of a container's /dev/shm is no limit. Batches lie in buffers, which are used again once nobody has
-them. The control block is a small shared page that lasts as long as the loader: commands down, counters up.
+All memory is anonymous shared files (memfd): nothing has a name, so a kill leaves nothing behind, and a
+container's /dev/shm is no limit. The control block lives as long as the loader: commands down, counters up.
 """
 
 from streamload.ipc.buffers import BufferPool, buffers_for, is_plain, own_empty, shared_empty

@@ -1,8 +1,8 @@
-"""Slots of shared memory in which a worker hands its batches over, each used again once nobody has it.
+"""Shared memory (memfd), and the pool of slots in which a worker hands over its batches (step J).
 
-Fresh memory for every batch costs its pages' faults and zeroes on both sides, several times what writing
-it costs. A slot is free again when the *buffer* that its rank was given is dead, all views of it included:
-that is seen on the array under the tensor, since a tensor dies before its views.
+Fresh memory for every batch costs page faults and zeroing on both sides, several times the cost of writing.
+A slot is free again once the *buffer* that its rank received is dead, including all views. The array under
+the tensor tells that, since a tensor dies before its views.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _MOST_SLOTS = 64
 
 _names = itertools.count()
 _received_here: weakref.WeakValueDictionary[str, BufferPool] = weakref.WeakValueDictionary()
-"""The slots whose batches this process is given."""
+"""The pools whose batches this process receives."""
 
 
 class Region(NamedTuple):
-    """Where the memory of a slot lies in its file, in bytes."""
+    """The memory of a slot within its file, in bytes."""
 
     start: int
     size: int
@@ -43,17 +43,17 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """A slot as one process has it."""
+    """A slot, as seen by one process."""
 
     region: Region
     memory: mmap.mmap
     tensor: torch.Tensor | None = None
-    """In the worker: the one that was made here last, as the next is mostly the same."""
+    """In the worker: the last tensor created here; the next one usually has the same shape."""
     given: weakref.ref[npt.NDArray[np.uint8]] | None = None
-    """In the rank: the buffer that was given last."""
+    """In the rank: the last buffer given out."""
 
-    def made(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor at the beginning of the memory; the last one again if it is of this shape and dtype."""
+    def tensor_of(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor at the start of the memory; the last one if it has this shape and dtype."""
         last = self.tensor
         if last is None or last.dtype != dtype or last.shape != tuple(shape):
             flat = torch.frombuffer(self.memory, dtype=dtype, count=math.prod(shape))
@@ -62,16 +62,16 @@ class _Slot:
 
 
 def buffers_for(workers: int, batches: int) -> list[BufferPool]:
-    """Slots for each worker, for so many batches each; none where the system has no such files."""
+    """Return a pool for each worker, each for this many batches; none if the system has no memfd."""
     return [BufferPool(batches) for _ in range(workers)] if hasattr(os, "memfd_create") else []
 
 
 class BufferPool:
-    """The slots of one worker. Its rank makes them, before the worker starts, and is given what is in them.
+    """The slots of one worker. The rank creates the pool before the worker starts, and receives the batches.
 
     Args:
-        batches: how many batches' memory is kept. Where the training loop holds more, the next ones are made
-            in memory of their own.
+        batches: how many batches' memory is kept. While the training loop holds more, further batches get
+            fresh memory.
     """
 
     def __init__(self, batches: int):
@@ -79,14 +79,14 @@ class BufferPool:
         self._name = f"{os.getpid()}-{next(_names)}"
         self._file = os.memfd_create("streamload", os.MFD_CLOEXEC)
         self._held = SharedArray((_MOST_SLOTS,), torch.uint8)
-        """Of each slot, whether it is in use: set by the worker, unset by the rank."""
+        """Whether each slot is in use: set by the worker, cleared by the rank."""
         self._prepare()
         _received_here[self._name] = self
 
     def _prepare(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self._file_bytes = 0
-        self._taken: dict[int, int] = {}  # since the last hand-over: address of the memory → slot
+        self._taken: dict[int, int] = {}  # since the last hand-over: memory address → slot
         self._largest_batch = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,27 +109,24 @@ class BufferPool:
     # In the worker:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor in a slot, the same object where it is the same memory; None where all are held.
-
-        What is in it is what was in it last.
-        """
+        """Return an uninitialised tensor in a slot (one object per memory); None if all are held."""
         size = math.prod(shape) * dtype.itemsize
         index = self._free_slot(size) if size else None
         if index is None:
             return None
-        tensor = self._slots[index].made(shape, dtype)
+        tensor = self._slots[index].tensor_of(shape, dtype)
         self._held.array[index] = 1
         self._taken[tensor.data_ptr()] = index
         return tensor
 
     def hand_over(self, values: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
-        """A batch's values as they are sent; tensors that aren't in a slot are copied into one.
+        """Return a batch's values ready to send; tensors outside of slots are copied into one.
 
-        What was taken from here and isn't among the values is free again.
+        Slots that were taken and aren't among the values are freed.
 
         Args:
-            values: tensors, and whatever else.
-            counts: where "fresh_tensors" are counted, for which there was no slot.
+            values: tensors and anything else.
+            counts: counts "fresh_tensors", for which there was no slot.
         """
         sent: dict[str, Any] = {}
         handed: set[int] = set()
@@ -152,14 +149,14 @@ class BufferPool:
         return sent
 
     def take_back(self, handed: Collection[int] = ()) -> None:
-        """Free what was taken since the last hand-over, but for the slots that were handed."""
+        """Free the slots taken since the last hand-over, except those handed over."""
         for index in self._taken.values():
             if index not in handed:
                 self._held.array[index] = 0
         self._taken.clear()
 
     def _free_slot(self, size: int) -> int | None:
-        """The smallest free slot that is large enough; a new one, or one made larger, where there is none."""
+        """Return the smallest free slot that is large enough; otherwise a new or a grown one."""
         count = len(self._slots)
         free = np.flatnonzero(self._held.array[:count] == 0).tolist()
         fitting = [index for index in free if self._slots[index].region.size >= size]
@@ -178,7 +175,7 @@ class BufferPool:
         return None
 
     def _new(self, size: int) -> _Slot:
-        """Memory at the end of the file, which grows by it."""
+        """Grow the file by the memory of a slot."""
         region = Region(self._file_bytes, -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
         self._file_bytes += region.size
         grow(self._file, self._file_bytes)
@@ -190,7 +187,7 @@ class BufferPool:
     # In the rank:
 
     def receive(self, index: int, region: Region, layout: _Layout) -> torch.Tensor:
-        """The tensor that was handed over in a slot, which is held until its last view is dead."""
+        """Return the tensor handed over in a slot, which is held until the tensor's last view is dead."""
         slot = self._slots.get(index)
         if slot is None or slot.region != region:
             slot = self._slots[index] = self._mapped(region)
@@ -200,7 +197,7 @@ class BufferPool:
         return flat.as_strided(layout.shape, layout.strides, layout.offset)
 
     def _release(self, index: int, pid: int, _: object) -> None:
-        if os.getpid() == pid:  # a process forked from the rank has the array, too, but no say
+        if os.getpid() == pid:  # a fork of the rank has the array, too, but must not release it
             self._held.array[index] = 0
 
     def _mapped(self, region: Region) -> _Slot:
@@ -208,7 +205,7 @@ class BufferPool:
 
 
 class _Layout(NamedTuple):
-    """How a tensor lies in its memory, counted in its elements, of which there is room for so many."""
+    """The layout of a tensor, in units of its elements. `elements`: how many its storage has."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -218,7 +215,7 @@ class _Layout(NamedTuple):
 
 
 class _Handed:
-    """A tensor in a slot, on its way; unpickled in the rank it is that tensor."""
+    """Pickles to a reference to a slot; unpickles in the rank to the tensor in it."""
 
     def __init__(self, name: str, index: int, region: Region, layout: _Layout):
         self._where = (name, index, region, layout)
@@ -237,7 +234,7 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor of bytes in this process's memory and nothing more."""
+    """Return whether this is an ordinary, non-empty CPU tensor without gradient."""
     return (
         type(value) is torch.Tensor
         and value.device.type == "cpu"
@@ -249,19 +246,14 @@ def is_plain(value: Any) -> bool:
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor in shared memory that travels to another process by its descriptor.
-
-    Args:
-        shape: its shape.
-        dtype: its element type.
-    """
+    """Return an uninitialised tensor in shared memory, sent to other processes by its descriptor."""
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes == 0 or not hasattr(os, "memfd_create"):
         return own_empty(shape, dtype)
     descriptor = os.memfd_create("streamload", os.MFD_CLOEXEC)
     try:
         grow(descriptor, size_bytes)
-        # What torch itself does on the receiving side of such a tensor; there is no public way to it.
+        # As torch itself does when it receives such a tensor; there is no public function.
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
     finally:
         os.close(descriptor)
@@ -269,10 +261,10 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def grow(descriptor: int, size_bytes: int) -> None:
-    """Make a shared file larger; it takes memory where it is written to.
+    """Grow a shared file; only written pages take memory.
 
     Raises:
-        CacheFull: this process may have no file of that size.
+        CacheFull: the process may not have a file of this size.
     """
     try:
         os.ftruncate(descriptor, size_bytes)
@@ -281,35 +273,31 @@ def grow(descriptor: int, size_bytes: int) -> None:
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         raise CacheFull(
-            f"shared memory of {size_bytes:,} bytes can't be made: it counts as a file, and files may have "
-            f"{limit:,} bytes here; raise that limit (ulimit -f)"
+            f"shared memory of {size_bytes:,} bytes can't be created: it counts as a file, and files are "
+            f"limited to {limit:,} bytes here; raise that limit (ulimit -f)"
         ) from exc
 
 
 def own_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor in the memory of this process, where nobody else has to read it."""
+    """Return an uninitialised tensor in the private memory of this process."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 class SharedArray:
-    """An array of zeros in shared memory that travels to another process by its descriptor.
-
-    Args:
-        shape: its shape.
-        dtype: its element type.
+    """An array of zeros in shared memory, sent to other processes by its descriptor.
 
     Attributes:
-        array: the memory, as numpy has it.
+        array: the memory as a numpy array.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype):
         tensor = shared_empty(shape, dtype)
-        if not hasattr(os, "memfd_create"):  # torch shares it by a file's name then
+        if not hasattr(os, "memfd_create"):  # torch shares it by a named file then
             tensor = tensor.zero_().share_memory_()  # type: ignore[no-untyped-call]
         self._hold(tensor)
 
     def __getstate__(self) -> torch.Tensor:
-        return self._tensor  # torch knows how to send it
+        return self._tensor  # torch can send it
 
     def __setstate__(self, state: torch.Tensor) -> None:
         self._hold(state)

@@ -16,13 +16,13 @@ from streamload.ipc.buffers import SharedArray
 from streamload.metrics import WIDTH
 
 _TEXT_BYTES = 64 << 20
-"""Only what is written on takes memory."""
+"""Only written pages take memory."""
 _HEAD_BYTES = 8
 _BLOCKED_BYTES = 4096
 
 
 class SharedJson:
-    """JSON-able values that one process writes and others read, whole or not at all."""
+    """JSON-able values that one process writes and others read atomically."""
 
     def __init__(self) -> None:
         self._text = SharedArray((_TEXT_BYTES,), torch.uint8)
@@ -31,11 +31,11 @@ class SharedJson:
 
     @property
     def generation(self) -> int:
-        """The number of what is written there now; another one after each writing."""
+        """The number of the current values; changes with every write."""
         return int(self._generation.array[0])
 
     def write(self, values: dict[str, Any]) -> None:
-        """Put these in place of what is there.
+        """Replace the values.
 
         Raises:
             ValueError: they are too long.
@@ -52,14 +52,14 @@ class SharedJson:
         generation[0] += 1
 
     def withdraw(self) -> None:
-        """Take another number without writing anything: whoever follows it stops."""
+        """Change the generation without writing, so that its followers stop."""
         self._generation.array[0] += 2
 
     def read(self) -> dict[str, Any]:
-        """What is there, with its `generation`.
+        """Return the values, with their `generation`.
 
         Raises:
-            EOFError: the process that started this one was killed, maybe while it wrote.
+            EOFError: the process that started this one was killed, perhaps while writing.
         """
         page, parent = self._text.array, multiprocessing.parent_process()
         while True:
@@ -74,15 +74,15 @@ class SharedJson:
 
 
 class ControlBlock:
-    """What a loader and its workers tell each other outside of batches; it can be sent to any process.
+    """The control block of a loader and its workers; can be sent to any process.
 
     Args:
-        writers: how many processes count: the rank and its workers.
-        sources: how many sources there are.
+        writers: the number of processes with counters: the rank and its workers.
+        sources: the number of sources.
 
     Attributes:
-        order: what to produce; a worker that follows an older one than is there stops.
-        changes: changes of the sources' shares, decided since the order was given.
+        order: what to produce; a worker that follows an older generation stops.
+        changes: of the sources' shares, since the order was written.
     """
 
     def __init__(self, writers: int, sources: int = 1):
@@ -95,44 +95,44 @@ class ControlBlock:
 
     @property
     def counters(self) -> npt.NDArray[np.int64]:
-        """int64[writers, counters]: each process writes its own row, anyone may read all."""
+        """int64[writers, counters]: each process writes its own row; any process may read all."""
         return self._counters.array
 
     @property
     def by_source(self) -> npt.NDArray[np.int64]:
-        """int64[writers, sources, 2]: samples taken, and nanoseconds waited for bytes; likewise."""
+        """int64[writers, sources, 2]: samples taken, and nanoseconds waited for bytes."""
         return self._by_source.array
 
     def want(self, now: bool) -> None:
-        """Say whether the training loop is waiting for a batch."""
+        """Set whether the training loop is waiting for a batch."""
         self._wanted.array[0] = time.monotonic() if now else -time.monotonic()
 
     def wanted_seconds(self) -> float:
-        """How long the training loop has been waiting for the batch that it wants; 0 if it isn't."""
+        """Return how long the training loop has been waiting for a batch; 0 if it isn't."""
         since = float(self._wanted.array[0])
         return time.monotonic() - since if since > 0 else 0.0
 
     def still_seconds(self) -> float:
-        """How long the training loop has neither asked for a batch nor been given one."""
+        """Return how long the training loop has neither requested nor received a batch."""
         since = abs(float(self._wanted.array[0]))
         return time.monotonic() - since if since else 0.0
 
     def block(self, writer: int, blocked: dict[str, Any] | None) -> None:
-        """Say what the work of a process waits for; None: for nothing.
+        """Set what a process waits for; None: nothing.
 
         Args:
-            writer: its number; it alone says so.
-            blocked: JSON-able; it isn't told where it is too long.
+            writer: the number of this process.
+            blocked: JSON-able; left out if it is too long.
         """
         text = b"" if blocked is None else json.dumps(blocked).encode()
         page = self._blocked.array[writer]
-        page[:_HEAD_BYTES] = 0  # who reads meanwhile finds nothing, or what is no JSON
+        page[:_HEAD_BYTES] = 0  # a concurrent reader finds nothing, or invalid JSON
         if len(text) <= _BLOCKED_BYTES - _HEAD_BYTES:
             page[_HEAD_BYTES : _HEAD_BYTES + len(text)] = np.frombuffer(text, dtype=np.uint8)
             page[:_HEAD_BYTES] = np.frombuffer(len(text).to_bytes(_HEAD_BYTES, "little"), dtype=np.uint8)
 
     def blocked(self) -> list[dict[str, Any]]:
-        """What the processes wait for that wait for anything."""
+        """Return what the processes wait for; one element for each that waits."""
         found = []
         for page in self._blocked.array:
             length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")

@@ -1,8 +1,8 @@
-"""Queues between a rank and its workers that need no thread, for torch's DataLoader.
+"""Queues without threads between a rank and its workers, for torch's DataLoader (step J).
 
-A `multiprocessing.Queue` has a thread at each end that puts: in the rank one for each worker, which takes the
-GIL from the training, and in a worker one that takes it from the decoding. It also pickles there: what can't
-be pickled is lost, and the training waits for it without end. Here who puts does all of that at once.
+A `multiprocessing.Queue` has a thread in every process that puts: in the rank one for each worker, which
+takes the GIL from the training, and in a worker one that takes it from decoding. It also pickles there: a
+value that can't be pickled is lost, and the training waits forever. Here `put` does everything itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch._utils import ExceptionWrapper
 from streamload.errors import NotSendable
 
 _PACKET_BYTES = 2048
-"""What is longer travels in a file. Of packets like this Linux, by default, has room for 49 in a socket."""
+"""Longer messages are sent in a file. By default a Linux socket has room for 49 packets of this size."""
 _ROOM_BYTES = 4 << 20
 _RETRY_SECONDS = 0.01
 _FULL = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS))
@@ -36,10 +36,10 @@ _DESCRIPTOR_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 def context_with_queues(method: str | None) -> BaseContext | str | None:
-    """A multiprocessing context whose queues are channels; the method itself where there can't be any.
+    """Return a multiprocessing context with MessageQueues; the method itself if the system has no memfd.
 
     Args:
-        method: how processes are started; None: Python's default.
+        method: the start method; None: Python's default.
     """
     if not hasattr(os, "memfd_create"):
         return method
@@ -49,15 +49,15 @@ def context_with_queues(method: str | None) -> BaseContext | str | None:
 
 
 class MessageQueue:
-    """Messages from any number of processes to one: all that DataLoader uses of `multiprocessing.Queue`.
+    """Messages from any number of processes to one: the part of `multiprocessing.Queue` that DataLoader uses.
 
-    A message arrives whole or not at all, those of one process in their order. No process has to wait for
-    another that was killed: nothing is locked between them.
+    A message arrives whole or not at all, those of one process in order. There are no locks between
+    processes, so none waits for another that was killed.
     """
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM_BYTES)  # as far as is allowed
+        self._writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM_BYTES)  # as far as allowed
         self._prepare()
 
     def _prepare(self) -> None:
@@ -66,7 +66,7 @@ class MessageQueue:
         self._lock = threading.Lock()
         # Guarded by it:
         self._late: deque[memoryview] = deque()  # messages for which there was no room
-        self._sender: threading.Thread | None = None  # of those
+        self._sender: threading.Thread | None = None  # sends them
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_reader": self._reader, "_writer": self._writer}
@@ -80,11 +80,10 @@ class MessageQueue:
             self.close()
 
     def put(self, value: Any) -> None:
-        """Send a value; without waiting, however many are on their way.
+        """Send a value without waiting, however many are in the queue.
 
         Args:
-            value: what can't be pickled is replaced by a NotSendable, if it is a batch of a worker: (number,
-                batch).
+            value: a worker's (number, batch) that can't be pickled is replaced by (number, NotSendable).
         """
         try:
             message = ForkingPickler.dumps(value)
@@ -100,14 +99,14 @@ class MessageQueue:
                 self._sender.start()
 
     def get(self, timeout: float | None = None) -> Any:
-        """The next value.
+        """Return the next value.
 
         Args:
-            timeout: for how many seconds it is waited for; None: without end.
+            timeout: in seconds; None: no timeout.
 
         Raises:
             queue.Empty: none has come.
-            OSError: it is lost, as this process has too many files open.
+            OSError: it is lost, because this process has too many open files.
         """
         if not self._readable.poll(None if timeout is None else timeout * 1000):
             raise queue.Empty
@@ -120,19 +119,19 @@ class MessageQueue:
             return ForkingPickler.loads(packet)
         [(_, _, descriptor)] = files
         with os.fdopen(int.from_bytes(descriptor, sys.byteorder), "rb") as file:
-            file.seek(0)  # it was left at its end
+            file.seek(0)  # the sender left it at its end
             return ForkingPickler.loads(file.read())
 
     def close(self) -> None:
-        """Let go of both ends; once is enough."""
+        """Close both ends; idempotent."""
         self._reader.close()
         self._writer.close()
 
     def cancel_join_thread(self) -> None:
-        """Nothing is waited for when a process ends."""
+        """Do nothing: there is no thread to join."""
 
     def _is_sent(self, message: memoryview) -> bool:
-        """Send a message if there is room for it."""
+        """Send a message if there is room. Return whether it was sent."""
         try:
             if len(message) <= _PACKET_BYTES:
                 self._writer.send(message, socket.MSG_DONTWAIT)
@@ -165,8 +164,8 @@ class MessageQueue:
 
 
 def _refusal(error: Exception) -> ExceptionWrapper:
-    """What makes torch raise an error in the rank."""
+    """Return a wrapped error that torch raises in the rank."""
     try:
-        raise NotSendable(f"what became of the samples can't be sent from a worker: {error}") from error
+        raise NotSendable(f"a batch can't be sent from a worker: {error}") from error
     except NotSendable:
         return ExceptionWrapper(where="in a DataLoader worker process")  # type: ignore[no-untyped-call]

@@ -141,7 +141,11 @@ def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
             from streamload.origins.local import LocalOrigin
 
             return lambda url, _, session: LocalOrigin(url, session)
-        case _:
-            from streamload.origins.stores import open_store
+        case "hf":
+            from streamload.origins.hub import HubOrigin
 
-            return open_store
+            return HubOrigin
+        case _:
+            from streamload.origins.stores import StoreOrigin
+
+            return StoreOrigin

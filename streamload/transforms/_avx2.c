@@ -1,19 +1,19 @@
-/* Crop, resize with antialias and normalise one RGB image in one go, with AVX2.
+/* Crop, antialiased resize and normalisation of one RGB image in one call, with AVX2.
  *
- * The levels are those of Pillow's 8-bit resize (src/libImaging/Resample.c), bit for bit: weights in double, rounded
- * to 22 bits behind the point; sums in 32 bits; a rounding to uint8 after each of the two passes. Integers add up to
- * the same in any order, so what differs is only where they lie: eight rows go through the first pass side by side,
- * and what it makes of them stays in the processor's first cache until the second pass has used it.
+ * Bit-identical to Pillow's 8-bit resize (src/libImaging/Resample.c): weights are computed in double and rounded to 22
+ * fractional bits; sums have 32 bits; results are rounded to uint8 after each of the two passes. Integer sums don't
+ * depend on the order, so only the memory layout differs: the first pass handles eight rows in parallel, and its
+ * results stay in the L1 cache until the second pass has used them.
  *
  *   rows first     8 rows of the image -> widen -> across -> a ring of results, four rows to a word -> down -> a row
  *   columns first  the image -> down_rows -> 8 rows -> widen -> across -> spread -> 8 rows
  *
- * Vectors multiply 16 bits by 16, so a weight is taken in two parts: 2^16 high + low, both with a sign. Sums are those
- * of Pillow modulo 2^32, where it doesn't matter that the sums of either part may be more than fits.
+ * Vectors multiply 16 by 16 bits, so a weight is split in two signed parts: 2^16 high + low. Sums equal Pillow's modulo
+ * 2^32, so overflow in the sum of one part is harmless.
  *
- * Of a resized image only a part may be asked for, and no more of the image is read than that is made of. Each row of
- * the result is written as it is (uint8, channels last) or normalised (float32, channels first) as by torch: level /
- * 255, minus the mean, divided by the standard deviation, each rounded to float32.
+ * Only a part of the resized image may be requested; then only the needed part of the source is read. Each row of the
+ * result is written as uint8 (channels last) or normalised to float32 (channels first) as torch does: level / 255, minus
+ * the mean, divided by the standard deviation, each rounded to float32.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -27,31 +27,31 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* With `fma` a compiler may join a product and a sum into one rounding: only `put` has it, and says where. */
+/* With `fma` a compiler may fuse a product and a sum into one rounding: only `put` enables it, and says where. */
 #define WITH_AVX2 __attribute__((target("avx2")))
 #define WITH_FMA __attribute__((target("avx2,fma")))
-/* Sums are made in this order, in these registers: other orders are as right, but take more registers than there are. */
+/* Keeps this order of the sums: other orders are correct, too, but need more registers than there are. */
 #define KEEP(a, b, c) __asm__("" : "+x"(a), "+x"(b), "+x"(c))
 #define INLINE static inline __attribute__((always_inline)) WITH_AVX2
 
 enum filter { BICUBIC, BILINEAR };
 
-enum { BAND = 8, VECTOR = 32, SLACK = 32 }; /* rows at a time; bytes; what a load may read behind a row of our own */
-enum { POINT = 22 };                        /* bits of a weight behind the point */
+enum { BAND = 8, VECTOR = 32, SLACK = 32 }; /* rows at a time; bytes; what a load may read past a row of ours */
+enum { POINT = 22 };                        /* fractional bits of a weight */
 enum { HALF = 1 << (POINT - 1) };
 enum { LONGEST = 1 << 16 };                 /* pixels of a side */
 
 /* ---- Weights ---- */
 
-/* How the outputs along one axis, from `begin` on of the `whole` ones, are made of its inputs: of `count` from `first`. */
+/* The weights along one axis, for the outputs from `begin` on of `whole`; each uses `count` inputs from `first` on. */
 struct axis {
     int input, whole, begin, output;
-    int most;         /* taps of an output at most, and some more that are 0 */
-    int units;        /* groups of weights of an output */
+    int most;         /* maximum taps of an output, padded with zeros */
+    int units;        /* groups of weights per output */
     int *first, *count;
     double *exact;    /* [most], of one output */
     int32_t *fixed;   /* [output][most] */
-    int32_t *weights; /* [output][units], some words in each, as a pass wants them */
+    int32_t *weights; /* [output][units], several words each, in the layout of the pass */
 };
 
 static double reach(enum filter by, const struct axis *axis) {
@@ -61,7 +61,7 @@ static double reach(enum filter by, const struct axis *axis) {
 
 static int taps(enum filter by, const struct axis *axis) { return (2 * (int)ceil(reach(by, axis)) + 4) / 4 * 4; }
 
-/* Keys' cubic with a = -0.5, or a triangle; products and sums as Pillow orders them. */
+/* Keys' cubic with a = -0.5, or a triangle; products and sums in Pillow's order. */
 INLINE __m256d weight(enum filter by, __m256d x) {
     const __m256d one = _mm256_set1_pd(1.0), half = _mm256_set1_pd(-0.5);
     x = _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
@@ -118,7 +118,7 @@ static WITH_AVX2 void weigh(enum filter by, struct axis *axis) {
         weigh_by(BILINEAR, axis);
 }
 
-/* The inputs that the outputs are made of: how many, and the first of them, which is counted as 0 from now on. */
+/* The inputs that the outputs need: their number, and the first one, which becomes input 0. */
 static int cut(struct axis *axis, int *count) {
     const int last = axis->output - 1, start = axis->first[0];
     *count = axis->first[last] + axis->count[last] - start;
@@ -129,11 +129,11 @@ static int cut(struct axis *axis, int *count) {
 
 static int16_t low_of(int32_t weight) { return (int16_t)weight; }
 
-static int32_t high_of(int32_t weight) { return (weight - low_of(weight)) >> 16; } /* 8 bits are enough for it */
+static int32_t high_of(int32_t weight) { return (weight - low_of(weight)) >> 16; } /* fits in 8 bits */
 
-enum { WORDS_OF_TWO = 2, WORDS_OF_FOUR = 3 }; /* of each group of weights */
+enum { WORDS_OF_TWO = 2, WORDS_OF_FOUR = 3 }; /* per group of weights */
 
-/* For `across`: [two low] of each pair of neighbours, the first at an even place, then [four high] of each four. */
+/* For `across`: [two low] of each pair of neighbours, the first at an even index, then [four high] of each four. */
 static void weigh_across(struct axis *axis) {
     const int fours = axis->units / 2 + 1;
     memset(axis->weights, 0, (size_t)axis->output * (axis->units + fours) * sizeof(int32_t));
@@ -181,13 +181,13 @@ static void weigh_fours(struct axis *axis) {
 
 /* ---- Passes ---- */
 
-/* Eight rows side by side: each has 32 bits of every vector. */
+/* Eight rows in parallel: each has 32 bits of every vector. */
 struct band {
     __m256i *pairs; /* [pair of neighbours][channel], of 16 bits each */
     __m256i *fours; /* [four neighbours][channel], a byte each: the first, the third, the second, the fourth */
 };
 
-/* 8 rows of RGB, side by side. Four pixels at a time; up to 13 bytes behind a row are read. */
+/* 8 rows of RGB in parallel, four pixels at a time. Reads up to 13 bytes past a row. */
 INLINE void widen(const uint8_t *const rows[BAND], int fours, const struct band *to) {
     __m256i *pairs = to->pairs, *bytes = to->fours;
     const __m256i order = _mm256_broadcastsi128_si256(
@@ -212,14 +212,14 @@ INLINE void widen(const uint8_t *const rows[BAND], int fours, const struct band 
     }
 }
 
-/* High parts in sums of 16 bits, two to a word -> their place in a sum of 32. */
+/* High parts in 16-bit sums, two to a word -> their position in a 32-bit sum. */
 INLINE __m256i raised(__m256i highs) {
     const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
     return _mm256_add_epi32(_mm256_slli_epi32(highs, 16), _mm256_and_si256(highs, upper));
 }
 
-/* What `widen` gave -> 8 rows with the new width, four of them to a word: upper and lower[pixel][channel][row].
- * A word more than that is written. */
+/* Results of `widen` -> 8 rows of the new width, four of them to a word: upper and lower[pixel][channel][row].
+ * Writes one more word. */
 INLINE void across_by(const struct band *band, const struct axis *axis, int units, uint8_t *upper, uint8_t *lower) {
     const __m256i half = _mm256_set1_epi32(HALF), zero = _mm256_setzero_si256();
     const int fours = units / 2 + 1;
@@ -250,7 +250,7 @@ INLINE void across_by(const struct band *band, const struct axis *axis, int unit
     }
 }
 
-/* Loops of a known length are worth their code: enlarging takes 3 pairs, making half as large 5. */
+/* Loops of known length are worth their code size: enlarging takes 3 pairs, halving 5. */
 static WITH_AVX2 void across(const struct band *band, const struct axis *axis, uint8_t *upper, uint8_t *lower) {
     switch (axis->units) {
     case 3: across_by(band, axis, 3, upper, lower); break;
@@ -261,7 +261,7 @@ static WITH_AVX2 void across(const struct band *band, const struct axis *axis, u
     }
 }
 
-/* Words of four rows -> one row, of so many vectors. */
+/* Words of four rows -> one row of this many vectors. */
 INLINE void down_by(const uint8_t *const *fours, int count, const int32_t *weights, int vectors, uint8_t *row) {
     const __m256i half = _mm256_set1_epi32(HALF), zero = _mm256_setzero_si256();
     const __m256i lower = _mm256_set1_epi16(0xff);
@@ -299,12 +299,12 @@ static WITH_AVX2 void down(const uint8_t *const *fours, int count, const int32_t
     }
 }
 
-/* 32 bytes of each of the rows that an output is made of -> those of the output. */
+/* 32 bytes of each of an output's input rows -> 32 bytes of the output. */
 INLINE __m256i down_bytes(const uint8_t *top, size_t row_bytes, int count, const int32_t *weights) {
     const __m256i half = _mm256_set1_epi32(HALF), zero = _mm256_setzero_si256();
     __m256i lows[4] = {half, half, half, half}, highs[2] = {zero, zero}; /* highs: of 16 bits */
     for (int j = 0; j < count; j += 2, weights += WORDS_OF_TWO) {
-        const uint8_t *next = top + row_bytes * (j + 1 < count ? j + 1 : j); /* whose weight is 0 then */
+        const uint8_t *next = top + row_bytes * (j + 1 < count ? j + 1 : j); /* its weight is 0 then */
         const __m256i one = _mm256_loadu_si256((const __m256i *)(top + row_bytes * j));
         const __m256i other = _mm256_loadu_si256((const __m256i *)next);
         const __m256i low = _mm256_set1_epi32(weights[0]), high = _mm256_set1_epi32(weights[1]);
@@ -333,7 +333,7 @@ static WITH_AVX2 void down_rows(const uint8_t *top, size_t row_bytes, int bytes,
         _mm256_storeu_si256((__m256i *)(row + at), down_bytes(top + at, row_bytes, count, weights));
     if (at == bytes)
         return;
-    if (bytes >= VECTOR) { /* the last ones once more */
+    if (bytes >= VECTOR) { /* repeats some of the last ones */
         at = bytes - VECTOR;
         _mm256_storeu_si256((__m256i *)(row + at), down_bytes(top + at, row_bytes, count, weights));
         return;
@@ -347,7 +347,7 @@ static WITH_AVX2 void down_rows(const uint8_t *top, size_t row_bytes, int bytes,
     }
 }
 
-/* Words of four rows, so many vectors of results -> the rows. */
+/* Words of four rows, as vectors of results -> the rows. */
 static WITH_AVX2 void spread(const uint8_t *fours, int vectors, uint8_t *const rows[4]) {
     const __m256i order = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -367,22 +367,22 @@ static WITH_AVX2 void spread(const uint8_t *fours, int vectors, uint8_t *const r
 
 /* ---- Results ---- */
 
-/* Where an image goes. */
+/* The destination of an image. */
 struct result {
     int height, width;
     uint8_t *levels;       /* [height][width][3], or */
-    float *floats;         /* [3][height][width], normalised by these of each channel: */
+    float *floats;         /* [3][height][width], normalised per channel by: */
     float mean[3], std[3];
-    int is_quick[3];       /* whether `quotient` divides as division does */
+    int is_quick[3];       /* whether `quotient` equals division */
 };
 
-/* a / b by a product with 1 / b, and what is left of it by another: mostly what division gives, in less time. */
+/* a / b as a product with 1 / b and a correction: mostly equal to division, and faster. */
 static inline __attribute__((always_inline)) WITH_FMA __m256 quotient(__m256 a, __m256 b, __m256 inverse) {
     const __m256 near = _mm256_mul_ps(a, inverse);
     return _mm256_fmadd_ps(_mm256_fnmadd_ps(near, b, a), inverse, near);
 }
 
-/* Levels without and with the quick division. */
+/* Levels by division and by the quick quotient. */
 static inline __attribute__((always_inline)) WITH_FMA __m256 slowly(__m256 levels, __m256 mean, __m256 std) {
     return _mm256_div_ps(_mm256_sub_ps(_mm256_div_ps(levels, _mm256_set1_ps(255.0f)), mean), std);
 }
@@ -409,7 +409,7 @@ static WITH_FMA void find_quick(struct result *to) {
     }
 }
 
-/* Take over a row of levels; up to 16 bytes behind it are read. */
+/* Write a row of levels; reads up to 16 bytes past it. */
 static WITH_FMA void put(const struct result *to, int y, const uint8_t *row) {
     if (!to->floats) {
         memcpy(to->levels + (size_t)y * to->width * 3, row, (size_t)to->width * 3);
@@ -440,11 +440,11 @@ static WITH_FMA void put(const struct result *to, int y, const uint8_t *row) {
 
 struct image {
     int height, width;
-    const uint8_t *levels; /* [height][width][3], and so many bytes from row to row: */
+    const uint8_t *levels; /* [height][width][3], with this many bytes from row to row: */
     size_t row_bytes;
 };
 
-/* Memory that is taken piece by piece; without a base it is only counted. */
+/* Bump allocator; without a base it only counts. */
 struct arena {
     uint8_t *base;
     size_t used;
@@ -459,9 +459,9 @@ static void *take(struct arena *arena, size_t count, size_t size) {
 struct work {
     struct axis columns, rows;
     int vectors;               /* of a row of the result */
-    size_t four_bytes;         /* of four rows of results, a word for each level */
-    int ring;                  /* of so many of these */
-    size_t line_bytes;         /* of a row that is copied or made first */
+    size_t four_bytes;         /* of four rows of results, one word per level */
+    int ring;                  /* the number of these */
+    size_t line_bytes;         /* of a row that is copied or computed first */
     struct band band;
     uint8_t *fours;            /* [ring][four_bytes] */
     uint8_t *lines;            /* [BAND][line_bytes] */
@@ -480,7 +480,7 @@ static void take_axis(struct axis *axis, struct arena *arena, int words) {
 static void lay_out(struct work *work, const struct image *image, struct arena *arena) {
     take_axis(&work->columns, arena, WORDS_OF_TWO);
     take_axis(&work->rows, arena, WORDS_OF_FOUR);
-    const size_t fours = ((size_t)image->width + 3) / 4 + work->columns.units; /* and what has no weight behind them */
+    const size_t fours = ((size_t)image->width + 3) / 4 + work->columns.units; /* and the padding after them */
     work->band.pairs = take(arena, 2 * fours, 3 * sizeof(__m256i));
     work->band.fours = take(arena, fours, 3 * sizeof(__m256i));
     work->fours = take(arena, work->ring, work->four_bytes);
@@ -499,7 +499,7 @@ static WITH_AVX2 void rows_first(struct work *work, const struct image *image, c
     int y = 0;
     for (int top = 0; top < image->height; top += BAND) {
         const uint8_t *band[BAND];
-        /* What is read behind a row lies in the next one, but for the last rows of an image. */
+        /* Reads past a row end in the next one, except for the last rows of an image. */
         const int has_next = top + BAND < image->height && 3 * image->width > 13;
         for (int r = 0; r < BAND; r++) {
             const int row = top + r < image->height ? top + r : image->height - 1;
@@ -544,7 +544,7 @@ static WITH_AVX2 void columns_first(struct work *work, const struct image *image
     }
 }
 
-/* An image resized to height × width, of which the result is the part that begins at top and left. */
+/* Resize an image to height × width; the result is the part that begins at top and left. */
 struct whole {
     int height, width, top, left;
 };
@@ -560,7 +560,7 @@ static int resize(struct image image, enum filter by, int is_columns_first, cons
     };
     work.columns.most = taps(by, &work.columns);
     work.rows.most = taps(by, &work.rows);
-    work.columns.units = work.columns.most / 2 + 1; /* from an odd number on it touches one pair more */
+    work.columns.units = work.columns.most / 2 + 1; /* from an odd number on it needs one more pair */
     work.rows.units = is_columns_first ? work.rows.most / 2 : work.rows.most / 4 + 1;
     work.ring = work.rows.most / 4 + 3;
     work.four_bytes = ((size_t)work.vectors * VECTOR * 4 + 16 + 63) / 64 * 64;

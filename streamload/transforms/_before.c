@@ -1,6 +1,6 @@
-/* What goes before an image's pixels, for dozens of images in a row: the size that a JPEG's header gives, the scans of
- * an unusual one, and the box that torchvision's RandomResizedCrop draws. Where one gives None, it leaves the answer to
- * Python (decode.py, limits.py, augment.py), which gives the same in several times the time.
+/* Steps before an image is decoded: its size from a JPEG header, the number of scans of an unusual JPEG, and the box
+ * that torchvision's RandomResizedCrop draws. A function that returns None leaves the answer to Python (decode.py,
+ * limits.py, augment.py), which gives the same result, several times slower.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -15,12 +15,12 @@
 
 struct header {
     int height, width, components;
-    int is_123, has_jfif, adobe; /* what its colours are told by; adobe: -1 without such a marker */
+    int is_123, has_jfif, adobe; /* they determine the colour space; adobe: -1 without that marker */
 };
 
 static int two_bytes(const uint8_t *at) { return at[0] << 8 | at[1]; }
 
-/* Read the segments up to the scan, if it is the only one; 0 if there is anything out of the ordinary. */
+/* Read the segments up to the only scan; 0 for anything unusual. */
 static int read_header(const uint8_t *at, const uint8_t *end, struct header *header) {
     if (end - at < 2 || at[0] != 0xff || at[1] != 0xd8)
         return 0;
@@ -51,13 +51,13 @@ static int read_header(const uint8_t *at, const uint8_t *end, struct header *hea
                 header->adobe = payload[11];
         } else if (marker != 0xc4 && marker != 0xdb && marker != 0xdd && marker != 0xfe &&
                    (marker < 0xe1 || marker > 0xef)) {
-            return 0; /* neither tables, restarts, a comment nor an application's */
+            return 0; /* neither tables, restart interval, comment nor application data */
         }
     }
     return 0;
 }
 
-/* By jdapimin.c of libjpeg: JFIF's colours are YCbCr, else Adobe's marker tells, else the components' numbers. */
+/* As jdapimin.c of libjpeg: JFIF is YCbCr; otherwise Adobe's marker decides, then the component IDs. */
 static int is_ycbcr_or_grey(const struct header *header) {
     if (header->components == 1)
         return 1;
@@ -82,8 +82,8 @@ static PyObject *jpeg_size(PyObject *Py_UNUSED(module), PyObject *start) {
 
 enum { MOST_MARKERS = 1 << 16, ARITHMETIC = 8 };
 
-/* How often decoding goes over the pixels: once for each scan up to the end, eight times for one that is coded
- * arithmetically; -1 for more markers than any JPEG has. */
+/* The number of passes over the pixels in decoding: one per scan, eight per arithmetic-coded scan; -1 for more markers
+ * than any real JPEG has. */
 static long count_passes(const uint8_t *at, const uint8_t *end) {
     long passes = 0, of_scan = 1;
     for (int markers = 0; markers < MOST_MARKERS; markers++) {
@@ -92,7 +92,7 @@ static long count_passes(const uint8_t *at, const uint8_t *end) {
             if (!at || end - at < 2)
                 return passes;
             at++;
-        } while (at[0] == 0 || at[0] == 0xff || (at[0] & 0xf8) == 0xd0); /* a byte 0xff, filling, restarts */
+        } while (at[0] == 0 || at[0] == 0xff || (at[0] & 0xf8) == 0xd0); /* stuffed 0xff, fill bytes, restarts */
         const int marker = *at++;
         if (marker == 0xd9)
             return passes;
@@ -100,7 +100,7 @@ static long count_passes(const uint8_t *at, const uint8_t *end) {
             passes += of_scan;
         else if (marker == 0xc9 || marker == 0xca)
             of_scan = ARITHMETIC;
-        if (marker >= 0xc0 && marker != 0xd8) { /* libjpeg passes lower ones over, where it doesn't refuse them */
+        if (marker >= 0xc0 && marker != 0xd8) { /* libjpeg skips lower ones, or refuses them */
             const int length = end - at < 2 ? 2 : two_bytes(at);
             const int skipped = length < 2 ? 2 : length;
             at = end - at < skipped ? end : at + skipped;
@@ -121,7 +121,7 @@ static PyObject *jpeg_passes(PyObject *Py_UNUSED(module), PyObject *jpeg) {
 
 enum { TRIES = 10, NUMBERS = 2 * TRIES + 2, SHIFT = 397 };
 
-/* The first numbers of a Mersenne Twister seeded by one of 32 bits, as torch's CPU generator. */
+/* The first numbers of a Mersenne Twister with a 32-bit seed, like torch's CPU generator. */
 static void draw(uint32_t seed, uint32_t numbers[NUMBERS]) {
     uint32_t state[SHIFT + NUMBERS];
     state[0] = seed;
@@ -137,10 +137,10 @@ static void draw(uint32_t seed, uint32_t numbers[NUMBERS]) {
     }
 }
 
-/* Between 0 and 1, as torch makes a float32 of a number. */
+/* torch's conversion of a number to a float32 between 0 and 1. */
 static double unit(uint32_t number) { return (number & 0xffffff) * (1.0 / 0x1000000); }
 
-/* Whether what float32 rounds off, far less than a millionth, could make it another number of pixels. */
+/* Whether float32 rounding, far less than a millionth, could change the number of pixels. */
 static int is_near_half(double length) { return fabs(fmod(length, 1.0) - 0.5) <= 1e-6 * length; }
 
 static PyObject *random_box(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {

@@ -1,4 +1,4 @@
-"""Random boxes of an image (part of I); no pixel is touched."""
+"""Random draws of an augmentation (step I): the numbers of a sample's seed, and the box of a random crop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BLOCK = 8
 
 
 class Draws:
-    """What torch's CPU generator and Python's `random` give after they were seeded, number for number.
+    """The same random numbers as torch's CPU generator and Python's `random` after seeding.
 
-    So a transform that was recognised draws what the functions that it stands for would have drawn from the
-    global generators (see user.py, which seeds those alike), in half of the time; one thread at a time.
+    So a compiled transform draws exactly what the original functions would draw from the global generators
+    (user.py seeds those alike), in half of the time. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        # torch's CPU generator is a Mersenne Twister, and seeded by the lower half, as numpy's is.
+        # torch's CPU generator is a Mersenne Twister like numpy's, seeded by the lower half.
         self._bits = np.random.MT19937()
         self._seeder = np.random.RandomState(self._bits)
         self._drawn: list[int] = []
@@ -40,7 +40,7 @@ class Draws:
         return Draws, ()
 
     def seed(self, seed: int) -> None:
-        """Begin the numbers of a sample: uint64."""
+        """Start the numbers of a sample, by its uint64 seed."""
         self._seeder.seed(seed & _LOW_32)
         self._drawn.clear()
         self._taken = 0
@@ -48,18 +48,17 @@ class Draws:
         self._seed = seed
 
     def torch_below(self, limit: int) -> int:
-        """`torch.randint(limit, (1,)).item()`, for less than 2**32."""
+        """Return `torch.randint(limit, (1,)).item()`, for less than 2**32."""
         return self._next() % limit
 
     def torch_rand(self) -> float:
-        """`torch.rand(1).item()`."""
+        """Return `torch.rand(1).item()`."""
         return (self._next() & UNIT_MASK) * UNIT
 
     def torch_ahead(self, count: int) -> list[int]:
-        """The next `count` numbers that `torch_below` and `torch_rand` are made of: uint32.
+        """Peek at the next `count` uint32 numbers from which `torch_below` and `torch_rand` are computed.
 
-        They are still to come, until as many as were used are skipped. `torch_rand` of one of them is
-        `(number & UNIT_MASK) * UNIT`.
+        Then `skip` as many as were used. `torch_rand` of a number is `(number & UNIT_MASK) * UNIT`.
         """
         missing = self._taken + count - len(self._drawn)
         if missing > 0:
@@ -67,22 +66,22 @@ class Draws:
         return self._drawn[self._taken : self._taken + count]
 
     def skip(self, count: int) -> None:
-        """Go over numbers that were seen by `torch_ahead`."""
+        """Skip numbers that were used from `torch_ahead`."""
         self._taken += count
 
     @property
     def torch_taken(self) -> int:
-        """How many numbers of 32 bits of torch's generator have been used since it was seeded."""
+        """How many 32-bit numbers of torch's generator have been used since seeding."""
         return self._taken
 
     def python_random(self) -> float:
-        """`random.random()`."""
+        """Return `random.random()`."""
         if self._python is None:
             self._python = random.Random(self._seed)
         return self._python.random()
 
     def _next(self) -> int:
-        """32 bits of torch's generator."""
+        """Return 32 bits of torch's generator."""
         if self._taken == len(self._drawn):
             self._drawn += self._bits.random_raw(_BLOCK).tolist()
         self._taken += 1
@@ -99,11 +98,11 @@ class Box(NamedTuple):
 
 
 class RandomBox:
-    """Boxes of random area and aspect ratio, those of torchvision's `RandomResizedCrop.get_params`.
+    """Boxes of random area and aspect ratio, identical to torchvision's `RandomResizedCrop.get_params`.
 
     Args:
-        scale: least and largest share of the area that a box has.
-        ratio: least and largest width / height of a box.
+        scale: minimum and maximum area of a box, as a share of the image.
+        ratio: minimum and maximum width / height of a box.
     """
 
     def __init__(
@@ -122,10 +121,9 @@ class RandomBox:
         return RandomBox, (self._scale, self._ratio)
 
     def draw_seeded(self, height: int, width: int, seed: int) -> tuple[Box, int] | None:
-        """The box that `draw` gives from newly seeded numbers, and how many of them it takes.
+        """Return the box that `draw` gives right after seeding, and how many numbers it takes.
 
-        Returns:
-            None where `draw` has to be asked: the function of _before.c isn't there, or leaves it to that.
+        None: call `draw` instead; _before.c isn't built, or can't decide.
         """
         if kernel.random_box is None:
             return None
@@ -140,8 +138,8 @@ class RandomBox:
         area = height * width
         low_share, low_log_ratio = self._low
         span, log_span = self._span[0] * UNIT, self._span[1] * UNIT
-        # Most boxes of OpenCLIP's scale don't fit: what is too long by a whole pixel needn't be looked at.
-        # Most of these have a ratio with which not even the least share of the area would fit.
+        # Most boxes of OpenCLIP's scale don't fit: reject early those that are too long by a whole pixel.
+        # Most of these have a ratio with which not even the minimum area fits.
         most_across, most_down = (width + 1) ** 2, (height + 1) ** 2
         least = area * self._least_share
         flattest = math.log(most_across / least) if least else math.inf
@@ -168,7 +166,7 @@ class RandomBox:
         return self._central(height, width)
 
     def _in_float32(self, share: float, log_ratio: float) -> tuple[float, float]:
-        """The share of the area and the ratio as torch has them."""
+        """Return the share of the area and the ratio with torch's rounding."""
         self._drawn[:] = share, log_ratio
         self._drawn_ratio.exp_()
         share, ratio = self._drawn.tolist()
@@ -185,5 +183,5 @@ class RandomBox:
 
 
 def _is_near_half(length: float) -> bool:
-    """Whether what float32 rounds off, far less than a millionth, could make it another number of pixels."""
+    """Return whether float32 rounding, far less than a millionth, could change the number of pixels."""
     return abs(length % 1.0 - 0.5) <= 1e-6 * length

@@ -1,8 +1,8 @@
-"""Chains of torchvision's and open_clip's functions → plans (part of I), without importing either.
+"""Compiles chains of torchvision's and open_clip's functions to plans (step I), without importing either.
 
-A function is known by its class and module, which must be loaded if somebody has an instance of it. What has
-a part that isn't known isn't recognised at all, and runs as given. Of some functions, colour jitter for one,
-it is enough to know that they keep an image's size: they run as given within a plan.
+A function is recognised by its class and module. A chain with an unknown function isn't compiled and runs
+as given. Some functions, such as colour jitter, only need to keep the image size: they run as given within
+a plan.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _KEEP_SIZE = {
     *itertools.product([_AUTOAUGMENT], ("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide")),
     (_OPEN_CLIP, "color_jitter"),
 }
-"""What makes of an RGB Pillow image another one of its size."""
+"""Functions from an RGB Pillow image to another one of the same size."""
 _OF_SEVERAL = {(_TORCHVISION, name) for name in ("Compose", "RandomApply", "RandomChoice", "RandomOrder")}
 
 
 def compile_transform(transform: Any) -> ImagePlan:
-    """The plan that does the same as a transform of RGB Pillow images.
+    """Return the plan equivalent to a transform of RGB Pillow images.
 
-    Known are chains of: RandomResizedCrop; or Resize, or open_clip's ResizeKeepRatio, and CenterCrop or
+    Supported are chains of: RandomResizedCrop; or Resize, or open_clip's ResizeKeepRatio, and CenterCrop or
     open_clip's CenterCropOrPad; bicubic or bilinear; conversion to RGB anywhere; then RandomHorizontalFlip,
     Grayscale, RandomGrayscale or open_clip's gray_scale; with Pillow's pixels to the bit (resize.py), any of
     torchvision's and open_clip's functions that keep an image's size, run as given; then ToTensor,
@@ -73,50 +73,50 @@ def compile_transform(transform: Any) -> ImagePlan:
     plan gives the same bits (processors.py).
 
     Raises:
-        NotRecognised: it holds something else.
+        NotRecognised: it contains something else.
     """
     processor = image_processor_of(transform)
     if processor is not None:
         return plan_of(processor)
     steps = _Steps(transform)
     size, fit, by, fill = _geometry(steps)
-    behind = steps.all(lambda step, name: (step, _colour(step, name)) if _keeps_size(step, name) else None)
+    after = steps.all(lambda step, name: (step, _colour(step, name)) if _keeps_size(step, name) else None)
     statistics = _statistics(steps)
     steps.end()
-    known = [colour for _, colour in behind if colour is not None]
-    if len(known) == len(behind):
+    known = [colour for _, colour in after if colour is not None]
+    if len(known) == len(after):
         return ImagePlan(size, fit, by, fill, colour=tuple(known), statistics=statistics)
     if kernel.why_not():
-        unknown = next(step for step, colour in behind if colour is None)
+        unknown = next(step for step, colour in after if colour is None)
         raise NotRecognised(f"{_shown(unknown)} needs Pillow's pixels to the bit, and {kernel.why_not()}")
-    return ImagePlan(size, fit, by, fill, given=tuple(step for step, _ in behind), statistics=statistics)
+    return ImagePlan(size, fit, by, fill, given=tuple(step for step, _ in after), statistics=statistics)
 
 
 class _Steps:
-    """The functions of a chain, one after the other, but for conversions to RGB: images are RGB."""
+    """The functions of a chain in order, without conversions to RGB: images are RGB already."""
 
     def __init__(self, transform: Any):
         self._rest = [step for step in _flat(transform) if _name(step) not in _TO_RGB]
 
     def next(self, read: Callable[[Any, tuple[str, str]], Any]) -> Any:
-        """What `read` makes of the next function, which is then done with; None leaves it."""
+        """Return `read` of the next function and remove it; if None, keep it."""
         found = read(self._rest[0], _name(self._rest[0])) if self._rest else None
         if found is not None:
             del self._rest[0]
         return found
 
     def all(self, read: Callable[[Any, tuple[str, str]], Any]) -> list[Any]:
-        """What `read` makes of the next functions, up to one of which it makes None."""
+        """Return `read` of the next functions, up to one that gives None."""
         return list(iter(lambda: self.next(read), None))
 
     def end(self) -> None:
-        """See that nothing is left.
+        """Check that nothing is left.
 
         Raises:
-            NotRecognised: something is.
+            NotRecognised: a function is left.
         """
         if self._rest:
-            raise NotRecognised(f"{_shown(self._rest[0])} isn't known, or not at that place")
+            raise NotRecognised(f"{_shown(self._rest[0])} isn't supported, or not at this place")
 
 
 def _flat(transform: Any) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def _random_crop(step: Any, name: tuple[str, str]) -> tuple[Size, RandomCrop, Fi
     low, high = map(float, step.scale)
     narrow, wide = map(float, step.ratio)
     if not (0 < low <= high and 0 < narrow <= wide):
-        raise NotRecognised(f"{_shown(step)} has bounds that aren't in order")
+        raise NotRecognised(f"{_shown(step)} has invalid bounds")
     return _size(step.size), RandomCrop((low, high), (narrow, wide)), _filter(step)
 
 
@@ -166,7 +166,7 @@ def _resize(step: Any, name: tuple[str, str]) -> tuple[Any, Filter] | None:
         return fit, _filter(step)
     if name == (_OPEN_CLIP, "ResizeKeepRatio"):
         if step.random_scale_prob or step.random_aspect_prob:
-            raise NotRecognised("ResizeKeepRatio draws sizes")
+            raise NotRecognised("ResizeKeepRatio has random sizes")
         return KeepRatio(_size(step.size), float(step.longest)), _filter(step)
     return None
 
@@ -196,7 +196,7 @@ def _colour(step: Any, name: tuple[str, str]) -> Flip | Grey | None:
 
 
 def _keeps_size(step: Any, name: tuple[str, str]) -> bool:
-    """Whether a function makes of an RGB Pillow image another one of its size."""
+    """Return whether a function keeps the size of an RGB Pillow image."""
     if name in _OF_SEVERAL:
         return all(_keeps_size(each, _name(each)) for each in step.transforms)
     if name == (_TORCHVISION, "RandomRotation"):
@@ -229,7 +229,7 @@ def _normalise(step: Any, name: tuple[str, str]) -> Statistics | None:
 
 
 def _name(step: Any) -> tuple[str, str]:
-    """The module and name of a function, or of its class, if it is what that module has by this name."""
+    """Return module and name of a function or its class, if the module really has it by this name."""
     kind = step if hasattr(step, "__qualname__") else type(step)
     module, name = str(getattr(kind, "__module__", "")), str(getattr(kind, "__qualname__", ""))
     is_it = getattr(sys.modules.get(module), name, None) is kind
@@ -257,7 +257,7 @@ def _size(size: Any) -> Size:
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or value < 1:
-        raise NotRecognised(f"{value!r} is no number of pixels")
+        raise NotRecognised(f"{value!r} isn't a number of pixels")
     return value
 
 

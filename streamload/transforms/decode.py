@@ -1,8 +1,8 @@
-"""Image bytes → RGB pixels (part of I), those of Pillow's `convert("RGB")`; nothing is rotated or scaled.
+"""Image bytes → RGB pixels (step I), identical to Pillow's `convert("RGB")`; no rotation or scaling.
 
-A sound 8-bit JPEG is decoded by libjpeg-turbo with the GIL released. Everything else, a JPEG that makes the
-decoder warn included, is Pillow's, so that what is accepted and what is refused is Pillow's decision too.
-Pixels that were stored as they are (binary PPM, as prepared shards have them) aren't decoded at all.
+libjpeg-turbo decodes valid 8-bit JPEGs with the GIL released. Pillow decodes everything else, including
+JPEGs that cause decoder warnings, so Pillow decides what is accepted. Raw pixels (binary PPM, as in
+prepared shards) need no decoding.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from streamload.transforms.limits import (
 Pixels = npt.NDArray[np.uint8]
 _Result = TypeVar("_Result")
 
-# What `*.jpg`, `*.png`, `*.jpeg` and `*.webp` hold on the web, names that lie included. The plugins are
-# imported so that Pillow needn't import all of its own to know these.
+# The formats found in `*.jpg`, `*.png`, `*.jpeg` and `*.webp` on the web, including wrong extensions.
+# Importing these plugins saves Pillow from importing all of them.
 _PLUGINS = (
     JpegImagePlugin.JpegImageFile,
     PngImagePlugin.PngImageFile,
@@ -63,31 +63,31 @@ FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 _SCRATCH_BYTES = 16 << 20
 _JPEG_START = b"\xff\xd8\xff"
 _HEADER_BYTES = 4096
-"""Of a JPEG: what is seldom exceeded; of a longer header all of the file is looked at."""
+"""Enough for most JPEG headers; for a longer one the whole file is searched."""
 _STRIP_PIXELS = 1 << 20
-"""How many of Pillow's pixels are converted at once, so that there is no second copy of a large image."""
+"""Pillow's pixels are converted in strips of this size, to avoid a second copy of a large image."""
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 _ICON_START = b"\0\0\1\0"
 _PPM_START = b"P6"
 _PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
-"""Of binary PPM the plain form, 8 bits and no comments: what Pillow, OpenCV and netpbm write."""
+"""Plain binary PPM, 8 bits and no comments, as written by Pillow, OpenCV and netpbm."""
 _PPM_HEADER_BYTES = 32
 _FAST_COLOURS = frozenset(("YCbCr", "Gray"))
 
 
 class _Scratch(threading.local):
-    """Memory for one image at a time: fresh pages for each cost a sixth of what decoding does."""
+    """Reused memory for one image at a time: fresh pages for each would cost a sixth of the decoding."""
 
     def __init__(self) -> None:
-        # All of it at once, so that places in it stay where they are; only what images need is ever touched.
+        # Allocated once, so that addresses are stable; untouched pages take no memory.
         self._memory = np.empty(_SCRATCH_BYTES, np.uint8)
         self.tensor = torch.from_numpy(self._memory)
         self.address: int = self._memory.__array_interface__["data"][0]
         self.place: Pixels | None = None
-        """The one that was given last; each begins where the memory does."""
+        """The latest one; each begins at the start of the memory."""
 
     def of(self, height: int, width: int) -> Pixels | None:
-        """uint8[height, width, 3]; None for an image that is too large to keep as much for."""
+        """Return uint8[height, width, 3]; None if the image is too large."""
         size = height * width * 3
         fits = size <= _SCRATCH_BYTES
         self.place = self._memory[:size].reshape(height, width, 3) if fits else None
@@ -100,12 +100,12 @@ _scratch = _Scratch()
 def jpeg_size(
     data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 ) -> tuple[int, int] | None:
-    """Height and width of a JPEG by its header; None if it isn't one for libjpeg-turbo.
+    """Return height and width of a JPEG by its header; None if libjpeg-turbo can't decode it.
 
     Raises:
         ImageTooLarge: it has more pixels than `most_pixels`, or too many scans for its pixels.
     """
-    # The kernel knows no JPEG but those of one scan, which is nothing to count.
+    # The kernel handles only JPEGs with one scan, so there are no scans to count.
     size = None if kernel.jpeg_size is None else kernel.jpeg_size(bytes(data[:_HEADER_BYTES]))
     if size is None:
         if data[:3] != _JPEG_START:
@@ -136,14 +136,14 @@ def decode_jpeg_or_image(
 
     Args:
         data: a whole file of one of FORMATS, or binary PPM.
-        in_scratch: the pixels are needed only until this thread decodes another image.
-        most_pixels: of an image; the other limits (limits.py) follow from it.
+        in_scratch: the pixels are only needed until this thread decodes another image.
+        most_pixels: allowed; the other limits (limits.py) follow from it.
 
     Returns:
         uint8[H, W, 3], contiguous and writable. Of an animation, the first frame.
 
     Raises:
-        DecodeError: cut, corrupt, or of another format.
+        DecodeError: cut, corrupt, or another format.
         ImageTooLarge: decoding it would take too much memory or time, by its header.
     """
     if is_stored(data):
@@ -155,15 +155,15 @@ def decode_jpeg_or_image(
 
 
 def is_stored(data: bytes | memoryview) -> bool:
-    """Whether an image's pixels are stored as they are (binary PPM): there is nothing to decode."""
+    """Return whether an image has raw pixels (binary PPM), which need no decoding."""
     return data[:2] == _PPM_START
 
 
 def place_in_scratch(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Pixels | None:
-    """Where `decode_there` will put the pixels of a JPEG, by its header.
+    """Return where `decode_there` will put the pixels of a JPEG, by its header.
 
     Returns:
-        uint8[H, W, 3], writable, whose content is undefined until then; None where only decoding will tell.
+        uint8[H, W, 3], writable, undefined until decoded; None if only decoding can tell.
 
     Raises:
         ImageTooLarge: as for `jpeg_size`.
@@ -173,12 +173,12 @@ def place_in_scratch(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IM
 
 
 def memory_of(pixels: Pixels) -> torch.Tensor:
-    """A tensor whose storage begins with these pixels; made already for the latest place in scratch."""
+    """Return a tensor whose storage begins with these pixels; cached for the latest place in scratch."""
     return _scratch.tensor if pixels is _scratch.place else torch.from_numpy(pixels)
 
 
 def address_of(pixels: Pixels) -> int:
-    """Where these pixels begin; known already for the latest place in scratch."""
+    """Return the address of these pixels; cached for the latest place in scratch."""
     if pixels is _scratch.place:
         return _scratch.address
     address: int = pixels.__array_interface__["data"][0]
@@ -188,25 +188,25 @@ def address_of(pixels: Pixels) -> int:
 def decode_there(
     data: bytes | memoryview, place: Pixels | None, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 ) -> Pixels:
-    """Decode a JPEG into the place that its header gave: `place`, needed until this thread decodes another.
+    """Decode a JPEG into `place`, the result of `place_in_scratch`.
+
+    Returns:
+        `place`; new memory if that is None, or if Pillow finds another size.
 
     Raises:
         DecodeError: as for `decode_jpeg_or_image`.
-
-    Returns:
-        `place`; memory of its own where that is None, or where Pillow finds another size.
     """
     try:
         there: Pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=place)
-    except ValueError:  # strict, its default: what libjpeg only warns of is raised
+    except ValueError:  # also raised for warnings of libjpeg, as strict is the default
         return _by_pillow(data, most_pixels, lambda image: _pixels_of(image, place))
     return there if place is None else place
 
 
 def decode_to_pillow(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Image.Image:
-    """Decode an image for functions that take Pillow's: `Image.open(…).convert("RGB")`, its `info` included.
+    """Decode to a Pillow image, as `Image.open(…).convert("RGB")`, including `info`.
 
-    Pillow decodes all of it: putting pixels of libjpeg-turbo into its own layout costs what they save.
+    Pillow decodes it: converting libjpeg-turbo's pixels to its layout would cost as much as they save.
 
     Args and Raises: as for `decode_jpeg_or_image`.
     """
@@ -218,7 +218,7 @@ def decode_to_pillow(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IM
 def _by_pillow(
     data: bytes | memoryview, most_pixels: int, finish: Callable[[Image.Image], _Result]
 ) -> _Result:
-    """Let Pillow decode an image; `finish` takes what it needs of it."""
+    """Decode an image by Pillow; `finish` converts it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = _open(data, most_pixels)
@@ -227,7 +227,7 @@ def _by_pillow(
             return finish(image)
         except (MemoryError, DecodeError):
             raise
-        except Exception as exc:  # Pillow's plugins raise whatever a corrupt file makes them stumble over
+        except Exception as exc:  # corrupt files make Pillow's plugins raise anything
             raise DecodeError(
                 f"{image.format} image of {len(data)} bytes, {image.width}×{image.height}, "
                 f"could not be decoded: {exc!r}"
@@ -235,12 +235,12 @@ def _by_pillow(
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """`image.convert("RGB")`, which copies what is RGB already."""
+    """Return `image.convert("RGB")`, without its copy if the image is RGB already."""
     return image._new(image.im) if image.mode == "RGB" else image.convert("RGB")
 
 
 def _pixels_of(image: Image.Image, place: Pixels | None = None) -> Pixels:
-    """The pixels of an image that is loaded, as `image.convert("RGB")` has them, in `place` if they fit."""
+    """Return the pixels of `image.convert("RGB")` for a loaded image, in `place` if they fit."""
     width, height = image.size
     if place is None or place.shape != (height, width, 3):
         place = np.empty((height, width, 3), np.uint8)
@@ -255,15 +255,15 @@ def _pixels_of(image: Image.Image, place: Pixels | None = None) -> Pixels:
 def stored_pixels(
     data: bytes | memoryview, in_place: bool, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 ) -> Pixels:
-    """The pixels of a binary PPM.
+    """Return the pixels of a binary PPM.
 
     Args:
-        data: of which `is_stored` is true.
-        in_place: give them where they lie, if torch, which may write, may have them there; else a copy.
-        most_pixels: that it may have.
+        data: for which `is_stored` is true.
+        in_place: return a view if `data` is writable, as torch requires; otherwise a copy.
+        most_pixels: allowed.
 
     Raises:
-        DecodeError: another PPM than of 8 bits, or cut.
+        DecodeError: not 8 bits, or cut.
         ImageTooLarge: more than `most_pixels`.
     """
     header = _PPM_HEADER.match(bytes(data[:_PPM_HEADER_BYTES]))
@@ -279,7 +279,7 @@ def stored_pixels(
 
 
 def _open(data: bytes | memoryview, most_pixels: int) -> Image.Image:
-    """Read the header, and refuse by it what would take too much."""
+    """Read the header, and refuse an image that would take too much memory or time."""
     if data[:4] == _ICON_START:
         _check_icon(data, most_pixels)
     try:
@@ -308,7 +308,7 @@ def _open(data: bytes | memoryview, most_pixels: int) -> Image.Image:
 
 
 def _check_icon(data: bytes | memoryview, most_pixels: int) -> None:
-    """Refuse an ICO file by the sizes of the images inside: Pillow decodes one when it opens the file."""
+    """Refuse an ICO file by the sizes of its images: Pillow decodes one when it opens the file."""
     count = int.from_bytes(data[4:6], "little")
     for entry in range(6, 6 + 16 * count, 16):
         offset = int.from_bytes(data[entry + 12 : entry + 16], "little")

@@ -1,4 +1,4 @@
-"""Plans carried out: pixels → an image's place in a batch (part of I)."""
+"""Runs a plan: pixels → an image in its place in a batch (step I)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from streamload.transforms.user import SeededGenerators
 
 
 class Choices(NamedTuple):
-    """What is drawn for one image.
+    """The random choices for one image.
 
     Attributes:
-        box: the part of it that is used; None: the plan says which.
-        colour: of each of the plan's colour steps, whether it is done.
-        seed: of all that.
-        torch_taken: how many numbers of torch's generator it took.
+        box: the part that is used; None: given by the plan.
+        colour: whether each of the plan's colour steps is applied.
+        seed: of all choices.
+        torch_taken: how many numbers of torch's generator they took.
     """
 
     box: Box | None
@@ -36,15 +36,15 @@ class Choices(NamedTuple):
 
 
 class PlannedTransform:
-    """What a plan says, on pixels: Pillow's, and torch's floats of them.
+    """Runs a plan on pixels, with the results of Pillow's resizing and torch's normalisation.
 
     To the bit where the kernel can be used, otherwise close to it (resize.py). About 190 µs for 500×375 →
     224 px; 360 where the kernel can't be used, and 290 to normalise. Deterministic in (pixels, choices);
     functions as given leave the global generators changed. One thread at a time.
 
     Args:
-        plan: what it says.
-        as_bytes: leave out the normalising.
+        plan: to run.
+        as_bytes: leave out the normalisation.
     """
 
     def __init__(self, plan: ImagePlan, as_bytes: bool = True) -> None:
@@ -59,13 +59,12 @@ class PlannedTransform:
         self._generators = SeededGenerators()
 
     def draw(self, height: int, width: int, seed: int) -> Choices:
-        """Draw what is random as the functions that the plan stands for draw it.
+        """Make the random choices exactly as the functions of the original transform would.
 
         Args:
             height: of the image, in pixels.
-            width: the same.
-            seed: uint64 of the sample and pass, by which torch's and Python's generators would have been
-                seeded (user.py).
+            width: of the image, in pixels.
+            seed: uint64 of sample and pass, with which the original's generators would be seeded (user.py).
         """
         if self._boxes is not None and not self.plan.colour:
             found = self._boxes.draw_seeded(height, width, seed)
@@ -78,17 +77,17 @@ class PlannedTransform:
         return Choices(box, colour, seed, self._draws.torch_taken)
 
     def put(self, pixels: Pixels, choices: Choices) -> Put:
-        """What makes an image of pixels that needn't be there yet.
+        """Return a function that transforms pixels, which may not be decoded yet.
 
         Args:
             pixels: uint8[H, W, 3], writable.
-            choices: drawn for an image of this size.
+            choices: for an image of this size.
 
         Returns:
-            It writes the image to `out`, a Place; one that isn't ready for it costs 90 µs more.
+            A function that writes the image to the Place `out`. A Place without address costs 90 µs more.
 
         Raises:
-            DecodeError: the image is so long that nothing of its short side would be left.
+            DecodeError: the image is so elongated that its short side would have no pixel.
         """
         plan, statistics = self.plan, self._statistics
         box, size, part = self._fitted(pixels, choices.box)
@@ -107,7 +106,7 @@ class PlannedTransform:
         return functools.partial(self._finished, levels, part, choices)
 
     def _fitted(self, pixels: Pixels, box: Box | None) -> tuple[Box, Size, Box]:
-        """What is resized, to which size, and which part of that is used."""
+        """Return the box to resize, its new size, and the part of that to use."""
         plan = self.plan
         if box is not None:
             return box, plan.size, self._whole
@@ -121,7 +120,7 @@ class PlannedTransform:
         return Box(0, 0, height, width), size, Box(max(top, 0), max(left, 0), down, across)
 
     def _finished(self, put: Put, part: Box, choices: Choices, *, out: Place) -> None:
-        """With a frame, with the colour steps that were drawn, and normalised, where that is asked for."""
+        """Pad, apply the colour steps that were drawn, and normalise, as far as the plan says."""
         plan = self.plan
         if self._levels is None:
             self._levels = empty(*plan.size)
@@ -145,7 +144,7 @@ class PlannedTransform:
             self._normalise(image, out.tensor, *self._statistics)
 
     def _as_given(self, levels: torch.Tensor, choices: Choices) -> torch.Tensor:
-        """What functions as given make of uint8[3, H, W], with the numbers that they would have drawn."""
+        """Run the functions as given on uint8[3, H, W], with the random numbers that they would draw."""
         image = Image.fromarray(levels.permute(1, 2, 0).numpy())
         self._generators.seed(choices.seed, choices.torch_taken)
         for function in self.plan.given:
@@ -153,16 +152,16 @@ class PlannedTransform:
         height, width = self.plan.size
         if (image.mode, image.size) != ("RGB", (width, height)):
             raise TypeError(
-                f"{function} gave an image of {image.width}×{image.height} in {image.mode}, where one of "
-                f"{width}×{height} in RGB is expected: give compile=False for a preprocess= with it"
+                f"{function} returned an image of {image.width}×{image.height} in {image.mode}, expected "
+                f"{width}×{height} in RGB: use compile=False for a preprocess= that contains it"
             )
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
-    """Where the middle of a side begins, less than 0 where there isn't enough of it, and how long it is.
+    """Return start and length of the middle of a side; the start is negative if the side is too short.
 
-    Rounded as by torchvision's CenterCrop, which pads what is too short.
+    Rounds like torchvision's CenterCrop, which pads sides that are too short.
     """
     if length < wanted:
         return -((wanted - length) // 2), length
@@ -170,5 +169,5 @@ def _middle(length: int, wanted: int) -> tuple[int, int]:
 
 
 def _middle_rounded_down(length: int, wanted: int) -> tuple[int, int]:
-    """The same, rounded as by transformers' image processors, of a side that is long enough."""
+    """Do the same with the rounding of transformers' image processors, for a side that is long enough."""
     return (length - wanted) // 2, wanted

@@ -1,7 +1,7 @@
-"""The functions of _avx2.c and _before.c, if they are there (part of I); without torch.
+"""The functions of _avx2.c and _before.c, if they are built (step I). Doesn't import torch.
 
-They are built with the package where there is a C compiler. Where they aren't, Python and torch do the same
-in more time, torch not to the bit (resize.py).
+They are built at installation if there is a C compiler. Otherwise Python and torch replace them, slower,
+and torch not to the bit (resize.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ImportError:
     _before = None
 
 resize_into: Callable[..., None] | None = None
-"""See resize.py and _avx2.pyi; None where it can't be used: it needs AVX2 and FMA."""
+"""See resize.py and _avx2.pyi; None if it can't be used: it needs AVX2 and FMA."""
 if _avx2 is not None and _avx2.is_supported():
     resize_into = _avx2.resize_into
 jpeg_size: Callable[[bytes], tuple[int, int] | None] | None = getattr(_before, "jpeg_size", None)
@@ -35,14 +35,14 @@ random_box: Callable[..., Any] | None = getattr(_before, "random_box", None)
 
 
 def why_not() -> str:
-    """Why `resize_into` can't be used here; empty: it can."""
+    """Return why `resize_into` can't be used here, or ""."""
     if _avx2 is None:
         return "streamload was installed without a C compiler for this processor"
     return "" if _avx2.is_supported() else "the processor has no AVX2 or no FMA"
 
 
 def lost() -> str:
-    """What an installation without a C compiler costs on this processor, and the remedy; empty: nothing."""
+    """Return what an installation without a C compiler costs on this processor, and the remedy, or ""."""
     missing = [module is None for module in (_avx2, _before)]
     if platform.machine() != "x86_64" or not any(missing):
         return ""

@@ -1,7 +1,7 @@
-"""What decoding an image may take (part of I): refused by its header, before memory or time is spent on it.
+"""Limits for decoding an image (step I), checked by its header before memory or time is spent.
 
-All limits follow from one number, `most_pixels`. At its default no image takes more than 220 MiB beside its
-file, nor more than a second or two; what is refused is counted as `too_large`.
+All limits follow from one number, `most_pixels`. With its default no image takes more than 220 MiB besides
+its file, nor more than a second or two. Refused images are counted as `too_large`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from streamload.options import DEFAULT_MAX_IMAGE_PIXELS as DEFAULT_MAX_IMAGE_PIX
 from streamload.transforms import kernel
 
 _BYTES_A_PIXEL = 12
-"""What is allowed for each of `most_pixels`. A progressive JPEG takes 10: 6 for its coefficients, 4 for
-Pillow's pixels; all others less, but for these:"""
+"""Memory allowed for each of `most_pixels`. A progressive JPEG takes 10: 6 for coefficients, 4 for Pillow's
+pixels. Other formats take less, except for these:"""
 _MORE_BYTES_A_PIXEL = {"CMYK": 14, "WEBP": 19, "TIFF": 20, "AVIF": 24, "JPEG2000": 60, "ICO": 200}
-"""A progressive JPEG of four colours has 8 and 4, and some for its rows. libwebp's animation decoder, by
-which Pillow reads every WebP, has two canvases, of one of which Pillow makes two copies. libtiff has a strip
-or a tile, which may be all of an image of 16 bits. AVIF takes 10 to 20, and JPEG 2000 25; it is time that
-they take more of. Of an icon Pillow makes several copies when it opens it."""
+"""A progressive JPEG with four colours takes 8 + 4, and some for its rows. Pillow reads every WebP by the
+animation decoder of libwebp, with two canvases, and copies one of them twice. libtiff buffers a strip or
+tile, perhaps a whole 16-bit image. AVIF takes 10 to 20 and JPEG 2000 25; their limits are for time. Pillow
+copies an icon several times."""
 _PASSES = 32
-"""How often a decoder may go over `most_pixels`: a progressive JPEG does so in each of its scans. Encoders
+"""How many passes over `most_pixels` a decoder may make: a progressive JPEG makes one per scan, and encoders
 write 6 to 12 scans."""
 _SMALLEST_SHARE = 16
-"""An image counts as a sixteenth of `most_pixels` at least, as a scan of no pixels takes time, too."""
+"""An image counts as at least 1/16 of `most_pixels`, because even a scan without pixels takes time."""
 _ARITHMETIC_PASSES = 8
 _RUN_LENGTH_PASSES = 64
-"""Arithmetic coding, and BMP's run lengths, which Pillow reads in Python, take so many times as long."""
+"""Arithmetic coding, and BMP's run lengths, which Pillow decodes in Python, count as this many passes."""
 _MOST_READS = 1 << 18
 _MOST_MARKERS = 1 << 16
 
@@ -42,12 +42,12 @@ def check_pixels(height: int, width: int, most_pixels: int, kind: str = "") -> N
 
     Args:
         height: in pixels, by its header.
-        width: the same.
+        width: in pixels, by its header.
         most_pixels: that an image may have.
-        kind: Pillow's name of its format, or "CMYK" for a JPEG of four colours.
+        kind: Pillow's name of its format, or "CMYK" for a JPEG with four colours.
 
     Raises:
-        ImageTooLarge: it has more pixels, or needs more bytes than an image of so many may.
+        ImageTooLarge: it has more pixels, or needs more memory than `most_pixels` allow.
     """
     bytes_a_pixel = max(_BYTES_A_PIXEL, _MORE_BYTES_A_PIXEL.get(kind, 0))
     most = most_pixels * _BYTES_A_PIXEL // bytes_a_pixel
@@ -59,7 +59,7 @@ def check_pixels(height: int, width: int, most_pixels: int, kind: str = "") -> N
 
 
 def check_passes(height: int, width: int, most_pixels: int, passes: int) -> None:
-    """Refuse an image over whose pixels a decoder would have to go too often.
+    """Refuse an image that takes too many passes over its pixels.
 
     Raises:
         ImageTooLarge: passes × pixels are too many.
@@ -67,23 +67,23 @@ def check_passes(height: int, width: int, most_pixels: int, passes: int) -> None
     if passes * max(height * width, most_pixels // _SMALLEST_SHARE) > _PASSES * most_pixels:
         raise ImageTooLarge(
             f"image of {width}×{height} that takes as long as {passes:,} passes over its pixels; at most "
-            f"{_PASSES} over {most_pixels:,} pixels are made: max_image_pixels= or "
+            f"{_PASSES} over {most_pixels:,} pixels are allowed: max_image_pixels= or "
             f"STREAMLOAD_MAX_IMAGE_PIXELS allows more"
         )
 
 
 def check_scans(jpeg: bytes, height: int, width: int, most_pixels: int) -> None:
-    """Refuse a JPEG of too many scans for its size.
+    """Refuse a JPEG with too many scans for its size.
 
     Raises:
-        ImageTooLarge: scans × pixels are too many, or there are more markers than in any JPEG.
+        ImageTooLarge: scans × pixels are too many, or there are more markers than in any real JPEG.
     """
     passes = (kernel.jpeg_passes or count_passes)(jpeg)
     check_passes(height, width, most_pixels, passes if passes >= 0 else _MOST_MARKERS)
 
 
 def count_passes(jpeg: bytes) -> int:
-    """As _before.c: a JPEG's scans, arithmetic ones for eight; -1: it has more markers than any."""
+    """Count a JPEG's scans like _before.c, arithmetic ones as eight; -1: more markers than any real JPEG."""
     passes = at = 0
     of_scan = 1
     for _ in range(_MOST_MARKERS):
@@ -101,26 +101,26 @@ def count_passes(jpeg: bytes) -> int:
 
 
 def check_run_lengths(height: int, width: int, most_pixels: int) -> None:
-    """Refuse a BMP of run lengths that is too large to be read by Pillow's Python.
+    """Refuse a run-length encoded BMP that is too large for Pillow's decoder in Python.
 
     Raises:
-        ImageTooLarge: it is.
+        ImageTooLarge: it is too large.
     """
     check_passes(height, width, most_pixels, _RUN_LENGTH_PASSES)
 
 
 class MeteredFile(io.BytesIO):
-    """A file in memory that may be read only so often: Pillow reads headers a few bytes at a time."""
+    """A file in memory with a limit for the number of reads: Pillow reads headers a few bytes at a time."""
 
     def __init__(self, data: bytes | memoryview):
         super().__init__(data)
         self._reads_left = _MOST_READS
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As of any file.
+        """Read like any file.
 
         Raises:
-            ImageTooLarge: there have been too many reads.
+            ImageTooLarge: too many reads.
         """
         self._reads_left -= 1
         if self._reads_left < 0:

@@ -1,4 +1,4 @@
-"""uint8 images → float: (x / 255 − mean) / std (step I in a worker, step L on the device)."""
+"""Normalisation, uint8 → float: (x / 255 − mean) / std (step I in a worker, step L on the device)."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ def normalise_into(
     mean: Channels = OPENAI_MEAN,
     std: Channels = OPENAI_STD,
 ) -> None:
-    """Normalise one image into its place in a batch, while it is in the cache: with torchvision's bits.
+    """Normalise one image into its place in a batch; bit-identical to torchvision.
 
     Args:
         image: uint8[C, H, W].
         destination: float32[C, H, W].
-        mean: of each channel, with 1.0 as white.
-        std: the same.
+        mean: of each channel; 1.0 is white.
+        std: of each channel.
     """
-    means, stds = _as_given(mean, std)
+    means, stds = _as_tensors(mean, std)
     destination.copy_(image).div_(255).sub_(means).div_(stds)
 
 
 def normalise_levels_into(
     image: torch.Tensor, destination: torch.Tensor, mean: Channels, std: Channels
 ) -> None:
-    """The same with the bits of transformers' processors of tensors: (x − 255 mean) / (255 std).
+    """Do the same bit-identical to transformers' tensor processors: (x − 255 mean) / (255 std).
 
     Args: as for `normalise_into`.
     """
-    means, stds = _as_given(mean, std)
+    means, stds = _as_tensors(mean, std)
     destination.copy_(image).sub_(means * 255).div_(stds * 255)
 
 
 @functools.cache
 def packed(mean: Channels, std: Channels) -> bytes:
-    """What `normalise_into` subtracts and divides by, as resize.py takes it: float32[2, C]."""
-    return torch.cat(_as_given(mean, std)).numpy().tobytes()
+    """Return mean and std as resize.py needs them: the bytes of float32[2, C]."""
+    return torch.cat(_as_tensors(mean, std)).numpy().tobytes()
 
 
 def normalise_batch(
@@ -53,12 +53,12 @@ def normalise_batch(
     std: Channels = OPENAI_STD,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Normalise a batch where it is, in one pass over it: on a GPU a single kernel from bytes to floats.
+    """Normalise a batch on its device, in one pass: on a GPU a single kernel from bytes to floats.
 
     Args:
         images: uint8[N, C, H, W] on any device.
-        mean: of each channel, with 1.0 as white.
-        std: the same.
+        mean: of each channel; 1.0 is white.
+        std: of each channel.
         dtype: of the result; the arithmetic is float32.
 
     Returns:
@@ -66,21 +66,21 @@ def normalise_batch(
     """
     factor, black = _constants(mean, std, images.device)
     if images.device.type == "mps":
-        images = images.float()  # its kernels don't mix types
+        images = images.float()  # MPS kernels don't mix types
     result = torch.empty_like(images, dtype=dtype)
     return torch.addcmul(black, images, factor, out=result)
 
 
 @functools.cache
-def _as_given(mean: Channels, std: Channels) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32[C, 1, 1] of each, on the CPU."""
+def _as_tensors(mean: Channels, std: Channels) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as float32[C, 1, 1] on the CPU."""
     means, stds = (torch.tensor(of, dtype=torch.float32, device="cpu").view(-1, 1, 1) for of in (mean, std))
     return means, stds
 
 
 @functools.cache
 def _constants(mean: Channels, std: Channels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to multiply a level by, and what becomes of black: float32[C, 1, 1]."""
+    """Return the factor for a level, and the value of black: float32[C, 1, 1]."""
     means, stds = (torch.tensor(of, dtype=torch.float64, device="cpu") for of in (mean, std))
     factor, black = (
         values.to(device, torch.float32).view(-1, 1, 1)

@@ -1,7 +1,7 @@
-"""What an image transform does, as data: crop or resize, colour, statistics (part of I).
+"""An image transform as data: crop or resize, colour, statistics (step I).
 
-A plan stands for a chain of functions on Pillow images, open_clip's for one. `compile.py` reads it off such
-a chain, `execute.py` carries it out on pixels.
+A plan represents a chain of functions on Pillow images, such as open_clip's. compile.py derives it from the
+chain, execute.py runs it on pixels.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from streamload.transforms.resize import Filter
 Size = tuple[int, int]
 """Height and width, in pixels."""
 Given = Callable[[Image.Image], Image.Image]
-"""A function from an RGB Pillow image to another one of its size."""
+"""A function from an RGB Pillow image to another one of the same size."""
 
 
 class NotRecognised(Exception):
-    """Why a transform runs as given."""
+    """The reason why a transform runs as given."""
 
 
 class Statistics(NamedTuple):
-    """What floats are normalised by: (x / 255 − mean) / std."""
+    """The statistics of (x / 255 − mean) / std."""
 
     mean: Channels
     std: Channels
@@ -41,10 +41,10 @@ OPENAI = Statistics(OPENAI_MEAN, OPENAI_STD)
 
 
 class Fit(Protocol):
-    """How large an image is made, before the middle of it is cut out."""
+    """The size to which an image is resized before the centre crop."""
 
     def resized(self, height: int, width: int) -> Size:
-        """The size of an image of height × width, resized."""
+        """Return the resized size of an image of height × width."""
         ...
 
 
@@ -58,7 +58,7 @@ class RandomCrop:
 
 @dataclass(frozen=True, slots=True)
 class ShortSide:
-    """The short side gets this many pixels: torchvision's `Resize(size)`."""
+    """Resize the short side to this many pixels: torchvision's `Resize(size)`."""
 
     size: int
 
@@ -70,7 +70,7 @@ class ShortSide:
 
 @dataclass(frozen=True, slots=True)
 class KeepRatio:
-    """One factor for both sides, which the short (0.0) or the long one (1.0) needs: ResizeKeepRatio."""
+    """Scale both sides by one factor, that of the short (0.0) or the long one (1.0): ResizeKeepRatio."""
 
     size: Size
     longest: float
@@ -84,7 +84,7 @@ class KeepRatio:
 
 @dataclass(frozen=True, slots=True)
 class Squash:
-    """Each side as given: torchvision's `Resize((height, width))`."""
+    """Resize each side: torchvision's `Resize((height, width))`."""
 
     size: Size
 
@@ -95,7 +95,7 @@ class Squash:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Left for right with some probability: torchvision's RandomHorizontalFlip."""
+    """Flip with some probability: torchvision's RandomHorizontalFlip."""
 
     probability: float
 
@@ -104,7 +104,7 @@ class Flip:
         return draws.torch_rand() < _float32(self.probability)
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """uint8[3, H, W] → the same, flipped."""
+        """Flip uint8[3, H, W]."""
         return image.flip(-1)
 
 
@@ -113,7 +113,7 @@ class Grey:
     """Pillow's luminance in all channels, with some probability.
 
     Attributes:
-        drawn_by: "torch" as torchvision's RandomGrayscale, "python" as open_clip's; None: always.
+        drawn_by: the generator: "torch" as in torchvision, "python" as in open_clip; None: always grey.
     """
 
     probability: float
@@ -126,8 +126,8 @@ class Grey:
         return self.drawn_by is None or draws.python_random() < self.probability
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """uint8[3, H, W] → the same, grey."""
-        # Pillow's own weights of red, green and blue, in 65,536ths, rounded.
+        """Make uint8[3, H, W] grey."""
+        # Pillow's weights of red, green and blue, in 65,536ths, rounded.
         red, green, blue = image.int()
         level: torch.Tensor = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
         return level.to(torch.uint8).expand_as(image)
@@ -139,17 +139,16 @@ class ImagePlan:
 
     Attributes:
         size: of the result.
-        fit: the random box, or how large the image is made; of that the middle is cut out.
+        fit: the random crop, or the size before the centre crop.
         by: the filter of the resizing.
-        fill: red, green and blue where the resized image is smaller than the result.
-        colour: what follows, in order.
-        given: functions that run as they are behind all that; where there are any, pixels have to be Pillow's
-            to the bit.
-        statistics: of the floats that come of it; None leaves levels of uint8.
-        rounds_down: where the middle is cut out of an odd rest, as by transformers; torchvision rounds half
+        fill: red, green and blue of the padding if the resized image is smaller than the result.
+        colour: steps after the resizing, in order.
+        given: functions that run as given after that; they need Pillow's pixels to the bit.
+        statistics: of the float result; None: the result is uint8.
+        rounds_down: round the offset of the centre crop down, as transformers does; torchvision rounds half
             to even.
-        on_tensors: resize and normalise as torchvision does with tensors of uint8 in place of Pillow images:
-            by torch's kernel, rows first, and as (x − 255 mean) / (255 std).
+        on_tensors: resize and normalise as torchvision does with uint8 tensors in place of Pillow images: by
+            torch's kernel, rows first, and as (x − 255 mean) / (255 std).
     """
 
     size: Size
@@ -164,10 +163,10 @@ class ImagePlan:
 
 
 def clip_plan(train: bool, size: int = 224) -> ImagePlan:
-    """open_clip's own default: in training a box of most of the image, else the middle square of it."""
+    """Return open_clip's default: in training a random crop of most of the image, otherwise a centre crop."""
     return ImagePlan((size, size), RandomCrop() if train else ShortSide(size))
 
 
 def _float32(value: float) -> float:
-    """As torch has it when it compares with a float32."""
+    """Round as torch does to compare with a float32."""
     return float(np.float32(value))

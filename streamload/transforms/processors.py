@@ -1,7 +1,7 @@
-"""transformers' image processors as transforms (part of I): compiled where that is exact, else run as given.
+"""transformers' image processors as transforms (step I): compiled if that is exact, otherwise run as given.
 
-transformers isn't imported here. Which arithmetic a processor has depends on its class and on the release, so
-nothing is believed: a plan stands for a processor only if both give the same bits for some images.
+transformers isn't imported here. The arithmetic of a processor depends on its class and release, so a plan
+replaces it only if both give the same bits for some test images.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _KNOWN = re.compile(
     r"transformers\.models\.(bit|blip|chinese_clip|clip|deit|siglip|vit)\.image_processing_\w+:"
     r"(Bit|Blip|ChineseCLIP|CLIP|DeiT|Siglip|ViT)ImageProcessor(Pil|Fast)?"
 )
-"""Those that do nothing but resize, crop and normalise, whatever the image shows."""
+"""Processors that only resize, crop and normalise, whatever the image."""
 _FILTERS: dict[Any, Filter] = {2: "bilinear", "bilinear": "bilinear", 3: "bicubic", "bicubic": "bicubic"}
 _PROBES = ((37, 52), (301, 227), (150, 403), (230, 229))
-"""Heights and widths of images to compare by: made larger and smaller, with odd and even rests to cut off."""
+"""Heights and widths of the test images: enlarged and reduced, with odd and even margins to crop."""
 
 
 def image_processor_of(transform: Any) -> Any | None:
-    """The image processor of transformers that a transform is, or that its processor has; else None."""
+    """Return the image processor that a transform is or contains, or None."""
     if _is_a(transform, "transformers.processing_utils", "ProcessorMixin"):
         transform = getattr(transform, "image_processor", None)
     is_one = _is_a(transform, "transformers.image_processing_base", "ImageProcessingMixin")
@@ -51,28 +51,28 @@ def image_processor_of(transform: Any) -> Any | None:
 
 
 def plan_of(processor: Any) -> ImagePlan:
-    """The plan that gives an image processor's `pixel_values`, to the bit.
+    """Return the plan that gives an image processor's `pixel_values` to the bit.
 
     Raises:
-        NotRecognised: it does something else, or not to the bit here.
+        NotRecognised: it does something else, or isn't bit-identical here.
     """
     name = type(processor).__name__
     is_known = _KNOWN.fullmatch(f"{type(processor).__module__}:{type(processor).__qualname__}")
     if not is_known or any(map(callable, vars(processor).values())):
-        raise NotRecognised(f"{name} isn't known, or was changed")
+        raise NotRecognised(f"{name} isn't supported, or was changed")
     try:
         plan = _read(processor)
-    except (AttributeError, TypeError, ValueError) as exc:  # each release has them in another form
-        raise NotRecognised(f"{name} isn't set up as expected: {exc}") from exc
+    except (AttributeError, TypeError, ValueError) as exc:  # attributes differ between releases
+        raise NotRecognised(f"{name} isn't configured as expected: {exc}") from exc
     for candidate in (plan, replace(plan, on_tensors=True)):
         if _are_alike(processor, candidate):
             return candidate
-    why = kernel.why_not() or "its arithmetic is another one"
+    why = kernel.why_not() or "its arithmetic differs"
     raise NotRecognised(f"{name} would not be compiled to the bit: {why}")
 
 
 class GivenProcessor:
-    """An image processor as it is: RGB Pillow image to tensors, `image` and whatever else it gives."""
+    """An image processor as given: RGB Pillow image → tensors, `image` and any others."""
 
     def __init__(self, processor: Any):
         self._processor = processor
@@ -81,21 +81,21 @@ class GivenProcessor:
         """Process one image.
 
         Raises:
-            TypeError: it gives something else than tensors with one row for an image.
+            TypeError: it doesn't return tensors with one row for an image.
         """
         values = {}
         for name, value in self._processor(image, return_tensors="pt").items():
             if not isinstance(value, torch.Tensor) or value.shape[:1] != (1,):
                 kind = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
                 raise TypeError(
-                    f"{type(self._processor).__name__} gave {name} {kind} for one image; expected tensors "
-                    f"with one row. map_sample= makes examples of any form, collate= batches of them"
+                    f"{type(self._processor).__name__} returned {name} {kind} for one image; expected "
+                    f"tensors with one row. For other values use map_sample= and collate="
                 )
             values["image" if name == "pixel_values" else name] = value[0]
         if "image" not in values:
             raise TypeError(
-                f"{type(self._processor).__name__} gave {', '.join(values)}, but no pixel_values: call it in "
-                f"map_sample="
+                f"{type(self._processor).__name__} returned {', '.join(values)}, but no pixel_values: call "
+                f"it in map_sample="
             )
         return values
 
@@ -106,7 +106,7 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 
 
 def _read(processor: Any) -> ImagePlan:
-    """What a processor's attributes say."""
+    """Read the plan from a processor's attributes."""
 
     def has(step: str) -> bool:
         return bool(getattr(processor, f"do_{step}", None))
@@ -125,7 +125,7 @@ def _read(processor: Any) -> ImagePlan:
 
 
 def _fit(sides: Mapping[str, int]) -> tuple[Fit, Size]:
-    """How large images are made, and how large they are at least."""
+    """Return the resizing, and the minimum size of its results."""
     if sides.keys() == {"shortest_edge"}:
         short = sides["shortest_edge"]
         return ShortSide(short), (short, short)
@@ -135,12 +135,12 @@ def _fit(sides: Mapping[str, int]) -> tuple[Fit, Size]:
 
 def _both(sides: Mapping[str, int]) -> Size:
     if sides.keys() != {"height", "width"}:
-        raise NotRecognised(f"a size by {', '.join(sides)} isn't known")
+        raise NotRecognised(f"a size by {', '.join(sides)} isn't supported")
     return sides["height"], sides["width"]
 
 
 def _sides(size: Any) -> dict[str, int]:
-    """A size as a dict or one of transformers' own, without what isn't given."""
+    """Return a size (a dict or transformers' own type) without None values."""
     return {name: int(value) for name, value in dict(size or {}).items() if value is not None}
 
 
@@ -148,7 +148,7 @@ def _statistics(processor: Any, has: Any) -> Statistics | None:
     if not has("rescale") and not has("normalize"):
         return None
     if not has("rescale"):
-        raise NotRecognised(f"{type(processor).__name__} normalises levels")
+        raise NotRecognised(f"{type(processor).__name__} normalises without rescaling")
     if not has("normalize"):
         return UNIT
     mean, std = (
@@ -161,13 +161,13 @@ def _statistics(processor: Any, has: Any) -> Statistics | None:
 
 
 def _are_alike(processor: Any, plan: ImagePlan) -> bool:
-    """Whether both give the same bits for the same images."""
+    """Return whether both give the same bits for the test images."""
     planned, given = PlannedTransform(plan, as_bytes=False), GivenProcessor(processor)
     dtype = torch.uint8 if plan.statistics is None else torch.float32
     for pixels in _images(plan):
         try:
             expected = given(Image.fromarray(pixels))["image"]
-        except Exception:  # whatever it is, an image of the training shows it
+        except Exception:  # any error will show with the first image of the training
             return False
         ours = torch.empty((3, *plan.size), dtype=dtype, device="cpu")
         out = ours[None] if plan.statistics is None else ours
@@ -179,7 +179,7 @@ def _are_alike(processor: Any, plan: ImagePlan) -> bool:
 
 
 def _images(plan: ImagePlan) -> Iterator[Pixels]:
-    """Every level of each channel, not resized; then waves of several sizes."""
+    """Yield every level of each channel, not resized; then waves of several sizes."""
     assert not isinstance(plan.fit, RandomCrop)
     height, width = plan.fit.resized(*plan.size)
     yield (np.arange(height * width * 3) % 256).astype(np.uint8).reshape(height, width, 3)

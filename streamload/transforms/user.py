@@ -1,10 +1,9 @@
-"""The user's own transform (part of I): global generators seeded per sample, errors as they come."""
+"""The user's own transform, with global generators seeded per sample (step I)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,10 @@ _LOW_32 = 0xFFFF_FFFF
 
 
 class SeededGenerators:
-    """Makes functions that draw from global generators depend on a sample's seed only, unseen from outside.
+    """Makes functions that use global generators depend only on a sample's seed.
 
-    A context manager around a batch: at its exit the generators go on where they were at its entry. `seed`
-    is called before each sample. Python's `random`, numpy's legacy generator and torch's CPU generator are
-    seeded; one thread at a time.
+    A context manager around a batch, which restores the generators at its exit; call `seed` before each
+    sample. Seeds Python's `random`, numpy's legacy generator and torch's CPU generator. Not thread-safe.
     """
 
     def __enter__(self) -> SeededGenerators:
@@ -36,7 +34,7 @@ class SeededGenerators:
 
         Args:
             seed: of the sample.
-            torch_taken: how many numbers of torch's generator count as drawn already (augment.Draws).
+            torch_taken: how many numbers of torch's generator count as used (augment.Draws).
         """
         random.seed(seed)
         np.random.seed(seed >> 32)
@@ -45,14 +43,12 @@ class SeededGenerators:
             torch.rand(torch_taken, device="cpu", dtype=torch.float32)
 
     def were_used(self, seed: int) -> bool:
-        """Whether a number was drawn from one of them since they were seeded by `seed`."""
+        """Return whether any generator was used since `seed` seeded it."""
         after = _draw()
         self.seed(seed)
         return after != _draw()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         python, legacy, cpu = self._states
         random.setstate(python)
         np.random.set_state(legacy)
@@ -60,14 +56,14 @@ class SeededGenerators:
 
 
 def _draw() -> tuple[float, float, float]:
-    """The next number of each generator."""
+    """Return the next number of each generator."""
     return random.random(), np.random.random_sample(), torch.rand((), device="cpu").item()
 
 
 class UserTransform:
-    """A function of the user's from RGB Pillow image to value, on image bytes.
+    """Applies a user's function on RGB Pillow images to image bytes.
 
-    An image that can't be decoded is a DecodeError; what the function itself raises is left as it is.
+    Raises DecodeError if the image can't be decoded; errors of the function are passed on unchanged.
     """
 
     def __init__(
@@ -82,12 +78,12 @@ class UserTransform:
         Args:
             data: an image file.
             generators: entered by the caller, around the batch.
-            seed: uint64 of the sample and pass.
+            seed: uint64 of sample and pass.
         """
         return self._of_image(decode_to_pillow(data, self._most_pixels), generators, seed)
 
     def of_pixels(self, pixels: Pixels, generators: SeededGenerators, seed: int) -> Any:
-        """The same for an image that has been decoded: uint8[H, W, 3], which is copied."""
+        """Do the same for a decoded image: uint8[H, W, 3], which is copied."""
         return self._of_image(Image.fromarray(pixels.copy()), generators, seed)
 
     def _of_image(self, image: Image.Image, generators: SeededGenerators, seed: int) -> Any:

@@ -1,0 +1,75 @@
+"""Files on the Hugging Face Hub, resolved once and read as plain HTTP (step F)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from streamload.origins import calls
+from streamload.origins.access import headers_for
+from streamload.origins.protocol import Origin, Session, Stream, Version
+from streamload.origins.web import HttpOrigin
+from streamload.urls import redact
+
+_HUB_OPTIONS = {"endpoint", "token"}
+
+
+class HubOrigin(Origin):
+    """A file on the Hugging Face Hub or a compatible server, read as plain HTTP."""
+
+    def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
+        self.url = redact(url)
+        self._target, self._options, self._session = url, storage_options, session
+        self._web: Origin | None = None
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Resolve the address once, and open it."""
+        return self._resolved().open(start, expected)
+
+    def version(self) -> Version:
+        """Resolve the address once, and ask there."""
+        return self._resolved().version()
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        """Resolve the address once, and read from it."""
+        return self._resolved().read(start, stop, version)
+
+    def close(self) -> None:
+        """Close the resolved origin."""
+        if self._web is not None:
+            self._web.close()
+
+    def _resolved(self) -> Origin:
+        if self._web is None:
+            self._web = self._resolve()
+        return self._web
+
+    def _resolve(self) -> Origin:
+        from huggingface_hub import HfFileSystem, get_token, hf_hub_url
+
+        files = HfFileSystem(**{name: value for name, value in self._options.items() if name in _HUB_OPTIONS})
+        try:
+            asked = calls.begin(files, "resolve_path", self._target)
+            session = self._session
+            place: Any = calls.result(
+                asked, files, session.options.stall_seconds, lambda: session.check(self.url)
+            )
+        except Exception as exc:
+            raise calls.translate(self.url, exc) from exc
+        if not hasattr(place, "repo_id"):  # a bucket
+            address = files.url(self._target)
+        else:
+            address = hf_hub_url(
+                place.repo_id,
+                place.path_in_repo,
+                repo_type=place.repo_type,
+                revision=place.revision,
+                endpoint=files.endpoint,
+            )
+        token = get_token() if files.token in {None, True} else files.token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        session = self._session
+        if session.named is not None:  # the user configured the endpoint
+            session = replace(session, named=session.named.and_also(files.endpoint))
+        headers.update(headers_for(address, self._options.get("headers")))
+        return HttpOrigin(address, session, headers)
