@@ -1,1 +1,1 @@
-"""B to E: which sample comes when, on which rank and worker. Pure arithmetic: no I/O, no clock, no torch."""
+"""The sample order (steps B to E): which sample comes when, and where. Pure: no I/O, no clock, no torch."""

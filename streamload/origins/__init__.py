@@ -1,1 +1,1 @@
-"""Where shards live: pipes, HTTP, object stores, files; `open_origin` gives one by its URL (step F)."""
+"""Origins of shards: HTTP, object stores, pipes, local files. `open_origin` opens one by its URL (step F)."""

@@ -269,7 +269,7 @@ def same_version(url: str, expected: Version | None, found: Version) -> None:
     if difference is not None:
         raise DatasetChanged(
             f"{url} was replaced while it was in use: {difference}; "
-            "read it anew from its first byte, or give each version of a data set its own name"
+            "read it again from its first byte, or give each version of a data set its own name"
         )
 
 

@@ -261,7 +261,7 @@ class _Range:
         self._note_seconds()
 
     def cancel(self) -> None:
-        self._closed.set()  # one failure ends all ranges: the retry starts anew at its byte
+        self._closed.set()  # one failure ends all ranges: the retry starts again at its byte
         self._thread.join()
         self._rest.close()
 

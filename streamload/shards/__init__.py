@@ -1,1 +1,1 @@
-"""The shard format: tar bytes in, samples out, and the index that records them. Knows no origins or tiers."""
+"""The shard format: a tar parser, samples, and their index. Independent of origins and tiers."""

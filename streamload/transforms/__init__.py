@@ -1,1 +1,1 @@
-"""."""
+"""Image transforms (step I): decoding, random crops, resizing, normalisation; compiled or as given."""

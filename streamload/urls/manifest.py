@@ -72,31 +72,31 @@ def _segments(node: Node) -> Iterator[tuple[str, range | None, int, str]]:
         last = max((place for place, part in enumerate(node.parts) if len(part) > 1), default=0)
         tail = "".join(part[0] for part in node.parts[last + 1 :])
         for heads in itertools.product(*node.parts[:last]):
-            for before, numbers, width, behind in _segments(node.parts[last]):
-                yield "".join(heads) + before, numbers, width, behind + tail
+            for before, numbers, width, after in _segments(node.parts[last]):
+                yield "".join(heads) + before, numbers, width, after + tail
     else:
         for text in node:
             yield text, None, 0, ""
 
 
-def _entries(before: str, numbers: range | None, width: int, behind: str) -> Iterable[Entry]:
+def _entries(before: str, numbers: range | None, width: int, after: str) -> Iterable[Entry]:
     """Return the public form of a text or a range; every text if a range can't express them."""
     if numbers is None:
         return [_public(before)]
     low, high = f"{numbers[0]:0{width}d}", f"{numbers[-1]:0{width}d}"
-    around = _around(_public(before + low + behind), low, _public(before + high + behind), high)
+    around = _around(_public(before + low + after), low, _public(before + high + after), high)
     if around is not None and _PLACE.match(around[0]) and min(numbers[0], numbers[-1]) >= 0:
         return [[around[0], numbers.start, numbers.stop, numbers.step, width, around[1]]]
-    return [_public(f"{before}{number:0{width}d}{behind}") for number in numbers]
+    return [_public(f"{before}{number:0{width}d}{after}") for number in numbers]
 
 
 def _around(first: str, low: str, last: str, high: str) -> tuple[str, str] | None:
     """Return the text before and after a number, given its first and last value and their texts."""
     at = first.find(low)
     while at >= 0:
-        before, behind = first[:at], first[at + len(low) :]
-        if before + high + behind == last:
-            return before, behind
+        before, after = first[:at], first[at + len(low) :]
+        if before + high + after == last:
+            return before, after
         at = first.find(low, at + 1)
     return None
 
@@ -126,8 +126,8 @@ def _node(entry: Any) -> Node:
     if isinstance(entry, str):
         return Texts((entry,))
     try:
-        before, start, stop, step, width, behind = entry
-        texts, numbers = (before, behind), (start, stop, step, width)
+        before, start, stop, step, width, after = entry
+        texts, numbers = (before, after), (start, stop, step, width)
         is_fit = all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
         places = range(start, stop, step) if is_fit else range(0)
     except (TypeError, ValueError):
@@ -136,4 +136,4 @@ def _node(entry: Any) -> Node:
         raise UrlError(f"not a range of shards: {entry!r:.200}")
     if not 0 <= width <= _WIDEST or not _PLACE.match(before):
         raise UrlError(f"a range of shards needs a place in front of its number: {entry!r:.200}")
-    return joined([Texts((before,)), Numbers(places, width), Texts((behind,))])
+    return joined([Texts((before,)), Numbers(places, width), Texts((after,))])
