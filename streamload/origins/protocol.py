@@ -165,7 +165,7 @@ class OriginOptions:
             from its position.
         slow_seconds: waiting time in which at least `slow_bytes` must arrive.
         slow_bytes: fewer than these in `slow_seconds` count as a stall.
-        attempts: consecutive failures allowed, with fewer than `slow_bytes` of progress between them.
+        attempts: give up after this many failures with fewer than `slow_bytes` of progress between them.
         outage_seconds: how long to go on retrying while the whole server or bucket is down.
         backoff_seconds: the first wait is between 0 and this. The limit doubles with each failure …
         backoff_limit_seconds: … up to this.
