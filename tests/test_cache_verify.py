@@ -124,9 +124,9 @@ DAMAGES: dict[Callable[[Filled], None], str] = {
     flipped_in_a_record: "stops after 3 samples: the next record fails",
     flipped_in_the_header: "its header fails its checksum",
     flipped_in_names: "its names fail their checksum",
-    index_without_its_end: f"stops after {SAMPLES} samples: there is no end",
+    index_without_its_end: f"stops after {SAMPLES} samples: it has no end record",
     empty_index: "no header yet, or a cut one",
-    another_size_in_the_index: "says both 5 and",
+    another_size_in_the_index: "states both 5 and",
 }
 
 

@@ -47,6 +47,7 @@ import numpy as np
 import simplejpeg
 import torch
 
+from streamload.torch_internals import upsample_bicubic
 from streamload.transforms import kernel
 from streamload.transforms.normalise import packed
 
@@ -283,7 +284,7 @@ class Batch:
             self._kernel(*given, self._addresses[place], 0, 0, SIZE, SIZE, self._statistics)
             return
         image = torch.from_numpy(crop).permute(0, 3, 1, 2)
-        _resize(image, (SIZE, SIZE), False, None, None, out=self._places[place])
+        upsample_bicubic(image, (SIZE, SIZE), False, None, None, out=self._places[place])
         if self._normalised:
             levels = self._places[place][0]
             self._normalised[place].copy_(levels).sub_(self._offset).mul_(self._factor)
@@ -307,9 +308,6 @@ class Batch:
         ids: list[int] = row[1 : row.index(self._last)]
         self._words[word] = ids
         return ids
-
-
-_resize: Callable[..., torch.Tensor] = torch._C._nn._upsample_bicubic2d_aa
 
 
 def _deal(paths: Sequence[str], workers: int, samples: int | None) -> list[list[Piece]]:

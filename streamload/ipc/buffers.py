@@ -26,6 +26,7 @@ import torch
 
 from streamload.errors import CacheFull
 from streamload.metrics import Counts
+from streamload.torch_internals import storage_of_file
 
 _MOST_SLOTS = 64
 
@@ -253,8 +254,7 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     descriptor = os.memfd_create("streamload", os.MFD_CLOEXEC)
     try:
         grow(descriptor, size_bytes)
-        # As torch itself does when it receives such a tensor; there is no public function.
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
+        storage = storage_of_file(descriptor, size_bytes)
     finally:
         os.close(descriptor)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(*shape)

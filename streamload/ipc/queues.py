@@ -23,9 +23,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from streamload.errors import NotSendable
+from streamload.torch_internals import ExceptionWrapper
 
 _PACKET_BYTES = 2048
 """Longer messages are sent in a file. By default a Linux socket has room for 49 packets of this size."""

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from torch.autograd import profiler
-
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 from streamload.loader.options import LoaderOptions
+from streamload.torch_internals import next_batch, next_if_arrived
 from streamload.worker import Batch
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class Epoch:
             while True:
                 began = self._began if self._taken == 0 else time.monotonic()
                 with self._loader.waiting(began):
-                    coming, self._coming = self._coming or self._sent(_next(self._batches)), None
+                    coming, self._coming = self._coming or self._sent(next_batch(self._batches)), None
                     batch, values = coming()
                 waited_ns, self._waited_ns = self._waited_ns + self._loader.waited_ns, 0
                 self._taken += 1
@@ -130,7 +129,7 @@ class Epoch:
                     self._waited_ns = self._loader.waited_ns
                     is_last = self._coming is None
                 elif self._feed.runs_ahead and not is_last:
-                    self._coming = self._look_ahead(_next_if_there)
+                    self._coming = self._look_ahead(next_if_arrived)
                 taken = self._loader.took(batch, values, waited_ns)
                 if is_last:
                     self._finish()
@@ -218,52 +217,12 @@ def is_a_death(error: BaseException) -> bool:
     )
 
 
-def _next(batches: Any) -> Batch:
-    """The next batch of torch's iterator, by its own steps but for the note that it makes for a profiler.
-
-    Where none listens, that note is a fifth of what the rank does for a batch.
-    """
-    if not hasattr(batches, "_next_data") or profiler._is_profiler_enabled:
-        batch: Batch = next(batches)
-        return batch
-    batch = batches._next_data()
-    batches._num_yielded += 1
-    return batch
-
-
 def _next_or_none(batches: Any) -> Batch | None:
     try:
-        return _next(batches)
+        batch: Batch = next_batch(batches)
+        return batch
     except StopIteration:
         return None
-
-
-class _NotThere(Exception):
-    """A batch would have to be waited for."""
-
-
-def _next_if_there(batches: Any) -> Batch | None:
-    """The next batch of torch's iterator if it has arrived: its own steps, without the wait among them.
-
-    There is no public way to ask. An iterator that has other parts, or no workers, is left alone.
-    """
-    if not hasattr(batches, "_get_data") or not hasattr(batches, "_try_get_data"):
-        return None
-
-    def get_what_is_there() -> Any:
-        is_there, data = batches._try_get_data(timeout=0)
-        if not is_there:
-            raise _NotThere
-        return data
-
-    batches._get_data = get_what_is_there
-    try:
-        batch = _next(batches)
-    except _NotThere:
-        return None
-    finally:
-        del batches._get_data
-    return batch
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from streamload.torch_internals import abandon_workers
 
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 """Torch's, over the workers of all loaders."""
@@ -33,13 +32,7 @@ def here_only(act: Callable[..., object]) -> Callable[..., None]:
 def _leave_workers_to_the_rank() -> None:
     """Keep torch and Python from ending the workers at the end of a process that didn't start them."""
     for batches in list(_iterators):
-        batches._shutdown = True
-        # else the next iterator at its address is taken for it
-        if getattr(batches, "_worker_pids_set", False):
-            torch._C._remove_worker_pids(id(batches))
-            batches._worker_pids_set = False
-        for worker in getattr(batches, "_workers", ()):
-            multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
+        abandon_workers(batches)
 
 
 os.register_at_fork(after_in_child=_leave_workers_to_the_rank)

@@ -35,6 +35,7 @@ from streamload.loader.waits import ShardWaits, report_waiting
 from streamload.loader.worker_config import counted_samples, worker_config_for
 from streamload.metrics import Counters, Snapshot, total
 from streamload.origins.origin import import_origins
+from streamload.torch_internals import running_iterator, shut_down_workers
 from streamload.transforms.plan import Statistics
 from streamload.worker import Batch, EpochStart, SkippedSample, StreamDataset
 
@@ -458,7 +459,7 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
     """Start workers with SIGINT blocked, which they inherit; one that comes meanwhile is delivered after."""
-    if getattr(source, "_iterator", None) is not None or not source.num_workers:
+    if running_iterator(source) is not None or not source.num_workers:
         yield
         return
     if (source.multiprocessing_context or multiprocessing).get_start_method() != "fork":
@@ -473,11 +474,7 @@ def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
 def _stop(control: ControlBlock, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
     """End a loader's workers, and what runs in this process."""
     control.order.withdraw()
-    workers = getattr(batches, "_iterator", None)
-    if workers is not None and hasattr(workers, "_shutdown_workers"):
-        # torch reports a dead worker from a signal handler, wherever that comes; the others end all the same.
-        with contextlib.suppress(RuntimeError):
-            workers._shutdown_workers()
+    shut_down_workers(batches)
     dataset.close()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from streamload.torch_internals import upsample_bicubic, upsample_bilinear
 from streamload.transforms import kernel
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, address_of, memory_of
@@ -30,8 +31,8 @@ _PART_FACTOR = 8
 """A resized image this many times longer than the part that is used: only the part is computed."""
 # What F.interpolate calls. F.interpolate has no `out`, which costs a tenth of the resizing.
 _TORCH_KERNELS: dict[Filter, Callable[..., torch.Tensor]] = {
-    "bicubic": torch._C._nn._upsample_bicubic2d_aa,
-    "bilinear": torch._C._nn._upsample_bilinear2d_aa,
+    "bicubic": upsample_bicubic,
+    "bilinear": upsample_bilinear,
 }
 _PILLOWS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 

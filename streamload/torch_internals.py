@@ -1,0 +1,141 @@
+"""Every private name of torch, and of multiprocessing beneath it, that streamload uses.
+
+They are looked up once, at import: a torch without one of them is refused by name and version here, and not
+in the middle of a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.process
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+from torch.utils.data import DataLoader
+
+_ITERATORS = "torch.utils.data.dataloader"
+NAMES = (
+    "torch._utils.ExceptionWrapper",
+    "torch.autograd.profiler._is_profiler_enabled",
+    "torch._C._remove_worker_pids",
+    "torch.UntypedStorage._new_shared_fd_cpu",
+    "torch._C._nn._upsample_bicubic2d_aa",
+    "torch._C._nn._upsample_bilinear2d_aa",
+    f"{_ITERATORS}.DataLoader._iterator",
+    f"{_ITERATORS}._BaseDataLoaderIter._next_data",
+    f"{_ITERATORS}._MultiProcessingDataLoaderIter._get_data",
+    f"{_ITERATORS}._MultiProcessingDataLoaderIter._try_get_data",
+    f"{_ITERATORS}._MultiProcessingDataLoaderIter._shutdown_workers",
+    "multiprocessing.process._children",
+)
+
+
+def require(names: tuple[str, ...] = NAMES) -> None:
+    """Check that private names exist, as attributes or as annotations of a class.
+
+    Raises:
+        ImportError: this version of torch lacks one.
+    """
+    for dotted in names:
+        package, *path = dotted.split(".")
+        found: Any = torch if package == "torch" else multiprocessing
+        for name in path:
+            if not hasattr(found, name) and name not in getattr(found, "__annotations__", {}):
+                raise ImportError(
+                    f"torch {torch.__version__} has no {dotted}, which this version of streamload needs: "
+                    f"install another torch (>=2.7), or a newer streamload"
+                )
+            found = getattr(found, name, None)
+
+
+require()
+from torch._utils import ExceptionWrapper  # noqa: E402
+
+upsample_bicubic: Callable[..., torch.Tensor] = torch._C._nn._upsample_bicubic2d_aa
+upsample_bilinear: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa
+"""The kernels of F.interpolate(antialias=True), which take `out`."""
+
+__all__ = [
+    "ExceptionWrapper",
+    "abandon_workers",
+    "next_batch",
+    "next_if_arrived",
+    "require",
+    "running_iterator",
+    "shut_down_workers",
+    "storage_of_file",
+    "upsample_bicubic",
+    "upsample_bilinear",
+]
+
+
+def storage_of_file(descriptor: int, size_bytes: int) -> torch.UntypedStorage:
+    """The storage of a shared file, as torch makes it where it receives a tensor."""
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
+    return storage
+
+
+def running_iterator(loader: DataLoader[Any]) -> Any | None:
+    """The iterator over a DataLoader's persistent workers; None before they are started."""
+    return getattr(loader, "_iterator", None)
+
+
+def shut_down_workers(loader: DataLoader[Any]) -> None:
+    """End a DataLoader's persistent workers. Idempotent."""
+    batches = running_iterator(loader)
+    if batches is not None and hasattr(batches, "_shutdown_workers"):
+        # torch reports a dead worker from a signal handler, at any line; the others end all the same.
+        with contextlib.suppress(RuntimeError):
+            batches._shutdown_workers()
+
+
+def abandon_workers(batches: Any) -> None:
+    """Keep torch and Python from ending an iterator's workers when this process, a fork, ends."""
+    batches._shutdown = True
+    if getattr(batches, "_worker_pids_set", False):
+        torch._C._remove_worker_pids(id(batches))  # else a later iterator at this address is taken for it
+        batches._worker_pids_set = False
+    for worker in getattr(batches, "_workers", ()):
+        multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
+
+
+def next_batch(batches: Any) -> Any:
+    """`next(batches)` without its note for a profiler, unless one is recording.
+
+    The note is a fifth of what the rank does for a batch.
+    """
+    if not hasattr(batches, "_next_data") or profiler._is_profiler_enabled:
+        return next(batches)
+    batch = batches._next_data()
+    batches._num_yielded += 1
+    return batch
+
+
+class _NotArrived(Exception):
+    """The next batch would have to be waited for."""
+
+
+def next_if_arrived(batches: Any) -> Any | None:
+    """The next batch if it has arrived, else None; None, too, from an iterator without workers.
+
+    torch has no public way to ask: this runs its own steps, with the wait replaced.
+    """
+    if not hasattr(batches, "_get_data") or not hasattr(batches, "_try_get_data"):
+        return None
+
+    def get_arrived() -> Any:
+        has_arrived, data = batches._try_get_data(timeout=0)
+        if not has_arrived:
+            raise _NotArrived
+        return data
+
+    batches._get_data = get_arrived
+    try:
+        return next_batch(batches)
+    except _NotArrived:
+        return None
+    finally:
+        del batches._get_data
