@@ -13,14 +13,17 @@ from streamload.cache import memory
 from streamload.cache.budget import part_bytes
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.part import reserved_bytes
-from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counters
-from streamload.prefetch import fallback as keeping_
+from streamload.prefetch import fallback as fallback_
 from streamload.prefetch.fallback import FallbackPolicy, StorageMode
 
 ONE, OTHER = (shard_of(f"http://localhost:1/{name}.tar", None) for name in ("one", "other"))
+
+COMMAND = shard_of("pipe:cat two.tar", None)
+"""Its origin has no ranges."""
 
 
 @pytest.fixture
@@ -38,41 +41,37 @@ def spare_of(tier: Tier, monkeypatch: Any) -> FallbackTier:
 
 
 def test_a_shard_is_kept_bare_once_and_whole_again_when_it_was_not_wanted(tier: Tier) -> None:
-    changed: list[Shard] = []
-    keeping = FallbackPolicy(tier, None, lambda shard: shard is not OTHER, changed.append)
-    assert keeping.mode(ONE) == StorageMode(tier, index_only=False)
-    keeping.refuse(ONE, size_bytes=7)
-    assert keeping.lacks_bytes(ONE) == part_bytes(reserved_bytes(7))
-    assert keeping.index_only(ONE)
-    assert keeping.mode(ONE) == StorageMode(tier, index_only=True)
-    assert not keeping.is_refused(ONE)  # of what is asked for now nothing is known, but for the size
-    assert (keeping.size_bytes(ONE), keeping.lacks_bytes(ONE)) == (7, 0)
-    keeping.refuse(ONE, size_bytes=6400)
-    assert keeping.lacks_bytes(ONE) == part_bytes(100)  # its index
-    assert not keeping.index_only(ONE)
-    assert not keeping.index_only(OTHER)
-    assert not keeping.elsewhere(ONE)
-    assert changed == [ONE]
-    keeping.only([ONE, OTHER])
-    assert keeping.mode(ONE).index_only
-    keeping.only([OTHER])
-    assert keeping.mode(ONE) == StorageMode(tier, index_only=False)
+    policy = FallbackPolicy(tier, None, index_only=True)
+    assert policy.mode(ONE) == StorageMode(tier, index_only=False)
+    policy.refuse(ONE, size_bytes=7)
+    assert policy.lacks_bytes(ONE) == part_bytes(reserved_bytes(7))
+    assert policy.store_index_only(ONE)
+    assert policy.mode(ONE) == StorageMode(tier, index_only=True)
+    assert not policy.is_refused(ONE)  # of what is asked for now nothing is known, but for the size
+    assert (policy.size_bytes(ONE), policy.lacks_bytes(ONE)) == (7, 0)
+    policy.refuse(ONE, size_bytes=6400)
+    assert policy.lacks_bytes(ONE) == part_bytes(100)  # its index
+    assert not policy.store_index_only(ONE)
+    assert not policy.store_index_only(COMMAND)
+    assert not policy.store_in_fallback(ONE)
+    policy.only([ONE, OTHER])
+    assert policy.mode(ONE).index_only
+    policy.only([OTHER])
+    assert policy.mode(ONE) == StorageMode(tier, index_only=False)
 
 
 def test_what_the_tier_does_not_take_goes_into_the_spare(tier: Tier, monkeypatch: Any, caplog: Any) -> None:
-    changed: list[Shard] = []
     fallback_tier = spare_of(tier, monkeypatch)
-    keeping = FallbackPolicy(tier, fallback_tier, lambda shard: True, changed.append)
-    assert keeping.tiers == (tier,)
-    assert keeping.index_only(ONE)
-    assert keeping.elsewhere(ONE, OSError(errno.EIO, "broken"))
+    policy = FallbackPolicy(tier, fallback_tier, index_only=True)
+    assert policy.tiers == (tier,)
+    assert policy.store_index_only(ONE)
+    assert policy.store_in_fallback(ONE, OSError(errno.EIO, "broken"))
     assert fallback_tier.tier is not None
-    assert keeping.tiers == (tier, fallback_tier.tier)
-    assert keeping.mode(ONE) == StorageMode(fallback_tier.tier, index_only=False)
-    assert keeping.mode(OTHER) == StorageMode(tier, index_only=False)
-    assert not keeping.elsewhere(ONE)
-    assert keeping.elsewhere(OTHER, OSError(errno.EIO, "broken"))
-    assert changed == [ONE, ONE, OTHER]
+    assert policy.tiers == (tier, fallback_tier.tier)
+    assert policy.mode(ONE) == StorageMode(fallback_tier.tier, index_only=False)
+    assert policy.mode(OTHER) == StorageMode(tier, index_only=False)
+    assert not policy.store_in_fallback(ONE)
+    assert policy.store_in_fallback(OTHER, OSError(errno.EIO, "broken"))
     assert len([1 for line in caplog.messages if "doesn't take" in line]) == 1
     fallback_tier.close()
 
@@ -82,39 +81,39 @@ def test_a_disk_that_fails_again_and_again_is_left_alone_and_one_that_is_full_is
     tier: Tier, monkeypatch: Any, trouble: OSError
 ) -> None:
     fallback_tier = spare_of(tier, monkeypatch)
-    keeping = FallbackPolicy(tier, fallback_tier, lambda shard: False, lambda shard: None)
+    policy = FallbackPolicy(tier, fallback_tier, index_only=False)
     for number in range(3):
-        assert keeping.mode(ONE).tier is tier
-        assert keeping.elsewhere(shard_of(f"http://localhost:1/{number}.tar", None), trouble)
-    assert keeping.mode(ONE).tier is (tier if isinstance(trouble, CacheFull) else fallback_tier.tier)
+        assert policy.mode(ONE).tier is tier
+        assert policy.store_in_fallback(shard_of(f"http://localhost:1/{number}.tar", None), trouble)
+    assert policy.mode(ONE).tier is (tier if isinstance(trouble, CacheFull) else fallback_tier.tier)
     fallback_tier.close()
 
 
 def test_a_fill_is_told_when_its_shard_is_to_be_kept_in_another_way(tier: Tier) -> None:
-    keeping = FallbackPolicy(tier, None, lambda shard: True, lambda shard: None)
-    mode = keeping.mode(ONE)
-    assert not keeping.note(ONE, mode, is_refused=True)
-    assert keeping.is_refused(ONE)
-    assert keeping.refused_seconds(ONE) > 0
-    assert keeping.refused_seconds(OTHER) == 0
-    assert not keeping.note(ONE, mode, is_refused=False)
-    assert not keeping.is_refused(ONE)
-    keeping.index_only(ONE)
-    assert keeping.note(ONE, mode, is_refused=True)
-    assert not keeping.is_refused(ONE)
+    policy = FallbackPolicy(tier, None, index_only=True)
+    mode = policy.mode(ONE)
+    assert not policy.note(ONE, mode, is_refused=True)
+    assert policy.is_refused(ONE)
+    assert policy.refused_seconds(ONE) > 0
+    assert policy.refused_seconds(OTHER) == 0
+    assert not policy.note(ONE, mode, is_refused=False)
+    assert not policy.is_refused(ONE)
+    policy.store_index_only(ONE)
+    assert policy.note(ONE, mode, is_refused=True)
+    assert not policy.is_refused(ONE)
 
 
 def test_too_many_open_files_pass_for_a_while(tier: Tier, monkeypatch: Any) -> None:
-    keeping = FallbackPolicy(tier, None, lambda shard: True, lambda shard: None)
+    policy = FallbackPolicy(tier, None, index_only=True)
     short = OSError(errno.EMFILE, "too many open files")
     wrapped = CacheError("can't be used")
     wrapped.__cause__ = short
-    assert not keeping.may_pass(OSError(errno.EIO, "broken"))
-    assert not keeping.may_pass(CacheError("can't be used"))
-    assert keeping.may_pass(short)
-    assert keeping.may_pass(wrapped)
-    monkeypatch.setattr(keeping_, "PATIENCE_SECONDS", 0.0)
-    assert not keeping.may_pass(short)
+    assert not policy.may_pass(OSError(errno.EIO, "broken"))
+    assert not policy.may_pass(CacheError("can't be used"))
+    assert policy.may_pass(short)
+    assert policy.may_pass(wrapped)
+    monkeypatch.setattr(fallback_, "PATIENCE_SECONDS", 0.0)
+    assert not policy.may_pass(short)
     monkeypatch.undo()
-    keeping.went_well()
-    assert keeping.may_pass(short)
+    policy.went_well()
+    assert policy.may_pass(short)

@@ -16,12 +16,13 @@ from streamload.metrics import Counters
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch import prefetcher as ahead_
 from streamload.prefetch import scheduler
-from streamload.prefetch.prefetcher import Prefetcher
+from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
+from streamload.prefetch.scheduler import requests_for
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
 
 PATIENT = OriginOptions(connect_seconds=300, stall_seconds=300)
-PAUSES = {"00001.tar": 0.05, "00002.tar": 0.5}
+FAILS_AFTER = {"00001.tar": 0.0, "00002.tar": 0.3}
 
 
 def test_who_watched_the_clock_calls_another_when_it_goes_to_work(tmp_path: Path) -> None:
@@ -32,7 +33,8 @@ def test_who_watched_the_clock_calls_another_when_it_goes_to_work(tmp_path: Path
     def open_(shard: Shard, stop: threading.Event) -> Origin:
         name = shard.name.rpartition("/")[2]
         opened[name] += 1
-        if name in PAUSES and opened[name] == 1:
+        if name in FAILS_AFTER and opened[name] == 1:
+            stop.wait(FAILS_AFTER[name])
             raise OriginUnavailable(f"{name}: not now")
         return open_origin(shard.url, options=PATIENT, counters=counts, stop=stop)
 
@@ -44,11 +46,10 @@ def test_who_watched_the_clock_calls_another_when_it_goes_to_work(tmp_path: Path
         ahead = Prefetcher(
             tier,
             open_,
-            threads=3,
+            PrefetchOptions(threads=3, tombstones=False, retry_seconds=0.6),
             counts=counts,
-            failed=lambda shard, why: PAUSES[shard.name.rpartition("/")[2]],
         )
-        ahead.want(shards)
+        ahead.want(requests_for(shards))
         try:
             until(tier.published(shards[2].digest).exists)
             assert opened == {"00000.tar": 1, "00001.tar": 2, "00002.tar": 2}
@@ -74,15 +75,17 @@ def test_one_who_is_called_calls_the_next_while_there_is_more_to_take(
     with ShardServer(tmp_path / "data") as server:
         shards = [shard_of(f"{server.url}/0000{number}.tar", None) for number in range(5)]
         tier = Tier(tmp_path / "tier", 1 << 30, counts)
-        ahead = Prefetcher(tier, open_, threads=4, counts=counts)
+        ahead = Prefetcher(tier, open_, PrefetchOptions(threads=4), counts=counts)
         try:
             go_on.set()
             until(lambda: len(ahead._scheduler._change._waiters) == 4)
-            ahead.want((), shards[4:])  # behind it, who is called first isn't the one who watches the clock
+            ahead.want(
+                requests_for((), shards[4:])
+            )  # behind it, who is called first isn't the one who watches the clock
             until(tier.published(shards[4].digest).exists)
             until(lambda: len(ahead._scheduler._change._waiters) == 4)
             go_on.clear()
-            ahead.want((), shards[:4])
+            ahead.want(requests_for((), shards[:4]))
             until(lambda: len(begun) == 5)
             go_on.set()
             until(lambda: all(tier.published(shard.digest).exists() for shard in shards))
@@ -107,14 +110,16 @@ def test_a_look_at_a_shard_that_is_there_wakes_one_thread(tmp_path: Path, monkey
         monkeypatch.setattr(
             tier.budget, "enforce_limits", lambda: (woken.append(threading.get_ident()), enforce_limits())
         )
-        ahead = Prefetcher(tier, open_, threads=6, counts=counts, report=lambda *_: looked.release())
+        ahead = Prefetcher(
+            tier, open_, PrefetchOptions(threads=6), counts=counts, sink=lambda result: looked.release()
+        )
         try:
-            ahead.want((), [shard])
+            ahead.want(requests_for((), [shard]))
             assert looked.acquire(timeout=60)
             until(lambda: len(ahead._scheduler._change._waiters) == 6)
             woken.clear()
             ahead._scheduler._not_before.clear()
-            ahead.want([shard])
+            ahead.want(requests_for([shard]))
             assert looked.acquire(timeout=60)
             until(lambda: len(ahead._scheduler._change._waiters) == 6)
             assert len(woken) <= 3  # who looks, who watches meanwhile, and who looked, again

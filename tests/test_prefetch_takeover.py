@@ -18,7 +18,8 @@ from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
-from streamload.prefetch.prefetcher import Prefetcher
+from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
+from streamload.prefetch.scheduler import requests_for
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
 
@@ -36,16 +37,19 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
 
 
 class Filling:
-    """An Ahead that wants the server's one shard."""
+    """A prefetcher that wants the server's one shard."""
 
     def __init__(self, server_url: str, root: Path):
         self.counts = Counters()
         self.tier = Tier(root, LIMIT, self.counts)
         self.shard = shard_of(f"{server_url}/00000.tar", None)
         self.ahead = Prefetcher(
-            self.tier, self._open, threads=1, counts=self.counts, stopped_seconds=STOPPED_SECONDS
+            self.tier,
+            self._open,
+            PrefetchOptions(threads=1, stopped_seconds=STOPPED_SECONDS),
+            counts=self.counts,
         )
-        self.ahead.want([self.shard])
+        self.ahead.want(requests_for([self.shard]))
 
     def _open(self, shard: Shard, stop: threading.Event):  # type: ignore[no-untyped-def]
         return open_origin(shard.url, counters=self.counts, stop=stop)

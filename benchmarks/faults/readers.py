@@ -20,10 +20,10 @@ from streamload.origins.origin import (
     Origin,
     OriginOptions,
     Version,
-    has_ranges,
     open_origin,
 )
-from streamload.prefetch.prefetcher import Prefetcher
+from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
+from streamload.prefetch.scheduler import requests_for
 from streamload.shards.samples import Entry
 
 QUICK = OriginOptions(
@@ -93,7 +93,7 @@ def read(reading: Reading) -> Read:
         ):
             for place, shard in enumerate(reading.shards):
                 run.announce(coming.digest for coming in reading.shards[place:])
-                ahead.want([shard], reading.shards[place + 1 : place + 1 + reading.ahead])
+                ahead.want(requests_for([shard], reading.shards[place + 1 : place + 1 + reading.ahead]))
                 _read_shard(reading, _Places(tier, spare), ahead, shard, found)
     except Exception as exc:
         found.error = exc
@@ -139,9 +139,9 @@ def _read_shard(reading: Reading, places: _Places, ahead: Prefetcher, shard: Sha
                 break
             ahead.check()
             if view.is_stuck:
-                ahead.do_elsewhere(shard)
+                ahead.store_in_fallback(shard)
             if ahead.refused_seconds(shard) > reading.no_room_seconds:
-                _ = ahead.do_without(shard) or ahead.do_elsewhere(shard)
+                _ = ahead.store_index_only(shard) or ahead.store_in_fallback(shard)
             if time.monotonic() > deadline:
                 raise Hang(
                     f"{view!r}: {len(samples)} samples after {reading.deadline_seconds:g} s; {ahead!r}"
@@ -164,9 +164,7 @@ def _ahead(reading: Reading, tier: Tier, spare: FallbackTier, counts: Counters) 
     return Prefetcher(
         tier,
         lambda shard, stop: reading.opened(shard, stop, counts),
-        threads=reading.threads,
+        PrefetchOptions(reading.threads, index_only=True, stopped_seconds=reading.stopped_seconds),
         counts=counts,
-        may_be_index_only=lambda shard: has_ranges(shard.url),
         fallback_tier=spare,
-        stopped_seconds=reading.stopped_seconds,
     )

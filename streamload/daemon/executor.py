@@ -14,7 +14,14 @@ from streamload.cache.tier import Tier
 from streamload.daemon.targets import Target
 from streamload.errors import StreamloadError
 from streamload.metrics import Counters
-from streamload.prefetch.prefetcher import STOPPED_SECONDS, OpenOrigin, Prefetcher
+from streamload.prefetch.prefetcher import (
+    STOPPED_SECONDS,
+    FillResult,
+    OpenOrigin,
+    Prefetcher,
+    PrefetchOptions,
+)
+from streamload.prefetch.scheduler import FillRequest
 
 Completed = Callable[[Shard, int], None]
 """Called from any thread when a task is done: the shard, and its size in bytes."""
@@ -89,6 +96,7 @@ class LocalExecutor:
         counts: Counters,
     ):
         self._tell_completed, self._tell_failed = completed, failed
+        self._next_use_of = next_use_of
         self._tier, self._target, self._threads = tier, target, threads
         self._preparing = threads if preparing is None else min(preparing, threads)
         self._no_room_seconds = no_room_seconds
@@ -97,19 +105,16 @@ class LocalExecutor:
         self._prefetcher = Prefetcher(
             tier,
             open_origin,
-            threads=threads,
+            PrefetchOptions(threads, tombstones=False, stopped_seconds=stopped_seconds),
             counts=counts,
-            report=self._report,
-            next_use_of=next_use_of,
-            stopped_seconds=stopped_seconds,
-            failed=lambda shard, error: self._failed(shard, str(error)),
+            sink=self._report,
         )
 
     def want(self, tasks: Sequence[Shard]) -> None:
         """See Executor."""
         with self._lock:
             self._tasks = {shard.digest: shard for shard in tasks}
-        self._prefetcher.want((), tasks)
+        self._prefetcher.want([FillRequest(shard, self._next_use_of(shard)) for shard in tasks])
 
     def capacity(self, due: Sequence[Shard]) -> int:
         """See Executor."""
@@ -137,18 +142,21 @@ class LocalExecutor:
         """See Executor."""
         self._prefetcher.close()
 
-    def _report(self, shard: Shard, result: Filled) -> None:
+    def _report(self, result: FillResult) -> None:
         """Deliver a shard once it is published; called from a filling thread."""
+        shard = result.shard
         with self._lock:
             is_wanted = shard.digest in self._tasks
         if not is_wanted:
             return
-        if result is Filled.GAVE_UP:
+        if result.error is not None:
+            self._failed(shard, str(result.error))
+        elif result.outcome is Filled.GAVE_UP:
             why = "given up by another process of this node"
             with contextlib.suppress(OSError, StreamloadError):
                 why = tombstone_cause(self._tier.tombstone(shard.digest))
             self._failed(shard, why)
-        if result is not Filled.PUBLISHED:
+        if result.outcome is not Filled.PUBLISHED:
             return
         directory = self._tier.published(shard.digest)
         try:

@@ -24,7 +24,8 @@ from streamload.metrics import Counters
 from streamload.options import file_system, read_settings
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import Origin, OriginOptions, open_origin
-from streamload.prefetch.prefetcher import Prefetcher
+from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
+from streamload.prefetch.scheduler import FillRequest
 from streamload.urls import expand_urls
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ class _Warming:
             CacheError: the tier can't be used any more.
         """
         in_sight = self._pending[: self._in_sight]
-        self._prefetcher.want((), in_sight)
+        # Nothing that is announced is evicted for them.
+        self._prefetcher.want([FillRequest(shard, float(VISITS_KEPT)) for shard in in_sight])
         with self._tally.change:
             self._tally.change.wait(_TICK_SECONDS)
             settled = dict(self._tally.settled)
@@ -294,6 +296,11 @@ def warm(
         near = sharing.through(source, far, stop, single_flight=False)  # of what isn't stored itself
         return sharing.through(shard, PreparedOrigin(near, prepare), stop)
 
+    def filled(result: FillResult) -> None:
+        if result.filled is not None:
+            sharing.kept(result.filled)
+        tally.report(result.shard, result.outcome)
+
     with (
         closing(placed),
         closing(_Kept(tier, shards)) as kept,
@@ -303,12 +310,10 @@ def warm(
             Prefetcher(
                 tier,
                 origin,
-                threads=concurrency,
+                PrefetchOptions(concurrency),
                 counts=counts,
-                report=tally.report,
+                sink=filled,
                 freshness=freshness if is_asked else None,
-                next_use_of=lambda shard: float(VISITS_KEPT),  # nothing goes that is announced
-                published=lambda shard, directory: sharing.kept(shard),
             )
         ) as ahead,
     ):

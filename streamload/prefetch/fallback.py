@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from streamload.cache.budget import part_bytes
@@ -15,11 +15,12 @@ from streamload.cache.part import index_bytes, reserved_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull, is_shortage
+from streamload.origins.origin import has_ranges
 
 logger = logging.getLogger("streamload")
 
-_MOST_TROUBLES = 3
-"""After so many disk failures all shards go to the fallback tier."""
+_MOST_FAILURES = 3
+"""After this many disk failures all shards go to the fallback tier."""
 
 
 class StorageMode(NamedTuple):
@@ -36,30 +37,22 @@ class FallbackPolicy:
     Args:
         tier: where shards are stored by default.
         fallback_tier: where shards go that the tier can't take.
-        may_be_index_only: whether a shard's samples can be read from its origin, so that its index is enough.
-        changed: called with a shard whose storage mode has changed.
+        index_only: whether shards may be stored index-only, if their origin has ranges.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        fallback_tier: FallbackTier | None,
-        may_be_index_only: Callable[[Shard], bool],
-        changed: Callable[[Shard], object],
-    ):
+    def __init__(self, tier: Tier, fallback_tier: FallbackTier | None, *, index_only: bool):
         self._tier = tier
         self._fallback_tier = fallback_tier
-        self._may_be_index_only = may_be_index_only
-        self._changed = changed
+        self._allows_index_only = index_only
         self._lock = threading.Lock()
         # Guarded by _lock; shards by their digests:
         self._index_only: set[str] = set()
-        self._elsewhere: set[str] = set()  # in the fallback tier
+        self._in_fallback: set[str] = set()
         self._refused_since: dict[str, float] = {}
-        self._sizes: dict[str, int] = {}  # of those that were refused: their origin needn't be asked again
-        self._troubles = 0
-        self._short_since: float | None = None  # of descriptors
-        self._has_told = False
+        self._sizes: dict[str, int] = {}  # of refused shards: their origin isn't asked for it again
+        self._failures = 0
+        self._short_since: float | None = None  # of descriptors or memory
+        self._has_logged = False
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -77,42 +70,42 @@ class FallbackPolicy:
         digests = {shard.digest for shard in shards}
         with self._lock:
             self._index_only &= digests
-            self._elsewhere &= digests
+            self._in_fallback &= digests
 
-    def index_only(self, shard: Shard) -> bool:
+    def store_index_only(self, shard: Shard) -> bool:
         """Store a shard index-only; False if its origin has no ranges, or it is already."""
         with self._lock:
-            if shard.digest in self._index_only or not self._may_be_index_only(shard):
+            is_index_only = shard.digest in self._index_only
+            if is_index_only or not self._allows_index_only or not has_ranges(shard.url):
                 return False
             self._index_only.add(shard.digest)
             self._refused_since.pop(shard.digest, None)
-        self._changed(shard)
         return True
 
-    def elsewhere(self, shard: Shard, trouble: Exception | None = None) -> bool:
+    def store_in_fallback(self, shard: Shard, error: Exception | None = None) -> bool:
         """Store a shard in the fallback tier; False if there is none, or it is already.
 
         Args:
-            shard: which one.
-            trouble: why the tier doesn't take it, where that is known.
+            shard: the shard.
+            error: why the tier doesn't take it, if that is known.
         """
         fallback_tier = self._fallback_tier.open() if self._fallback_tier is not None else None
         with self._lock:
-            if fallback_tier is None or shard.digest in self._elsewhere:
+            if fallback_tier is None or shard.digest in self._in_fallback:
                 return False
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_logged:
+                self._has_logged = True
                 logger.warning(
                     "the cache at %s doesn't take %s%s: such shards are kept in memory at %s, up to %d bytes "
                     "beside the cache's limit",
-                    *(self._tier.root, shard.name, f" ({trouble})" if trouble else ""),
+                    *(self._tier.root, shard.name, f" ({error})" if error else ""),
                     *(fallback_tier.root, fallback_tier.limit_bytes),
                 )
-            self._troubles += trouble is not None and not isinstance(trouble, CacheFull)
-            self._elsewhere.add(shard.digest)
+            self._failures += error is not None and not isinstance(error, CacheFull)
+            self._in_fallback.add(shard.digest)
             self._index_only.discard(shard.digest)
-            self._forget(shard)
-        self._changed(shard)
+            self._sizes.pop(shard.digest, None)
+            self._refused_since.pop(shard.digest, None)
         return True
 
     def refuse(self, shard: Shard, size_bytes: int = 0) -> None:
@@ -123,20 +116,20 @@ class FallbackPolicy:
                 self._sizes[shard.digest] = size_bytes
 
     def accept(self, shard: Shard) -> None:
-        """Note that a shard has room, or needs none."""
+        """Note that a shard has room or needs none."""
         with self._lock:
             self._refused_since.pop(shard.digest, None)
 
     def note(self, shard: Shard, mode: StorageMode, is_refused: bool) -> bool:
-        """Note whether a fill that is under way has no room.
+        """Note whether a running fill has no room.
 
         Args:
-            shard: what is filled.
-            mode: how.
-            is_refused: whether it has no room at present.
+            shard: the shard that is filled.
+            mode: the storage mode it is filled in.
+            is_refused: whether it has no room now.
 
         Returns:
-            Whether the shard is to be kept in another way by now, for which the fill has to begin anew.
+            Whether the shard's mode has changed since, so that the fill has to start again.
         """
         with self._lock:
             is_outdated = self._mode(shard) != mode
@@ -147,23 +140,23 @@ class FallbackPolicy:
             return is_outdated
 
     def is_refused(self, shard: Shard) -> bool:
-        """Whether there was no room for it."""
+        """Whether there was no room for a shard."""
         with self._lock:
             return shard.digest in self._refused_since
 
     def refused_seconds(self, shard: Shard) -> float:
-        """For how long there has been no room for it (0: there is)."""
+        """How long there has been no room for a shard (0: there is)."""
         with self._lock:
             since = self._refused_since.get(shard.digest)
         return 0.0 if since is None else time.monotonic() - since
 
     def size_bytes(self, shard: Shard) -> int:
-        """Of a shard that was refused; 0: unknown."""
+        """The size of a refused shard; 0: unknown."""
         with self._lock:
             return self._sizes.get(shard.digest, 0)
 
     def lacks_bytes(self, shard: Shard) -> int:
-        """The least that a shard takes for which there was no room, as it is kept now; 0: there is."""
+        """The least that a refused shard takes in its storage mode; 0: it isn't refused."""
         with self._lock:
             mode = self._mode(shard)
             if shard.digest not in self._refused_since or mode.tier is not self._tier:
@@ -171,9 +164,9 @@ class FallbackPolicy:
             size = self._sizes.get(shard.digest, 0)
             return part_bytes(index_bytes(size) if mode.index_only else reserved_bytes(size))
 
-    def may_pass(self, trouble: OSError) -> bool:
-        """Whether a shortage of files or memory may pass: it isn't the disk's fault."""
-        cause = trouble.__cause__ if isinstance(trouble, CacheError) else trouble
+    def may_pass(self, error: OSError) -> bool:
+        """Whether an error is a shortage of files or memory that may pass: the disk is all right."""
+        cause = error.__cause__ if isinstance(error, CacheError) else error
         if not isinstance(cause, OSError) or not is_shortage(cause):
             return False
         with self._lock:
@@ -188,10 +181,6 @@ class FallbackPolicy:
 
     def _mode(self, shard: Shard) -> StorageMode:
         fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
-        fails = shard.digest in self._elsewhere or self._troubles >= _MOST_TROUBLES
+        fails = shard.digest in self._in_fallback or self._failures >= _MOST_FAILURES
         tier = fallback_tier if fallback_tier is not None and fails else self._tier
         return StorageMode(tier, shard.digest in self._index_only)
-
-    def _forget(self, shard: Shard) -> None:
-        self._sizes.pop(shard.digest, None)
-        self._refused_since.pop(shard.digest, None)

@@ -1,4 +1,4 @@
-"""Heartbeats of fills: touches on this process's parts, and since when others' have stopped (step F)."""
+"""Heartbeats of fills: touches this process's parts, and notices when the touches of others stop (step F)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from streamload.cache.part import Part
 from streamload.cache.tier import Tier
 
 _TOUCHES = 5
-"""Heartbeats in the time after which a filler counts as stopped."""
+"""Heartbeats within the timeout after which a filler counts as stopped."""
 
 
 class Heartbeat:
-    """Touches the parts that are filled here, in a thread, and watches the touches of others.
+    """Touches the parts that this process fills, in a thread, and watches the touches of others.
 
     Args:
         stopped_seconds: after how long without a heartbeat a filler, of any process, is taken over from.
@@ -29,13 +29,13 @@ class Heartbeat:
         # Guarded by _lock:
         self._parts: set[Part] = set()
         self._touched: dict[str, dict[Path, tuple[int, float]]] = {}
-        # By digest, of others' parts: the last touch, and when it was first seen.
+        # By digest, of others' parts: the last touch, and when it was seen first.
         self._thread = threading.Thread(target=self._beat, name="streamload-heartbeat", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def of(self, part: Part, digest: str) -> Iterator[None]:
-        """Keep up the heartbeat of a part while the block runs."""
+        """Touch a part regularly while the block runs."""
         with self._lock:
             self._parts.add(part)
             self._touched.pop(digest, None)
@@ -53,7 +53,7 @@ class Heartbeat:
     def stopped(self, tier: Tier, digest: str) -> list[Path]:
         """The parts of a shard whose heartbeats have stopped.
 
-        The time of a touch is compared with the one before, never with a clock: two machines may disagree.
+        A touch's time is compared with the last one seen, never with a clock: those of two machines differ.
         """
         now = time.monotonic()
         with self._lock:
@@ -69,7 +69,7 @@ class Heartbeat:
         return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
 
     def close(self) -> None:
-        """End the heartbeats. Idempotent."""
+        """Stop the heartbeats. Idempotent."""
         self._closing.set()
         self._thread.join()
 

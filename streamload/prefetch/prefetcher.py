@@ -1,7 +1,7 @@
 """The prefetcher: threads that fill the shards a run needs, in order of need (step F).
 
-Every worker of a node runs one with the same list: the first to claim a shard fills it, the others go on to
-the next (scheduler.py). A shard without room is stored index-only or in the fallback tier (fallback.py).
+Every worker of a node runs one with the same requests: the first to claim a shard fills it, the others go on
+to the next (scheduler.py). A shard without room is stored index-only or in the fallback tier (fallback.py).
 A filler touches its parts as a heartbeat; without one for some seconds another process takes over
 (heartbeat.py).
 """
@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from streamload.cache.fallback_tier import FallbackTier
-from streamload.cache.fill import Filled, FillOptions, fill
+from streamload.cache.fill import Filled, FillOptions, Outcome, fill
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
@@ -26,14 +28,63 @@ from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 from streamload.prefetch.fallback import FallbackPolicy, StorageMode
 from streamload.prefetch.heartbeat import Heartbeat
-from streamload.prefetch.scheduler import FillScheduler
+from streamload.prefetch.scheduler import FillRequest, FillScheduler
 
-_HELD_SECONDS = 1.0  # how long a shard that is here is taken to stay
-_ELSEWHERE_SECONDS = 0.1  # until a shard that another process fills is looked at again
+_HELD_SECONDS = 1.0
+"""Between two looks at a shard that is there."""
+_ELSEWHERE_SECONDS = 0.1
+"""Between two looks at a shard that another process fills."""
 _NO_ROOM_SECONDS = 0.2
 STOPPED_SECONDS = 5.0
 
 OpenOrigin = Callable[[Shard, threading.Event], Origin]
+"""Opens the origin of a shard; the event ends its waits. It is closed after the fill and its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchOptions:
+    """How a prefetcher works.
+
+    Attributes:
+        threads: shards that this process fills at once, not counting those that wait for another node.
+        index_only: whether a shard without room is stored index-only, if its origin can be read by range.
+        tombstones: whether a shard that can't be fetched is given up by a tombstone, for all readers of the
+            tier. If not, it is retried as long as it is requested.
+        retry_seconds: until such a retry.
+        stopped_seconds: after how long without a heartbeat a filler, of any process, is taken over from.
+    """
+
+    threads: int
+    index_only: bool = False
+    tombstones: bool = True
+    retry_seconds: float = 1.0
+    stopped_seconds: float = STOPPED_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class FillResult:
+    """What a look at a requested shard found or did.
+
+    Attributes:
+        shard: the requested shard.
+        outcome: PUBLISHED if the shard is there, whoever filled it; GAVE_UP if it can't be had.
+        filled: what this look has filled and published: the shard, or its prepared form. None: nothing.
+        directory: where that is.
+        error: why the shard can't be fetched, if no tombstone says so.
+    """
+
+    shard: Shard
+    outcome: Filled
+    filled: Shard | None = None
+    directory: Path | None = None
+    error: StreamloadError | None = None
+
+
+class _Look(NamedTuple):
+    """Until the next look at a shard, and whether there was no room for it."""
+
+    pause_seconds: float
+    is_refused: bool = False
 
 
 class Prefetcher:
@@ -41,78 +92,50 @@ class Prefetcher:
 
     Args:
         tier: where shards are filled into.
-        open_origin: opens the origin of a shard, which is closed after the fill and the call of `published`;
-            the event ends its waits.
-        threads: shards that this process fills at once, not counting those that wait for another node.
+        open_origin: see OpenOrigin.
+        options: see there.
         counts: where fills are counted.
-        report: called from a filling thread with the result of each look at a shard; PUBLISHED if held.
-        may_be_index_only: whether a shard's samples can be read from its origin, by range, where the shard
-            itself can't be kept.
+        sink: called from a filling thread with the result of each look at a shard that ended in one.
+        has_prepared: whether a prepared shard can be fetched as it is; then it is filled in place of the
+            shard that it stands for.
         fallback_tier: where shards go that the tier can't take.
-        stopped_seconds: after how long without a heartbeat a filler, of any process, is taken over from.
-        freshness: by which versions the run goes; None takes what is published as it is.
-        published: called from a filling thread with each shard that was filled here, and its directory.
-        next_use_of: the next use of a shard, in shard visits, as announced; None: its position in the list.
-        failed: called from a filling thread when a shard can't be fetched; returns the seconds until it is
-            retried. None: the shard is given up by a tombstone, for all readers of the tier.
-        is_prepared: whether a prepared shard can be had as it is; then it is filled in place of the shard
-            that it stands for.
+        freshness: the versions that the run reads; None takes what is published as it is.
     """
 
     def __init__(
         self,
         tier: Tier,
         open_origin: OpenOrigin,
+        options: PrefetchOptions,
         *,
-        threads: int,
         counts: Counts,
-        report: Callable[[Shard, Filled], None] = lambda shard, result: None,
-        may_be_index_only: Callable[[Shard], bool] = lambda shard: False,
+        sink: Callable[[FillResult], object] = lambda result: None,
+        has_prepared: Callable[[Shard], bool] = lambda form: False,
         fallback_tier: FallbackTier | None = None,
-        stopped_seconds: float = STOPPED_SECONDS,
         freshness: Freshness | None = None,
-        published: Callable[[Shard, Path], None] = lambda shard, directory: None,
-        next_use_of: Callable[[Shard], float] | None = None,
-        failed: Callable[[Shard, StreamloadError], float] | None = None,
-        is_prepared: Callable[[Shard], bool] = lambda form: False,
     ):
         self.tier = tier
         self._open_origin = open_origin
+        self._options = options
         self._counts = counts
-        self._report = report
+        self._sink = sink
+        self._has_prepared = has_prepared
         self._freshness = freshness
-        self._published = published
-        self._failed = failed
-        self._is_prepared = is_prepared
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._tombstones: list[FileLock] = []
-        self._heartbeat = Heartbeat(stopped_seconds)
-        self._fallback = FallbackPolicy(
-            tier, fallback_tier, may_be_index_only, changed=lambda shard: self._scheduler.look_again(shard)
-        )
-        self._scheduler = FillScheduler(
-            threads,
-            self._look,
-            enforce_limits=tier.budget.enforce_limits,
-            is_refused=self._fallback.is_refused,
-            stop=self._stop,
-        )
-        self._next_use_of = next_use_of or self._scheduler.place_of
+        self._heartbeat = Heartbeat(options.stopped_seconds)
+        self._fallback = FallbackPolicy(tier, fallback_tier, index_only=options.index_only)
+        self._scheduler = FillScheduler(options.threads, self._work, self._stop)
         self._scheduler.start()
 
     def __repr__(self) -> str:
         return f"<Prefetcher {self._scheduler!r}>"
 
-    def want(self, needed: Sequence[Shard], later: Sequence[Shard] = ()) -> None:
-        """Set the shards to fill, in order of need; replaces those set before.
-
-        Args:
-            needed: shards that readers have open: anything that isn't open may be evicted for them.
-            later: shards to fill while only shards with a later next use have to go for them.
-        """
-        self._fallback.only(needed)
-        self._scheduler.want(needed, later)
+    def want(self, requests: Sequence[FillRequest]) -> None:
+        """Set the shards to fill, the most urgent first; replaces those set before."""
+        self._fallback.only([request.shard for request in requests if request.is_needed])
+        self._scheduler.want(requests)
 
     def look_again(self) -> None:
         """Look at all shards again now: what is known about them may be outdated."""
@@ -132,24 +155,30 @@ class Prefetcher:
         return self._fallback.refused_seconds(shard)
 
     def lacks_bytes(self, shard: Shard) -> int:
-        """The least that a shard takes for which there was no room, as it is kept now; 0: there is."""
+        """The least that a refused shard takes in its storage mode; 0: it isn't refused."""
         return self._fallback.lacks_bytes(shard)
 
-    def do_without(self, shard: Shard) -> bool:
-        """Store a shard index-only as long as it is wanted; its samples are read from the origin.
+    def store_index_only(self, shard: Shard) -> bool:
+        """Store a shard index-only as long as it is needed; its samples are read from the origin.
 
         Returns:
             False if the origin has no ranges, or the shard is index-only already.
         """
-        return self._fallback.index_only(shard)
+        has_changed = self._fallback.store_index_only(shard)
+        if has_changed:
+            self._scheduler.look_again(shard)
+        return has_changed
 
-    def do_elsewhere(self, shard: Shard) -> bool:
-        """Fill a shard into the fallback tier as long as it is wanted.
+    def store_in_fallback(self, shard: Shard) -> bool:
+        """Store a shard in the fallback tier as long as it is needed.
 
         Returns:
-            False if there is none, or the shard is there already.
+            False if there is none, or the shard is stored there already.
         """
-        return self._fallback.elsewhere(shard)
+        has_changed = self._fallback.store_in_fallback(shard)
+        if has_changed:
+            self._scheduler.look_again(shard)
+        return has_changed
 
     def filling(self, shard: Shard) -> bool:
         """Whether a thread of this process is filling it."""
@@ -167,40 +196,50 @@ class Prefetcher:
             tombstone.close()
         self._tombstones.clear()
 
-    def _look(self, shard: Shard) -> float:
-        """Fill a shard if necessary and possible; returns the seconds until the next look at it."""
+    def _work(self) -> None:
+        """What a filling thread does."""
+        while self._scheduler.keeps_thread():
+            self.tier.budget.enforce_limits()
+            shard = self._scheduler.take()
+            if shard is not None:
+                look = self._look(shard)
+                self._scheduler.settle(shard, look.pause_seconds, is_refused=look.is_refused)
+
+    def _look(self, shard: Shard) -> _Look:
+        """Fill a shard if necessary and possible."""
         try:
-            pause = self._fill(shard)
+            pause_seconds = self._fill(shard)
         except BaseException as exc:
-            pause = _NO_ROOM_SECONDS
+            pause_seconds = _NO_ROOM_SECONDS
             self._error = exc
             self._stop.set()
         if self._freshness is not None:
             self._freshness.filled(shard)
-        return pause
+        return _Look(pause_seconds, self._fallback.is_refused(shard))
 
     def _fill(self, shard: Shard) -> float:
+        """Fill a shard; returns the seconds until the next look at it, as all below do."""
         try:
-            pause = self._fill_as(self._fallback.mode(shard), shard)
-        except OSError as trouble:  # an origin's are settled where they come up
-            return _NO_ROOM_SECONDS if self._fallback.may_pass(trouble) else self._make_do(shard, trouble)
+            pause_seconds = self._fill_as(self._fallback.mode(shard), shard)
+        except OSError as error:  # the tier's: an origin's have become results
+            return _NO_ROOM_SECONDS if self._fallback.may_pass(error) else self._after_failure(shard, error)
         self._fallback.went_well()
-        return pause
+        return pause_seconds
 
-    def _make_do(self, shard: Shard, trouble: OSError) -> float:
+    def _after_failure(self, shard: Shard, error: OSError) -> float:
         """After a tier failed: go index-only, use the fallback tier, or wait until the shard is needed."""
         if not self._scheduler.is_needed(shard):
             self._fallback.refuse(shard)
-            if isinstance(trouble, CacheFull):
-                self._report(shard, Filled.NO_ROOM)
+            if isinstance(error, CacheFull):
+                self._sink(FillResult(shard, Filled.NO_ROOM))
             return _NO_ROOM_SECONDS
-        if isinstance(trouble, CacheFull) and self._fallback.index_only(shard):
+        if isinstance(error, CacheFull) and self._fallback.store_index_only(shard):
             return 0.0
-        if self._fallback.elsewhere(shard, trouble):
+        if self._fallback.store_in_fallback(shard, error):
             return 0.0
-        if isinstance(trouble, CacheError):
-            raise trouble
-        raise CacheError(f"the cache at {self.tier.root} can't be used any more: {trouble}") from trouble
+        if isinstance(error, CacheError):
+            raise error
+        raise CacheError(f"the cache at {self.tier.root} can't be used any more: {error}") from error
 
     def _fill_as(self, mode: StorageMode, shard: Shard) -> float:
         """Fill a shard in its storage mode."""
@@ -210,70 +249,76 @@ class Prefetcher:
             return 0.0 if is_settled else _ELSEWHERE_SECONDS
         if tier.has_whole(shard) or (mode.index_only and tier.index_only(shard.digest).exists()):
             self._fallback.accept(shard)
-            self._report(shard, Filled.PUBLISHED)
+            self._sink(FillResult(shard, Filled.PUBLISHED))
             return _HELD_SECONDS
-        job = self._job(mode, shard)
-        part = tier.claim(job.digest, self._heartbeat.stopped(tier, job.digest))
+        form = self._form(mode, shard)
+        part = tier.claim(form.digest, self._heartbeat.stopped(tier, form.digest))
         if part is None:
             self._fallback.accept(shard)
             if tier.tombstone(shard.digest).exists():
-                self._report(shard, Filled.GAVE_UP)
+                self._sink(FillResult(shard, Filled.GAVE_UP))
             return _ELSEWHERE_SECONDS
         with contextlib.ExitStack() as opened:
-            return self._fill_part(mode, shard, job, part, opened)
+            return self._fill_part(mode, shard, form, part, opened)
 
     def _fill_part(
-        self, mode: StorageMode, shard: Shard, job: Shard, part: Part, opened: contextlib.ExitStack
+        self, mode: StorageMode, shard: Shard, form: Shard, part: Part, opened: contextlib.ExitStack
     ) -> float:
         """Fill a claimed part; the caller closes what it opens."""
         try:
-            with self._heartbeat.of(part, job.digest):
+            with self._heartbeat.of(part, form.digest):
                 outcome = fill(
                     part,
-                    job,
-                    lambda: self._origin(mode, shard, job, opened),
+                    form,
+                    lambda: self._origin(mode, shard, form, opened),
                     FillOptions(
                         self._fallback.size_bytes(shard),
                         mode.index_only,
-                        leave_tombstone=self._failed is None,
+                        leave_tombstone=self._options.tombstones,
                     ),
-                    next_use=lambda: self._next_use_of(shard),
+                    next_use=lambda: self._scheduler.next_use(shard),
                     stop=self._stop,
                     refused=lambda waits: self._fallback.note(shard, mode, waits),
                 )
-        except (OriginError, ShardError) as why:
-            if self._failed is None:
+        except (OriginError, ShardError) as error:
+            if self._options.tombstones:
                 raise
-            return self._failed(shard, why)
+            self._sink(FillResult(shard, Filled.GAVE_UP, error=error))
+            return self._options.retry_seconds
+        return self._after_fill(mode, shard, form, outcome)
+
+    def _after_fill(self, mode: StorageMode, shard: Shard, form: Shard, outcome: Outcome) -> float:
+        """Note and report how a fill ended."""
         if outcome.tombstone is not None:
             self._tombstones.append(outcome.tombstone)
         is_refused = outcome.result is Filled.NO_ROOM
         if self._fallback.note(shard, mode, is_refused):
-            return 0.0
+            return 0.0  # it is to be stored in another mode
         if is_refused:
             self._fallback.refuse(shard, outcome.size_bytes)
+        if outcome.result is Filled.GAVE_UP and form is not shard:
+            return 0.0  # the shard itself may be had
+        filled = directory = None
         if outcome.result is Filled.PUBLISHED and not mode.index_only:
             self._counts.add("shards_published")
-            self._published(job, mode.tier.published(job.digest))
-        if outcome.result is Filled.GAVE_UP and job is not shard:
-            return 0.0  # the shard itself may be had
-        self._report(shard, outcome.result)
+            filled, directory = form, mode.tier.published(form.digest)
+        self._sink(FillResult(shard, outcome.result, filled, directory))
         return _NO_ROOM_SECONDS if is_refused else _HELD_SECONDS
 
-    def _job(self, mode: StorageMode, shard: Shard) -> Shard:
-        """The shard to fill: the prepared form where there is one, else the shard itself."""
+    def _form(self, mode: StorageMode, shard: Shard) -> Shard:
+        """The form to fill: the prepared shard where there is one, else the shard itself."""
         form = shard.prepared
         if (
             form is None
             or mode.index_only
             or mode.tier.tombstone(form.digest).exists()
-            or not self._is_prepared(form)
+            or not self._has_prepared(form)
         ):
             return shard
         return form
 
-    def _origin(self, mode: StorageMode, shard: Shard, job: Shard, opened: contextlib.ExitStack) -> Origin:
-        origin = self._open_origin(job, self._stop)
+    def _origin(self, mode: StorageMode, shard: Shard, form: Shard, opened: contextlib.ExitStack) -> Origin:
+        origin = self._open_origin(form, self._stop)
         opened.callback(origin.close)
         if isinstance(origin, ReadThrough):
             origin.is_kept, origin.yield_slot = not mode.index_only, self._scheduler.yield_slot

@@ -1,7 +1,7 @@
-"""Samples of shards that have no room, read from origins by range: joined, several at once (steps F, H).
+"""Samples of index-only shards, read from origins by range, several at once (steps F, H).
 
-A reader says which ranges it will want; neighbours are asked for together, by some threads, and what has come
-is kept until it is read. For one reading thread.
+A reader announces the ranges that it will want; neighbours are joined into one request, and the bytes are
+kept until they are read. For one reading thread.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from streamload.origins.origin import Origin, Version
 
 _AT_ONCE = 8
 _GAP_BYTES = 64 << 10
-"""Bytes between two samples that are fetched as well, as another request would take longer."""
+"""A gap up to this is fetched with the samples around it: a second request would take longer."""
 _LONGEST_BYTES = 4 << 20
 _AHEAD_BYTES = 64 << 20
-"""What is kept, and asked for, in advance."""
+"""The most that is requested in advance and kept."""
 _TURNS_KEPT = 4
-"""What wasn't read until so many later calls isn't waited for any more."""
+"""A block that wasn't read until this many later calls is dropped."""
 _ORIGINS_KEPT = 32
-"""Each may keep a connection from one range to the next."""
+"""Idle origins, each of which may keep a connection open."""
 
 
 class Range(NamedTuple):
-    """Bytes of a shard of a version, from `start` to `stop`."""
+    """The bytes `start` to `stop` of a shard in one version."""
 
     shard: Shard
     version: Version
@@ -41,14 +41,14 @@ class Range(NamedTuple):
 
 @dataclass(slots=True)
 class _Block:
-    """One request for some ranges of a shard that lie near each other."""
+    """One request for neighbouring ranges of a shard."""
 
     digest: str
     start: int
     stop: int
     data: Future[bytes]
     left: int
-    """How many of its ranges haven't been read."""
+    """Its ranges that haven't been read."""
     turn: int
 
 
@@ -56,19 +56,19 @@ class Ranges:
     """Reads ranges of shards.
 
     Args:
-        open_origin: where a shard lives.
+        open_origin: opens the origin of a shard.
     """
 
     def __init__(self, open_origin: Callable[[Shard], Origin]):
         self._open_origin = open_origin
-        self._pool: ThreadPoolExecutor | None = None  # of the process that uses it
-        self._blocks: list[_Block] = []  # in the order in which they were asked for
+        self._pool: ThreadPoolExecutor | None = None  # made in the process that uses it
+        self._blocks: list[_Block] = []  # in the order of their requests
         self._turn = 0
         self._lock = threading.Lock()
-        self._idle: deque[tuple[str, Origin]] = deque()  # guarded by _lock: with connections that are kept
+        self._idle: deque[tuple[str, Origin]] = deque()  # guarded by _lock
 
     def want(self, ranges: Iterable[Range]) -> None:
-        """Ask for ranges that will be read soon; with much on its way, for some of them only."""
+        """Request ranges that will be read soon; only some of them if much is on its way."""
         self._turn += 1
         self._blocks = [block for block in self._blocks if self._turn - block.turn < _TURNS_KEPT]
         ordered = sorted(set(ranges), key=lambda one: (one.shard.digest, one.start))
@@ -83,10 +83,10 @@ class Ranges:
                 self._blocks.append(_Block(*place, data, len(some), self._turn))
 
     def read(self, wanted: Range) -> bytes:
-        """The bytes of a range: those that are there or on their way, else by a request of their own.
+        """The bytes of a range, by an earlier request if there was one.
 
         Raises:
-            OriginError, DatasetChanged: they can't be had.
+            OriginError, DatasetChanged: they can't be read.
         """
         block = self._holding(wanted)
         if block is None:
@@ -97,7 +97,7 @@ class Ranges:
         return block.data.result()[wanted.start - block.start : wanted.stop - block.start]
 
     def close(self) -> None:
-        """Wait for what is on its way, which the origins' own event ends; once is enough."""
+        """Wait for running requests, which the origins' event ends. Idempotent."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -118,7 +118,7 @@ class Ranges:
 
     @contextlib.contextmanager
     def _origin(self, shard: Shard) -> Iterator[Origin]:
-        """An origin of the shard that no other thread uses."""
+        """An origin of a shard that no other thread uses."""
         with self._lock:
             found = next((one for one in self._idle if one[0] == shard.digest), None)
             if found is not None:
@@ -137,7 +137,7 @@ class Ranges:
 
 
 def _joined(ranges: Iterable[Range]) -> list[list[Range]]:
-    """Ranges of one shard, in order; those that lie near each other together."""
+    """Ascending ranges of one shard, grouped into requests."""
     found: list[list[Range]] = []
     for one in ranges:
         last = found[-1] if found else []

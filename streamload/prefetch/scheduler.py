@@ -1,76 +1,94 @@
-"""Threads that take the shards to fill, the most needed first (step F).
+"""Which shard a filling thread takes next: the most needed of those that are due (step F).
 
-There is no queue: the list of shards is compared with what the tier holds, again and again.
+There is no queue: the requested shards are compared with what the tier holds, again and again. This module
+decides and keeps the threads; what they do with a shard is the prefetcher's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from streamload.cache.shard import Shard
 
-_IDLE_SECONDS = 0.25  # the longest that nobody looks at all
+_IDLE_SECONDS = 0.25  # the longest that no thread looks at all
 _MOST_YIELDING = 32
 """The most threads that yield their slot while they wait for another node; any more keep it."""
 
 
+@dataclass(frozen=True, slots=True)
+class FillRequest:
+    """A shard that a prefetcher is to fill.
+
+    Attributes:
+        shard: the shard.
+        next_use: shard visits until it is used, as announced; only shards used later are evicted for it.
+        is_needed: whether a reader has it open. Then it is stored in another mode if the tier can't take it.
+    """
+
+    shard: Shard
+    next_use: float
+    is_needed: bool = False
+
+
+def requests_for(needed: Sequence[Shard], later: Sequence[Shard] = ()) -> list[FillRequest]:
+    """Requests whose next uses are their positions; open shards are used alike."""
+    last_open = float(len(needed) - 1)
+    return [
+        *(FillRequest(shard, last_open, is_needed=True) for shard in needed),
+        *(FillRequest(shard, float(len(needed) + k)) for k, shard in enumerate(later)),
+    ]
+
+
 class FillScheduler:
-    """Threads that look at the listed shards, at each again when it is due.
+    """The requests of a prefetcher and the threads that take them.
 
     Args:
-        threads: how many look at once, not counting those that have yielded their slot.
-        look: looks at a shard, in one of the threads, and says in how many seconds it is due again.
-        enforce_limits: called in a thread before it takes a shard, and whenever it has slept.
-        is_refused: whether there was no room for a shard.
+        threads: how many work at once, not counting those that have yielded their slot.
+        work: what each thread does: `take` and `settle` as long as `keeps_thread`.
         stop: once it is set, no thread takes another shard.
     """
 
-    def __init__(
-        self,
-        threads: int,
-        look: Callable[[Shard], float],
-        *,
-        enforce_limits: Callable[[], object],
-        is_refused: Callable[[Shard], bool],
-        stop: threading.Event,
-    ):
+    def __init__(self, threads: int, work: Callable[[], None], stop: threading.Event):
         self._at_once = threads
-        self._look = look
-        self._enforce_limits = enforce_limits
-        self._is_refused = is_refused
+        self._work = work
         self._stop = stop
         self._change = threading.Condition()
-        # Guarded by _change:
-        self._wanted: tuple[Shard, ...] = ()
-        self._needed = 0  # how many of them, from the first, a reader waits for
+        # Guarded by _change; shards by their digests:
+        self._requests: dict[str, FillRequest] = {}  # the most urgent first
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
-        self._yielding = 0  # of those that are busy, how many have yielded their slot
+        self._refused: set[str] = set()  # there was no room for them at the last look
+        self._yielding = 0  # threads that have yielded their slot
         self._is_watched = False  # whether an idle thread watches the clock
         self._threads = [self._thread(i) for i in range(threads)]
 
     def __repr__(self) -> str:
         with self._change:
-            return f"<Scheduler {len(self._wanted)} wanted, {self._needed} needed, busy={sorted(self._busy)}>"
+            needed = sum(request.is_needed for request in self._requests.values())
+            return (
+                f"<FillScheduler {len(self._requests)} requests, {needed} needed, busy={sorted(self._busy)}>"
+            )
 
     def start(self) -> None:
-        """Begin to look; once."""
+        """Start the threads; call it once."""
         for thread in list(self._threads):
             thread.start()
 
-    def want(self, needed: Sequence[Shard], later: Sequence[Shard] = ()) -> None:
-        """Say what is to be looked at, in order of need; it replaces what was said before."""
-        wanted = (*needed, *later)
+    def want(self, requests: Sequence[FillRequest]) -> None:
+        """Set the requests, the most urgent first; replaces those set before."""
+        wanted = {request.shard.digest: request for request in requests}
         with self._change:
-            if wanted != self._wanted or len(needed) != self._needed:
-                self._wanted, self._needed = wanted, len(needed)
-                self._change.notify()  # who takes one of them calls another for the next
+            if list(wanted.values()) != list(self._requests.values()):
+                self._requests = wanted
+                self._change.notify()  # a thread that takes a shard wakes another for the next one
 
     def look_again(self, shard: Shard | None = None) -> None:
-        """Look at a shard, or at all, anew, now: what was settled doesn't hold any more."""
+        """Make a shard, or all of them, due now: what the last look found is outdated."""
         with self._change:
             if shard is None:
                 self._not_before.clear()
@@ -79,26 +97,81 @@ class FillScheduler:
             self._change.notify_all()
 
     def is_busy_with(self, shard: Shard) -> bool:
-        """Whether a thread is looking at it."""
+        """Whether a thread has taken it."""
         with self._change:
             return shard.digest in self._busy
 
     def is_needed(self, shard: Shard) -> bool:
         """Whether a reader waits for it."""
         with self._change:
-            return shard in self._wanted[: self._needed]
+            request = self._requests.get(shard.digest)
+            return request is not None and request.is_needed
 
-    def place_of(self, shard: Shard) -> float:
-        """How soon a shard is needed, in shard visits; those that readers have open are needed alike."""
+    def next_use(self, shard: Shard) -> float:
+        """Its next use by the latest request; never, if it isn't requested any more."""
         with self._change:
+            request = self._requests.get(shard.digest)
+            return math.inf if request is None else request.next_use
+
+    def keeps_thread(self) -> bool:
+        """Whether the calling thread goes on; False after `close`, or when it replaced one that is back."""
+        if self._stop.is_set():
+            return False
+        with self._change:
+            if len(self._threads) <= self._at_once + self._yielding:
+                return True
+            self._threads.remove(threading.current_thread())
+            self._change.notify()  # another, in its stead
+            return False
+
+    def take(self) -> Shard | None:
+        """The next shard that no thread here has; None after a while without one.
+
+        One idle thread watches the clock, the others sleep until they are notified: each wake-up takes the
+        processor from decoding. A thread that takes a shard wakes one other if there is more to take, or if
+        no thread watches any more.
+        """
+        with self._change:
+            now = time.monotonic()
+            taken, has_more, until = self._due(now)
+            if taken is not None:
+                self._busy.add(taken.digest)
+                if has_more or not self._is_watched:
+                    self._change.notify()
+                return taken
+            if self._stop.is_set():  # it is set before the last notification
+                return None
+            if self._is_watched:
+                self._change.wait()
+                return None
+            self._is_watched = True
             try:
-                return float(max(self._wanted.index(shard), self._needed - 1))
-            except ValueError:
-                return float("inf")
+                self._change.wait(timeout=until - now)
+            finally:
+                self._is_watched = False
+            return None
+
+    def settle(self, shard: Shard, pause_seconds: float, *, is_refused: bool) -> None:
+        """Give a taken shard back.
+
+        Args:
+            shard: the shard.
+            pause_seconds: until it is due again.
+            is_refused: whether there was no room for it.
+        """
+        with self._change:
+            self._busy.discard(shard.digest)
+            self._not_before[shard.digest] = time.monotonic() + pause_seconds
+            if is_refused:
+                self._refused.add(shard.digest)
+            else:
+                self._refused.discard(shard.digest)
+            if pause_seconds < _IDLE_SECONDS:  # else the watching thread looks again before it is due
+                self._change.notify_all()
 
     @contextlib.contextmanager
     def yield_slot(self) -> Iterator[None]:
-        """The thread that looks waits for another node: others take its place, if need be one more."""
+        """Let another thread work while the calling one waits for another node; starts one if necessary."""
         with self._change:
             counts = self._yielding < _MOST_YIELDING
             self._yielding += counts
@@ -114,81 +187,32 @@ class FillScheduler:
                 self._change.notify_all()
 
     def close(self) -> None:
-        """Stop, and wait until no thread looks any more."""
+        """Stop the threads and join them. Idempotent."""
         self._stop.set()
         with self._change:
             self._change.notify_all()
-            threads = list(self._threads)  # with the event set there won't be more
+            threads = list(self._threads)  # once the event is set no more are started
         for thread in threads:
             thread.join()
 
-    def _work(self) -> None:
-        while not self._stop.is_set() and not self._is_surplus():
-            self._enforce_limits()
-            shard = self._take()
-            if shard is None:
-                continue
-            pause = self._look(shard)
-            with self._change:
-                self._busy.discard(shard.digest)
-                self._not_before[shard.digest] = time.monotonic() + pause
-                if pause < _IDLE_SECONDS:  # else whoever watches the clock looks again before it is due
-                    self._change.notify_all()
-
-    def _take(self) -> Shard | None:
-        """The next shard that nobody here looks at; None after a while in which there was none.
-
-        One of the idle threads watches the clock, the others sleep until they are called: each time that one
-        wakes up takes the processor from those who decode. Who takes a shard calls one other, where there is
-        more to take or nobody watches any more.
-        """
-        with self._change:
-            now = time.monotonic()
-            taken, is_more, until = self._due(now)
-            if taken is not None:
-                self._busy.add(taken.digest)
-                if is_more or not self._is_watched:
-                    self._change.notify()
-                return taken
-            if self._stop.is_set():  # set before all are called for the last time
-                return None
-            if self._is_watched:
-                self._change.wait()
-                return None
-            self._is_watched = True
-            try:
-                self._change.wait(timeout=until - now)
-            finally:
-                self._is_watched = False
-            return None
-
     def _due(self, now: float) -> tuple[Shard | None, bool, float]:
-        """The first free shard that is due; whether there is another; when to look again if there is none."""
+        """The first free shard that is due; whether there is another; else when to look again."""
         taken, until = None, now + _IDLE_SECONDS
         if len(self._busy) - self._yielding >= self._at_once:
             return None, False, until
-        for place, shard in enumerate(self._wanted):
-            if shard.digest in self._busy:
+        for digest, request in self._requests.items():
+            if digest in self._busy:
                 continue
-            due = self._not_before.get(shard.digest, 0.0)
+            due = self._not_before.get(digest, 0.0)
             if due <= now:
                 if taken is not None:
                     return taken, True, until
-                taken = shard
-            elif place >= self._needed and self._is_refused(shard):
-                break  # what is needed later still won't find room either
+                taken = request.shard
+            elif not request.is_needed and digest in self._refused:
+                break  # later ones won't find room either
             else:
                 until = min(until, due)
         return taken, False, until
-
-    def _is_surplus(self) -> bool:
-        """Whether the thread that asks stood in for one that has gone on; then it is over."""
-        with self._change:
-            if len(self._threads) <= self._at_once + self._yielding:
-                return False
-            self._threads.remove(threading.current_thread())
-            self._change.notify()  # another, in its stead
-            return True
 
     def _thread(self, number: int) -> threading.Thread:
         return threading.Thread(target=self._work, name=f"streamload-fill-{number}", daemon=True)

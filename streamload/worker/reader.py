@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import logging
-import math
 import os
 import threading
 import time
@@ -33,10 +33,11 @@ from streamload.metrics import Counters
 from streamload.order.group import GroupOrder
 from streamload.order.mixing import Change
 from streamload.order.plan import pass_order
-from streamload.origins.origin import Origin, Version, has_ranges, open_origin
+from streamload.origins.origin import Origin, Version, open_origin
 from streamload.origins.outages import listen, outages
-from streamload.prefetch.prefetcher import Prefetcher
+from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
 from streamload.prefetch.ranges import Range, Ranges
+from streamload.prefetch.scheduler import FillRequest
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
@@ -97,14 +98,12 @@ class Reader:
         self._prefetcher = Prefetcher(
             self._tier,
             self._open_origin,
-            threads=config.fills,
+            PrefetchOptions(threads=config.fills, index_only=True),
             counts=counts,
-            may_be_index_only=lambda shard: has_ranges(shard.url),
+            sink=self._after_fill,
+            has_prepared=self._sharing.has_prepared,
             fallback_tier=self._fallback_tier,
             freshness=self._freshness,
-            published=self._sharing.published,
-            next_use_of=lambda shard: self._next_uses.get(shard.digest, math.inf),
-            is_prepared=self._sharing.has_prepared,
         )
         self._publisher = _publisher(config) if worker == 0 else None
         self._told_groups = config.split.groups_told_by(config.rank)
@@ -125,9 +124,6 @@ class Reader:
         self._blocked_by: str | None = None  # a shard that holds up a batch for long
         self._telling = threading.Lock()
         self._end_listening = listen(self._tell)
-        self._next_uses: dict[
-            str, float
-        ] = {}  # of what was asked for: replaced as a whole, for other threads
 
     def begin(self, start: EpochStart) -> None:
         """Begin an epoch."""
@@ -327,7 +323,7 @@ class Reader:
         if blocked:
             first = self._config.shards[blocked[0]]
             if self._cache.view(blocked[0]).is_stuck:
-                self._prefetcher.do_elsewhere(first)
+                self._prefetcher.store_in_fallback(first)
             if self._are_refused(blocked):
                 self._shortage.make_do(blocked, self._in_use(), waiting.seconds())
             if waiting.seconds() > _BLOCKED_SECONDS and self._blocked_by != first.name:
@@ -382,20 +378,30 @@ class Reader:
         asked = [*needed], [shard for shard in later if shard not in needed]
         if asked != self._asked:
             self._asked = asked
-            shards = [[self._config.shards[shard] for shard in each] for each in asked]
-            self._next_uses = self._announced(most_open, *shards)
-            self._prefetcher.want(*shards)
+            self._prefetcher.want(self._requests(most_open, *asked))
 
-    def _announced(self, most_open: int, needed: list[Shard], later: list[Shard]) -> dict[str, float]:
-        """The next use of each shard, in shard visits as `DemandFile` announces them; open ones come first.
+    def _requests(self, most_open: int, needed: list[int], later: list[int]) -> list[FillRequest]:
+        """Requests with the next use of each shard as `DemandFile` announces it: open ones come first.
 
         A lane that has read its shard waits for the next one, which is needed and not open.
         """
-        in_use = self._in_use()
-        coming = [shard for shard, place in zip(needed, self._asked[0], strict=True) if place not in in_use]
-        waits = {shard.digest: float(max(0, most_open - 1)) for shard in needed}
-        waits |= {shard.digest: float(most_open + k) for k, shard in enumerate([*coming, *later])}
-        return waits
+        shards, in_use, position = self._config.shards, self._in_use(), itertools.count(most_open)
+        return [
+            *(
+                FillRequest(
+                    shards[shard],
+                    float(max(0, most_open - 1) if shard in in_use else next(position)),
+                    is_needed=True,
+                )
+                for shard in needed
+            ),
+            *(FillRequest(shards[shard], float(next(position))) for shard in later),
+        ]
+
+    def _after_fill(self, result: FillResult) -> None:
+        """Store a shard that this process has filled in the shared cache, too."""
+        if result.filled is not None and result.directory is not None:
+            self._sharing.published(result.filled, result.directory)
 
     def _are_refused(self, shards: Iterable[int]) -> bool:
         """Whether one of these shards has found no room."""

@@ -94,8 +94,8 @@ class Shortage:
         Raises:
             CacheFull: its origin gives no ranges, or not even its index has room; and memory has none either.
         """
-        if not self._prefetcher.do_without(shard):
-            if not self._prefetcher.do_elsewhere(shard):
+        if not self._prefetcher.store_index_only(shard):
+            if not self._prefetcher.store_in_fallback(shard):
                 raise CacheFull(self._no_room(shard, is_certain))
             return
         if self._patience_seconds == _NO_ROOM_SECONDS:

@@ -18,7 +18,8 @@ from streamload.metrics import Counters
 from streamload.origins.origin import Origin, OriginOptions, Version
 from streamload.origins.protocol import Session
 from streamload.origins.retrying import RetryingOrigin
-from streamload.prefetch.prefetcher import Prefetcher
+from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
+from streamload.prefetch.scheduler import requests_for
 
 from .engine import Process
 from .threads import Event
@@ -72,10 +73,8 @@ class Job:
         ahead = Prefetcher(
             tier,
             self._open_origin,
-            threads=self.plan.threads,
+            PrefetchOptions(self.plan.threads, index_only=True, stopped_seconds=STOPPED_SECONDS),
             counts=self.counts,
-            may_be_index_only=lambda shard: True,
-            stopped_seconds=STOPPED_SECONDS,
         )
         run = DemandFile(tier.root / "runs")
         cache = ShardCache(
@@ -106,7 +105,8 @@ class Job:
         in_use, later = coming[: self.plan.open_shards], coming[self.plan.open_shards :]
         cache.keep_open(in_use)
         run.announce(self.world.shards[number].digest for number in coming)
-        ahead.want([self.world.shards[n] for n in in_use], [self.world.shards[n] for n in later[:2]])
+        shards = self.world.shards
+        ahead.want(requests_for([shards[n] for n in in_use], [shards[n] for n in later[:2]]))
         number = in_use[0]
         truth = self.world.truths[number]
         reading = _Reading(truth)
@@ -130,7 +130,8 @@ class Job:
             if reading.error:
                 self._fail(reading.error)
             ahead.check()
-            if ahead.refused_seconds(truth.shard) > _NO_ROOM_SECONDS and not ahead.do_without(truth.shard):
+            refused_seconds = ahead.refused_seconds(truth.shard)
+            if refused_seconds > _NO_ROOM_SECONDS and not ahead.store_index_only(truth.shard):
                 raise CacheFull(truth.shard.name)
             time.sleep(_POLL_SECONDS)
         if reading.error:

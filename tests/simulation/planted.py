@@ -118,16 +118,16 @@ def open_shard_evicted() -> None:
 @_bug
 def lost_wake_up() -> None:
     """What is wanted is looked at, and only then, after the lock was let go, is a change waited for."""
-    take = scheduler.FillScheduler._take
+    take = scheduler.FillScheduler.take
 
     def late(self: scheduler.FillScheduler) -> Any:
-        has_nothing = not self._wanted
+        has_nothing = not self._requests
         if has_nothing and not self._stop.is_set():
             with self._change:
                 self._change.wait()
         return take(self)
 
-    _set(scheduler.FillScheduler, "_take", late)
+    _set(scheduler.FillScheduler, "take", late)
 
 
 @_bug
