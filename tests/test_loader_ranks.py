@@ -33,7 +33,7 @@ from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
-from streamload.worker import reader
+from streamload.worker import blocked
 
 WAIT_SECONDS = 2
 
@@ -46,7 +46,7 @@ def in_a_hurry() -> None:
     """Tenths of seconds where a training has seconds."""
     distributed._LOOK_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
     distributed._WAIT_SECONDS = distributed._AWAY_SECONDS = 0.5
-    reader._BLOCKED_SECONDS = 0.1
+    blocked.REPORT_SECONDS = 0.1
     worker_config.OriginOptions = functools.partial(  # type: ignore[attr-defined]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
     )

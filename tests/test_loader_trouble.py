@@ -1164,7 +1164,7 @@ def test_the_workers_outlive_an_interrupt_that_the_training_outlives(
 def test_a_batch_that_waits_says_for_what(
     server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamload.worker.reader._SLOW_SECONDS", 0.3)
+    monkeypatch.setattr("streamload.worker.blocked.WARN_SECONDS", 0.3)
     server.stop_after(0.2)
     loader = make(urls(server), tmp_path, num_workers=0, batch_size=50)
 

@@ -80,11 +80,11 @@ def _rank(rank: int, urls: list[str], place: Path, wait: float, stage: Any) -> d
 
     from streamload.loader import distributed, worker_config
     from streamload.origins.origin import OriginOptions
-    from streamload.worker import reader
+    from streamload.worker import blocked
 
     distributed._LOOK_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
     distributed._WAIT_SECONDS = distributed._AWAY_SECONDS = 0.5
-    reader._BLOCKED_SECONDS = 0.1
+    blocked.REPORT_SECONDS = 0.1
     worker_config.OriginOptions = functools.partial(  # type: ignore[assignment,misc]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
     )

@@ -37,6 +37,7 @@ from streamload.ipc import BufferPool, ControlBlock, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.hashing import pick, sample_seed
 from streamload.worker import process
+from streamload.worker.blocked import Superseded
 from streamload.worker.messages import (
     Batch,
     EpochStart,
@@ -45,7 +46,7 @@ from streamload.worker.messages import (
     WorkerConfig,
     changes_from,
 )
-from streamload.worker.reader import Reader, Superseded
+from streamload.worker.reader import Reader
 from streamload.worker.sampler import Sampler, Visit
 
 _OF_A_SHARD = 8

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from streamload.errors import NoValidSamples
 from streamload.order.mixing import Change, Mixing, Portion, in_effect
 from streamload.order.split import Share
+from streamload.worker.blocked import Wait
 from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, WorkerConfig
-from streamload.worker.reader import Reader, Waiting
+from streamload.worker.reader import Reader
 
 
 class Visit(NamedTuple):
@@ -114,7 +115,7 @@ class Step:
     config: WorkerConfig
     reader: Reader
     parts: list[_Part]
-    _waiting: Waiting = field(default_factory=Waiting)
+    _wait: Wait = field(default_factory=Wait)
     _before: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
@@ -169,7 +170,7 @@ class Step:
     def _known(self, part: _Part) -> Iterator[list[Visit]]:
         """The visits of a part, in the order of its seats."""
         rest, first = part.seats, list(part.first)
-        while rest.size and self.reader.has(part.group, int(rest[0]), first[rest[0]] + 1, self._waiting):
+        while rest.size and self.reader.has(part.group, int(rest[0]), first[rest[0]] + 1, self._wait):
             many = rest.size
             for source in _sources(rest):
                 seats = np.flatnonzero(rest == source)
@@ -205,7 +206,7 @@ class Step:
         """
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):
-                if not self.reader.has(part.group, source, stop, self._waiting):
+                if not self.reader.has(part.group, source, stop, self._wait):
                     if len(self.config.sources) > 1:
                         name = self.config.sources[source].name
                         raise NoValidSamples(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from streamload.cache.directory import BLOCK_BYTES, bytes_below, granted_bytes
 from streamload.cache.forecast import LARGE_SAMPLE_BYTES, Width, fitting
 from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import ShardCache
-from streamload.cache.tier import Tier
 from streamload.errors import CacheFull
 from streamload.ipc import ControlBlock
-from streamload.prefetch.prefetcher import Prefetcher
+from streamload.worker.blocked import Blocked
+from streamload.worker.fills import Fills
 from streamload.worker.messages import WorkerConfig
 
 logger = logging.getLogger("streamload")
@@ -23,42 +24,51 @@ logger = logging.getLogger("streamload")
 _NO_ROOM_SECONDS = 10.0
 _NO_ROOM_AGAIN_SECONDS = 1.0
 _STANDOFF_SECONDS = 2.0
-"""Used where no arriving shard may make way once it is read: the processes that have some open wait, too."""
+"""The patience where no arriving shard will become evictable: the other processes of the node wait, too."""
 _LOOK_SECONDS = 0.1
 
 
+class _Room(NamedTuple):
+    """The room for shards in the tier, at one moment.
+
+    Attributes:
+        free_bytes: what evicting all that isn't in use would leave for the blocked shards.
+        some_arrive: whether a fill is under way that holds more than a claim.
+    """
+
+    free_bytes: int
+    some_arrive: bool
+
+
 class Shortage:
-    """The decision of one process about its shards that find no room.
+    """Decides for one process about its shards that find no room.
 
     Args:
         config: what is read.
-        control: tells whether the training loop waits.
-        tier: which has too little room.
-        cache: the process's views of shards.
-        ahead: its fills.
+        control: shows whether the training loop waits.
+        fills: of this process.
+        cache: its views of shards.
     """
 
-    def __init__(
-        self, config: WorkerConfig, control: ControlBlock, tier: Tier, cache: ShardCache, ahead: Prefetcher
-    ):
+    def __init__(self, config: WorkerConfig, control: ControlBlock, fills: Fills, cache: ShardCache):
         self._config = config
         self._control = control
-        self._tier = tier
+        self._tier = fills.tier
+        self._prefetcher = fills.prefetcher
         self._cache = cache
-        self._prefetcher = ahead
         self._patience_seconds = _NO_ROOM_SECONDS
         self._look_at = 0.0
 
-    def make_do(self, blocked: Sequence[int], in_use: set[int], waited_seconds: float) -> None:
-        """Go on without room for the shards that the order waits for, where waiting won't help.
+    def find_room(self, blocked: Blocked, in_use: Iterable[int]) -> None:
+        """Go on without storing the shards that a batch waits for, if waiting for room won't help.
 
-        It is certain not to come where so much is open that the order needs before it can go on. Else what
-        others have open may make way, above all while the training loop does something else.
+        1. It can't help where the shards in use leave too little: then they are stored index-only at once.
+        2. Else shards that others have open may become evictable. That is waited for, as long as the training
+           loop doesn't wait itself.
 
         Args:
-            blocked: the shards that the order waits for, the most urgent first.
-            in_use: those that have to stay readable until it goes on.
-            waited_seconds: for how long it has been waiting.
+            blocked: the batch.
+            in_use: the shards that have to stay readable until it goes on.
 
         Raises:
             CacheFull: a shard has to be stored, and can't be.
@@ -66,33 +76,37 @@ class Shortage:
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _LOOK_SECONDS
-        shards = [self._config.shards[shard] for shard in blocked]
-        digests = {digest for shard in in_use for digest in self._config.shards[shard].digests}
+        shards = [self._config.shards[shard] for shard in blocked.shards]
         try:
-            tier = self._tier
-            parts = {part.name[:32]: granted_bytes(part) for part in tier.own("parts")}
-            # Those of indexes alone give back most of what they were granted.
-            arriving = {digest: size for digest, size in parts.items() if size > reserved_bytes(0)}
-            whole = (path for digest in digests for path in (tier.published(digest), tier.index_only(digest)))
-            held_bytes = sum(map(bytes_below, whole))
-            held_bytes += sum(size for digest, size in arriving.items() if digest in digests)
-            free_bytes = tier.budget.allowed_bytes - held_bytes
+            room = self._room({digest for shard in in_use for digest in self._config.shards[shard].digests})
         except OSError:
-            return  # whoever fills says what is wrong with the tier, and goes on without it
+            return  # the filling threads see the same error, and use the fallback tier
         for shard in shards:
-            if self._prefetcher.lacks_bytes(shard) > free_bytes:
+            if self._prefetcher.lacks_bytes(shard) > room.free_bytes:
                 self._do_without(shard, is_certain=True)
-        some_arrive = max(parts.values(), default=0) > BLOCK_BYTES  # more than a claim
-        patience_seconds = min(self._patience_seconds, math.inf if some_arrive else _STANDOFF_SECONDS)
+        patience_seconds = min(self._patience_seconds, math.inf if room.some_arrive else _STANDOFF_SECONDS)
         refused_seconds = self._prefetcher.refused_seconds(shards[0])
-        if min(waited_seconds, refused_seconds, self._control.wanted_seconds()) > patience_seconds:
+        if min(blocked.seconds, refused_seconds, self._control.wanted_seconds()) > patience_seconds:
             self._do_without(shards[0], is_certain=False)
+
+    def _room(self, digests: set[str]) -> _Room:
+        """Measure the room beside the shards with these digests."""
+        tier = self._tier
+        parts = {part.name[:32]: granted_bytes(part) for part in tier.own("parts")}
+        # An index-only part gives back most of what it was granted.
+        arriving = {digest: size for digest, size in parts.items() if size > reserved_bytes(0)}
+        whole = (path for digest in digests for path in (tier.published(digest), tier.index_only(digest)))
+        held_bytes = sum(map(bytes_below, whole))
+        held_bytes += sum(size for digest, size in arriving.items() if digest in digests)
+        free_bytes = tier.budget.allowed_bytes - held_bytes
+        return _Room(free_bytes, some_arrive=max(parts.values(), default=0) > BLOCK_BYTES)
 
     def _do_without(self, shard: Shard, *, is_certain: bool) -> None:
         """Store a shard index-only, or in the fallback tier.
 
         Raises:
-            CacheFull: its origin gives no ranges, or not even its index has room; and memory has none either.
+            CacheFull: neither is possible: its origin has no ranges, or its index finds no room, and there is
+                no fallback tier.
         """
         if not self._prefetcher.store_index_only(shard):
             if not self._prefetcher.store_in_fallback(shard):

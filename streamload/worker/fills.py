@@ -1,0 +1,142 @@
+"""The fills of one process: tier, shared cache, versions and prefetcher, and what it is to fill (step F).
+
+It moves bytes for the reader, which decides which shards it needs; the reader follows what arrives by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection, Container, Iterable
+
+from streamload.cache.fallback_tier import FallbackTier
+from streamload.cache.freshness import Freshness, asker
+from streamload.cache.shard import Shard
+from streamload.cache.shared.sharing import Sharing
+from streamload.cache.tier import Tier
+from streamload.derived.prepared import PreparedOrigin
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, Version, open_origin
+from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
+from streamload.prefetch.ranges import Range, Ranges
+from streamload.prefetch.scheduler import FillRequest
+from streamload.worker.messages import EpochStart, WorkerConfig
+
+
+class Fills:
+    """What a process fills, and from where. It lasts from epoch to epoch.
+
+    Args:
+        config: what is read.
+        counts: of this process.
+
+    Attributes:
+        reads_ranges: whether samples have had to be read from their origin by range.
+    """
+
+    def __init__(self, config: WorkerConfig, counts: Counters):
+        self._config = config
+        self._counts = counts
+        self._closing = threading.Event()
+        self.tier = _open_tier(config, counts)
+        self.fallback_tier = FallbackTier(config.tier_root, counts)
+        ask = None if config.revalidate == "never" else asker(config.storage_options, config.origin, counts)
+        self._sharing = Sharing(config.shared, counts, ask)
+        each_epoch = config.revalidate != "start"
+        self.freshness = Freshness(self.tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
+        self.prefetcher = Prefetcher(
+            self.tier,
+            self._open_origin,
+            PrefetchOptions(threads=config.fills, index_only=True),
+            counts=counts,
+            sink=self._after_fill,
+            has_prepared=self._sharing.has_prepared,
+            fallback_tier=self.fallback_tier,
+            freshness=self.freshness,
+        )
+        self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
+        self.reads_ranges = False
+        self._wanted: tuple[list[int], list[int]] = [], []
+
+    def begin(self, start: EpochStart) -> None:
+        """Begin an epoch: what is known of shards may be outdated."""
+        self.freshness.begin(f"{start.epoch}-{start.position}-{start.generation}")
+        self.prefetcher.look_again()
+
+    def want(
+        self, needed: Collection[int], later: Iterable[int], in_use: Container[int], most_open: int
+    ) -> None:
+        """Set the shards to fill, in order of need.
+
+        Args:
+            needed: those that readers wait for or have open.
+            later: those to fill ahead.
+            in_use: the needed ones that are open.
+            most_open: how many are open at once, at most.
+        """
+        wanted = [*needed], [shard for shard in later if shard not in needed]
+        if wanted == self._wanted:
+            return
+        self._wanted = wanted
+        shards, position = self._config.shards, itertools.count(most_open)
+        # Next uses as `DemandFile` announces them, open shards first. A lane that has read its shard waits
+        # for the next one, which is needed and not open.
+        open_use = max(0, most_open - 1)
+        requests = [
+            FillRequest(shards[shard], float(open_use if shard in in_use else next(position)), is_needed=True)
+            for shard in wanted[0]
+        ]
+        requests += [FillRequest(shards[shard], float(next(position))) for shard in wanted[1]]
+        self.prefetcher.want(requests)
+
+    def want_ranges(self, ranges: Iterable[Range]) -> None:
+        """Request ranges of index-only shards that will be read soon."""
+        self._ranges.want(ranges)
+
+    def read_range(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
+        """Bytes of an index-only shard, from its origin."""
+        self._counts.add("range_reads")
+        self.reads_ranges = True
+        return self._ranges.read(Range(shard, version, start, stop))
+
+    def are_refused(self, shards: Iterable[int]) -> bool:
+        """Whether there is no room for one of these shards."""
+        return any(self.prefetcher.refused_seconds(self._config.shards[shard]) for shard in shards)
+
+    def stop(self) -> None:
+        """Stop all transfers where they are. Idempotent."""
+        self._closing.set()
+        self._sharing.close()
+        self.prefetcher.close()
+        self._ranges.close()
+
+    def close(self) -> None:
+        """Release the tier, once `stop` was called and no reader uses it. Idempotent."""
+        self.freshness.close()
+        self.fallback_tier.close()
+
+    def _after_fill(self, result: FillResult) -> None:
+        """Store a shard that this process has filled in the shared cache, too."""
+        if result.filled is not None and result.directory is not None:
+            self._sharing.published(result.filled, result.directory)
+
+    def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
+        """The origin of a shard, behind the shared cache."""
+        config = self._config
+        origin = open_origin(shard.url, config.storage_options, config.origin, self._counts, stop)
+        preparation = config.assembly.preparation
+        if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
+            origin = PreparedOrigin(origin, preparation)
+        return self._sharing.through(shard, origin, stop)
+
+
+def _open_tier(config: WorkerConfig, counts: Counters) -> Tier:
+    """The tier with its current limit: another run may have changed it since this one started."""
+    exists = (config.tier_root / "tier.json").is_file()
+    return Tier(
+        config.tier_root,
+        None if exists else config.tier_limit_bytes,
+        counts,
+        free_disk=config.free_disk,
+        eviction=config.eviction,
+    )
