@@ -16,14 +16,14 @@ import numpy as np
 
 from benchmarks.spot_parts import Transfer
 from streamload.cache.shared import leases
-from streamload.daemon import daemon, demand, targets
+from streamload.daemon import daemon, followed, options, targets
 
 if TYPE_CHECKING:
     from benchmarks.spot_world import World
 
 PAGE_NAMES = 1_000  # of one answer to a listing
 PATIENCE_SECONDS = 15.0  # of a request to the shared cache
-OPTIONS = daemon.DaemonOptions()
+OPTIONS = options.DaemonOptions()
 
 
 class Group:
@@ -115,7 +115,7 @@ class Node:
         served = world.ask("progress", gets=groups + pages)
         served = max(served, world.ask("what is held", gets=asked))
         failed = served == math.inf
-        own = pages + groups / demand._READERS + asked / targets._ASKED_AT_ONCE
+        own = pages + groups / followed._READERS + asked / targets._ASKED_AT_ONCE
         self.view = world.published
 
         def end() -> None:

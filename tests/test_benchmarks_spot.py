@@ -17,7 +17,7 @@ from benchmarks.spot_run import simulate
 from benchmarks.spot_setup import Setup
 from benchmarks.spot_world import World
 from streamload.cache.shared import leases
-from streamload.daemon import plan_file, publisher
+from streamload.daemon import demand, followed, plan_file, publisher
 from streamload.order.plan import OrderOptions, pieces
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,9 +200,9 @@ def test_what_is_taken_next_is_what_the_daemon_would_take():
     node.view = world.published
     order = OrderOptions(0, 6, 8, 10_000)
     plan = plan_file.RunPlan((plan_file.PlannedSource(300, order),), False, None, "0" * 32)
-    coming = plan_file.Coming(plan)
+    coming = followed.Coming(plan)
     width = int(world.widths[0])
-    wanted = plan_file.in_order(
+    wanted = demand.in_order(
         coming.of(plan_file.Progress(g, 0, ((0, group.front),), setup.ahead), width)
         for g, group in enumerate(world.groups)
     )

@@ -25,7 +25,8 @@ from pages import get
 
 from streamload.cli.options import storage_options_of
 from streamload.daemon import status_server as page_module
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.options import ServiceOptions
+from streamload.daemon.service import Service
 from streamload.daemon.status import Status
 from streamload.daemon.status_server import StatusServer, complaint, listen_at, metrics_text
 from streamload.errors import OptionError

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ import pytest
 from streamload.cache.demand import DemandFile
 from streamload.cache.shard import Shard, ShardList
 from streamload.cache.tier import Tier
-from streamload.daemon.daemon import Daemon, DaemonOptions
+from streamload.daemon.daemon import Daemon
 from streamload.daemon.demand import ListDemand, PrefetchWindow
-from streamload.daemon.executor import LocalExecutor
+from streamload.daemon.executor import LocalExecutor, LocalOptions
+from streamload.daemon.options import DaemonOptions, ServiceOptions
 from streamload.daemon.preemption import Notice
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.service import Service
 from streamload.daemon.status import Status
 from streamload.daemon.targets import LocalTarget
-from streamload.daemon.task_origins import TaskOrigins
-from streamload.daemon.throttle import Throttle
+from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.derived.recipes import Recipes
 from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.metrics import Counters
@@ -58,16 +57,10 @@ def daemon(shards: ShardList, tier: Tier, options: DaemonOptions = ONCE, **more:
     wanted = more.pop("wanted", None) or ListDemand(shards, PrefetchWindow())
     throttle = more.pop("throttle", None) or Throttle(None)
     target, counts = LocalTarget(tier), Counters()
-    make_executor = partial(
-        LocalExecutor,
-        tier=tier,
-        target=target,
-        open_origin=TaskOrigins(counts, None, options.origin, throttle, Recipes()),
-        threads=options.concurrency,
-        no_room_seconds=options.no_room_seconds,
-        counts=counts,
-    )
-    return Daemon(wanted, target, make_executor, options=options, counts=counts, **more)
+    origins = TaskOrigins(counts, None, options.origin, throttle, Recipes())
+    local = LocalOptions(options.concurrency, no_room_seconds=options.no_room_seconds)
+    executor = LocalExecutor(tier, target, origins.open, local, counts=counts)
+    return Daemon(wanted, target, executor, options=options, **more)
 
 
 def held(tier: Tier) -> set[str]:
@@ -188,7 +181,7 @@ def test_no_room_is_a_failure_that_says_so(server: ShardServer, tmp_path: Path) 
     tier = Tier(tmp_path / "tiny", 64 << 10)
     with closing(DemandFile(tier.root / "runs")) as demand_file:
         options = DaemonOptions(once=True, look_seconds=0.05, no_room_seconds=0.2, origin=QUICK)
-        status = daemon(shards_of(server), tier, options, demand_file=demand_file).run(Notice())
+        status = daemon(shards_of(server), tier, options, announcement=demand_file).run(Notice())
     assert status.failed
     assert all("no room" in why or "larger" in why for why in status.failed.values())
 
@@ -201,7 +194,7 @@ def test_a_tier_that_is_too_small_keeps_what_is_needed_first(server: ShardServer
         options = DaemonOptions(
             concurrency=1, once=True, look_seconds=0.05, no_room_seconds=0.3, retry_seconds=9, origin=QUICK
         )
-        status = daemon(shards, tier, options, demand_file=demand_file).run(Notice())
+        status = daemon(shards, tier, options, announcement=demand_file).run(Notice())
     brought = [shard.digest in held(tier) for shard in shards]
     assert brought[:2] == [True, True]
     assert sorted(status.failed) == [s.name for s, here in zip(shards, brought, strict=True) if not here]

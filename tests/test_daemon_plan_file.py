@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.cache.shared.objects import Objects
-from streamload.daemon import demand, plan_file
-from streamload.daemon.demand import FollowedDemand, PrefetchWindow
+from streamload.daemon import followed as followed_
+from streamload.daemon import plan_file
+from streamload.daemon.demand import PrefetchWindow, in_order
+from streamload.daemon.followed import Coming, FollowedDemand
 from streamload.daemon.plan_file import (
-    Coming,
     PlannedSource,
     Progress,
     RunPlan,
-    in_order,
     names_of,
     plan_of,
     runs_in,
@@ -268,7 +268,7 @@ def test_a_plan_that_is_refused_is_looked_into_again_only_when_it_holds_other_by
         read.append(data)
         return RunPlan.read(run, data)
 
-    monkeypatch.setattr(demand, "RunPlan", SimpleNamespace(read=reads))
+    monkeypatch.setattr(followed_, "RunPlan", SimpleNamespace(read=reads))
     name = f"runs/{plan().run}/plan.json"
     for bad in (b"{", b"[" * 5_000):
         objects.write(name, bad)
@@ -286,7 +286,7 @@ def test_a_plan_larger_than_any_honest_one_is_refused_and_the_others_are_followe
 ) -> None:
     objects, followed = follow(tmp_path)
     other = prepared_plan("")
-    monkeypatch.setattr(demand, "PLAN_LIMIT_BYTES", 10_000)
+    monkeypatch.setattr(followed_, "PLAN_LIMIT_BYTES", 10_000)
     objects.write(f"runs/{'0' * 16}/plan.json", b" " * 10_001)
     objects.write(f"runs/{other.run}/plan.json", other.written())
     followed = FollowedDemand(objects, None, PrefetchWindow(size_bytes=1 << 40), names=["0" * 16, other.run])

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from streamload.daemon import preemption
-from streamload.daemon.preemption import Cloud, Notice, Watch, on_signals
+from streamload.daemon import metadata as clouds
+from streamload.daemon.metadata import Cloud
+from streamload.daemon.preemption import Notice, Watch, on_signals
 from tests.metadata import MetadataServer
 
 TOLD = {"aws": 90.0, "gcp": 30.0, "azure": 25.0}
@@ -58,7 +59,7 @@ def test_an_answer_that_isnt_understood_is_no_notice_and_it_is_asked_again(cloud
 def test_azure_is_known_while_it_takes_its_time_for_the_first_answer_about_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preemption, "_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(clouds, "_TIMEOUT_SECONDS", 0.2)
     with MetadataServer("azure", enabling_seconds=1.0) as server:
         server.take_away(TOLD["azure"])
         check_time_left(told("auto", server), "azure")

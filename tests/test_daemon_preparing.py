@@ -22,10 +22,11 @@ from tiers import until
 from streamload.cache.shard import prepared_form
 from streamload.cli.options import preparation_of
 from streamload.daemon import publisher
-from streamload.daemon.daemon import DaemonOptions
-from streamload.daemon.demand import FollowedDemand, PrefetchWindow
+from streamload.daemon.demand import PrefetchWindow
+from streamload.daemon.followed import FollowedDemand
+from streamload.daemon.options import DaemonOptions, ServiceOptions
 from streamload.daemon.plan_file import PlannedSource, Progress, plan_of
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.service import Service
 from streamload.derived.preparation import Preparation
 from streamload.derived.prepared import prepared_tar
 from streamload.derived.recipes import Recipes

@@ -23,9 +23,10 @@ from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.shared.tier import SharedTier
+from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_executor import connect
 from streamload.daemon.ray_task import Job, own_version
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.service import Service
 from streamload.derived.preparation import Preparation
 from streamload.derived.prepared import Recipe, prepared_tar
 from streamload.errors import ClusterError, OptionError
@@ -212,7 +213,8 @@ def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path:
     code = f"""
         import sys
         import streamload.cli, streamload.cli.daemon
-        from streamload.daemon.service import Service, ServiceOptions
+        from streamload.daemon.options import ServiceOptions
+        from streamload.daemon.service import Service
         import streamload.daemon.ray_executor
         assert not any(name == "ray" or name.startswith("ray.") for name in sys.modules)
         sys.modules["ray"] = None  # as if it were not installed

@@ -15,8 +15,8 @@ import pytest
 from streamload.cache.shard import Shard, ShardList
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
-from streamload.daemon.daemon import DaemonOptions
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.options import DaemonOptions, ServiceOptions
+from streamload.daemon.service import Service
 from streamload.daemon.targets import SharedTarget
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions

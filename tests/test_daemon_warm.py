@@ -49,7 +49,7 @@ def test_shards_that_only_a_hidden_query_tells_apart_are_counted_each(tmp_path: 
     assert failures.reasons() == {shown: "why 0", f"{shown} (2)": "why 1", f"{shown} (3)": "why 2"}
 
 
-class ListDemand:
+class Listed:
     """Shards behind a server, and a tier for them that holds some."""
 
     def __init__(self, tmp_path: Path, counts: list[int]):
@@ -69,11 +69,11 @@ class ListDemand:
 
 
 @pytest.fixture
-def listed(tmp_path: Path) -> Iterator[Callable[..., ListDemand]]:
+def listed(tmp_path: Path) -> Iterator[Callable[..., Listed]]:
     with ExitStack() as stack:
 
-        def make(*counts: int) -> ListDemand:
-            made = ListDemand(tmp_path, list(counts))
+        def make(*counts: int) -> Listed:
+            made = Listed(tmp_path, list(counts))
             stack.callback(made.server.close)
             return made
 
@@ -81,7 +81,7 @@ def listed(tmp_path: Path) -> Iterator[Callable[..., ListDemand]]:
 
 
 def test_where_the_room_is_gone_the_rest_is_left_and_nothing_goes_for_it(
-    listed: Callable[..., ListDemand],
+    listed: Callable[..., Listed],
 ) -> None:
     """It evicted what it had just filled, and said of all that it had ever filled that it was there."""
     some = listed(*[20] * 14)
@@ -100,7 +100,7 @@ def test_where_the_room_is_gone_the_rest_is_left_and_nothing_goes_for_it(
 
 
 def test_a_shard_that_is_larger_than_the_cache_doesnt_keep_others_out(
-    listed: Callable[..., ListDemand],
+    listed: Callable[..., Listed],
 ) -> None:
     """The warm-up had no end."""
     some = listed(60, 20, 20)
@@ -110,7 +110,7 @@ def test_a_shard_that_is_larger_than_the_cache_doesnt_keep_others_out(
 
 
 def test_what_a_run_will_read_and_what_is_listed_stays_and_the_rest_goes(
-    listed: Callable[..., ListDemand],
+    listed: Callable[..., Listed],
 ) -> None:
     some = listed(*[20] * 6)
     limit = some.room_for(0, 1, 2)
@@ -126,18 +126,15 @@ def test_what_a_run_will_read_and_what_is_listed_stays_and_the_rest_goes(
 
 
 def test_more_are_kept_than_one_run_can_announce(
-    listed: Callable[..., ListDemand], monkeypatch: pytest.MonkeyPatch
+    listed: Callable[..., Listed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demand, "VISITS_KEPT", 2)
-    monkeypatch.setattr("streamload.daemon.warm.VISITS_KEPT", 2)
     some = listed(*[20] * 8)
     warm(some.urls, cache_dir=some.root, cache_size=some.room_for(0, 1, 2, 3, 4), concurrency=1)
     assert some.held() == [0, 1, 2, 3, 4]
 
 
-def test_what_is_stored_in_the_shared_cache_makes_way(
-    listed: Callable[..., ListDemand], tmp_path: Path
-) -> None:
+def test_what_is_stored_in_the_shared_cache_makes_way(listed: Callable[..., Listed], tmp_path: Path) -> None:
     some = listed(*[20] * 8)
     report = warm(
         some.urls,
@@ -153,7 +150,7 @@ def test_what_is_stored_in_the_shared_cache_makes_way(
 
 
 def test_a_command_of_unknown_size_that_has_no_room_in_the_middle_is_left(
-    listed: Callable[..., ListDemand],
+    listed: Callable[..., Listed],
 ) -> None:
     some = listed(20, 20)
     urls = [f"pipe:cat {path}" for path in some.paths]

@@ -15,10 +15,11 @@ import streamload
 from streamload.cache.part import reserved_bytes
 from streamload.cache.shared.objects import Objects
 from streamload.daemon import publisher
-from streamload.daemon.daemon import DaemonOptions
-from streamload.daemon.demand import FollowedDemand, PrefetchWindow
-from streamload.daemon.plan_file import Coming, PlannedSource, Progress, RunPlan, plan_of, runs_in
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.demand import PrefetchWindow
+from streamload.daemon.followed import Coming, FollowedDemand
+from streamload.daemon.options import DaemonOptions, ServiceOptions
+from streamload.daemon.plan_file import PlannedSource, Progress, RunPlan, plan_of, runs_in
+from streamload.daemon.service import Service
 from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
 from streamload.origins.access import Named

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from sharing import Origin, Place
 
-from streamload.daemon.daemon import DaemonOptions
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.options import DaemonOptions, ServiceOptions
+from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
 from streamload.testing.shards import ShardOptions
 from tests import flat

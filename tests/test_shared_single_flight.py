@@ -28,7 +28,8 @@ from streamload.cache.shared import sharing, single_flight
 from streamload.cache.shared.leases import Leases, is_dead_or_stopped, own_address
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.single_flight import SingleFlight
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.options import ServiceOptions
+from streamload.daemon.service import Service
 from streamload.errors import OriginStopped
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin

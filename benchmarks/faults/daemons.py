@@ -17,8 +17,8 @@ from streamload.cache.shard import Shard
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.tier import SharedTier
-from streamload.daemon.daemon import DaemonOptions
-from streamload.daemon.service import Service, ServiceOptions
+from streamload.daemon.options import DaemonOptions, ServiceOptions
+from streamload.daemon.service import Service
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin

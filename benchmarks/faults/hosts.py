@@ -11,7 +11,7 @@ from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import QUICK
 from benchmarks.faults.rows import Row
-from streamload.daemon.daemon import DaemonOptions
+from streamload.daemon.options import DaemonOptions
 from streamload.testing.s3 import S3Server
 from tests.kills import Child, Stage
 from tests.networks import Switch, why_no_network

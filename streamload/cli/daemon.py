@@ -1,4 +1,4 @@
-"""`streamload daemon`: keep shards near before they are needed, on this node or for others."""
+"""`streamload daemon`: hold shards before they are needed, on this node or for others."""
 
 from __future__ import annotations
 
@@ -25,63 +25,70 @@ from streamload.cli.options import (
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.daemon.service import Service, ServiceOptions
+    from streamload.daemon.options import ServiceOptions
+    from streamload.daemon.service import Service
     from streamload.daemon.status import Status
 
 _SHOW_SECONDS = 0.5
 _PLAIN_SECONDS = 10.0
 
 
+Urls = Annotated[
+    list[str] | None,
+    typer.Argument(help="The shards, as for make_loader; or the one word 'status'. None: see --run."),
+]
+Run = Annotated[
+    list[str] | None,
+    typer.Option(help="Which published run to follow; may be given more than once. None: the latest."),
+]
+Group = Annotated[
+    list[int] | None, typer.Option(help="Which of its groups; may be given more than once. None: all.")
+]
+TrustedOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Where a followed run may read with this daemon's credentials, and within this network: "
+        '"https://host", "s3://bucket"; may be given more than once.'
+    ),
+]
+Into = Annotated[str | None, typer.Option(help='Where to: "shared", or "local": this node\'s cache.')]
+Window = Annotated[str | None, typer.Option(help='How far ahead of the readers: "100GB", "30min", "2h".')]
+Prepare = Annotated[
+    str | None,
+    typer.Option(help='Hold them prepared: "raw-256". None: as the runs ask for it; "none": as they are.'),
+]
+Bandwidth = Annotated[str | None, typer.Option(help='The most to take from origins in a second: "200MB".')]
+Once = Annotated[bool, typer.Option("--once", help="End when all is held.")]
+Notices = Annotated[
+    str, typer.Option(help="Whose notices of preemption to heed: auto, aws, gcp, azure, none.")
+]
+Grace = Annotated[float, typer.Option(min=0.0, help="Seconds that are left after a SIGTERM.")]
+Listen = Annotated[
+    str | None, typer.Option(help='Where /metrics, /healthz and /status are; "none": nowhere.')
+]
+
+
 def daemon(
-    urls: Annotated[
-        list[str] | None,
-        typer.Argument(help="The shards, as for make_loader; or the one word 'status'. None: see --run."),
-    ] = None,
+    urls: Urls = None,
     shared_cache: SharedCache = None,
-    run: Annotated[
-        list[str] | None,
-        typer.Option(help="Which published run to follow; may be given more than once. None: the latest."),
-    ] = None,
-    group: Annotated[
-        list[int] | None, typer.Option(help="Which of its groups; may be given more than once. None: all.")
-    ] = None,
-    origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Where a followed run may read with this daemon's credentials, and within this network: "
-            '"https://host", "s3://bucket"; may be given more than once.'
-        ),
-    ] = None,
-    into: Annotated[
-        str | None, typer.Option(help='Where to: "shared", or "local": this node\'s cache.')
-    ] = None,
-    window: Annotated[
-        str | None, typer.Option(help='How far ahead of the readers: "100GB", "30min", "2h".')
-    ] = None,
-    prepare: Annotated[
-        str | None,
-        typer.Option(
-            help='Hold them prepared: "raw-256". None: as the runs ask for it; "none": as they are.'
-        ),
-    ] = None,
+    run: Run = None,
+    group: Group = None,
+    origin: TrustedOrigin = None,
+    into: Into = None,
+    window: Window = None,
+    prepare: Prepare = None,
     cache_dir: CacheDir = None,
     cache_size: CacheSize = None,
     shared_cache_options: SharedCacheOptions = None,
     storage_options: StorageOptions = None,
     concurrency: Concurrency = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help='The most to take from origins in a second: "200MB".')
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="End when all is held.")] = False,
-    notices: Annotated[
-        str, typer.Option(help="Whose notices of preemption to heed: auto, aws, gcp, azure, none.")
-    ] = "auto",
-    grace: Annotated[float, typer.Option(min=0.0, help="Seconds that are left after a SIGTERM.")] = 30.0,
+    bandwidth: Bandwidth = None,
+    once: Once = False,
+    notices: Notices = "auto",
+    grace: Grace = 30.0,
     ray: RayAddress = None,
     ray_cpus: RayCpus = 1.0,
-    listen: Annotated[
-        str | None, typer.Option(help='Where /metrics, /healthz and /status are; "none": nowhere.')
-    ] = None,
+    listen: Listen = None,
     as_json: AsJson = False,
 ) -> None:
     """Keep the next shards cached ahead of the readers: in this node's cache, or in a shared one for others.
@@ -89,7 +96,7 @@ def daemon(
     Ends on SIGTERM, on a cloud's notice that it takes the machine away, or with --once when all is held; the
     exit code is 1 if --once could not have a shard. Start it again, and as many as you like, at any time.
     """
-    from streamload.daemon.service import ServiceOptions
+    from streamload.daemon.options import ServiceOptions
     from streamload.daemon.status_server import DEFAULT_LISTEN
 
     if urls == ["status"]:
@@ -124,10 +131,10 @@ def daemon(
 
 
 def serve(given: ServiceOptions) -> None:
-    """Run a daemon to its end, and show how far it is.
+    """Run a daemon to its end, and show its status meanwhile.
 
     Raises:
-        typer.Exit: with 1: it was to end when all is held, and can't have something.
+        typer.Exit: with 1 if `--once` could not hold a shard.
     """
     from streamload.cache.locks import allow_many_files
     from streamload.daemon.service import Service
@@ -143,10 +150,10 @@ def serve(given: ServiceOptions) -> None:
 
 
 def show_status(listen: str, as_json: bool = False) -> None:
-    """Print what a daemon of this machine says about itself.
+    """Print the status of a daemon on this machine.
 
     Raises:
-        OptionError: none answers there.
+        OptionError: no daemon answers there.
     """
     import json
 
@@ -182,7 +189,7 @@ def show_status(listen: str, as_json: bool = False) -> None:
 
 @contextlib.contextmanager
 def _shown(service: Service) -> Iterator[None]:
-    """Show how far a daemon is: a bar on a terminal, a line now and then elsewhere."""
+    """Show a daemon's status: a bar on a terminal, else a line every ten seconds."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""`streamload warm`: fill the cache once, before training or beside it."""
+"""`streamload warm`: fill the cache once, before or during a training."""
 
 import json
 from dataclasses import asdict
@@ -27,26 +27,27 @@ if TYPE_CHECKING:
     from streamload.daemon.warm import WarmProgress, WarmReport
 
 
+Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
+Where = Annotated[str | None, typer.Option(help='Where: "disk", "memory" or "auto".')]
+MemorySize = Annotated[str | None, typer.Option(help='The most to keep in memory: "20GB", "50%".')]
+WriteBack = Annotated[bool | None, typer.Option(help="Store all of the shards in the shared cache, too.")]
+Prepare = Annotated[str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')]
+
+
 def warm(
-    urls: Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")],
+    urls: Urls,
     cache_dir: CacheDir = None,
     cache_size: CacheSize = None,
-    cache: Annotated[str | None, typer.Option(help='Where: "disk", "memory" or "auto".')] = None,
-    memory_size: Annotated[
-        str | None, typer.Option(help='The most to keep in memory: "20GB", "50%".')
-    ] = None,
+    cache: Where = None,
+    memory_size: MemorySize = None,
     shared_cache: SharedCache = None,
     shared_cache_options: SharedCacheOptions = None,
-    write_back: Annotated[
-        bool | None, typer.Option(help="Store all of the shards in the shared cache, too.")
-    ] = None,
+    write_back: WriteBack = None,
     storage_options: StorageOptions = None,
     concurrency: Concurrency = None,
     ray: RayAddress = None,
     ray_cpus: RayCpus = 1.0,
-    prepare: Annotated[
-        str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')
-    ] = None,
+    prepare: Prepare = None,
     as_json: AsJson = False,
 ) -> None:
     """Fill the cache with shards once.
@@ -55,24 +56,20 @@ def warm(
     not be had, or not be stored in the shared cache as --write-back asked. With --ray it is the shared cache
     that is filled, by all nodes of a cluster.
     """
-    options = storage_options_of(storage_options)
-    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
+    common: dict[str, Any] = {
+        "cache_dir": cache_dir,
+        "cache_size": cache_size,
+        "shared_cache": shared_cache,
+        "shared_cache_options": storage_options_of(shared_cache_options, "--shared-cache-options"),
+        "write_back": write_back,
+        "storage_options": storage_options_of(storage_options),
+        "prepare": None if prepare is None else preparation_of(prepare),
+    }
     if ray is not None:
         if as_json:
             raise OptionError("--json is for a warm-up by this process, without --ray")
         _warm_by_ray(
-            urls,
-            near=[cache, memory_size],
-            prepare=None if prepare is None else preparation_of(prepare),
-            write_back=write_back,
-            ray=ray,
-            ray_cpus=ray_cpus,
-            shared_cache=shared_cache,
-            shared_cache_options=shared_options,
-            cache_dir=cache_dir,
-            cache_size=cache_size,
-            storage_options=options,
-            concurrency=concurrency,
+            urls, [cache, memory_size], **common, ray=ray, ray_cpus=ray_cpus, concurrency=concurrency
         )
         return
     from streamload.cache.locks import allow_many_files
@@ -82,17 +79,11 @@ def warm(
     with _Bar() as bar:
         report = fill(
             urls,
-            cache_dir=cache_dir,
-            cache_size=cache_size,
             cache=cache,
             memory_size=memory_size,
-            shared_cache=shared_cache,
-            shared_cache_options=shared_options,
-            write_back=write_back,
-            storage_options=options,
             concurrency=8 if concurrency is None else concurrency,
-            prepare=None if prepare is None else preparation_of(prepare),
             on_progress=bar.show,
+            **common,
         )
     if as_json:
         print(json.dumps({**asdict(report), "cache_dir": str(report.cache_dir)}))
@@ -130,15 +121,15 @@ def _print(report: "WarmReport") -> None:
 
 def _warm_by_ray(
     urls: list[str],
+    of_this_node: list[str | None],
     *,
-    near: list[str | None],
     write_back: bool | None,
     **options: Any,  # of ServiceOptions
 ) -> None:
     from streamload.cli.daemon import serve
-    from streamload.daemon.service import ServiceOptions
+    from streamload.daemon.options import ServiceOptions
 
-    if any(near):
+    if any(of_this_node):
         raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
     if write_back is False:
         raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
@@ -146,7 +137,7 @@ def _warm_by_ray(
 
 
 class _Bar:
-    """The progress bar, from the first news on: rich is imported while the first shards are on their way."""
+    """The progress bar, from the first progress on: rich is imported while the first shards arrive."""
 
     def __init__(self) -> None:
         self._drawn: Progress | None = None
@@ -160,7 +151,7 @@ class _Bar:
             self._drawn.stop()
 
     def show(self, now: "WarmProgress") -> None:
-        """Draw how far the warm-up is."""
+        """Draw the progress."""
         from streamload.metrics import format_bytes
 
         if self._drawn is None or self._task is None:

@@ -8,66 +8,38 @@ by leases. Tasks are idempotent: a second or late delivery is harmless.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import replace
 
-from streamload.cache.demand import DemandFile
+from streamload.cache import demand as demand_files
 from streamload.cache.shard import Shard
 from streamload.cache.shared.leases import Leases
-from streamload.daemon.demand import GUESSED_BYTES, Demand
-from streamload.daemon.executor import NO_ROOM_SECONDS, Executor, ExecutorFactory
+from streamload.daemon.demand import Announcement, Demand, Sizes
+from streamload.daemon.executor import Executor, TaskResult
 from streamload.daemon.failures import Failures
+from streamload.daemon.options import DaemonOptions
 from streamload.daemon.preemption import Notice
 from streamload.daemon.status import Status
 from streamload.daemon.targets import Target
 from streamload.errors import SharedTierDenied, SharedTierError
-from streamload.metrics import Counters
-from streamload.origins.origin import OriginOptions
-from streamload.prefetch.prefetcher import STOPPED_SECONDS
+from streamload.prefetch.scheduler import FillRequest
 
 logger = logging.getLogger("streamload")
 
 _TICK_SECONDS = 0.05
 _MOST_MARGIN_SECONDS = 5.0
 _MARGIN_SHARE = 0.2
-"""So much of a notice is kept for the end: to hand back what isn't done, and to go."""
-_SIZES_KEPT = 100_000
+"""This share of a notice is kept for the end: to hand back unfinished tasks and exit."""
 _TIDIED = 16
-"""Leases of others that are looked at in one round, on which this daemon has nothing to do."""
+"""Leases of others, on shards that are no longer missing, that are looked at in one round."""
 _CROWD = 4
-"""Among so many tasks for each hand a daemon chooses by chance where others work on the same list."""
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonOptions:
-    """How a daemon works.
-
-    Attributes:
-        concurrency: tasks that are worked on at once.
-        bytes_per_second: the most that is taken from origins; None: there is no cap.
-        once: end when all that is wanted is held, or can't be had.
-        look_seconds: between two looks at what is wanted, at most.
-        retry_seconds: after which a task that failed is tried again; each further time after twice as long.
-        no_room_seconds: after which a task that finds no room in the tier of this node has failed.
-        stopped_seconds: how long a filler of the same tier may show no life before it is taken over from.
-        trouble_seconds: for which it waits with `once` while what is wanted, or who works on what, can't be
-            known; without, it waits for as long as it takes.
-        origin: how patient transfers are.
-    """
-
-    concurrency: int = 8
-    bytes_per_second: float | None = None
-    once: bool = False
-    look_seconds: float = 5.0
-    retry_seconds: float = 15.0
-    no_room_seconds: float = NO_ROOM_SECONDS
-    stopped_seconds: float = STOPPED_SECONDS
-    trouble_seconds: float = 60.0
-    origin: OriginOptions = field(default_factory=OriginOptions)
+"""Where others work on the same list, a daemon picks at random among this many tasks for each thread."""
 
 
 class Daemon:
@@ -76,155 +48,178 @@ class Daemon:
     Args:
         demand: the shards to hold.
         target: where to hold them.
-        make_executor: makes the executor that runs the tasks.
+        executor: runs the tasks; closed when `run` ends.
         leases: among the daemons with the same target; None where the executor shares the work out itself.
         options: see there.
-        demand_file: where `run` announces what it will fill, so that none of it is evicted for a later shard.
-        counts: where arriving bytes are counted.
+        announcement: announces shards in the tier of this node, so that none is evicted for a later one.
         rng: chooses among tasks that several daemons could start.
         clock: monotonic.
+
+    Attributes:
+        failures: the tasks that have failed and weren't done since.
     """
 
     def __init__(
         self,
         demand: Demand,
         target: Target,
-        make_executor: ExecutorFactory,
+        executor: Executor,
         *,
         leases: Leases | None = None,
         options: DaemonOptions | None = None,
-        demand_file: DemandFile | None = None,
-        counts: Counters | None = None,
+        announcement: Announcement | None = None,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._demand, self._target, self._make_executor, self._leases = demand, target, make_executor, leases
+        self._demand, self._target, self._executor, self._leases = demand, target, executor, leases
         self._options = options or DaemonOptions()
-        self._demand_file = demand_file
+        self._announcement = announcement
         self._rng = rng or random.Random()
         self._clock = clock
-        self._counts = Counters() if counts is None else counts
         self._notice = Notice()
-        self._change = threading.Condition()
         self._look_at = clock()
         self._has_looked = self._has_leased = False
         self._trouble_since: float | None = None
-        # Guarded by _change:
-        self._missing: dict[str, Shard] = {}  # by digest, in order of need
-        self._mine: dict[str, Shard] = {}  # those that are worked on here
-        self._fresh: set[str] = set()  # brought since the look that is under way, or was last, began
-        self._places: dict[str, int] = {}  # of all that is wanted
-        self._failures = Failures(self._options.retry_seconds, clock)
-        self._sizes: dict[str, int] = {}
-        self._sizes_bytes = 0
+        self._announced = 0  # how many shards
+        self._refused_in_a_row = 0
+        self._fresh: set[str] = set()  # delivered since the last look began, by digest
+        self._sizes = Sizes()
+        self._lock = threading.Lock()
+        # Changed by the thread of `run` alone, and guarded by _lock for `status`; shards by their digests:
+        self._missing: dict[str, Shard] = {}  # in order of need
+        self._mine: dict[str, Shard] = {}  # missing shards whose tasks this daemon has
+        self._places: dict[str, int] = {}  # of all that is demanded
+        self.failures = Failures(self._options.retry_seconds, clock)
         self._looked_at = clock()
         self._status = Status(trouble="not looked yet")
         self._done = 0
-        self._has_news = False
 
     def run(self, notice: Notice) -> Status:
-        """Work until a notice, or with `once` until all is held or has failed.
+        """Work until a notice, or with `once` until each shard is held or has failed.
 
         Returns:
-            How far it came.
+            The last status.
 
         Raises:
-            SharedTierDenied: the shared cache refuses to be read, or written, from the beginning.
-            StreamloadError: those who bring tasks can't go on.
+            SharedTierDenied: the shared cache refuses access on first use.
+            StreamloadError: the executor can't run tasks any more.
         """
-        self._notice = notice
-        with contextlib.closing(
-            self._make_executor(self._completed, self._failed, self._next_use_of)
-        ) as executor:
-            while not notice.is_given:
-                if self._clock() >= self._look_at:
-                    self._look(executor)
-                self._assign(executor)
-                if not self._status.trouble:
-                    self._trouble_since = None
-                executor.check()
-                if self._options.once and (self._is_through() or self._has_waited_long()):
-                    break
-                self._wait(executor, notice)
-            self._wind_down(executor, notice)
+        for _ in self.rounds(notice):
+            pass
         return self.status()
 
+    def rounds(self, notice: Notice) -> Generator[None, None, None]:
+        """Work as `run` does; yields several times a second."""
+        self._notice = notice
+        with contextlib.closing(self._executor):
+            has_news = True
+            while not notice.is_given:
+                if self._clock() >= self._look_at:
+                    self._look()
+                    has_news = True
+                if has_news:
+                    self._assign()
+                if not self._status.trouble:
+                    self._trouble_since = None
+                self._executor.check()
+                if self._options.once and (self._is_through() or self._has_waited_long()):
+                    break
+                has_news = self._settle(min(_TICK_SECONDS, self._options.look_seconds))
+                yield
+            self._wind_down(notice)
+
     def status(self) -> Status:
-        """How far it is; at any time, from any thread."""
-        with self._change:
+        """The current status; callable from any thread."""
+        with self._lock:
             left = self._notice.seconds_left()
             return replace(
                 self._status,
                 held=self._status.wanted - len(self._missing),
                 working=tuple(sorted(shard.name for shard in self._mine.values())),
-                failed=self._failures.reasons(),
+                failed=self.failures.reasons(),
                 done=self._done,
-                bytes_arrived=self._counts.snapshot().origin_bytes,
+                bytes_arrived=self._executor.counts.snapshot().origin_bytes,
                 taken_over=0 if self._leases is None else self._leases.taken_over,
                 notice=f"{self._notice.by}, {left:.0f} s" if self._notice.is_given else "",
                 seconds_since_look=self._clock() - self._looked_at,
             )
 
-    def _look(self, executor: Executor) -> None:
-        """See what is wanted, and what of it is held."""
+    def _look(self) -> None:
+        """Compare the demand with what the target holds."""
         self._look_at = self._clock() + self._options.look_seconds
-        with self._change:
-            self._fresh = set()
+        self._fresh.clear()
         try:
-            wanted = self._demand.look(self._size_of)
-            missing = self._target.missing(wanted)
+            wanted = self._demand.look(self._sizes.of)
+            missing = {shard.digest: shard for shard in self._target.missing(wanted)}
         except SharedTierError as exc:
             self._note_trouble("what is wanted can't be known now", exc, has_worked=self._has_looked)
             return
         self._has_looked = True
-        if self._leases is not None:
-            self._tidy(self._leases, {self._target.task_name(shard) for shard in missing})
-        digests = {shard.digest for shard in missing}
-        for shard in self._working():  # what isn't missing any more needs no work
-            if shard.digest not in digests and not executor.has_begun(shard):
-                self._let_go(shard)
-        with self._change:
+        if self._leases is None:
+            self._announce([shard.digest for shard in wanted])
+        else:
+            with contextlib.suppress(SharedTierError):  # leases that dead daemons have left
+                tasks = set(map(self._target.task_name, missing.values()))
+                self._leases.tidy(sorted(self._leases.busy() - tasks)[:_TIDIED])
+        self._release_unneeded(missing.keys())
+        with self._lock:
             self._places = {shard.digest: place for place, shard in enumerate(wanted)}
-            self._missing = {s.digest: s for s in missing if s.digest not in self._fresh}
-            self._failures.keep(digests)
+            self._missing = {digest: shard for digest, shard in missing.items() if digest not in self._fresh}
+            self.failures.keep(missing.keys())
             self._looked_at = self._clock()
             self._status = replace(
                 self._status, following=self._demand.describe(), wanted=len(wanted), trouble=""
             )
 
-    def _tidy(self, leases: Leases, tasks: set[str]) -> None:
-        """See to it that leases of dead daemons don't stay where nothing is missing."""
-        with contextlib.suppress(SharedTierError):
-            leases.tidy(sorted(leases.busy() - tasks)[:_TIDIED])
+    def _release_unneeded(self, missing: Collection[str]) -> None:
+        """Release tasks that aren't demanded any more, or that another daemon has done."""
+        unneeded = [
+            shard
+            for digest, shard in self._mine.items()
+            if digest not in missing and not self._executor.has_begun(shard)
+        ]
+        self._settle(0)  # those that were done here
+        for shard in unneeded:
+            if shard.digest in self._mine:
+                self._release(shard)
 
-    def _assign(self, executor: Executor) -> None:
+    def _assign(self) -> None:
         """Start tasks for missing shards, in order of need, up to the executor's capacity."""
-        with self._change:
-            skip = self._failures.waiting() | self._mine.keys()
-            due = [shard for digest, shard in self._missing.items() if digest not in skip]
-            busy = len(self._mine)
-        free = executor.capacity(due) - busy
-        if free > 0 and due:
-            due = due if self._leases is None else self._leased(self._leases, due, free)
-        with self._change:
-            for shard in due[: max(0, free)]:
-                self._mine[shard.digest] = shard
-            tasks = [shard for digest, shard in self._missing.items() if digest in self._mine]
-            # What was delivered elsewhere may be evicted here; what this tier is to hold stays announced.
-            needed = list(self._places) if self._leases is None else [shard.digest for shard in tasks]
-        if self._demand_file is not None:
-            self._demand_file.announce(needed)
-        executor.want(tasks)
+        waiting = self.failures.waiting()
+        due = (
+            shard
+            for digest, shard in self._missing.items()
+            if digest not in self._mine and digest not in waiting
+        )
+        first = next(due, None)
+        free = self._executor.capacity(first) - len(self._mine)
+        if first is not None and free > 0:
+            rest = itertools.chain([first], due)
+            taken = self._leased(self._leases, list(rest), free) if self._leases else rest
+            with self._lock:
+                self._mine.update((shard.digest, shard) for shard in itertools.islice(taken, free))
+        tasks = [self._mine[digest] for digest in sorted(self._mine, key=self._place)]
+        if self._leases is not None:  # what was delivered may be evicted here
+            self._announce([shard.digest for shard in tasks])
+        self._executor.want([FillRequest(shard, self._next_use(shard)) for shard in tasks])
 
-    def _next_use_of(self, shard: Shard) -> float:
-        """How soon a shard is needed, by what is announced."""
-        with self._change:
-            return (
-                0.0 if self._leases is not None else float(self._places.get(shard.digest, len(self._places)))
-            )
+    def _announce(self, digests: Sequence[str]) -> None:
+        """Announce what has to stay in the tier of this node."""
+        self._announced = len(digests)
+        if self._announcement is not None:
+            self._announcement.announce(digests)
+
+    def _next_use(self, shard: Shard) -> float:
+        """The next use of a task's shard, by what is announced."""
+        if not self._options.evicts_announced:
+            return float(demand_files.VISITS_KEPT)
+        return 0.0 if self._leases is not None else float(self._place(shard.digest))
+
+    def _place(self, digest: str) -> int:
+        return self._places.get(digest, len(self._places))
 
     def _leased(self, leases: Leases, due: Sequence[Shard], count: int) -> list[Shard]:
-        """Of what is due, so many tasks that this daemon now has the leases of."""
+        """Of the tasks that are due, up to `count` that this daemon now has the leases of."""
         task_name = self._target.task_name
         found: list[Shard] = []
         try:
@@ -234,7 +229,7 @@ class Daemon:
                 block = free[: _CROWD * self._options.concurrency]
                 self._rng.shuffle(block)
                 free[: len(block)] = block
-            # What is busy has to be looked at now and then, to see whether its holder lives.
+            # Busy tasks are looked at now and then, to see whether their holders are alive.
             watched = [shard for shard in due if task_name(shard) in busy][: self._options.concurrency]
             for shard in (*watched, *free):
                 if len(found) == count:
@@ -242,12 +237,12 @@ class Daemon:
                 if leases.take(task_name(shard)):
                     self._has_leased = True
                     if self._target.holds(shard):
-                        leases.release(task_name(shard))  # somebody was through in between
-                        with self._change:
+                        leases.release(task_name(shard))  # another daemon has just delivered it
+                        with self._lock:
                             self._missing.pop(shard.digest, None)
                     else:
                         found.append(shard)
-            with self._change:
+            with self._lock:
                 self._status = replace(self._status, elsewhere=len(due) - len(free))
         except SharedTierError as exc:
             self._note_trouble("no lease can be had now", exc, has_worked=self._has_leased)
@@ -260,7 +255,7 @@ class Daemon:
         if self._trouble_since is None:
             self._trouble_since = self._clock()
             logger.warning("%s: %s", what, exc)
-        with self._change:
+        with self._lock:
             self._status = replace(self._status, following=self._demand.describe(), trouble=str(exc))
 
     def _has_waited_long(self) -> bool:
@@ -269,85 +264,87 @@ class Daemon:
         return since is not None and self._clock() - since > self._options.trouble_seconds
 
     def _is_through(self) -> bool:
-        """Whether all that was wanted is held, or has failed once."""
-        with self._change:
-            return not self._status.trouble and all(d in self._failures for d in self._missing)
+        """Whether each demanded shard is held, or has failed once."""
+        return not self._status.trouble and all(digest in self.failures for digest in self._missing)
 
-    def _wait(self, executor: Executor, notice: Notice) -> None:
-        """Until something was done, or it is time to look again."""
-        while self._clock() < self._look_at and not notice.wait(0):
-            with self._change:
-                if self._has_news or self._change.wait(min(_TICK_SECONDS, self._options.look_seconds)):
-                    self._has_news = False
-                    return
-            executor.check()
+    def _settle(self, timeout_seconds: float) -> bool:
+        """Take the results of tasks, waiting for the first; False if there are none."""
+        results = self._executor.results.drain(timeout_seconds)
+        finds_room = any(result.is_refused for result in results) and self._stop_keeping_delivered()
+        for result in results:
+            if result.shard.digest in self._mine:  # else it was handed back before
+                if not result.error:
+                    self._note_completed(result)
+                elif not (result.is_refused and finds_room):
+                    self._note_failed(result)
+                self._release(result.shard)
+        return bool(results)
 
-    def _wind_down(self, executor: Executor, notice: Notice) -> None:
-        """Take nothing more; finish what fits into the notice, and hand the rest back."""
+    def _note_completed(self, result: TaskResult) -> None:
+        digest = result.shard.digest
+        self._refused_in_a_row = 0
+        self._fresh.add(digest)
+        with self._lock:
+            self._done += 1
+            self.failures.forget(digest)
+            self._missing.pop(digest, None)
+        self._sizes.note(digest, result.size_bytes)
+
+    def _note_failed(self, result: TaskResult) -> None:
+        shard, options = result.shard, self._options
+        with self._lock:
+            times, pause_seconds = self.failures.note(
+                shard.digest, shard.name, result.error, is_refused=result.is_refused
+            )
+        if times == 1 and pause_seconds < math.inf:
+            logger.warning(
+                "%s can't be brought, and is tried again in %.0f s: %s",
+                *(shard.name, pause_seconds, result.error),
+            )
+        self._refused_in_a_row += result.is_refused
+        if options.once and options.refusals is not None and self._refused_in_a_row >= options.refusals:
+            self._give_up_the_rest(result.error)
+
+    def _give_up_the_rest(self, error: str) -> None:
+        """Fail all shards that the target lacks: the tier is full, and smaller ones aren't looked for."""
+        for digest, shard in self._missing.items():
+            if digest not in self.failures and not self._target.holds(shard):
+                with self._lock:
+                    self.failures.note(digest, shard.name, error, is_refused=True)
+                self._release(shard)
+
+    def _stop_keeping_delivered(self) -> bool:
+        """Let delivered shards be evicted for the others; False if they have to stay, or none is left."""
+        if not self._target.has_copies or self._announced <= len(self._missing):
+            return False
+        self._announce(list(self._missing))
+        return True
+
+    def _wind_down(self, notice: Notice) -> None:
+        """Take no more tasks; finish what the notice leaves time for, and hand the rest back."""
         if notice.is_given:
-            begun = [shard for shard in self._working() if executor.has_begun(shard)]
-            executor.want(begun)
-            for shard in self._working():
+            begun = [shard for shard in self._mine.values() if self._executor.has_begun(shard)]
+            self._executor.want([FillRequest(shard, self._next_use(shard)) for shard in begun])
+            for shard in list(self._mine.values()):
                 if shard not in begun:
-                    self._let_go(shard)
+                    self._release(shard)
             left = notice.seconds_left()
             margin = min(_MOST_MARGIN_SECONDS, _MARGIN_SHARE * left)
             logger.warning(
                 "%s: %d tasks are worked on to their end, if they come to it in %.0f s",
-                notice.by,
-                len(begun),
-                left,
+                *(notice.by, len(begun), left),
             )
-            while self._working() and notice.seconds_left() > margin:
-                with self._change:
-                    self._change.wait(_TICK_SECONDS)
-        handed_back = self._working()
-        for shard in handed_back:  # first: what takes long to stop must not hold others up
-            self._let_go(shard)
+            while self._mine and notice.seconds_left() > margin:
+                self._settle(_TICK_SECONDS)
+        handed_back = list(self._mine.values())
+        for shard in handed_back:  # before the executor is closed: its end must not hold others up
+            self._release(shard)
         if handed_back:
             logger.warning("%d tasks were handed back", len(handed_back))
 
-    def _completed(self, shard: Shard, size: int) -> None:
-        """A task is where it is wanted."""
-        with self._change:
-            if shard.digest not in self._mine:
-                return
-            self._done += 1
-            self._failures.forget(shard.digest)
-            self._missing.pop(shard.digest, None)
-            self._fresh.add(shard.digest)
-            if len(self._sizes) < _SIZES_KEPT:
-                self._sizes_bytes += size - self._sizes.get(shard.digest, 0)
-                self._sizes[shard.digest] = size
-        self._let_go(shard)
-
-    def _failed(self, shard: Shard, why: str) -> float:
-        """A task can't be had now; the seconds after which it is tried again."""
-        with self._change:
-            if shard.digest not in self._mine:
-                return self._options.retry_seconds
-            times, pause = self._failures.note(shard.digest, shard.name, why)
-        if times == 1:
-            logger.warning("%s can't be brought, and is tried again in %.0f s: %s", shard.name, pause, why)
-        self._let_go(shard)
-        return pause
-
-    def _let_go(self, shard: Shard) -> None:
-        """A task is done, has failed, or isn't wanted any more."""
+    def _release(self, shard: Shard) -> None:
+        """Hand a task back: it is done, has failed, or isn't demanded any more."""
         if self._leases is not None:
             self._leases.release(self._target.task_name(shard))
-        with self._change:
+        with self._lock:
             self._mine.pop(shard.digest, None)
-            self._has_news = True
-            self._change.notify_all()
-
-    def _working(self) -> list[Shard]:
-        with self._change:
-            return list(self._mine.values())
-
-    def _size_of(self, shard: Shard) -> float:
-        """The bytes of a shard: its own if it was seen, else the mean of those that were."""
-        with self._change:
-            if not self._sizes:
-                return float(GUESSED_BYTES)
-            return self._sizes.get(shard.digest, self._sizes_bytes / len(self._sizes))

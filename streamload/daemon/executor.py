@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from streamload.cache.fill import Filled
+from streamload.cache.freshness import Freshness
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import tombstone_cause
 from streamload.cache.tier import Tier
 from streamload.daemon.targets import Target
 from streamload.errors import StreamloadError
 from streamload.metrics import Counters
+from streamload.options import file_system
 from streamload.prefetch.prefetcher import (
     STOPPED_SECONDS,
     FillResult,
@@ -23,25 +28,58 @@ from streamload.prefetch.prefetcher import (
 )
 from streamload.prefetch.scheduler import FillRequest
 
-Completed = Callable[[Shard, int], None]
-"""Called from any thread when a task is done: the shard, and its size in bytes."""
-Failed = Callable[[Shard, str], float]
-"""Called from any thread when a task has failed, with the reason; returns the seconds until it is retried."""
-NextUseOf = Callable[[Shard], float]
-"""Returns the next use of a task's shard, in shard visits."""
-
 NO_ROOM_SECONDS = 30.0
+_REFUSALS = 2
+"""A task that was refused room so often, with nothing under way that could make some, will find none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """How a task ended.
+
+    Attributes:
+        shard: the task.
+        size_bytes: of what was delivered.
+        error: why it failed; "" if it was delivered.
+        is_refused: whether it failed for want of room in the tier of this node.
+    """
+
+    shard: Shard
+    size_bytes: int = 0
+    error: str = ""
+    is_refused: bool = False
+
+
+class Results(queue.SimpleQueue[TaskResult]):
+    """The results of an executor, from any thread to its daemon."""
+
+    def drain(self, timeout_seconds: float) -> list[TaskResult]:
+        """All results by now; waits until the timeout for the first."""
+        found: list[TaskResult] = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self.get(timeout=timeout_seconds))
+            while True:
+                found.append(self.get_nowait())
+        return found
 
 
 class Executor(Protocol):
-    """What runs the tasks of one daemon. Thread-safe; `close()` is idempotent."""
+    """What runs the tasks of one daemon. Thread-safe; `close()` is idempotent.
 
-    def want(self, tasks: Sequence[Shard]) -> None:
+    Attributes:
+        results: each task that was set ends in one, unless it is taken back before.
+        counts: where arriving bytes are counted.
+    """
+
+    results: Results
+    counts: Counters
+
+    def want(self, tasks: Sequence[FillRequest]) -> None:
         """Set the tasks to run, in order of need; replaces those set before."""
         ...
 
-    def capacity(self, due: Sequence[Shard]) -> int:
-        """How many tasks can run at once now, given the tasks that are due."""
+    def capacity(self, due: Shard | None) -> int:
+        """How many tasks can run at once now, given the next task that is due."""
         ...
 
     def has_begun(self, task: Shard) -> bool:
@@ -61,64 +99,82 @@ class Executor(Protocol):
         ...
 
 
-ExecutorFactory = Callable[[Completed, Failed, NextUseOf], Executor]
-"""Makes the executor of a daemon, from the callbacks that report how tasks end."""
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """How a LocalExecutor works.
+
+    Attributes:
+        threads: tasks that run at once.
+        preparing: tasks that prepare images and run at once, as each takes a CPU; None: as `threads`.
+        queued: tasks that are taken at once, for each thread.
+        no_room_seconds: how long a task waits for room in the tier; None: as long as something is under way
+            that may make some.
+        tombstones, stopped_seconds: see PrefetchOptions.
+    """
+
+    threads: int
+    preparing: int | None = None
+    queued: int = 1
+    no_room_seconds: float | None = NO_ROOM_SECONDS
+    tombstones: bool = False
+    stopped_seconds: float = STOPPED_SECONDS
 
 
 class LocalExecutor:
     """Threads of this process; see Executor. Shards go through the tier of this node.
 
     Args:
-        completed, failed, next_use_of: see there.
         tier: of this node.
         target: where tasks are delivered.
-        open_origin: gives the origin of a task; the event ends its waits.
-        threads: tasks that run at once.
-        preparing: tasks that prepare images and run at once, as each takes a CPU; None: as `threads`.
-        no_room_seconds: after which a task that finds no room in the tier has failed.
-        stopped_seconds: after how long without a heartbeat another filler of the tier is taken over from.
-        counts: of what arrives.
+        open_origin: opens the origin of a task.
+        options: see there.
+        counts: see Executor.
+        freshness: the versions that shards have to have; None takes what is published as it is.
     """
 
     def __init__(
         self,
-        completed: Completed,
-        failed: Failed,
-        next_use_of: NextUseOf,
-        *,
         tier: Tier,
         target: Target,
         open_origin: OpenOrigin,
-        threads: int,
-        preparing: int | None = None,
-        no_room_seconds: float = NO_ROOM_SECONDS,
-        stopped_seconds: float = STOPPED_SECONDS,
+        options: LocalOptions,
+        *,
         counts: Counters,
+        freshness: Freshness | None = None,
     ):
-        self._tell_completed, self._tell_failed = completed, failed
-        self._next_use_of = next_use_of
-        self._tier, self._target, self._threads = tier, target, threads
-        self._preparing = threads if preparing is None else min(preparing, threads)
-        self._no_room_seconds = no_room_seconds
+        self.results = Results()
+        self.counts = counts
+        self._tier, self._target, self._options = tier, target, options
         self._lock = threading.Lock()
-        self._tasks: dict[str, Shard] = {}  # that are wanted, by digest; guarded by _lock
+        # Guarded by _lock, by digest:
+        self._tasks: dict[str, FillRequest] = {}
+        self._refusals: Counter[str] = Counter()
         self._prefetcher = Prefetcher(
             tier,
             open_origin,
-            PrefetchOptions(threads, tombstones=False, stopped_seconds=stopped_seconds),
+            PrefetchOptions(
+                options.threads,
+                tombstones=options.tombstones,
+                retry_seconds=0.0,  # a failed task isn't requested any more
+                stopped_seconds=options.stopped_seconds,
+            ),
             counts=counts,
-            sink=self._report,
+            sink=self._settle,
+            freshness=freshness,
         )
 
-    def want(self, tasks: Sequence[Shard]) -> None:
+    def want(self, tasks: Sequence[FillRequest]) -> None:
         """See Executor."""
         with self._lock:
-            self._tasks = {shard.digest: shard for shard in tasks}
-        self._prefetcher.want([FillRequest(shard, self._next_use_of(shard)) for shard in tasks])
+            self._tasks = {task.shard.digest: task for task in tasks}
+            self._prefetcher.want(tasks)
 
-    def capacity(self, due: Sequence[Shard]) -> int:
+    def capacity(self, due: Shard | None) -> int:
         """See Executor."""
-        return self._preparing if due and due[0].recipe else self._threads
+        threads, preparing = self._options.threads, self._options.preparing
+        if due is not None and due.recipe and preparing is not None:
+            threads = min(preparing, threads)
+        return threads * self._options.queued
 
     def has_begun(self, task: Shard) -> bool:
         """See Executor."""
@@ -131,48 +187,69 @@ class LocalExecutor:
             CacheError: the tier of this node can't be used any more.
         """
         self._prefetcher.check()
-        with self._lock:
-            tasks = list(self._tasks.values())
-        for shard in tasks:
-            if self._prefetcher.refused_seconds(shard) > self._no_room_seconds:
-                limit = self._tier.limit_bytes
-                self._failed(shard, f"no room in {self._tier.root}, whose limit is {limit:,} bytes")
+        for shard in self._without_room():
+            self._end(TaskResult(shard, error=_no_room(self._tier), is_refused=True))
 
     def close(self) -> None:
         """See Executor."""
         self._prefetcher.close()
 
-    def _report(self, result: FillResult) -> None:
+    def _without_room(self) -> list[Shard]:
+        """The tasks that will find no room."""
+        with self._lock:
+            shards = [task.shard for task in self._tasks.values()]
+            patience_seconds = self._options.no_room_seconds
+            if patience_seconds is None:
+                if self._prefetcher.holds_room() or self._target.is_busy():
+                    self._refusals.clear()
+                found = [shard for shard in shards if self._refusals[shard.digest] >= _REFUSALS]
+                if found:
+                    self._refusals.clear()  # their daemon may make room for the others
+                return found
+        return [shard for shard in shards if self._prefetcher.refused_seconds(shard) > patience_seconds]
+
+    def _settle(self, result: FillResult) -> None:
         """Deliver a shard once it is published; called from a filling thread."""
         shard = result.shard
         with self._lock:
-            is_wanted = shard.digest in self._tasks
-        if not is_wanted:
-            return
-        if result.error is not None:
-            self._failed(shard, str(result.error))
+            if shard.digest not in self._tasks:
+                return
+            if result.outcome is Filled.NO_ROOM:
+                self._refusals[shard.digest] += 1
+        if result.outcome is Filled.PUBLISHED:
+            self._end(self._delivered(shard))
         elif result.outcome is Filled.GAVE_UP:
-            why = "given up by another process of this node"
-            with contextlib.suppress(OSError, StreamloadError):
-                why = tombstone_cause(self._tier.tombstone(shard.digest))
-            self._failed(shard, why)
-        if result.outcome is not Filled.PUBLISHED:
-            return
+            self._end(TaskResult(shard, error=self._cause(result)))
+
+    def _delivered(self, shard: Shard) -> TaskResult:
         directory = self._tier.published(shard.digest)
         try:
             self._target.deliver(shard, directory)
-            size = (directory / "data").stat().st_size if shard.in_place is None else 0
+            size_bytes = (directory / "data").stat().st_size if shard.in_place is None else 0
         except (StreamloadError, OSError) as exc:
-            self._failed(shard, str(exc))
-            return
-        self._ended(shard)
-        self._tell_completed(shard, size)
+            return TaskResult(shard, error=str(exc))
+        with self._lock:
+            self._refusals.clear()  # it may make way for others
+        return TaskResult(shard, size_bytes)
 
-    def _failed(self, shard: Shard, why: str) -> float:
-        self._ended(shard)
-        return self._tell_failed(shard, why)
+    def _cause(self, result: FillResult) -> str:
+        """Why a shard was given up."""
+        if result.error is not None:
+            return str(result.error)
+        with contextlib.suppress(OSError, StreamloadError):
+            return tombstone_cause(self._tier.tombstone(result.shard.digest))
+        return "given up by another process of this node"
 
-    def _ended(self, shard: Shard) -> None:
+    def _end(self, result: TaskResult) -> None:
         """Report a task once, until it is set again."""
         with self._lock:
-            self._tasks.pop(shard.digest, None)
+            if self._tasks.pop(result.shard.digest, None) is None:
+                return
+            self._refusals.pop(result.shard.digest, None)
+            self._prefetcher.want(list(self._tasks.values()))
+        self.results.put(result)
+
+
+def _no_room(tier: Tier) -> str:
+    option = "memory_size" if file_system(tier.root).is_memory else "cache_size"
+    return f"no room: the cache can't take more than {tier.budget.bound}; raise {option}"

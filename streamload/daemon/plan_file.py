@@ -1,10 +1,10 @@
-"""A run's plan, published: what it will read, in which order, and how far each of its groups is.
+"""Plan files: what a run reads, in which order, and the progress of its groups, in the shared tier.
 
-    runs/<run>/plan.json        what the order depends on, and the shards; written once
-    runs/<run>/group-<g>.json   how far a group is: replaced now and then by one process of those that read it
+    runs/<run>/plan.json        the shards and all that their order depends on; written once
+    runs/<run>/group-<g>.json   the progress of a group, replaced regularly by one process that reads it
 
-No process asks another for anything, and whoever reads both computes what comes next by the loader's own
-arithmetic (order/). There is no secret in them, and nothing in them is trusted: see `RunPlan.read`.
+A daemon that reads both computes the next shards by the loader's own arithmetic (order/). The files hold no
+secrets, and their contents aren't trusted: see `RunPlan.read`.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from streamload import urls
-from streamload.daemon.checked import flag, listed, matched, number, whole
 from streamload.errors import PlanError, StreamloadError, UrlError
-from streamload.order.plan import OrderOptions, Pieces, pass_order, pieces
+from streamload.order.plan import OrderOptions
 from streamload.urls import UrlList
 from streamload.urls.manifest import read_down, write_down
 
 FORMAT = 1
 PLAN_LIMIT_BYTES = 8 << 20
-"""Of a hundred thousand URLs that no pattern joins; patterns of any length are some hundred bytes."""
+"""Enough for 100,000 URLs without a common pattern; patterns take some hundred bytes."""
 PROGRESS_LIMIT_BYTES = 64 << 10
+_MOST = 1 << 53
 _NAMED = 2_000
-"""A list is told from others by the names of so many of its shards, at equal distances."""
+"""A list is identified by the names of this many of its shards, at equal distances."""
 _RUN = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"runs/([0-9a-f]{16})/group-(0|[1-9][0-9]{0,8})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -41,7 +40,7 @@ _RECIPE_NAME = re.compile(r"[A-Za-z0-9.+_-]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class PlannedSource:
-    """One source of a run: so many of its shards, in this order."""
+    """One source of a run: its number of shards, and their order."""
 
     count: int
     order: OrderOptions
@@ -49,15 +48,15 @@ class PlannedSource:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What the order of a run depends on, and which shards it reads.
+    """The shards that a run reads, and all that their order depends on.
 
     Attributes:
-        sources: they follow each other in `shards`; all have as many groups.
-        one_pass: an epoch is once through the data, and the next one is of another order.
-        shards: all of them; None where their URLs can't be told to others.
-        names: tells these shards from any others.
-        prepare: by which recipe the run's images are prepared, "raw-256"; "": they aren't.
-        run: 16 hex characters, the same on all nodes: of the same shards in the same order, prepared alike.
+        sources: in the order of their shards in `shards`; all have the same number of groups.
+        one_pass: an epoch is one pass over the data, and the next epoch has another order.
+        shards: all shards; None where their URLs can't be published.
+        names: a digest that identifies the shards.
+        prepare: the recipe by which the run's images are prepared, as "raw-256"; "": none.
+        run: 16 hex characters, the same on all nodes that read the same shards in the same order and form.
     """
 
     sources: tuple[PlannedSource, ...]
@@ -73,11 +72,11 @@ class RunPlan:
 
     @property
     def groups(self) -> int:
-        """Into how many sequences the shards are split."""
+        """The number of groups."""
         return self.sources[0].order.groups
 
     def written(self) -> bytes:
-        """The plan as it is published: the same bytes from every node."""
+        """The content of the plan file: the same bytes from every node."""
         shards = None if self.shards is None else write_down(self.shards)
         return json.dumps({"format": FORMAT, "shards": shards, **self._order()}, indent=0).encode()
 
@@ -102,10 +101,10 @@ class RunPlan:
 
     @classmethod
     def read(cls, run: str, data: bytes) -> RunPlan:
-        """The plan that was published under a name.
+        """Parse the plan file of a run.
 
         Raises:
-            PlanError: it is cut, forged, of another version, or names what nobody may be made to read.
+            PlanError: it is cut, forged or of another version, or names URLs that no plan may name.
         """
         what = f"the plan of run {run}"
         value = _object(what, data)
@@ -115,11 +114,15 @@ class RunPlan:
                 f"use the same version of streamload on both sides"
             )
         try:
-            sources = tuple(_source(source) for source in listed(value["sources"]))
+            sources = tuple(_source(source) for source in _list(value["sources"]))
             shards = None if value["shards"] is None else read_down(value["shards"])
-            prepare = matched(_RECIPE, value["prepare"], "recipe") if "prepare" in value else ""
+            prepare = _matched(_RECIPE, value["prepare"], "recipe") if "prepare" in value else ""
             plan = cls(
-                sources, flag(value["one_pass"]), shards, matched(_DIGEST, value["names"], "digest"), prepare
+                sources,
+                _flag(value["one_pass"]),
+                shards,
+                _matched(_DIGEST, value["names"], "digest"),
+                prepare,
             )
             if not sources or len({source.order.groups for source in sources}) != 1:
                 raise ValueError("its sources don't have the same groups")
@@ -134,7 +137,7 @@ class RunPlan:
 
 
 def names_of(shards: UrlList, storage_options: Mapping[str, Any] | None) -> str:
-    """A digest of what the shards of a list are called in a tier, by some thousand of them at most."""
+    """A digest of the names of a list's shards in a tier, of some thousand shards at most."""
     step = max(1, -(-len(shards) // _NAMED))
     said = hashlib.blake2b(f"{len(shards)}".encode(), digest_size=16)
     for place in range(0, len(shards), step):
@@ -149,9 +152,9 @@ def plan_of(
     storage_options: Mapping[str, Any] | None,
     prepare: str = "",
 ) -> tuple[RunPlan, str]:
-    """The plan of a run, and why its URLs aren't told ("" if they are).
+    """The plan of a run, and the reason why it omits the URLs ("" if it has them).
 
-    They are told only where the same shards are found by what may be told of them.
+    They are published only if what may be published of them identifies the same shards.
     """
     names = names_of(shards, storage_options)
     told: UrlList | None
@@ -170,18 +173,18 @@ def plan_of(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a group is, as one of the processes that read it tells.
+    """The progress of a group, as published by one of the processes that read it.
 
     Attributes:
         group: its number.
         epoch: of the order.
-        fronts: of each source the pass under way, and the place in it of the next shard that is opened.
-        ahead: so many shards from there on are fetched by the readers themselves.
-        mean_bytes: of its shards; 0 where none has been seen.
-        shards_per_second: at which the group goes on; 0 where that isn't known.
-        told: counts what was told, so that it shows whether anybody still tells.
-        prepared: the full name, with the versions of libraries, of the recipe by which its readers look for
-            prepared shards; "": for none; None: that isn't told.
+        fronts: for each source the current pass, and the position in it of the next shard to open.
+        ahead: the shards from there on that the readers fetch themselves.
+        mean_bytes: the mean size of its shards; 0: unknown.
+        shards_per_second: the group's pace; 0: unknown.
+        told: a counter of publications, which shows whether the group is alive.
+        prepared: the full name, with versions of libraries, of the recipe whose prepared shards its readers
+            look for; "": they look for none; None: unknown.
     """
 
     group: int
@@ -195,11 +198,11 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """The file's name in the run's folder."""
+        """The name of the file in the run's folder."""
         return f"group-{self.group}.json"
 
     def written(self) -> bytes:
-        """As it is published: some hundred bytes."""
+        """The content of the progress file: some hundred bytes."""
         value = {
             "format": FORMAT,
             "group": self.group,
@@ -215,7 +218,7 @@ class Progress:
 
     @classmethod
     def read(cls, plan: RunPlan, group: int, data: bytes) -> Progress:
-        """How far a group of a plan is.
+        """Parse the progress file of a group.
 
         Raises:
             PlanError: it is cut, forged, or of another version.
@@ -225,79 +228,25 @@ class Progress:
         try:
             if value["format"] != FORMAT or value["group"] != group or group >= plan.groups:
                 raise ValueError(f"format {value['format']!r:.40}, group {value['group']!r:.40}")
-            fronts = tuple((whole(pass_), whole(place)) for pass_, place in listed(value["fronts"]))
+            fronts = tuple((_whole(pass_), _whole(place)) for pass_, place in _list(value["fronts"]))
             if len(fronts) != len(plan.sources):
                 raise ValueError(f"{len(fronts)} sources")
             return cls(
                 group,
-                whole(value["epoch"]),
+                _whole(value["epoch"]),
                 fronts,
-                whole(value["ahead"]),
-                number(value["mean_bytes"]),
-                number(value["shards_per_second"]),
-                whole(value["told"]),
-                matched(_RECIPE_NAME, value["prepared"], "recipe's name") if "prepared" in value else None,
+                _whole(value["ahead"]),
+                _number(value["mean_bytes"]),
+                _number(value["shards_per_second"]),
+                _whole(value["told"]),
+                _matched(_RECIPE_NAME, value["prepared"], "recipe's name") if "prepared" in value else None,
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise PlanError(f"{what} can't be read: {exc!s:.200}") from exc
 
 
-class Coming:
-    """What the groups of a run read next, by their plan. Keeps which shards each has; not thread-safe."""
-
-    def __init__(self, plan: RunPlan):
-        self.plan = plan
-        self._pieces: dict[tuple[int, int], Pieces] = {}
-
-    def of(self, progress: Progress, count: int) -> list[int]:
-        """The next shards of a group behind those that its readers fetch themselves, in order of need.
-
-        Args:
-            progress: how far the group is.
-            count: how many, at most; none comes twice.
-
-        Returns:
-            Places among the shards of the run.
-        """
-        wanted = count + progress.ahead
-        found: list[tuple[float, int]] = []
-        first = 0
-        for which, source in enumerate(self.plan.sources):
-            coming = self._of_source(which, progress, wanted)
-            # A source is read by as many lanes as it has a share of the samples.
-            found += [((k + 1) / source.order.lanes, first + int(s)) for k, s in enumerate(coming)]
-            first += source.count
-        found.sort()
-        return [shard for _, shard in found[progress.ahead : wanted]]
-
-    def _of_source(self, number: int, progress: Progress, count: int) -> npt.NDArray[np.int64]:
-        """Of one source: the rest of its pass, then the one that follows."""
-        source, group = self.plan.sources[number], progress.group
-        own = self._pieces.get((number, group))
-        if own is None:
-            own = self._pieces[number, group] = pieces(source.order, source.count, group)
-        pass_, place = progress.fronts[number]
-        epoch = progress.epoch
-        rest = pass_order(source.order, own.shards, group, epoch, pass_)[place:]
-        if len(rest) >= count:
-            return rest[:count]
-        epoch, pass_ = (epoch + 1, 0) if self.plan.one_pass else (epoch, pass_ + 1)
-        after = pass_order(source.order, own.shards, group, epoch, pass_)
-        return np.concatenate([rest, after[~np.isin(after, rest)]])[:count]
-
-
-_Needed = TypeVar("_Needed", bound=Hashable)
-
-
-def in_order(coming: Iterable[Sequence[_Needed]]) -> list[_Needed]:
-    """What several groups need, each in its order, as one list: the next of each, then those behind them."""
-    ranked = [(k, n, shard) for n, shards in enumerate(coming) for k, shard in enumerate(shards)]
-    ranked.sort(key=lambda one: one[:2])
-    return list(dict.fromkeys(shard for _, _, shard in ranked))
-
-
 def runs_in(names: Iterable[str]) -> dict[str, list[int]]:
-    """Of each run with a plan the groups that tell how far they are, by the names of objects below "runs"."""
+    """For each run with a plan its groups with progress files, from the names of objects below "runs"."""
     found: dict[str, list[int]] = {}
     for name in names:
         _, _, rest = name.partition("runs/")
@@ -314,17 +263,17 @@ def _object(what: str, data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as exc:
-        raise PlanError(f"{what} is no JSON: it was cut, or somebody else wrote it ({exc!s:.100})") from exc
+        raise PlanError(f"{what} isn't JSON: it was cut or overwritten ({exc!s:.100})") from exc
     if not isinstance(value, dict):
-        raise PlanError(f"{what} is no JSON object: {value!r:.100}")
+        raise PlanError(f"{what} isn't a JSON object: {value!r:.100}")
     return value
 
 
 def _source(value: Any) -> PlannedSource:
     hints = value["hints"]
-    count = whole(value["count"])
+    count = _whole(value["count"])
     if hints is not None:
-        hints = np.array([whole(size) for size in listed(hints)], np.int64)
+        hints = np.array([_whole(size) for size in _list(hints)], np.int64)
         if hints.size != count:
             raise ValueError(f"{hints.size:,} sizes for {count:,} shards")
     seed = value["seed"]
@@ -332,12 +281,51 @@ def _source(value: Any) -> PlannedSource:
         raise ValueError(f"seed {seed!r:.60}")
     order = OrderOptions(
         seed,
-        whole(value["groups"]),
-        whole(value["lanes"]),
-        whole(value["window"]),
-        flag(value["shuffle_shards"]),
+        _whole(value["groups"]),
+        _whole(value["lanes"]),
+        _whole(value["window"]),
+        _flag(value["shuffle_shards"]),
         hints,
     )
     if count > 1 << 23 or order.groups > 1 << 20:
         raise ValueError(f"{count:,} shards in {order.groups:,} groups")
     return PlannedSource(count, order)
+
+
+def _list(value: Any) -> list[Any]:
+    """Check that a value is a list.
+
+    Raises:
+        TypeError: it isn't. The checks below raise ValueError.
+    """
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.100} is no list")
+    return value
+
+
+def _whole(value: Any) -> int:
+    """Check that a value is a whole number from 0 to 2⁵³."""
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"{value!r:.60} is no whole number from 0")
+    return value
+
+
+def _number(value: Any) -> float:
+    """Check that a value is a number from 0 to 2⁵³."""
+    if type(value) not in (int, float) or not 0 <= value <= _MOST:
+        raise ValueError(f"{value!r:.60} is no number from 0")
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    """Check that a value is true or false."""
+    if type(value) is not bool:
+        raise ValueError(f"{value!r:.60} is neither true nor false")
+    return value
+
+
+def _matched(pattern: re.Pattern[str], value: Any, what: str) -> str:
+    """Check that a value is a string that matches a pattern; `what` names it in the error."""
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise ValueError(f"{value!r:.60} is no {what}")
+    return value

@@ -1,7 +1,6 @@
-"""A trainer tells what it will read and how far it is: one small file for each group, off the hot path.
+"""A trainer publishes what it will read and its progress: one small file per group, off the hot path.
 
-Advice to whoever brings shards nearer: a shared tier that doesn't take it costs the training nothing but one
-line in its log.
+It is advice for daemons: if the shared tier can't be written, the training logs that once and goes on.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ _MOST_PAUSE_SECONDS = 600.0
 
 
 class Publisher:
-    """Publishes a run's plan, then how far its groups are, in a thread of its own.
+    """Publishes a run's plan, then the progress of its groups, in a thread.
 
     Args:
         objects: of the shared tier.
-        make_plan: called in the thread: it may go over all shards.
-        every_seconds: how often a group that goes on is told of (None: EVERY_SECONDS); one that doesn't go on
-            isn't told of again.
+        make_plan: called in the thread, as it may go over all shards.
+        every_seconds: how often a group's progress is published, if it has changed; None: EVERY_SECONDS.
         clock: for the pace of a group.
     """
 
@@ -56,7 +54,7 @@ class Publisher:
         self._thread.start()
 
     def tell(self, progress: Progress) -> None:
-        """Say how far a group is; takes microseconds, and what was said before is forgotten."""
+        """Set the progress of a group, to be published next; takes microseconds."""
         with self._change:
             pace = self._paces.get(progress.group)
             if pace is None or pace.began_with.epoch != progress.epoch:
@@ -68,7 +66,7 @@ class Publisher:
             self._change.notify_all()
 
     def close(self) -> None:
-        """Tell no more; what was told last stays. Once is enough."""
+        """Stop publishing; the last files stay. Idempotent."""
         self._stop.set()
         with self._change:
             self._change.notify_all()
@@ -86,7 +84,7 @@ class Publisher:
                 self._publish_progress(run)
                 pause = self._every_seconds
             except StreamloadError as exc:
-                self._complain(exc)
+                self._log_once(exc)
                 pause = min(max(2 * pause, self._every_seconds), _MOST_PAUSE_SECONDS)
             self._stop.wait(pause)
 
@@ -115,15 +113,15 @@ class Publisher:
                     self._news.setdefault(group, progress)
                 raise
 
-    def _complain(self, error: StreamloadError) -> None:
+    def _log_once(self, error: StreamloadError) -> None:
         if self._stop.is_set() or self._has_failed:
             return
         self._has_failed = True
-        logger.info("what this run will read can't be published, so daemons can't follow it: %s", error)
+        logger.info("the plan of this run can't be published, so daemons can't follow it: %s", error)
 
 
 class _Pace:
-    """How quickly a group opens shards, since its first word of an epoch."""
+    """The rate at which a group opens shards, since its first progress of an epoch."""
 
     def __init__(self, began_with: Progress, now: float):
         self.began_with = began_with
@@ -133,7 +131,7 @@ class _Pace:
         self._last = began_with.fronts
 
     def at(self, progress: Progress, now: float) -> float:
-        """Shards a second until now; 0 where that can't be told yet."""
+        """Shards per second until now; 0 if it isn't known yet."""
         for (pass_, place), (last_pass, last_place) in zip(progress.fronts, self._last, strict=True):
             self._opened += max(0, place - last_place) if pass_ == last_pass else place
         self._last = progress.fronts

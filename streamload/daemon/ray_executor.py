@@ -1,8 +1,8 @@
 """A Ray cluster as a daemon's executor: Ray places the tasks, and retries them if a node is lost.
 
-The daemon's process submits tasks and hears how they ended. No shard passes through it, nor through Ray's
+The daemon's process submits tasks and takes their results. No shard passes through it, nor through Ray's
 object store: each node fetches shards from their origins and stores them in the shared tier by itself
-(ray_task.py). Ray is imported by `connect`, and nowhere else.
+(ray_task.py). Only `connect` imports Ray.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamload.cache.shard import Shard
-from streamload.daemon.executor import Completed, Failed, NextUseOf
+from streamload.daemon.executor import Results, TaskResult
 from streamload.daemon.ray_task import Job, bring, own_version
 from streamload.derived.recipes import Recipes
 from streamload.errors import ClusterError, OptionError, StreamloadError
 from streamload.metrics import Counters
+from streamload.prefetch.scheduler import FillRequest
 
 logger = logging.getLogger("streamload")
 
 _CONNECT_SECONDS = 5.0
 _WAIT_SECONDS = 0.1
 _SIZE_SECONDS = 1.0
-"""How often the size of the cluster is asked for."""
+"""How often the size of the cluster is looked up."""
 _AHEAD = 2
-"""So many tasks are submitted for each that the cluster can work on: no node waits for the next, and an
-autoscaler sees that more are wanted."""
+"""Tasks submitted for each that the cluster can run: no node waits for its next one, and an autoscaler sees
+the backlog."""
 _LEAST = 8
-"""So many are submitted even if the cluster has no room: an autoscaler may make some."""
+"""Tasks submitted even if the cluster has no free CPU: an autoscaler may add nodes."""
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""How a client of gRPC begins: with the preface of HTTP/2, and a frame of settings that has none."""
+"""How a gRPC client begins: the HTTP/2 preface, and an empty SETTINGS frame."""
 _SETTINGS = b"\x04"
-"""The kind of the first frame that a server sends."""
+"""The type of the first frame that a server sends: SETTINGS."""
 _TRIES = 3
-"""After so many nodes that couldn't do a task it has failed."""
+"""A task fails after this many nodes couldn't run it."""
 
 
 def connect(address: str) -> Any:
@@ -54,10 +55,10 @@ def connect(address: str) -> Any:
         The module `ray`; `shutdown()` leaves the cluster.
 
     Raises:
-        OptionError: Ray isn't installed, or the address is none.
+        OptionError: Ray isn't installed, or the address is invalid.
         ClusterError: the cluster can't be reached, or has another Ray or Python.
     """
-    _knock(address)
+    _probe(address)
     try:
         import ray
     except ImportError as exc:
@@ -85,59 +86,55 @@ class RayExecutor:
     """The nodes of a Ray cluster; see Executor.
 
     Args:
-        completed, failed: see there.
-        next_use_of: of no use here: nothing goes for what is brought.
-        ray: of `connect`.
+        ray: the module, from `connect`.
         job: what all tasks have in common.
         recipes: by which some are prepared.
-        cpus: what a task takes of a node's CPUs, as Ray counts them.
-        most: tasks that are worked on at once; None: as many as the cluster has room for.
-        counts: of what arrives at the nodes.
+        cpus: the CPUs of a node that a task takes, as Ray counts them.
+        most: tasks that run at once; None: as many as the cluster has room for.
+        counts: see Executor.
     """
 
     def __init__(
         self,
-        completed: Completed,
-        failed: Failed,
-        next_use_of: NextUseOf,
-        *,
         ray: Any,
         job: Job,
         recipes: Recipes | None = None,
+        *,
         cpus: float = 1.0,
         most: int | None = None,
         counts: Counters,
     ):
-        self._completed, self._failed = completed, failed
-        self._ray, self._cpus, self._most, self._counts = ray, cpus, most, counts
+        self.results = Results()
+        self.counts = counts
+        self._ray, self._cpus, self._most = ray, cpus, most
         self._job = pickle.dumps(job)
         self._recipes = recipes or Recipes()
         self._remote = ray.remote(num_cpus=cpus, max_retries=-1)(bring)
         self._stop = threading.Event()
-        self._change = threading.Condition()
-        # Guarded by _change:
-        self._submitted: dict[Any, _Task] = {}  # by what Ray calls the result
-        self._digests: set[str] = set()  # of those
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._submitted: dict[Any, _Task] = {}  # by Ray's reference to the result
+        self._digests: set[str] = set()  # of their shards
         self._error: StreamloadError | None = None
         self._room = _LEAST
         self._asked_at = float("-inf")
-        self._thread = threading.Thread(target=self._hear, name="streamload-ray", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="streamload-ray", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
-        with self._change:
+        with self._lock:
             return f"<RayExecutor {len(self._digests)} of {self._room} tasks>"
 
-    def want(self, tasks: Sequence[Shard]) -> None:
-        """See Executor. What was submitted stays so."""
-        with self._change:
-            new = [shard for shard in tasks if shard.digest not in self._digests]
+    def want(self, tasks: Sequence[FillRequest]) -> None:
+        """See Executor. Submitted tasks stay submitted; next uses don't matter, as nothing is evicted."""
+        with self._lock:
+            new = [task.shard for task in tasks if task.shard.digest not in self._digests]
             self._digests.update(shard.digest for shard in new)
         for shard in new:
             self._submit(_Task(shard, tries=1))
 
-    def capacity(self, due: Sequence[Shard]) -> int:
-        """See Executor: somewhat more than the cluster can work on now."""
+    def capacity(self, due: Shard | None) -> int:
+        """See Executor: somewhat more than the cluster can run now."""
         now = time.monotonic()
         if now - self._asked_at > _SIZE_SECONDS:
             slots = int(self._ray.cluster_resources().get("CPU", 0.0) / self._cpus)
@@ -147,7 +144,7 @@ class RayExecutor:
 
     def has_begun(self, task: Shard) -> bool:
         """See Executor: whether it was submitted."""
-        with self._change:
+        with self._lock:
             return task.digest in self._digests
 
     def check(self) -> None:
@@ -156,46 +153,46 @@ class RayExecutor:
         Raises:
             ClusterError: its nodes can't do the work.
         """
-        with self._change:
+        with self._lock:
             if self._error is not None:
                 raise self._error
 
     def close(self) -> None:
-        """See Executor. What has been submitted is taken back, or stopped where it is."""
+        """See Executor. Submitted tasks are cancelled, running ones stopped."""
         self._stop.set()
         self._thread.join()
-        with self._change:
+        with self._lock:
             left = list(self._submitted)
             self._submitted.clear()
             self._digests.clear()
         for result in left:
-            with contextlib.suppress(Exception):  # whatever it is: nobody waits for it any more
+            with contextlib.suppress(Exception):  # nobody waits for them any more
                 self._ray.cancel(result, force=True)
 
     def _submit(self, task: _Task) -> None:
         remote = self._remote.options(
             name=f"streamload {task.shard.name}",
-            scheduling_strategy="DEFAULT" if task.tries == 1 else "SPREAD",  # on another node than before
+            scheduling_strategy="DEFAULT" if task.tries == 1 else "SPREAD",  # a retry, on another node
         )
         shard = task.shard
         recipe = self._recipes[shard.recipe] if shard.recipe else None
         result = remote.remote(own_version(), self._job, pickle.dumps((shard, recipe)))
-        with self._change:
+        with self._lock:
             self._submitted[result] = task
 
-    def _hear(self) -> None:
-        """The thread that hears how tasks end."""
+    def _watch(self) -> None:
+        """What the thread does: take the results of tasks."""
         try:
             while not self._stop.is_set():
                 for result in self._ended():
-                    with self._change:
+                    with self._lock:
                         task = self._submitted.pop(result)
                     self._settle(task, result)
         except Exception as exc:
             self._end(ClusterError(f"the Ray cluster gives no answers any more: {_first_line(exc)}"))
 
     def _ended(self) -> Iterator[Any]:
-        with self._change:
+        with self._lock:
             submitted = list(self._submitted)
         if not submitted:
             self._stop.wait(_WAIT_SECONDS)
@@ -206,7 +203,7 @@ class RayExecutor:
     def _settle(self, task: _Task, result: Any) -> None:
         try:
             how = self._ray.get(result)
-        except self._ray.exceptions.RayTaskError as exc:  # it hasn't even come to its own errors
+        except self._ray.exceptions.RayTaskError as exc:  # streamload itself failed there
             self._end(
                 ClusterError(
                     f"a node of the Ray cluster can't run streamload: {_last_line(exc)}; all nodes need "
@@ -217,7 +214,7 @@ class RayExecutor:
         except self._ray.exceptions.RayError as exc:
             how = {"node": "the Ray cluster", "trouble": _first_line(exc)}
         shard = task.shard
-        self._counts.add("origin_bytes", how.get("arrived", 0))
+        self.counts.add("origin_bytes", how.get("arrived", 0))
         if "unfit" in how:
             self._end(ClusterError(f"{how['node']} can't do what it is asked for: {how['unfit']}"))
         elif "trouble" in how and task.tries < _TRIES:
@@ -226,24 +223,22 @@ class RayExecutor:
             )
             self._submit(_Task(shard, task.tries + 1))
         else:
-            with self._change:
+            error = "" if "size" in how else f"{how['node']}: {how.get('why') or how['trouble']}"
+            self.results.put(TaskResult(shard, how.get("size", 0), error))
+            with self._lock:
                 self._digests.discard(shard.digest)
-            if "size" in how:
-                self._completed(shard, how["size"])
-            else:
-                self._failed(shard, f"{how['node']}: {how.get('why') or how['trouble']}")
 
     def _end(self, error: StreamloadError) -> None:
-        with self._change:
+        with self._lock:
             self._error = self._error or error
 
 
-def _knock(address: str) -> None:
-    """Find out in seconds whether something that speaks gRPC is there: Ray would wait without an end.
+def _probe(address: str) -> None:
+    """Check within seconds that a gRPC server answers at an address: Ray itself would wait for ever.
 
     Raises:
-        OptionError: the address can't be one.
-        ClusterError: nobody is there, or somebody else.
+        OptionError: the address is invalid.
+        ClusterError: nothing answers there, or something else than gRPC.
     """
     if address == "auto":
         return

@@ -1,7 +1,7 @@
-"""What a task on a node of a Ray cluster does: it brings one shard into the shared tier by way of its own.
+"""A task on a node of a Ray cluster: brings one shard into the shared tier, through the tier of its node.
 
-`bring` takes and gives plain values, so that a node with another streamload can say so. A process of Ray's
-brings task after task, and keeps its tier and its connections; it may be killed at any time.
+`bring` takes and returns plain values, so that a node with another version of streamload can report that. A
+Ray worker process runs task after task with one tier and its connections; it may be killed at any time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import importlib.metadata
 import pickle
 import platform
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +18,9 @@ from streamload.cache.demand import DemandFile
 from streamload.cache.shard import Shard, prepared_form, shard_of
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import open_tier
-from streamload.daemon.executor import NO_ROOM_SECONDS, LocalExecutor
+from streamload.daemon.executor import NO_ROOM_SECONDS, LocalExecutor, LocalOptions, TaskResult
 from streamload.daemon.targets import SharedTarget
-from streamload.daemon.task_origins import TaskOrigins
-from streamload.daemon.throttle import Throttle
+from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.derived.prepared import Recipe
 from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError, StreamloadError
@@ -30,26 +28,25 @@ from streamload.metrics import Counters
 from streamload.options import read_settings
 from streamload.origins.access import Named
 from streamload.origins.origin import OriginOptions
+from streamload.prefetch.scheduler import FillRequest
 
 _TICK_SECONDS = 0.05
-_AGAIN_SECONDS = 1.0
-"""A task that failed isn't begun again at once by itself: whoever submitted it decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all tasks of a daemon have in common.
+    """What all tasks of a daemon share.
 
     Attributes:
         shared: the shared tier.
-        sign: the name of an object in it, by which a node sees that it is the same tier.
+        sign: the name of an object in it, which proves to a node that it has the same tier.
         storage_options: for origins.
         cache_dir, cache_size: of the tiers of the nodes; None: what each node has set.
-        bytes_per_second: the most that a task takes from its origin; None: there is no cap.
-        origin: how patient transfers are.
-        no_room_seconds: after which a task that finds no room in its node's tier has failed.
-        rest_seconds: how long a node that can't do any task keeps the one it got, so that it doesn't
-            fail one after the other that another node could do.
+        bytes_per_second: the most that a task takes from its origin; None: no cap.
+        origin: timeouts and retries of transfers.
+        no_room_seconds: how long a task waits for room in the tier of its node before it fails.
+        rest_seconds: how long a broken node holds on to its task, so that it doesn't fail one task after
+            the other that healthy nodes could run.
         named: see `TaskOrigins`.
     """
 
@@ -66,18 +63,18 @@ class Job:
 
 
 def bring(version: str, job: bytes, task: bytes) -> dict[str, Any]:
-    """Bring a task, unless it is there.
+    """Run a task, unless the target holds its shard.
 
     Args:
-        version: of the streamload that asks.
+        version: of the caller's streamload.
         job: a pickled Job.
-        task: pickled, a Shard, and the Recipe by which it is prepared or None.
+        task: a pickled pair: a Shard, and the Recipe by which it is prepared or None.
 
     Returns:
         "node": the name of this machine; and either "size" and "arrived", in bytes, or one of
-        "why": the task can't be had now,
-        "trouble": this node can't do any task now,
-        "unfit": this node can't do any task as it is set up.
+        "why": the task has failed,
+        "trouble": this node can't run tasks now,
+        "unfit": this node can't run tasks as it is set up.
     """
     node = platform.node()
     if (mine := own_version()) != version:
@@ -94,11 +91,11 @@ def bring(version: str, job: bytes, task: bytes) -> dict[str, Any]:
 
 
 def own_version() -> str:
-    """The version of streamload that is installed here."""
+    """The installed version of streamload."""
     return importlib.metadata.version("streamload")
 
 
-_carriers: dict[bytes, _Carrier] = {}  # by job; of a process of Ray's, which does one task at a time
+_carriers: dict[bytes, _Carrier] = {}  # by job; a Ray worker process runs one task at a time
 
 
 def _carrier(job: bytes) -> _Carrier:
@@ -114,21 +111,17 @@ def _drop_carriers() -> None:
 
 
 class _Carrier:
-    """Brings tasks into a shared tier, one at a time, as long as its process lives.
+    """Runs tasks one at a time, as long as its process lives.
 
     Raises:
-        OptionError: this node's settings can't be used, or don't lead to the same shared tier.
-        CacheError: the tier of this node, or the shared one, can't be used.
+        OptionError: this node's settings are invalid, or lead to another shared tier.
+        CacheError: the tier of this node, or the shared tier, can't be used.
     """
 
     def __init__(self, job: Job):
         self._job = job
         self._counts = Counters()
         self._recipes = Recipes()
-        self._change = threading.Condition()
-        # Guarded by _change:
-        self._digest = ""  # of the task that is worked on
-        self._ended: dict[str, Any] | None = None  # how it ended
         with contextlib.ExitStack() as stack:
             sharing = stack.enter_context(contextlib.closing(Sharing(job.shared, self._counts)))
             shared = sharing.tier
@@ -150,18 +143,14 @@ class _Carrier:
                 through_source=sharing.through,
                 named=job.named,
             )
-            here = LocalExecutor(
-                self._completed,
-                self._failed,
-                lambda shard: 0.0,
-                tier=tier,
-                target=self._target,
-                open_origin=origins,
-                threads=1,
-                no_room_seconds=job.no_room_seconds,
+            executor = LocalExecutor(
+                tier,
+                self._target,
+                origins.open,
+                LocalOptions(threads=1, no_room_seconds=job.no_room_seconds),
                 counts=self._counts,
             )
-            self._here = stack.enter_context(contextlib.closing(here))
+            self._executor = stack.enter_context(contextlib.closing(executor))
             self._stack = stack.pop_all()
 
     def bring(self, shard: Shard, recipe: Recipe | None) -> dict[str, Any]:
@@ -183,37 +172,24 @@ class _Carrier:
         if self._target.holds(shard):
             return {"size": 0, "arrived": 0}
         before = self._counts.snapshot().origin_bytes
-        with self._change:
-            self._digest, self._ended = shard.digest, None
-        self._demand_file.announce([shard.digest])  # or it may be evicted before it is stored
-        self._here.want([shard])
+        self._demand_file.announce([shard.digest])  # else it may be evicted before it is stored
+        self._executor.results.drain(0)  # those of a task that was left
+        self._executor.want([FillRequest(shard, 0.0)])
         try:
-            while (ended := self._waited()) is None:
-                self._here.check()
+            result = self._result(shard)
         finally:
-            self._here.want(())
+            self._executor.want(())
             self._demand_file.announce([])
+        ended = {"why": result.error} if result.error else {"size": result.size_bytes}
         return {**ended, "arrived": self._counts.snapshot().origin_bytes - before}
 
     def close(self) -> None:
-        """Give back what it holds; once is enough."""
+        """Release the tiers and connections. Idempotent."""
         self._stack.close()
 
-    def _waited(self) -> dict[str, Any] | None:
-        with self._change:
-            if self._ended is None:
-                self._change.wait(_TICK_SECONDS)
-            return self._ended
-
-    def _completed(self, shard: Shard, size: int) -> None:
-        self._end(shard, {"size": size})
-
-    def _failed(self, shard: Shard, why: str) -> float:
-        self._end(shard, {"why": why})
-        return _AGAIN_SECONDS
-
-    def _end(self, shard: Shard, how: dict[str, Any]) -> None:
-        with self._change:
-            if shard.digest == self._digest:
-                self._ended = how
-                self._change.notify_all()
+    def _result(self, shard: Shard) -> TaskResult:
+        while True:
+            for result in self._executor.results.drain(_TICK_SECONDS):
+                if result.shard.digest == shard.digest:
+                    return result
+            self._executor.check()

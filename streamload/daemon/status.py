@@ -1,4 +1,4 @@
-"""How far a daemon is: what its pages, its command and its tests go by."""
+"""A daemon's status, for its status server and its command."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far a daemon is.
+    """The status of a daemon.
 
     Attributes:
-        following: what is wanted, in words.
-        wanted, held: shards in the window, and how many of them are held.
-        working: the names of those that are worked on here.
-        elsewhere: how many are worked on by other daemons.
-        failed: of those that could not be had lately: why.
-        done: tasks that this daemon has brought.
+        following: the demand, in words.
+        wanted, held: shards in the window, and how many of them the target holds.
+        working: the names of the tasks that run here.
+        elsewhere: tasks that other daemons have leases of.
+        failed: the last error of each task that has failed, by name.
+        done: tasks that this daemon has completed.
         bytes_arrived: from origins.
-        taken_over: leases of dead daemons that this one has taken.
-        trouble: why what is wanted can't be known now; "" if it can.
-        notice: who said that this machine goes, and in how many seconds it does; "" if nobody.
-        seconds_since_look: how old all of this is.
+        taken_over: leases of dead daemons that this one took over.
+        trouble: why the demand can't be known now; "" if it can.
+        notice: who gave the preemption notice, and the seconds left; "" without one.
+        seconds_since_look: the age of this status.
     """
 
     following: str = ""
@@ -38,5 +38,5 @@ class Status:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that is wanted is held."""
+        """Whether all demanded shards are held."""
         return not self.trouble and self.held == self.wanted

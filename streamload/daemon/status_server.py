@@ -1,8 +1,7 @@
-"""What a daemon says about itself over HTTP: /metrics, /healthz, /status; on this machine only, unless told.
+"""The status server of a daemon: /metrics (for Prometheus), /healthz and /status; on localhost by default.
 
-The metrics are in the text format of Prometheus. Nothing here is secret: shards are named without users and
-queries, and nothing that is asked for is a path. A request has a deadline, of connections there are only so
-many, and a browser whose page was given this address by a foreign name (DNS rebinding) gets no answer.
+It serves no secrets, as shards are named without users and queries, and no files. A request has a deadline,
+connections are limited, and requests under a foreign host name (DNS rebinding) are refused.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from streamload.errors import OptionError
 
 DEFAULT_LISTEN = "127.0.0.1:9433"
 _STALE_SECONDS = 300.0
-"""A daemon that hasn't looked for so long isn't well."""
+"""A daemon that hasn't looked for so long is unhealthy."""
 _ANSWER_SECONDS = 10.0
-"""For a request and its answer together, however slowly its client sends and reads."""
+"""The deadline of a request and its response, however slow the client is."""
 _CONNECTIONS = 16
 _OWN_ZONES = frozenset({"localhost", "local", "internal", "svc"})
-"""Last parts of names that nobody can register: what has one is named by the network that it is in."""
+"""Top-level names that can't be registered: a name with one was given by the local network."""
 
 METRICS: dict[str, tuple[str, str, Callable[[Status], float]]] = {
     "shards_wanted": ("gauge", "shards in the window", lambda s: s.wanted),
@@ -59,7 +58,7 @@ def metrics_text(status: Status) -> str:
 
 
 def complaint(status: Status) -> str:
-    """Why a daemon isn't well; "" if it is."""
+    """Why a daemon is unhealthy; "" if it is healthy."""
     if status.seconds_since_look > _STALE_SECONDS:
         return f"nothing was looked at for {status.seconds_since_look:.0f} s"
     return status.trouble
@@ -69,14 +68,14 @@ class StatusServer:
     """Serves a daemon's status; a context manager.
 
     Args:
-        status: asked for with each request, from any thread.
+        status: called for each request, from any thread.
         listen: address and port; port 0: any.
 
     Attributes:
-        url: where it is.
+        url: its address.
 
     Raises:
-        OptionError: `listen` is no address and port, or it is taken.
+        OptionError: `listen` isn't an address and port, or is in use.
     """
 
     def __init__(self, status: Callable[[], Status], listen: str = DEFAULT_LISTEN):
@@ -92,7 +91,7 @@ class StatusServer:
             raise OptionError(f"can't listen on {listen}: {exc}; choose another with --listen") from exc
         self.url = url_at(host, self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="streamload-page", daemon=True
+            target=self._server.serve_forever, args=(0.1,), name="streamload-status", daemon=True
         )
         self._thread.start()
 
@@ -103,7 +102,7 @@ class StatusServer:
         self.close()
 
     def close(self) -> None:
-        """Answer no more; once is enough."""
+        """Stop serving. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -115,11 +114,11 @@ class _Server(http.server.ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[_Handler]):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._guard = threading.Lock()
-        self._deadlines: dict[socket.socket, float] = {}  # of the connections that are open
+        self._deadlines: dict[socket.socket, float] = {}  # of open connections
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; a connection too many is closed."""
+        """Serve a connection in a thread; close it if there are too many."""
         with self._guard:
             is_one_too_many = len(self._deadlines) >= _CONNECTIONS
             if not is_one_too_many:
@@ -136,22 +135,22 @@ class _Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End what has taken too long: called between connections, several times a second."""
+        """Close connections past their deadline; called several times a second."""
         now = time.monotonic()
         with self._guard:
             for request, deadline in self._deadlines.items():
                 if deadline <= now:
-                    with contextlib.suppress(OSError):  # its thread wakes up, and closes it
+                    with contextlib.suppress(OSError):  # its thread wakes up and closes it
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a client that has gone, or doesn't read."""
+        """Log nothing about clients that disconnect or time out."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Three pages, and nothing else."""
+    """Serves the three paths."""
 
     status: Callable[[], Status]
     timeout = _ANSWER_SECONDS
@@ -159,7 +158,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Serve a request."""
         if not is_own_name(self.headers.get("Host", "")):
             text = "ask by the address of this machine, or by its own name\n"
             self._answer(421, "text/plain; charset=utf-8", text)
@@ -185,13 +184,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (http.server's name)
-        """Say nothing: whoever asks is told."""
+        """Don't log requests."""
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a Host header may be that of somebody who means this machine; "": a client that sends none.
+    """Whether a Host header names this machine; "": the client sent none.
 
-    An address can't be rebound, nor a name that only the network of this machine knows, nor its own.
+    Safe from DNS rebinding: IP addresses, names of the local network, and the machine's own name.
     """
     name = host.strip().lower()
     if not name.endswith("]"):  # [::1] without a port
@@ -207,7 +206,7 @@ def listen_at(listen: str) -> tuple[str, int]:
     """Address and port of "127.0.0.1:9433" or "[::1]:9433".
 
     Raises:
-        OptionError: it is something else.
+        OptionError: the value has another form.
     """
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
@@ -216,5 +215,5 @@ def listen_at(listen: str) -> tuple[str, int]:
 
 
 def url_at(host: str, port: int) -> str:
-    """The URL of a page at an address."""
+    """The URL of the status server at an address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

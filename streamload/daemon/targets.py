@@ -23,7 +23,13 @@ MOST_MISSES = 64
 
 
 class Target(Protocol):
-    """Where shards are delivered. Thread-safe."""
+    """Where shards are delivered. Thread-safe.
+
+    Attributes:
+        has_copies: whether delivered shards are also kept outside the tier of this node, and may be evicted.
+    """
+
+    has_copies: bool
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
         """The shards that the target lacks, in the order given.
@@ -52,6 +58,10 @@ class Target(Protocol):
         """
         ...
 
+    def is_busy(self) -> bool:
+        """Whether deliveries go on in the background, after which delivered shards may be evicted."""
+        ...
+
     def task_name(self, shard: Shard) -> str:
         """The name of the task for a shard: the same in all daemons, for leases."""
         ...
@@ -59,6 +69,8 @@ class Target(Protocol):
 
 class LocalTarget:
     """The tier of this node itself."""
+
+    has_copies = False
 
     def __init__(self, tier: Tier):
         self._tier = tier
@@ -72,7 +84,11 @@ class LocalTarget:
         return self._tier.published(shard.digest).exists()
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """See Target: it is there."""
+        """See Target: the shard is there."""
+
+    def is_busy(self) -> bool:
+        """See Target."""
+        return False
 
     def task_name(self, shard: Shard) -> str:
         """See Target."""
@@ -83,14 +99,16 @@ class SharedTarget:
     """A shared tier.
 
     Args:
-        tier: it is written to through the tier of this node.
+        tier: the shared tier.
         clock: monotonic.
     """
+
+    has_copies = True
 
     def __init__(self, tier: SharedTier, clock: Callable[[], float] = time.monotonic):
         self._tier = tier
         self._clock = clock
-        self._seen: dict[str, float] = {}  # by digest, when it was seen to be there; for one thread
+        self._seen: dict[str, float] = {}  # when a shard was seen there, by digest; for one thread
         self._pool = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="streamload-look")
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
@@ -111,24 +129,28 @@ class SharedTarget:
         return [shard for shard in unknown if shard.digest not in self._seen]
 
     def holds(self, shard: Shard) -> bool:
-        """See Target: its index is written last."""
+        """See Target: a shard's index is written last."""
         return self._tier.has(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
         """See Target."""
         if shard.local is not None:
             raise OptionError(f"{shard.name} is a file of this machine, and isn't stored for others")
-        pin = FileLock.acquire(directory / "names", shared=True)  # or it may be evicted meanwhile
+        pin = FileLock.acquire(directory / "names", shared=True)  # keeps it from being evicted meanwhile
         if pin is None:
             raise FileNotFoundError(f"{shard.name} was evicted before it was stored")
         with contextlib.closing(pin):
             self._tier.store(shard, directory)
+
+    def is_busy(self) -> bool:
+        """See Target."""
+        return False
 
     def task_name(self, shard: Shard) -> str:
         """See Target."""
         return shard.digest
 
     def close(self) -> None:
-        """End all waits; once is enough."""
+        """End all requests. Idempotent."""
         self._tier.close()
         self._pool.shutdown()

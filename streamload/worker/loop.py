@@ -1,14 +1,13 @@
-"""The loop of a worker: a batch's way from its references to its values, one step per line.
+"""The worker loop: the journey of a batch from references to tensors, one step per line.
 
-The one module that knows all the rooms.
-
-Steps A (the list of shards) and K (the rank) are in loader/, L (the device) in device.py.
+It is the one module that knows all rooms. Steps A (the list of shards) and K (the rank) are in loader/,
+L (the device) in device.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401  (each worker comes to import it, and numpy.random: here they share one)
+import encodings.idna  # noqa: F401  (every worker needs it and numpy.random: imported here, forked workers share them)
 import gc
 import itertools
 import multiprocessing.util
@@ -50,19 +49,19 @@ from streamload.worker.reader import Reader
 from streamload.worker.sampler import Sampler, Visit
 
 _OF_A_SHARD = 8
-"""Replacements that are tried from one shard before the next shard's."""
+"""Replacements that are tried from one shard before those of the next."""
 _REPLACEMENTS_FROM = 256
-"""Replacements from another shard start at a random one of so many, so that none replaces a whole shard."""
+"""Replacements from another shard start at a random one of this many samples: no sample replaces many."""
 _READ_AHEAD_BYTES = 16 << 20
-"""The most bytes of a batch's samples that are read in advance, about."""
+"""About the most bytes of a batch's samples that are read in advance."""
 
 
 class _Visited(NamedTuple):
-    """A sample of one visit before its pixels.
+    """A sample before its pixels are decoded.
 
     Attributes:
         seed: uint64, of its random choices.
-        seen: what the batch needs to know of it, or why it can't be used: to be told, or to be raised.
+        seen: what `look_at` returned; or why the sample can't be used, to be reported or raised.
     """
 
     visit: Visit
@@ -79,7 +78,7 @@ class StreamDataset(IterableDataset[Batch]):
         self._control = control
         self._slots = buffers
         self._loop: WorkerLoop | None = None
-        self._environ: dict[str, str] | None = None  # the rank's, where the worker isn't forked from it
+        self._environ: dict[str, str] | None = None  # the rank's, for workers that aren't forked
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_environ": dict(os.environ)}
@@ -92,7 +91,7 @@ class StreamDataset(IterableDataset[Batch]):
                 process.leave_interrupts_to_rank()
                 if self._environ is not None:
                     process.put_environment(self._environ)
-                gc.freeze()  # else a collection would copy every page of objects that is shared with the rank
+                gc.freeze()  # else a collection would copy every page that is shared with the rank
                 allow_many_files()
             buffers = self._slots[worker] if self._slots else None
             self._loop = WorkerLoop(self._config, self._control, worker, workers, buffers)
@@ -109,7 +108,7 @@ class StreamDataset(IterableDataset[Batch]):
 
 
 class WorkerLoop:
-    """One reading process: tier, fills and position in the order. It lasts from epoch to epoch."""
+    """The loop of one process, with its reader. It lasts from epoch to epoch."""
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class WorkerLoop:
         self._fresh = shared_empty if workers else own_empty
 
     def batches(self, start: EpochStart) -> Iterator[Batch]:
-        """This worker's batches of an epoch: every n-th of the rank's, for n workers."""
+        """This worker's batches of an epoch: of n workers, every n-th of the rank's."""
         self._reader.begin(start)
         if self._slots is not None:
             self._slots.take_back()
@@ -179,8 +178,8 @@ class WorkerLoop:
         """Raise if the sequence should not have ended before this step.
 
         Raises:
-            NoValidSamples: it had no sample.
-            DataError: in training it has too few for one step, or passes don't follow each other any more.
+            NoValidSamples: it had no usable sample.
+            DataError: in training, it has too few samples for one step, or a whole pass without any.
         """
         if self._config.train and not self._config.one_pass:
             self._reader.raise_if_unusable()
@@ -189,7 +188,7 @@ class WorkerLoop:
                 "they can still be read"
             )
         if start.position:
-            return  # the rest of an epoch may be nothing
+            return  # the rest of an epoch may be empty
         is_share = not self._config.train and self._config.sources[0].order.groups > 1
         if not is_share:  # a rank's share of an evaluation may be empty
             self._reader.raise_if_unusable()
@@ -202,7 +201,7 @@ class WorkerLoop:
     def _make(
         self, epoch: int, size: int, visits: Iterator[list[Visit] | None]
     ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
-        """Turn samples into the values of a batch, each as soon as it is known; None: no batch."""
+        """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
         batch = self._begin(size, self._empty)
         skipped: list[SkippedSample] = []
@@ -225,16 +224,16 @@ class WorkerLoop:
         return values, skipped
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor of a batch: of a shared buffer, where one is free."""
+        """Memory for a tensor of a batch: in a shared buffer if one is free."""
         tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
         return self._fresh(shape, dtype) if tensor is None else tensor
 
     def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Visited]:
         """Look samples up, read them (H), and do everything that comes before their pixels.
 
-        All of that is code and bookkeeping, which an image's pixels push out of the processor's caches: done
-        sample by sample, in between, it takes up to five times as long. So entries are looked up for all of
-        them, and the rest is done for as many in a row as there is memory for.
+        Decoding an image evicts all other code and data from the processor's caches: interleaved with it,
+        this takes up to five times as long. So entries are looked up for all samples at once, and the rest is
+        done for as many in a row as there is memory for.
         """
         found = self._reader.find([visit.shard for visit in visits], [visit.number for visit in visits])
         row: list[tuple[Visit, Sample]] = []
@@ -252,7 +251,7 @@ class WorkerLoop:
         seed = sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
         try:
             return _Visited(visit, sample, seed, batch.look_at(sample, seed))
-        except SampleError as exc:  # in its turn: what stands for it may wait for bytes
+        except SampleError as exc:  # handled in its turn: its replacement may wait for bytes
             passed = self._config.skip or isinstance(exc, BlankCaption)
             return _Visited(visit, sample, seed, _skipped(sample, exc) if passed else exc)
         except Exception as exc:
@@ -260,7 +259,7 @@ class WorkerLoop:
             raise
 
     def _place(self, batch: BatchInProgress, one: _Visited) -> SkippedSample | None:
-        """Add one sample to a batch; in training, a replacement where it can't be used."""
+        """Add one sample to a batch; in training, a replacement if it can't be used."""
         visit, sample, seed, seen = one
         if isinstance(seen, SampleError):
             raise seen
@@ -291,9 +290,9 @@ class WorkerLoop:
         )
 
     def _replacements(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
-        """Replacements for a sample, a function of the data alone.
+        """Candidates for replacing a sample; they depend on the data alone.
 
-        Some earlier ones of its shard, then some later ones, then some of each of the source's next shards.
+        1. Earlier samples of its shard, 2. later ones, 3. some of each of the source's next shards.
         """
         usable = self._reader.arrived(visit.shard)
         earlier = usable[usable < visit.number]
@@ -305,7 +304,7 @@ class WorkerLoop:
         for distance in range(1, count):
             shard = source.first + (place + distance) % count
             start = pick(seed, distance, _REPLACEMENTS_FROM)
-            if self._reader.next_usable(shard, start) < 0:  # it has ended before: then among all of it
+            if self._reader.next_usable(shard, start) < 0:  # the shard is shorter: then any of its samples
                 usable = self._reader.arrived(shard)
                 start = int(usable[pick(seed, distance, len(usable))]) - 1 if len(usable) else start
             yield from self._usable_after(shard, start)
@@ -321,7 +320,7 @@ class WorkerLoop:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep torch from spreading an image over threads, which costs more than it gains."""
+    """Keep torch from using several threads for one image, which costs more than it gains."""
     threads = torch.get_num_threads()
     if threads == 1:  # as in every DataLoader worker
         yield
@@ -338,7 +337,7 @@ def _place_of(sample: Sample) -> str:
 
 
 def _skipped(sample: Sample, error: SampleError) -> SkippedSample:
-    """The report of an error, without the traceback, which would keep the sample alive."""
+    """The report of an error, without its traceback, which would keep the sample alive."""
     causes = {
         BlankCaption: "missing",
         CaptionError: "caption",

@@ -33,25 +33,25 @@ class SourceOrder:
     """Its number of shards."""
     order: OrderOptions
     pieces: Mapping[int, Pieces] = field(repr=False)
-    """Of each group that the rank reads: computed once, because that goes over all shards."""
+    """For each group that the rank reads; computed once, as that goes over all shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What the processes of a rank read and how they process it; the same for all of them."""
+    """What the processes of a rank read, and how; the same for all of them."""
 
     shards: ShardList
     storage_options: dict[str, Any] | None = field(repr=False)
     origin: OriginOptions
     tier_root: Path
     tier_limit_bytes: int
-    """The limit of a tier that has to be created; an existing tier keeps its own."""
+    """The limit of a new tier; an existing one keeps its own."""
     free_disk: FreeDisk
     """Space that the tier leaves free on its disk."""
     eviction: Eviction
     revalidate: Revalidate
     shared: SharedOptions | None
-    """The shared cache that is asked before the origins."""
+    """The shared cache, read before the origins."""
     run: str
     """The name of the run on this node, unique among runs."""
     fills: int
@@ -68,9 +68,9 @@ class WorkerConfig:
     train: bool
     skip: bool
     replacements: int | None
-    """Replacements that are tried for a sample that can't be used; None: some of every shard."""
+    """The most replacements tried for a sample that can't be used; None: some of every shard."""
     selection: Selection
-    """Which samples are used, decided from the index alone."""
+    """The samples that are used, decided from the index alone."""
     assembly: BatchAssembly
     with_keys: bool
     """Whether a batch carries the keys and URLs of its samples."""
@@ -85,7 +85,7 @@ class SourceState(NamedTuple):
 
 
 class GroupState(NamedTuple):
-    """The state of a group: all that is needed to resume it."""
+    """The state of a group: all that resuming it needs."""
 
     owed: tuple[int, ...]
     """What each source is owed (the credits of order.mixing.Portion)."""
@@ -109,7 +109,7 @@ class GroupState(NamedTuple):
         """The state that `to_json` wrote.
 
         Raises:
-            OptionError: it is something else.
+            OptionError: the value is something else.
         """
         try:
             owed = tuple(int(credit) for credit in value["owed"])
@@ -130,8 +130,8 @@ class GroupState(NamedTuple):
 class SealedStates(Mapping[int, GroupState]):
     """States of groups by group number, unpickled only on access.
 
-    A rank is given some with every batch, and needs those of the batch that it took last, for a checkpoint.
-    Sealed, and as plain tuples, they cost a fraction of that on their way.
+    Every batch carries its states, and a rank needs only those of its last batch, for a checkpoint. Pickled
+    as plain tuples they cost a fraction of the transfer.
     """
 
     def __init__(self, states: Mapping[int, GroupState]):
@@ -166,22 +166,22 @@ def _source_state(cursor: tuple[Any, ...], begun: Mapping[int, tuple[Any, ...]])
 
 
 class EpochStart(NamedTuple):
-    """Where the workers start and end: what the rank writes into the control block before each epoch."""
+    """Where the workers start and end; the rank writes it into the control block before each epoch."""
 
     epoch: int
-    """Of the sequence: an epoch that continues where another stopped keeps its number."""
+    """Of the sequence; an epoch that resumes another keeps its number."""
     position: int
     """Global samples of the sequence before the first step."""
     steps: int | None
     """How many steps; None: to the end of the pass."""
     changes: list[Change]
-    """Of the shares of the sources, from the position on."""
+    """Changes of the sources' shares, from the position on."""
     groups: dict[int, GroupState]
-    """Of each group, by its number among all; none at the beginning of a sequence."""
+    """The state of each group, by number; none at the start of a sequence."""
     noted: int
-    """The generation of the control block's changes that are among these."""
+    """The generation of the control block's changes that these include."""
     generation: int = 0
-    """Of the order in the control block."""
+    """The generation of this start in the control block."""
 
     def to_json(self) -> dict[str, Any]:
         """The start as JSON-able values, without its generation."""
@@ -217,7 +217,7 @@ class SkippedSample(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Hashes of a sequence's references, up to where a step begins and up to where it ends."""
+    """Hashes of a sequence's references before a step and after it."""
 
     begin: int
     before: int
@@ -226,18 +226,18 @@ class Span(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch as a worker hands it over: its values, and the state of the order after it."""
+    """A batch from a worker: its values, and the state of the order after it."""
 
     values: dict[str, Any]
     """With the lists `__key__` and `__url__` if `with_keys`."""
     position: int
-    """The position of its step: global samples of the sequence before it."""
+    """The position of its step: the global samples of the sequence before it."""
     groups: SealedStates
     """The state after this step of each group that contributed, by group number."""
     skipped: list[SkippedSample]
     """The samples that could not be used."""
     digests: dict[str, Span]
-    """By group and source: hashes of all references before this step and before the next."""
+    """Hashes of all references before and after this step, by group and source."""
     samples: int
     """Its number of samples."""
     taken: list[int]
@@ -245,4 +245,4 @@ class Batch(NamedTuple):
     generation: int
     """The generation of the EpochStart that it was made for."""
     blocked: tuple[tuple[int, int], ...] = ()
-    """Shards whose bytes held up the training loop, and for how many nanoseconds."""
+    """The shards that the training loop waited for, and for how many nanoseconds."""

@@ -1,4 +1,4 @@
-"""A worker process: its environment, its signals, and its end with its rank."""
+"""A worker process: its environment, its signals, and its exit with its rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 
 def put_environment(environ: Mapping[str, str]) -> None:
-    """Apply the rank's environment, as a forkserver still has that of its own start."""
+    """Apply the rank's environment: a forkserver has the one of its own start."""
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
@@ -22,13 +22,13 @@ def leave_interrupts_to_rank() -> None:
 
 
 def end_with_rank(close: Callable[[], None]) -> None:
-    """End this worker when its rank is killed, where torch doesn't.
+    """Exit when the rank is killed, where torch doesn't notice.
 
-    torch looks whether the parent process is another one. A forkserver is the parent of its workers, and
-    lives as long as any of them does.
+    torch checks whether the parent process has changed. A forkserver is the parent of its workers, and lives
+    as long as any of them.
 
     Args:
-        close: stops what runs in this process, before it ends.
+        close: stops the work of this process before it exits.
     """
     rank = multiprocessing.parent_process()
     if rank is None or rank.pid == os.getppid():

@@ -79,7 +79,7 @@ class Reader:
         self._idle: set[int] = set()  # the sources without a share
         self._without_samples: set[tuple[int, int]] = set()  # groups and sources that were logged as such
         self._fills_ahead = False
-        self._known_ahead: int | None = None  # about how many references, by the first samples that were seen
+        self._known_ahead: int | None = None  # about how many references to know ahead
         self._blocked_ns: dict[int, int] = {}
         self._blocked_by: str | None = None  # the shard that was reported as blocking a batch
         self._reporting = threading.Lock()
@@ -96,7 +96,7 @@ class Reader:
         self._fills.begin(start)
 
     def references(self, group: int, source: int) -> ReferenceStream:
-        """The sequence of a group and source from where the epoch began."""
+        """The reference stream of a group and source, from the start of the epoch."""
         found = self._streams.get((group, source))
         if found is None:
             assert self._start is not None
@@ -134,7 +134,7 @@ class Reader:
             self._pause(wait, [shard], self._source_of(shard))
 
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples, by shard and number; None for what has to be fetched again."""
+        """The entries of samples, by shard and number; None for those that have to be fetched again."""
         places: dict[int, list[int]] = {}
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)
@@ -147,7 +147,7 @@ class Reader:
         return found
 
     def peek(self, group: int, source: int, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """References that are known without waiting, and not taken yet."""
+        """Known references that aren't taken yet; doesn't wait."""
         stream = self.references(group, source)
         while not stream.reaches(stop) and stream.follow(self._known_ahead):
             pass
@@ -159,7 +159,7 @@ class Reader:
         return self._fills.reads_ranges
 
     def want_ranges(self, samples: Iterable[tuple[int, int]]) -> None:
-        """Request from the origins the samples, by shard and number, that have to be read there."""
+        """Request those samples, by shard and number, that have to be read from their origin."""
         by_shard: dict[int, list[int]] = {}
         for shard, number in samples:
             by_shard.setdefault(shard, []).append(number)
@@ -207,7 +207,7 @@ class Reader:
         return blocked
 
     def let_go(self) -> None:
-        """Close the shards that no known reference needs, and announce the demand."""
+        """Close the shards that no known reference needs, and announce and publish the progress."""
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
@@ -264,12 +264,7 @@ class Reader:
         return bisect.bisect_right(self._config.sources, shard, key=lambda source: source.first) - 1
 
     def _pause(self, wait: Wait, needed: list[int], source: int) -> None:
-        """Wait a moment for bytes of a source, after making sure that they are being fetched.
-
-        Raises:
-            Superseded: nobody waits for this epoch any more.
-            CacheError: the shards can't be stored.
-        """
+        """Wait a moment for bytes of a source, after making sure that they are being fetched."""
         self._stop_if_superseded()
         self.want(needed)
         self._fills.prefetcher.check()

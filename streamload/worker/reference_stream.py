@@ -1,7 +1,7 @@
 """The sampler's reference stream: references as they become known, and the shards they need (B to D, for F).
 
-It joins the order of a group, of one source, with what the filling threads and the other users of a tier have
-to know of it: which shards must stay readable, which come next, and how far this reader is.
+It joins the order of a group, of one source, with what prefetching and eviction need to know: the shards that
+must stay readable, the next shards, and this reader's progress.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ NextPass = Callable[[], npt.NDArray[np.int64]]
 _PLACE_BITS = 32
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
 _SHARD = 1
-"""The column of references that has the shard; the others: pass, sample."""
+"""The column of the shard in a row of references: pass, shard, sample."""
 
 
 class ReferenceStream:
     """The sequence of one group and source as one process follows it.
 
-    The order counts the shards of its source; all that is given out here counts those of the run.
+    The order has the source's indexes of shards; everything returned here has the run's.
 
     Args:
         order: the sequence.
-        next_pass: the shards of the source that are read after the order has ended, in order.
+        next_pass: returns the source's shards that are read after the order has ended, in order.
         shards: all shards of the run.
-        first: the place of the source's first one among them.
+        first: the index of the source's first shard among them.
         arrivals: what has arrived of the source's shards.
-        tier: where this reader says what it will visit.
+        tier: where this reader announces its demand.
     """
 
     def __init__(
@@ -56,15 +56,20 @@ class ReferenceStream:
         self._first = first
         self._arrivals = arrivals
         self._base = order.position
-        self._known = np.empty((0, 3), np.int64)  # a row for each: they are taken, and hashed, by rows
+        self._known = np.empty((0, 3), np.int64)  # one row each
         self._demand_file = DemandFile(tier.root / "runs")
         self._hash = xxhash.xxh3_64()
         self._hashed = self._base
-        self._in_use: list[int] | None = None  # asked for several times a batch
-        self._in_use_until = 0  # the position behind which one of them isn't needed any more
-        self._coming: tuple[tuple[object, ...], npt.NDArray[np.int64]] | None = None  # for what; these
+        self._in_use: list[int] | None = None  # cached: it is read several times per batch
+        self._in_use_until = 0  # the position after which one of them isn't needed any more
+        self._coming: tuple[tuple[object, ...], npt.NDArray[np.int64]] | None = (
+            None  # the arguments, and the result
+        )
         self._told: tuple[list[int], list[int]] | None = None
-        self._named = np.empty(0, np.int64), np.empty(0, np.uint64)  # shards that were told of last: names
+        self._named = (
+            np.empty(0, np.int64),
+            np.empty(0, np.uint64),
+        )  # announced last, and names
         self.tell_progress()
 
     def blocked(self) -> list[int]:
@@ -85,10 +90,10 @@ class ReferenceStream:
         return min(stop, self._order.position)
 
     def follow(self, most: int | None = None) -> bool:
-        """Extend the stream by what has arrived; False if that gives no reference.
+        """Extend the stream by what has arrived; False if that adds no reference.
 
         Args:
-            most: about how many references to take up, where room for their shards is short.
+            most: about the most references to add, if room for their shards is short.
         """
         self._in_use = None
         fresh = self._order.advance(self._arrivals, most)
@@ -99,14 +104,14 @@ class ReferenceStream:
         return len(fresh.shards) > 0
 
     def peek(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """Those of the references from position `first` to `stop` that are known by now; they stay."""
+        """The known references from position `first` to `stop`, without taking them."""
         return self._known[max(0, first - self._base) : max(0, stop - self._base)]
 
     def take(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """The references from position `first` to `stop`, fewer at the end; they are forgotten.
+        """Take the references from position `first` to `stop`, fewer at the end.
 
         Returns:
-            int64[N, 3], pass, shard and sample of each.
+            int64[N, 3]: pass, shard and sample.
         """
         self.digest(stop)
         count = stop - self._base
@@ -121,7 +126,7 @@ class ReferenceStream:
         """A hash of all references before a position, from where this process began.
 
         Args:
-            position: not before one that was asked for earlier, or taken; known, or behind the end.
+            position: not before an earlier call's, nor before taken references; known, or after the end.
         """
         start, stop = self._hashed - self._base, min(position, self._order.position) - self._base
         if stop > start:
@@ -130,7 +135,7 @@ class ReferenceStream:
         return self._hash.intdigest()
 
     def cursor(self, position: int) -> Cursor:
-        """The cursor at a position that has been taken; the end's, where the sequence ended before."""
+        """The cursor at a taken position, or at the end of the sequence if that comes before."""
         return self._order.mark_at(min(position, self._order.position))
 
     def begun(self) -> dict[int, CheckpointShard]:

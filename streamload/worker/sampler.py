@@ -23,9 +23,9 @@ class Visit(NamedTuple):
 
     Attributes:
         source: its source.
-        pass_: the pass of its source.
-        shard: the place of its shard among those of the run.
-        number: of the sample in its shard.
+        pass_: the pass of that source.
+        shard: the index of its shard among those of the run.
+        number: its number in the shard.
     """
 
     source: int
@@ -39,7 +39,7 @@ class Sampler:
 
     Args:
         config: what is read.
-        reader: follows the sequences.
+        reader: has the reference streams.
         start: where the epoch begins.
     """
 
@@ -52,13 +52,13 @@ class Sampler:
         self._mixtures: dict[int, Mixing] = {}
 
     def change(self, changes: list[Change]) -> None:
-        """Change the shares, for steps that haven't been asked for yet."""
+        """Change the shares of later steps."""
         self._changes = changes
         for mixture in self._mixtures.values():
             mixture.changes = changes
 
     def at(self, position: int) -> Step:
-        """The step that begins at a global position."""
+        """The step at a global position."""
         if len(self._config.sources) > 1:
             self._reader.give_shares(in_effect(self._changes, position))
         shares = self._config.split.shares(position, self._config.rank, self._groups)
@@ -66,10 +66,10 @@ class Sampler:
         return Step(self._config, self._reader, parts)
 
     def coming(self, position: int) -> list[tuple[int, int]]:
-        """Shard and number of this rank's samples of a later step, as far as known."""
+        """This rank's samples of a later step, by shard and number, as far as they are known."""
         found: list[tuple[int, int]] = []
         for share in self._config.split.shares(position, self._config.rank, self._groups):
-            # Of a copy: weights may still change before that step.
+            # A copy, as weights may still change before that step.
             part = _Part(share, copy.copy(self._mixture(share.group)).at(position))
             for source in _sources(part.seats):
                 first = part.first[source]
@@ -92,11 +92,11 @@ class Sampler:
 
 
 class _Part:
-    """A rank's part of a step, out of one group.
+    """A rank's part of a step, from one group.
 
     Attributes:
         seats: the source of each sample.
-        first: of each source, the position in its sequence at which these begin.
+        first: for each source, the position in its sequence where the part begins.
     """
 
     def __init__(self, share: Share, portion: Portion):
@@ -110,7 +110,7 @@ class _Part:
 
 @dataclass(slots=True)
 class Step:
-    """One step, as far as this rank computes it. Its references can be taken once."""
+    """A rank's part of one step. Its references can be taken once."""
 
     config: WorkerConfig
     reader: Reader
@@ -120,12 +120,12 @@ class Step:
 
     @property
     def size(self) -> int:
-        """The samples that this rank computes."""
+        """The number of samples that this rank computes."""
         return sum(part.seats.size for part in self.parts)
 
     @property
     def taken(self) -> list[int]:
-        """These by source."""
+        """The same by source."""
         seats = np.concatenate([part.seats for part in self.parts])
         taken: list[int] = np.bincount(seats, minlength=len(self.config.sources)).tolist()
         return taken
@@ -133,7 +133,7 @@ class Step:
     def visits(self) -> Iterator[list[Visit] | None]:
         """The samples, in parts as they become known; fewer where the sequence ends.
 
-        In training a step that isn't full on all ranks isn't taken on any: then the last thing given is None.
+        In training a step that isn't full on all ranks is skipped by all: then the last item is None.
         """
         for part in self.parts:
             yield from self._known(part)
@@ -141,7 +141,7 @@ class Step:
             yield None
 
     def states(self) -> dict[int, GroupState]:
-        """The state of each group after the step, once all visits have been given."""
+        """The state of each group after the step; valid after `visits`."""
         return {
             self.config.first_group + part.group: GroupState(
                 part.portion.owed,
@@ -157,7 +157,7 @@ class Step:
         }
 
     def spans(self) -> dict[str, Span]:
-        """The hashes before and after the step, by group and source, once all visits have been given."""
+        """The hashes before and after the step, by group and source; valid after `visits`."""
         spans = {}
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):
@@ -182,7 +182,7 @@ class Step:
             rest = rest[many:]
 
     def _take(self, part: _Part, seats: npt.NDArray[np.int64], first: list[int]) -> list[Visit]:
-        """The visits of some seats, whose references are all known."""
+        """The visits of seats whose references are all known."""
         rows = np.empty((seats.size, 3), np.int64)
         for source in _sources(seats):
             self._note(part, source)
@@ -199,10 +199,10 @@ class Step:
             self._before[part.group, source] = stream.digest(part.portion.first[source])
 
     def _is_whole(self) -> bool:
-        """Wait for all samples of the step, on all ranks.
+        """Wait until all samples of the step are known, for all ranks; False if there are fewer.
 
         Raises:
-            NoValidSamples: one of several sources, which are read over and over, has nothing to give.
+            NoValidSamples: one of several sources, which are read again and again, has no usable sample.
         """
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):

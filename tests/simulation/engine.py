@@ -30,7 +30,7 @@ class Killed(BaseException):
 class Process:
     """A simulated process: its tasks, and what the kernel would close for it."""
 
-    def __init__(self, engine: ExecutorFactory, name: str, pid: int):
+    def __init__(self, engine: Engine, name: str, pid: int):
         self.name = name
         self.pid = pid
         self.is_alive = True
@@ -65,7 +65,7 @@ class TaskThread(threading.Thread):
     """The thread that a task runs in."""
 
 
-class ExecutorFactory:
+class Engine:
     """Runs tasks in turn.
 
     Args:

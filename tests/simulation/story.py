@@ -22,7 +22,7 @@ from streamload.metrics import Snapshot
 from streamload.shards.index import IndexReader
 
 from .disk import ROOMS, Disk
-from .engine import ExecutorFactory, Process
+from .engine import Engine, Process
 from .job import Job, Plan
 from .system import MUTATING, System, installed
 from .world import World
@@ -56,7 +56,7 @@ class Result:
 class _Fate:
     """Who is killed or stopped, and in front of which call."""
 
-    def __init__(self, engine: ExecutorFactory, system: System):
+    def __init__(self, engine: Engine, system: System):
         self.happened: Counter[str] = Counter()
         self._engine, self._system = engine, system
         rng = engine.rng
@@ -89,7 +89,7 @@ class _Fate:
 
 
 class _Story:
-    def __init__(self, engine: ExecutorFactory, root: Path):
+    def __init__(self, engine: Engine, root: Path):
         rng = engine.rng
         self.engine = engine
         self.root = root
@@ -185,7 +185,7 @@ def simulate(seed: int, *, trace: bool = False) -> Result:
     place = tempfile.mkdtemp(
         prefix=f"streamload-test-{os.getpid()}-", dir=_MEMORY if _MEMORY.is_dir() else None
     )
-    engine = ExecutorFactory(seed, _TRACED_CALLS if trace else 100)
+    engine = Engine(seed, _TRACED_CALLS if trace else 100)
     try:
         story = _Story(engine, Path(place) / "tier")
         with installed(story.system):

@@ -28,7 +28,7 @@ from streamload.cache import fallback_tier, part, shard_copy
 from streamload.prefetch import fallback, heartbeat, prefetcher, scheduler
 
 from .disk import Disk
-from .engine import ExecutorFactory, Killed, Process, Task, TaskThread
+from .engine import Engine, Killed, Process, Task, TaskThread
 from .threads import Threads
 
 _PLAIN = ("stat", "lstat", "pread", "read", "fstat", "fsync", "link")
@@ -57,7 +57,7 @@ class System:
         short_writes: how often a write takes only a part of what it is given.
     """
 
-    def __init__(self, engine: ExecutorFactory, disk: Disk, short_writes: float):
+    def __init__(self, engine: Engine, disk: Disk, short_writes: float):
         self.engine = engine
         self.disk = disk
         self.torn: Process | None = None
@@ -343,7 +343,7 @@ def installed(system: System) -> Iterator[None]:
         gc.collect()
 
 
-def _start_of_no_task(engine: ExecutorFactory) -> Callable[[threading.Thread], None]:
+def _start_of_no_task(engine: Engine) -> Callable[[threading.Thread], None]:
     """`Thread.start` for all but simulated tasks: a real thread would live outside of the history."""
 
     def start(thread: threading.Thread) -> None:

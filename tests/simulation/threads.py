@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .engine import ExecutorFactory, Task
+from .engine import Engine, Task
 
 
 class Threads:
     """Stands for the module `threading` in the modules under simulation."""
 
-    def __init__(self, engine: ExecutorFactory):
+    def __init__(self, engine: Engine):
         self.engine = engine
 
     def Event(self) -> Event:  # noqa: N802
@@ -28,7 +28,7 @@ class Threads:
 
 
 class _OfEngine:
-    def __init__(self, engine: ExecutorFactory):
+    def __init__(self, engine: Engine):
         self._engine = engine
 
     def _step(self, call: str) -> Task:
@@ -39,7 +39,7 @@ class _OfEngine:
 
 
 class Event(_OfEngine):
-    def __init__(self, engine: ExecutorFactory):
+    def __init__(self, engine: Engine):
         super().__init__(engine)
         self._is_set = False
         self._waiting: list[Task] = []
@@ -72,7 +72,7 @@ class Event(_OfEngine):
 class Lock(_OfEngine):
     """One that its owner may take again, as a Condition's."""
 
-    def __init__(self, engine: ExecutorFactory):
+    def __init__(self, engine: Engine):
         super().__init__(engine)
         self.owner: Task | None = None
         self._depth = 0
@@ -99,7 +99,7 @@ class Lock(_OfEngine):
 
 
 class Condition(Lock):
-    def __init__(self, engine: ExecutorFactory):
+    def __init__(self, engine: Engine):
         super().__init__(engine)
         self._sleeping: list[Task] = []
 
@@ -134,7 +134,7 @@ class Condition(Lock):
 
 
 class Thread:
-    def __init__(self, engine: ExecutorFactory, target: Callable[[], object], name: str):
+    def __init__(self, engine: Engine, target: Callable[[], object], name: str):
         self.name = name
         self._engine = engine
         self._target = target

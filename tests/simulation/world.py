@@ -15,7 +15,7 @@ from streamload.origins.origin import Origin, Stream, Version
 from streamload.origins.protocol import same_version
 from streamload.shards.samples import Entry
 
-from .engine import ExecutorFactory, Killed, Process
+from .engine import Engine, Killed, Process
 
 Sample = tuple[str, dict[str, bytes]]
 KINDS = ("whole", "whole", "whole", "unmarked", "cut", "short", "damaged", "missing")
@@ -83,7 +83,7 @@ class World:
         count: how many shards.
     """
 
-    def __init__(self, engine: ExecutorFactory, count: int):
+    def __init__(self, engine: Engine, count: int):
         self.engine = engine
         self.requests = 0
         rng = engine.rng
