@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -50,17 +49,29 @@ class TaskResult:
     is_refused: bool = False
 
 
-class Results(queue.SimpleQueue[TaskResult]):
-    """The results of an executor, from any thread to its daemon."""
+class Results:
+    """The results of an executor, from any thread to its daemon.
+
+    A queue.SimpleQueue won't do: its `get(timeout)` may wait for ever after a signal (CPython 3.11).
+    """
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._results: list[TaskResult] = []  # guarded by _change
+
+    def put(self, result: TaskResult) -> None:
+        """Add a result."""
+        with self._change:
+            self._results.append(result)
+            self._change.notify_all()
 
     def drain(self, timeout_seconds: float) -> list[TaskResult]:
-        """All results by now; waits until the timeout for the first."""
-        found: list[TaskResult] = []
-        with contextlib.suppress(queue.Empty):
-            found.append(self.get(timeout=timeout_seconds))
-            while True:
-                found.append(self.get_nowait())
-        return found
+        """Take all results; waits until the timeout for the first."""
+        with self._change:
+            if not self._results:
+                self._change.wait(timeout_seconds)
+            found, self._results = self._results, []
+            return found
 
 
 class Executor(Protocol):
