@@ -12,7 +12,7 @@ import pytest
 
 from streamload.cache.shard import shard_of
 from streamload.daemon.executor import Results, TaskResult
-from streamload.daemon.failures import Failures
+from streamload.daemon.status import Failures
 
 ONE, OTHER = (TaskResult(shard_of(f"http://localhost:1/{name}.tar", None)) for name in ("one", "other"))
 

@@ -327,7 +327,7 @@ def test_what_is_refused_later_is_said_once_and_waited_for(
         until(lambda: "says no" in one.status().trouble)
         until(lambda: wanted.count > 6)
         until(lambda: one.status().is_complete)
-    assert caplog.text.count("what is wanted can't be known now: the shared cache says no") == 1
+    assert caplog.text.count("the demand can't be read now: the shared cache says no") == 1
 
 
 def test_trouble_at_the_first_look_is_said(
@@ -338,4 +338,4 @@ def test_trouble_at_the_first_look_is_said(
 
     status = daemon(shards_of(server), tier, wanted=Away(shards_of(server), range(1, 3))).run(Notice())
     assert status.is_complete
-    assert caplog.text.count("what is wanted can't be known now: the shared cache says no") == 1
+    assert caplog.text.count("the demand can't be read now: the shared cache says no") == 1

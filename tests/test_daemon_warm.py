@@ -12,7 +12,7 @@ from tiers import until
 from streamload.cache import demand
 from streamload.cache.demand import DemandFile
 from streamload.cache.shard import shard_of
-from streamload.daemon.failures import Failures
+from streamload.daemon.status import Failures
 from streamload.daemon.warm import warm
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards

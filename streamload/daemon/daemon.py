@@ -14,7 +14,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from streamload.cache import demand as demand_files
@@ -22,10 +22,9 @@ from streamload.cache.shard import Shard
 from streamload.cache.shared.leases import Leases
 from streamload.daemon.demand import Announcement, Demand, Sizes
 from streamload.daemon.executor import Executor, TaskResult
-from streamload.daemon.failures import Failures
 from streamload.daemon.options import DaemonOptions
 from streamload.daemon.preemption import Notice
-from streamload.daemon.status import Status
+from streamload.daemon.status import Failures, Status
 from streamload.daemon.targets import Target
 from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.prefetch.scheduler import FillRequest
@@ -152,7 +151,7 @@ class Daemon:
             wanted = self._demand.look(self._sizes.of)
             missing = {shard.digest: shard for shard in self._target.missing(wanted)}
         except SharedTierError as exc:
-            self._note_trouble("what is wanted can't be known now", exc, has_worked=self._has_looked)
+            self._note_trouble("the demand can't be read now", exc, has_worked=self._has_looked)
             return
         self._has_looked = True
         if self._leases is None:
@@ -161,7 +160,7 @@ class Daemon:
             with contextlib.suppress(SharedTierError):  # leases that dead daemons have left
                 tasks = set(map(self._target.task_name, missing.values()))
                 self._leases.tidy(sorted(self._leases.busy() - tasks)[:_TIDIED])
-        self._release_unneeded(missing.keys())
+        self._release_idle([shard for digest, shard in self._mine.items() if digest not in missing])
         with self._lock:
             self._places = {shard.digest: place for place, shard in enumerate(wanted)}
             self._missing = {digest: shard for digest, shard in missing.items() if digest not in self._fresh}
@@ -171,15 +170,11 @@ class Daemon:
                 self._status, following=self._demand.describe(), wanted=len(wanted), trouble=""
             )
 
-    def _release_unneeded(self, missing: Collection[str]) -> None:
-        """Release tasks that aren't demanded any more, or that another daemon has done."""
-        unneeded = [
-            shard
-            for digest, shard in self._mine.items()
-            if digest not in missing and not self._executor.has_begun(shard)
-        ]
-        self._settle(0)  # those that were done here
-        for shard in unneeded:
+    def _release_idle(self, shards: Sequence[Shard]) -> None:
+        """Release those of these tasks that haven't begun; those that have just ended are settled."""
+        idle = [shard for shard in shards if not self._executor.has_begun(shard)]
+        self._settle(0)
+        for shard in idle:
             if shard.digest in self._mine:
                 self._release(shard)
 
@@ -245,7 +240,7 @@ class Daemon:
             with self._lock:
                 self._status = replace(self._status, elsewhere=len(due) - len(free))
         except SharedTierError as exc:
-            self._note_trouble("no lease can be had now", exc, has_worked=self._has_leased)
+            self._note_trouble("leases can't be taken now", exc, has_worked=self._has_leased)
         return found
 
     def _note_trouble(self, what: str, exc: SharedTierError, *, has_worked: bool) -> None:
@@ -298,7 +293,7 @@ class Daemon:
             )
         if times == 1 and pause_seconds < math.inf:
             logger.warning(
-                "%s can't be brought, and is tried again in %.0f s: %s",
+                "%s can't be fetched, and is retried in %.0f s: %s",
                 *(shard.name, pause_seconds, result.error),
             )
         self._refused_in_a_row += result.is_refused
@@ -323,15 +318,13 @@ class Daemon:
     def _wind_down(self, notice: Notice) -> None:
         """Take no more tasks; finish what the notice leaves time for, and hand the rest back."""
         if notice.is_given:
-            begun = [shard for shard in self._mine.values() if self._executor.has_begun(shard)]
+            self._release_idle(list(self._mine.values()))
+            begun = list(self._mine.values())
             self._executor.want([FillRequest(shard, self._next_use(shard)) for shard in begun])
-            for shard in list(self._mine.values()):
-                if shard not in begun:
-                    self._release(shard)
             left = notice.seconds_left()
             margin = min(_MOST_MARGIN_SECONDS, _MARGIN_SHARE * left)
             logger.warning(
-                "%s: %d tasks are worked on to their end, if they come to it in %.0f s",
+                "%s: finishing %d running tasks, if that takes less than %.0f s",
                 *(notice.by, len(begun), left),
             )
             while self._mine and notice.seconds_left() > margin:

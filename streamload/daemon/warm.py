@@ -45,7 +45,7 @@ _REFUSALS = 8
 
 @dataclass(frozen=True, slots=True)
 class WarmProgress:
-    """How far a warm-up is; bytes from origins and from the shared cache."""
+    """The progress of a warm-up; bytes from origins and from the shared cache."""
 
     shards: int
     shards_complete: int
@@ -57,16 +57,16 @@ class WarmReport:
     """What a warm-up did.
 
     Attributes:
-        shards: how many were asked for.
-        shards_complete: how many of them are in the tier now.
-        shards_found_complete: how many of those were there before.
-        shards_local: how many are local files of which only the index is in the tier.
+        shards: listed shards.
+        shards_complete: those that are in the tier now.
+        shards_found_complete: those that were there before.
+        shards_local: those that are local files, of which only the index is in the tier.
         bytes_arrived: received from origins.
         bytes_shared: received from the shared cache.
         shared_stored: shards that were stored there.
-        failures: for each shard that can't be had, or not be kept, by its name: why.
-        no_room: the names of those among them that the tier has no room for.
-        shared_failures: for each that was to be stored in the shared cache and isn't there: why.
+        failures: why shards couldn't be fetched or stored in the tier, by their names.
+        no_room: the names of those among them for which the tier has no room.
+        shared_failures: why shards couldn't be stored in the shared cache, by their names.
     """
 
     cache_dir: Path
@@ -222,8 +222,8 @@ class _WarmUp:
         prepare: Recipe | None,
     ):
         self.counts = counts = Counters()
-        demand = ListDemand(ShardList(listed, storage, prepare.name if prepare else ""), PrefetchWindow())
-        self._shards = demand.look(Sizes().of)
+        wanted = ListDemand(ShardList(listed, storage, prepare.name if prepare else ""), PrefetchWindow())
+        self._shards = wanted.look(Sizes().of)
         with ExitStack() as stack:
             placed = stack.enter_context(closing(place_tier(settings, ShardList(listed, storage), storage)))
             self._tier = tier = placed.tier
@@ -262,7 +262,7 @@ class _WarmUp:
                 refusals=_REFUSALS,
                 evicts_announced=False,
             )
-            self._daemon = Daemon(demand, self._target, executor, options=options, announcement=announcement)
+            self._daemon = Daemon(wanted, self._target, executor, options=options, announcement=announcement)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> _WarmUp:

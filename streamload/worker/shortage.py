@@ -114,8 +114,8 @@ class Shortage:
             return
         if self._patience_seconds == _NO_ROOM_SECONDS:
             logger.warning(
-                "%s. Until then only its index is kept, and its samples, like those of others that have no "
-                "room, are read from where they come from",
+                "%s. Until then only its index is stored, and its samples, like those of other shards "
+                "without room, are read from the origin",
                 self._no_room(shard, is_certain),
             )
         self._patience_seconds = _NO_ROOM_AGAIN_SECONDS
@@ -136,7 +136,7 @@ class Shortage:
         )
         return (
             f"{room} {why} ({_widths(asked)}{'' if found == asked else f'; {fits}'}); raise cache_size, make "
-            f"room on the disk, or begin anew with fewer lanes and a smaller window"
+            f"room on the disk, or start again with fewer lanes and a smaller window"
         )
 
 
