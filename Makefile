@@ -21,7 +21,7 @@ help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "%-10s%s\n", $$1, $$2}'
 
 demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
-	$(BIN)/streamload demo
+	$(BIN)/python examples/demo.py
 
 test: lint docs pytest pytest-openclip  ## Check everything (style, types, import contract, docs, tests)
 

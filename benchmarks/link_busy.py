@@ -38,7 +38,7 @@ from pathlib import Path
 
 from benchmarks import link, machine, turns
 from benchmarks.turns import ROOT, Row
-from streamload.testing.certificate import write_certificate
+from tests.certificate import write_certificate
 
 LINES = (
     *((rate, "http") for rate in (50e6, 100e6, 200e6, 400e6)),

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from streamload.bench.machine import describe
+from streamload.profile.machine import describe
 
 __all__ = ["commit", "describe", "load"]
 

@@ -6,7 +6,7 @@ second come of it, and where does that time go?
 Command: python -m benchmarks.overhead
 
 Warm epochs as warm.py has them, as float32 and as uint8 batches, and as uint8 batches of 256 in place of 64,
-since much is spent once for each batch; each beside the floor of its kind (streamload/bench/floor.py), and
+since much is spent once for each batch; each beside the floor of its kind (streamload/profile/floor.py), and
 the batches of 64 beside the floor by the libraries alone, too, whose resize and normalising are torch's. An
 epoch has three times as many images as warm.py's: its beginning and end, where not all cores are busy, are no
 part of the question, and a gigabyte is more than most processors' caches hold, as a training's data is. The

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from streamload.bench.process_tree import cpu_seconds, pids
+from streamload.profile.machine import cpu_seconds, pids
 
 __all__ = [
     "cpu_seconds",

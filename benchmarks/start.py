@@ -8,7 +8,7 @@ Command: python -m benchmarks.start
 
 Contenders: streamload with its default transform, its shards in a cache on disk that was filled before; and
 a bare DataLoader (contenders/bare.py) that reads the same shards with the floor's reader
-(streamload/bench/floor.py), makes the same batches of them and has imported the same modules, but has no
+(streamload/profile/floor.py), makes the same batches of them and has imported the same modules, but has no
 cache, no order and no state. Both with 2 workers that are forked, with 2 that are spawned, and with 2 of a
 forkserver, as Python 3.14 starts them unless told otherwise.
 

@@ -25,9 +25,9 @@ from benchmarks import machine, watch
 from benchmarks.contenders.workload import JITTERED, READY, TURN, Epoch, Job, Result
 from benchmarks.environments import build as environments
 from benchmarks.watch import Watch
-from streamload.bench.rounds import Row
-from streamload.bench.rounds import medians as medians
-from streamload.bench.rounds import rotated as rotated
+from streamload.profile.run import Row
+from streamload.profile.run import medians as medians
+from streamload.profile.run import rotated as rotated
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -125,11 +125,15 @@ class Ran:
         return self.result.epochs
 
 
-def arguments(description: str | None, rounds: int, names: Sequence[str]) -> argparse.Namespace:
-    """What every benchmark can be told."""
+def arguments(
+    description: str | None, rounds: int, names: Sequence[str], urls: str | None = None
+) -> argparse.Namespace:
+    """What every benchmark can be told; `urls` is the help of URLs, where it reads shards of the user's."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if urls is not None:
+        parser.add_argument("urls", nargs="+", help=urls)
     parser.add_argument("--quick", action="store_true", help="a small form that only shows that it works")
     parser.add_argument("--rounds", type=int, help=f"default {rounds}, with --quick 1")
     parser.add_argument("--contenders", nargs="+", choices=names, default=list(names), metavar="NAME")
@@ -175,7 +179,7 @@ def scratch() -> Iterator[Path]:
 @contextlib.contextmanager
 def photographs(samples: int, samples_per_shard: int) -> Iterator[tuple[Path, int]]:
     """Shards of photographs in a temporary directory, and their bytes."""
-    from streamload.testing.photographs import write_photograph_shards
+    from examples.photograph_shards import write_photograph_shards
 
     with scratch() as directory:
         paths = write_photograph_shards(directory / "shards", samples, samples_per_shard)

@@ -11,16 +11,16 @@ measured one (near.py). What streamload does more than the others: it verifies t
 that it reads.
 
 Contenders: streamload with its default transform (open_clip's pixels), and as uint8 batches; for both the
-floor (streamload/bench/floor.py): bare processes that do this work as fast as it could be made here, and keep
-no order, verify nothing and hand nothing over, so that nobody reads their batches (overhead.py compares them
-in more rounds); the default with a consumer that keeps the last 10 batches and looks at the end whether their
-bytes are still those that came (memory that is used again must not change under a user); streamload with
-preprocess=open_clip's function, compiled, and as given; the same with colour jitter in it, compiled, beside
-open_clip's own loader with that; and the peers, each as its own documentation recommends for this work, in an
-environment of its own (environments/). open_clip's loader, webdataset with cache_dir, Hugging Face datasets,
-LitData, MosaicML Streaming and Megatron-Energon run open_clip's function; SPDL and DALI, which bring their
-own decoders and resizers, those. LitData and MosaicML Streaming read a format of their own: what making it
-took, and its bytes, are in the table, and so is the index that Megatron-Energon and DALI make.
+floor (streamload/profile/floor.py): bare processes that do this work as fast as it could be made here, and
+keep no order, verify nothing and hand nothing over, so that nobody reads their batches (overhead.py compares
+them in more rounds); the default with a consumer that keeps the last 10 batches and looks at the end whether
+their bytes are still those that came (memory that is used again must not change under a user); streamload
+with preprocess=open_clip's function, compiled, and as given; the same with colour jitter in it, compiled,
+beside open_clip's own loader with that; and the peers, each as its own documentation recommends for this
+work, in an environment of its own (environments/). open_clip's loader, webdataset with cache_dir, Hugging
+Face datasets, LitData, MosaicML Streaming and Megatron-Energon run open_clip's function; SPDL and DALI, which
+bring their own decoders and resizers, those. LitData and MosaicML Streaming read a format of their own: what
+making it took, and its bytes, are in the table, and so is the index that Megatron-Energon and DALI make.
 
 Result: results/warm.json; docs/results/performance.md has it as a table.
 

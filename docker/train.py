@@ -6,9 +6,9 @@ The store and its keys come from the AWS_* variables, the cache from STREAMLOAD_
 import argparse
 
 import torch
+from small_clip import SmallClip, tokenize
 
 import streamload
-from streamload.cli.demo.model import SmallClip, tokenize
 
 
 def train(urls: str, epochs: int, batch_size: int, workers: int) -> None:

@@ -7,8 +7,7 @@ import argparse
 import tempfile
 
 import s3fs
-
-from streamload.testing.photographs import write_photograph_shards
+from photograph_shards import write_photograph_shards
 
 
 def upload(target: str, samples: int, samples_per_shard: int) -> None:

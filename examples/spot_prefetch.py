@@ -1,10 +1,10 @@
-"""Ahead of training: daemons that come and go fill a shared cache, and a training that doesn't wait for them.
+"""Prefetch on spot nodes: daemons that come and go fill a shared cache ahead of a training.
 
     python examples/spot_prefetch.py
 
-On one machine, in a temporary directory: an origin that is slow, two daemons on "spot nodes" (each with a
-cache of its own), a folder as the shared cache, and a training that starts at once. The daemons are killed
-again and again without notice, and start anew. What the training gets is compared with a run without them.
+On one machine, in a temporary directory: a slow origin, two daemons on "spot nodes" (each with its own
+cache), a folder as the shared cache, and a training that starts at once. The daemons are killed repeatedly,
+without notice, and restarted. The training's batches are compared with those of a run without daemons.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BYTES_PER_SECOND_PER_CONNECTION = 200_000.0
 
 
 def loader(url: str, place: Path, name: str, shared: Path | None = None) -> streamload.Loader:
-    """A training's loader, with a cache of its own."""
+    """A training's loader, with its own cache."""
     return streamload.make_loader(
         f"{url}/{{00000..{SHARDS - 1:05d}}}.tar",
         batch_size=16,
@@ -43,12 +43,12 @@ def loader(url: str, place: Path, name: str, shared: Path | None = None) -> stre
 
 
 def keys(sample: dict[str, Any]) -> dict[str, Any]:
-    """Of a sample all that is compared."""
+    """What is compared of a sample."""
     return {"key": sample["__key__"]}
 
 
 def train(batches: streamload.Loader) -> list[Any]:
-    """Take each batch, and some time for it."""
+    """Consume the batches, each for STEP_SECONDS."""
     found = []
     for batch in batches:
         found.append(batch["key"])
@@ -57,7 +57,7 @@ def train(batches: streamload.Loader) -> list[Any]:
 
 
 class SpotNodes:
-    """Daemons that are taken away without notice, and come back."""
+    """Daemons that are killed without notice, and restarted."""
 
     def __init__(self, origin: str, shared: Path, place: Path, count: int = 2):
         self._origin, self._shared, self._place = origin, shared, place
@@ -68,7 +68,7 @@ class SpotNodes:
             thread.start()
 
     def close(self) -> None:
-        """Take all of them away for good."""
+        """Kill all daemons for good."""
         self._ended.set()
         for thread in self._threads:
             thread.join()
@@ -91,7 +91,7 @@ class SpotNodes:
 
 
 def main() -> None:
-    """Run it, and say what came of it."""
+    """Run both trainings, and print the results."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         shared = place / "shared"
@@ -108,7 +108,7 @@ def main() -> None:
                     stats = training.stats()
             finally:
                 nodes.close()
-    assert found == expected, "the batches are others"
+    assert found == expected, "the batches differ"
     print(f"without daemons: {len(expected)} batches, {waited:.1f} s of waiting for data")
     print(
         f"with two daemons, killed {nodes.kills} times: the same {len(found)} batches, "

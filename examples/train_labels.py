@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Iterator
 
 import torch
+from photograph_shards import write_photograph_shards
 from torch import nn
 
 import streamload
 from streamload import Shards
-from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.server import ShardServer
 
 

@@ -1,9 +1,9 @@
-"""Train a small CLIP-like model with Lightning on shards that arrive meanwhile; call it again to go on.
+"""Train a small CLIP-like model with Lightning on shards that arrive meanwhile; run it again to resume.
 
     python examples/train_lightning.py 's3://bucket/shards/{00000..00009}.tar' --steps 1000
 
-Loaders go to `fit` as DataLoaders do. Lightning's checkpoints have their state, so that `ckpt_path` goes on
-with the next batch. Without URLs it makes shards of photographs in its output folder. Needs
+Loaders are passed to `fit` like DataLoaders. Lightning's checkpoints contain their state, so `ckpt_path`
+resumes with the next batch. Without URLs it makes shards of photographs in its output folder. Needs
 `pip install lightning`.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from photograph_shards import write_photograph_shards
 from torch.nn import functional
 
 import streamload
-from streamload.testing.photographs import write_photograph_shards
 
 WORDS = 4096
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import open_clip
 import torch
+from photograph_shards import write_photograph_shards
 
 import streamload
-from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.server import ShardServer
 
 IMAGE_SIZE = 64

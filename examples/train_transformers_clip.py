@@ -3,8 +3,8 @@
     python examples/train_transformers_clip.py 's3://bucket/shards/{00000..00009}.tar'
 
 Without URLs it makes shards of photographs and serves them to itself over HTTP. Nothing is downloaded: the
-model begins with random weights, and the tokenizer learns its words from captions of the first batches, which
-are in the cache from then on. Needs `pip install transformers`.
+model starts with random weights, and the tokenizer is trained on the captions of the first batches, which
+then come from the cache. Needs `pip install transformers`.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from photograph_shards import write_photograph_shards
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
 import streamload
 from streamload import Workers
-from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.server import ShardServer
 
 LENGTH = 24

@@ -1,10 +1,10 @@
-"""Train transformers' CLIPModel with its Trainer on shards that arrive meanwhile; call it again to go on.
+"""Train transformers' CLIPModel with its Trainer on shards that arrive meanwhile; run it again to resume.
 
     python examples/train_transformers_trainer.py 's3://bucket/shards/{00000..00009}.tar' --steps 1000
 
-Loaders stand where datasets do, the Trainer's arguments hold, and a checkpoint knows the place in the data: a
-second call goes on with the batch after the last one that the checkpoint has seen. Without URLs it makes
-shards of photographs in its output folder. Needs `pip install transformers accelerate`.
+Loaders take the place of datasets, the Trainer's arguments apply, and checkpoints contain the loader's state:
+a second run continues with the batch after the checkpoint's last one. Without URLs it makes shards of
+photographs in its output folder. Needs `pip install transformers accelerate`.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from photograph_shards import write_photograph_shards
 from train_transformers_clip import caption, model_for, tokenizer_of
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -19,7 +20,6 @@ from transformers.trainer_utils import get_last_checkpoint
 import streamload
 from streamload import Workers
 from streamload.integrations.transformers import Trainer
-from streamload.testing.photographs import write_photograph_shards
 
 
 def main() -> None:

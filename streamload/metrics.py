@@ -1,7 +1,7 @@
-"""What happened, as numbers: one row of counters for each process, and a Snapshot that adds the rows up.
+"""Counters: one row per process, and a Snapshot that sums the rows up.
 
-Each process owns a row (usually of shared memory, given from outside) and is its only writer, so nothing
-is locked between processes; a snapshot may be a moment behind. Times are kept as whole nanoseconds.
+Each process is the only writer of its row, usually in shared memory, so processes share no lock; a snapshot
+may be slightly out of date. Times are integer nanoseconds.
 """
 
 import threading
@@ -15,54 +15,51 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# Why a sample was left out or replaced.
+# Why a sample was skipped or replaced.
 CAUSES = {
-    "missing": "it has no image, caption or label where they were asked for, or one of more than 64 MiB, or "
-    "a blank caption where these are left out",
+    "missing": "it lacks a requested image, caption or label, has one of more than 64 MiB, or has a blank "
+    "caption where these are skipped",
     "decode": "its image can't be decoded",
     "too_large": "its image would take more memory or time to decode than max_image_pixels allows",
-    "caption": "its caption can't be read as text, or lacks the field asked for",
-    "label": "its label isn't a whole number, or lacks the field asked for",
+    "caption": "its caption isn't text, or lacks the requested field",
+    "label": "its label isn't an integer, or lacks the requested field",
 }
 
-# The order is the layout of a row. Names that end in _ns are times; a Snapshot shows them as seconds.
+# The order is the layout of a row. Names ending in _ns are times, which a Snapshot shows in seconds.
 COUNTERS: dict[str, str] = {
-    "origin_requests": "requests sent to origins, retries among them",
+    "origin_requests": "requests sent to origins, including retries",
     "origin_bytes": "bytes of shards received from origins",
-    "origin_retries": "requests that had to be sent again after a failure",
+    "origin_retries": "requests that were retried after a failure",
     "shared_requests": "requests sent to the shared cache",
-    "shared_bytes": "bytes received from the shared cache, indexes among them; none of origin_bytes",
-    "shared_hits": "fills that the shared cache had the shard for",
-    "shared_misses": "fills for which it was asked and hadn't",
-    "shared_errors": "times that it failed, or gave what its checksums refuse; the origin was asked instead",
-    "shared_stored": "shards that this loader has stored in it",
-    "shared_not_stored": "shards that were to be stored and weren't: it refused them, or the run ended",
-    "shared_waits": "fills that waited for another node, which was fetching the same shard",
-    "shared_wait_ns": "time for which they waited, added over fills that wait side by side",
-    "tier_hits": "shards that were whole in the tier when a reader first needed them in a pass",
-    "tier_misses": "shards that were not, and had to be filled or followed; hits + misses = shards begun",
-    "shards_published": "shards that this loader's own fillers finished and published",
-    "shards_complete": "different shards that this rank has seen whole in the tier, whoever filled them",
-    "shards_taken_over": "fills that were carried on from a part which its filler had left",
+    "shared_bytes": "bytes received from the shared cache, including indexes; not part of origin_bytes",
+    "shared_hits": "fills whose shard was in the shared cache",
+    "shared_misses": "fills whose shard was not in the shared cache",
+    "shared_errors": "failures and checksum mismatches of the shared cache, after which the origin was used",
+    "shared_stored": "shards that this loader stored in the shared cache",
+    "shared_not_stored": "shards that it could not store: the shared cache refused them, or the run ended",
+    "shared_waits": "fills that waited for another node's fill of the same shard",
+    "shared_wait_ns": "total time of these waits, summed over concurrent fills",
+    "tier_hits": "shards that were complete in the tier when a reader first needed them in a pass",
+    "tier_misses": "shards that were not, and were filled or followed; hits + misses = shards started",
+    "shards_published": "shards that this loader's fillers completed and published",
+    "shards_complete": "distinct shards that this rank has seen complete in the tier, whoever filled them",
+    "shards_taken_over": "fills that continued the part of a dead filler",
     "shards_evicted": "shards deleted from the tier to make room",
-    "shards_revalidated": "shards in the tier whose origin was asked whether they have changed",
-    "shards_changed": "those that had: the old copy was taken away, and the shard fetched anew",
-    "shards_unverified": "those that were used unasked, as their origin gave no answer",
-    "shards_given_up": "shards left out for good after their origin failed or ended early",
-    "range_reads": "samples read from their origin, as the cache had no room for their shard",
-    "checksum_failures": "samples whose bytes in the tier failed their checksum, and were fetched again",
+    "shards_revalidated": "cached shards that were compared with their origin's version",
+    "shards_changed": "revalidated shards that had changed, and were fetched again",
+    "shards_unverified": "shards used without revalidation, as their origin did not respond",
+    "shards_given_up": "shards dropped after their origin failed or the tar was cut",
+    "range_reads": "samples read from their origin, as the cache had no space for their shard",
+    "checksum_failures": "cached samples that failed their checksum, and were fetched again",
     "samples_yielded": "samples in the batches that the training loop took",
-    **{f"samples_skipped_{cause}": f"samples left out because {why}" for cause, why in CAUSES.items()},
-    **{
-        f"samples_replaced_{cause}": f"samples for which another stands because {why}"
-        for cause, why in CAUSES.items()
-    },
+    **{f"samples_skipped_{cause}": f"samples skipped because {why}" for cause, why in CAUSES.items()},
+    **{f"samples_replaced_{cause}": f"samples replaced because {why}" for cause, why in CAUSES.items()},
     "batches_yielded": "batches that the training loop took",
-    "fresh_tensors": "tensors in memory of their own, as the training loop still has all that is used again",
+    "fresh_tensors": "tensors allocated because all pooled buffers were still in use",
     "data_wait_ns": "time for which the training loop waited for a batch",
     "first_batch_ns": "time from the first iter() to the first batch",
-    "bytes_wait_ns": "time for which workers waited for bytes that had not arrived, added over workers",
-    "transform_ns": "time that workers spent on decode, augment and tokenize, added over workers",
+    "bytes_wait_ns": "time for which workers waited for bytes to arrive, summed over workers",
+    "transform_ns": "time that workers spent decoding, augmenting and tokenizing, summed over workers",
 }
 
 _PLACES = {name: place for place, name in enumerate(COUNTERS)}
@@ -70,7 +67,7 @@ WIDTH = len(COUNTERS)
 
 
 class Counts(Protocol):
-    """Where events are counted; safe among threads."""
+    """Counts events; thread-safe."""
 
     def add(self, name: str, n: int = 1, /) -> None:
         """Add `n` to a counter of COUNTERS."""
@@ -78,17 +75,15 @@ class Counts(Protocol):
 
 
 def total(rows: NDArray[np.int64], name: str) -> int:
-    """What a counter of COUNTERS has come to over all processes; about 2 µs."""
+    """Value of a counter over all processes; about 2 µs."""
     return int(rows[:, _PLACES[name]].sum())
 
 
 class Counters:
-    """One process's counters: a lock and a row of int64.
-
-    Safe among the threads of the process that made it; another process makes its own on its own row.
+    """One process's counters: a lock and a row of int64. Thread-safe; each process needs its own row.
 
     Args:
-        row: int64[WIDTH], written in place; fresh memory by default.
+        row: int64[WIDTH], written in place; default: new memory.
     """
 
     def __init__(self, row: NDArray[np.int64] | None = None) -> None:
@@ -106,12 +101,12 @@ class Counters:
             self.row[place] += n
 
     def value(self, name: str) -> int:
-        """What this row says of a counter of COUNTERS."""
+        """Value of a counter in this row."""
         return int(self.row[_PLACES[name]])
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes to a counter in nanoseconds, also when it raises."""
+        """Add the duration of the block to a counter in nanoseconds, also if it raises."""
         began = monotonic_ns()
         try:
             yield
@@ -119,7 +114,7 @@ class Counters:
             self.add(name, monotonic_ns() - began)
 
     def snapshot(self) -> "Snapshot":
-        """What this row alone says."""
+        """The snapshot of this row alone."""
         return Snapshot.of(self.row[None])
 
 
@@ -129,24 +124,24 @@ def _zeros() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a loader has done so far, over all its processes on this rank.
+    """A loader's counters so far, over all its processes on this rank.
 
-    COUNTERS and CAUSES say what each number means.
+    COUNTERS and CAUSES describe the numbers.
 
     Attributes:
-        samples_skipped: by cause: samples left out.
-        samples_replaced: by cause: samples for which another of their shard stands.
+        samples_skipped: skipped samples by cause.
+        samples_replaced: samples replaced by another of their shard, by cause.
         shared_wait_seconds: over all fills; near 0: no other node fetches the same shards at the same time.
-        data_wait_seconds: near 0 of the run's time: the data is never late; near all of it: training only
-            waits for data.
+        data_wait_seconds: near 0: data is never late; near the run's duration: the training only waits for
+            data.
         seconds_to_first_batch: from the first iter() to the first batch; None before it.
-        bytes_wait_seconds: near 0: the bytes are there before they are needed; near workers × time: the
-            origin is the limit.
-        transform_seconds: near workers × time: the CPU is the limit.
-        source_samples: by source: samples in the batches that the training loop took.
-        source_wait_seconds: by source: what bytes_wait_seconds adds up.
-        shard_wait_seconds: of the shards for which the training loop waited longest, most first: how much of
-            data_wait_seconds was for the bytes of each. One near all of it: that shard's server is slow.
+        bytes_wait_seconds: near 0: bytes arrive before they are needed; near workers × duration: the origin
+            is the bottleneck.
+        transform_seconds: near workers × duration: the CPU is the bottleneck.
+        source_samples: samples that the training loop took, by source.
+        source_wait_seconds: bytes_wait_seconds by source.
+        shard_wait_seconds: data_wait_seconds by shard, for the shards with the longest waits, longest first.
+            If one shard has nearly all of it, its server is slow.
     """
 
     origin_requests: int = 0
@@ -193,12 +188,12 @@ class Snapshot:
         sources: Mapping[str, Sequence[int]] = MappingProxyType({}),
         shards: Mapping[str, int] = MappingProxyType({}),
     ) -> "Snapshot":
-        """Add up the rows of all processes.
+        """Sum up the rows of all processes.
 
         Args:
             rows: int64[N, WIDTH].
-            sources: of each by its name: samples taken, nanoseconds waited for bytes.
-            shards: of some by their names: nanoseconds that the training loop waited for each.
+            sources: samples taken and nanoseconds of waiting for bytes, by name.
+            shards: nanoseconds for which the training loop waited for a shard, by name.
         """
         total = dict(zip(COUNTERS, rows.sum(axis=0).tolist(), strict=True))
         plain = {f.name: total[f.name] for f in fields(cls) if f.name in total}
@@ -217,7 +212,7 @@ class Snapshot:
         )
 
     def since(self, earlier: "Snapshot") -> "Snapshot":
-        """What happened after `earlier`; the time to the first batch stays as it is."""
+        """The difference to an earlier snapshot; seconds_to_first_batch is copied."""
         parts: dict[str, Any] = {"seconds_to_first_batch": self.seconds_to_first_batch}
         for name in (f.name for f in fields(self) if f.name not in parts):
             now, before = getattr(self, name), getattr(earlier, name)
@@ -228,7 +223,7 @@ class Snapshot:
         return Snapshot(**parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values, ready for JSON."""
+        """The fields as plain values, for JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
@@ -259,7 +254,7 @@ class Snapshot:
 
 
 def format_bytes(number: float) -> str:
-    """Bytes as people read them, in thousands: 1234567 is "1.2 MB"."""
+    """Bytes in readable units of thousands: 1234567 is "1.2 MB"."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(number) < 999.95 or unit == "TB":
             break

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import hypothesis
 import psutil
 import pytest
+from certificate import write_certificate
 
 from streamload.cache import memory
-from streamload.testing.certificate import write_certificate
 
 if TYPE_CHECKING:
-    from streamload.testing.s3 import S3Server
+    from tests.s3 import S3Server
 
 SHARED_MEMORY = Path("/dev/shm")
 

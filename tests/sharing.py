@@ -16,9 +16,9 @@ from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.daemon.warm import WarmReport, warm
 from streamload.metrics import Counters
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from tests.s3 import S3Server
 
 KINDS_OF_PLACES = ["folder", "s3", "swift", "memory"]
 

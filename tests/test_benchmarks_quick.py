@@ -17,6 +17,7 @@ import torch
 from benchmarks import peer_tables, report, shuffle_report
 from benchmarks.markdown import filled
 from benchmarks.turns import RESULTS
+from examples.photograph_shards import write_photograph_shards
 from streamload.options import file_system
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -300,6 +301,17 @@ def test_a_benchmark_beside_the_peers_writes_rows_a_table_and_a_chart(
         assert all(0 < row["held_bytes"] < result["settings"]["bytes"] for row in result["rounds"])
     if name == "consumer":
         assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
+
+
+@pytest.mark.timeout(400)
+def test_shards_of_ones_own_are_read_where_they_are(tmp_path: Path) -> None:
+    write_photograph_shards(tmp_path / "shards", samples=384, samples_per_shard=128)
+    command = ["--contenders", "streamload", "floor", "--openclip-python", "none"]
+    result = run_quickly("own", tmp_path / "own.json", f"{tmp_path}/shards/{{00000..00002}}.tar", *command)
+
+    assert result["settings"]["shards"] == 2  # with enough samples
+    assert {row["contender"]: row["images"] for row in result["rounds"]} == {"streamload": 256, "floor": 256}
+    assert all(medians.keys() >= METRICS["warm"] for medians in result["medians"].values())
 
 
 @pytest.mark.timeout(400)

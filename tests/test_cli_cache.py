@@ -8,11 +8,11 @@ import sys
 import pytest
 from tiers import Filled, flip, listing, payload_start
 
+from examples.photograph_shards import write_photograph_shards
 from streamload.cache.locks import FileLock
 from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.testing.faults import Fault
-from streamload.testing.photographs import write_photograph_shards
 from streamload.testing.server import ShardServer
 
 SHARDS, SAMPLES = 3, 4
@@ -140,7 +140,7 @@ def test_cache_stat_tells_how_full_the_cache_is(held, streamload):
     code, out, _ = streamload("cache", "stat", "--cache-dir", tier)
     assert code == 0
     assert "of at most 1.0 GB" in out
-    assert f"not the cache's, left alone: {tier / 'notes.txt'} (a file)" in out
+    assert f"not part of the cache, left alone: {tier / 'notes.txt'} (a file)" in out
     assert any(line.split()[:3] == ["published", "shards", str(SHARDS)] for line in out.splitlines())
     assert listing(tier) == before
 
@@ -150,7 +150,7 @@ def test_cache_verify_says_that_all_is_good(held, streamload):
     code, out, err = streamload("cache", "verify", "--cache-dir", tier)
     assert (code, err.strip()) == (0, "")  # older richs end their bar with a line, shown or not
     assert f"{SHARDS} shards and 0 parts with {SHARDS * SAMPLES} samples" in out
-    assert "all good" in out
+    assert "no damage" in out
     code, out, _ = streamload("cache", "verify", "--json", "--jobs", "3", "--cache-dir", tier)
     report = json.loads(out)
     assert code == 0
@@ -173,7 +173,7 @@ def test_cache_verify_fails_with_what_is_bad_and_mends_it_on_request(held, strea
     code, out, _ = streamload("cache", "verify", "--cache-dir", tier)
     assert code == 1
     assert "fails its checksum" in out
-    assert "1 bad" in out
+    assert "1 damaged" in out
     assert (tier / "shards" / digest).exists()
     code, out, _ = streamload("cache", "verify", "--repair", "--json", "--cache-dir", tier)
     (bad,) = json.loads(out)["bad"]
@@ -190,7 +190,7 @@ def test_cache_verify_fails_if_what_is_bad_cannot_be_fetched_again(held, streaml
     code, out, _ = streamload("cache", "verify", "--repair", "--cache-dir", tier)
     assert code == 1
     assert "not fetched again" in out
-    assert "1 bad" in out
+    assert "1 damaged" in out
     assert streamload("cache", "verify", "--cache-dir", tier)[0] == 0  # what is there is good
 
 
@@ -218,7 +218,7 @@ def test_cache_gc_removes_garbage_and_evicts_down_to_a_limit(held, streamload):
     assert trash.exists()
     code, out, _ = streamload("cache", "gc", "--cache-dir", tier)
     assert code == 0
-    assert "removed 1 things, 8.2 KB" in out
+    assert "removed 1 items, 8.2 KB" in out
     assert f"trash/{trash.name}" in out
     assert not trash.exists()
     used = listed(streamload, tier)["used_bytes"]
@@ -246,11 +246,11 @@ def test_cache_clear_asks_on_a_terminal_and_elsewhere_wants_to_be_told(held, str
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     code, _, err = streamload("cache", "clear", "--cache-dir", tier)
     assert code == 1
-    assert f"Remove {SHARDS} things" in err
+    assert f"Remove {SHARDS} items" in err
     assert len(listed(streamload, tier)["shards"]) == SHARDS
     code, out, _ = streamload("cache", "clear", "--dry-run", "--cache-dir", tier)
     assert code == 0
-    assert f"would remove {SHARDS} things" in out
+    assert f"would remove {SHARDS} items" in out
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
     assert streamload("cache", "clear", "--cache-dir", tier)[0] == 0
     assert listed(streamload, tier) == {
@@ -268,7 +268,7 @@ def test_cache_clear_says_what_stays_because_it_is_in_use(held, streamload):
     code, out, _ = streamload("cache", "clear", "--yes", "--cache-dir", tier)
     assert code == 0
     assert "a process has it open" in out
-    assert f"removed {SHARDS - 1} things" in out
+    assert f"removed {SHARDS - 1} items" in out
     reader.close()
     code, out, _ = streamload("cache", "clear", "--yes", "--json", "--cache-dir", tier)
     assert [item["path"] for item in json.loads(out)["removed"]] == [f"shards/{shard.name}"]

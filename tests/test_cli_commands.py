@@ -25,7 +25,7 @@ from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.transforms.kernel import why_not
 
-COMMANDS = ("bench", "demo", "doctor", "pack", "version", "warm", "cache")
+COMMANDS = ("bench", "doctor", "pack", "version", "warm", "cache")
 
 
 class Done(NamedTuple):
@@ -107,9 +107,9 @@ def test_every_command_has_help(streamload, command):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["bench", "--help"], ["demo", "--help"], ["version"], ["doctor"], ["cache", "ls"]],
+    [["--help"], ["bench", "--help"], ["version"], ["doctor"], ["cache", "ls"]],
 )
-def test_no_command_but_demo_imports_torch(arguments, tmp_path):
+def test_no_command_imports_torch_to_start(arguments, tmp_path):
     script = f"""
 import sys
 from streamload.cache import memory
@@ -234,9 +234,9 @@ def test_pack_fails_with_one_line_and_leaves_nothing(streamload, folder, tmp_pat
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ('a.jpg\tan a\nb.JPG\t"so\na.jpg\tx\n', "row at line 3: unexpected end of data; where quotes are"),
+        ('a.jpg\tan a\nb.JPG\t"so\na.jpg\tx\n', "row at line 3: unexpected end of data; if quotes are"),
         ('a.jpg\tan a\nb.JPG\t"so" it is\n', r"row at line 3: .* give --no-quotes"),
-        ("a.jpg\tan a\nb.JPG\tsaid\tmore\n", "row at line 3: more fields than there are columns"),
+        ("a.jpg\tan a\nb.JPG\tsaid\tmore\n", "row at line 3: more fields than columns"),
         ("a.jpg\tan a\nb.JPG\t\udcff\n", r"line 3: not UTF-8 text \(invalid start byte\)"),
     ],
 )
@@ -287,7 +287,7 @@ def test_pack_keeps_columns_of_a_table_as_json(streamload, folder, tmp_path, kep
 @pytest.mark.parametrize(
     ("target", "options", "says"),
     [
-        ("s3://bucket/shards", [], "no local folder"),
+        ("s3://bucket/shards", [], "is not a local folder"),
         ("out", ["--keep-columns", "width"], "for tables"),
     ],
 )
@@ -329,14 +329,14 @@ def test_doctor_asks_for_the_first_and_last_shard_of_each_source(streamload, tmp
         sources = f"{server.url}/{{00000..00003}}.tar?token=secret::{tmp_path}/data/{{00001..00002}}.tar"
         done = streamload("doctor", sources, STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
         assert done.returncode == 0, done.stdout
-        assert "4 of 4 first and last ones can be had" in done.stdout
+        assert "4 of 4 first and last ones are available" in done.stdout
         assert {request.path for request in server.log} == {"00000.tar", "00003.tar"}
         server.misbehave("00003.tar", Fault(status=404))
         (tmp_path / "data" / "00001.tar").unlink()
         done = streamload("doctor", sources, STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
         said = " ".join(done.stdout.split())
         assert done.returncode == 1
-        assert "2 of 4 first and last ones can be had" in said
+        assert "2 of 4 first and last ones are available" in said
         assert f"{server.url}/00003.tar: the server answers 404 Not Found" in said
         assert "00001.tar" in said
         assert "secret" not in said
@@ -356,7 +356,7 @@ def test_doctor_takes_options_of_the_object_store_and_refuses_urls_that_are_none
         where = {"STREAMLOAD_CACHE_DIR": str(tmp_path / "tier")}
         done = streamload("doctor", "s3://bucket/00000.tar", "--storage-options", options, **where)
     assert done.returncode == 0, done.stdout
-    assert "1 of 1 first and last ones can be had" in done.stdout
+    assert "1 of 1 first and last ones are available" in done.stdout
 
 
 @pytest.mark.parametrize("variable", ["STREAMLOAD_CACHE_SIZE", "STREAMLOAD_AHEAD"])

@@ -31,11 +31,11 @@ from streamload.derived.preparation import Preparation
 from streamload.derived.prepared import prepared_tar
 from streamload.derived.recipes import Recipes
 from streamload.order.plan import OrderOptions
-from streamload.testing.s3 import S3Server
 from streamload.testing.shards import ShardOptions
 from streamload.urls import expand_urls
 from tests import flat
 from tests.kills import Child, Stage
+from tests.s3 import S3Server
 
 COUNTS = (14, 9, 20, 11)
 SHARDS = len(COUNTS)

@@ -20,11 +20,11 @@ from streamload.daemon.service import Service
 from streamload.daemon.targets import SharedTarget
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls
 from tests.kills import Child, Stage
+from tests.s3 import S3Server
 
 COUNTS = [6, 5, 7, 4, 6, 5]
 QUICK = OriginOptions(connect_seconds=0.5, stall_seconds=0.5, attempts=2, backoff_seconds=0.01)

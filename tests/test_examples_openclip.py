@@ -6,14 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from streamload.testing.photographs import write_photograph_shards
+from examples.photograph_shards import write_photograph_shards
 from streamload.testing.server import ShardServer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_openclip.py"
 AS_A_USER = f"""
-from streamload.testing.torchvision_stub import define_torchvision_schemas
+from benchmarks.torchvision_stub import define_torchvision_schemas
 define_torchvision_schemas()
-import runpy
+import runpy, sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
 
@@ -23,6 +24,7 @@ def test_the_example_for_open_clip_fetches_each_photograph_once_and_its_loss_fal
     with ShardServer(tmp_path / "shards") as server:
         done = subprocess.run(
             [sys.executable, "-c", AS_A_USER, f"pipe:curl -fsSL {server.url}/{{00000..00003}}.tar"],
+            cwd=EXAMPLE.parents[1],
             env={**os.environ, "STREAMLOAD_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -445,7 +445,7 @@ def test_without_a_rank_in_the_arguments_the_launchers_counts(
     openclip.install(module)
     args = args_for(train_data=shards, train_num_samples=8, world_size=2, batch_size=2)
     del args.rank
-    with pytest.raises(OptionError, match="world_size=2 and no rank, and this process knows of 1 ranks"):
+    with pytest.raises(OptionError, match=r"world_size=2 and no rank, but .* has 1 ranks"):
         module.get_wds_dataset(args, width_of, is_train=True)
     seen = []
     for rank in ("0", "1"):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import streamload
-from streamload.testing.s3 import S3Server
 from streamload.testing.shards import read_oracle, write_shards
 from tests import flat
+from tests.s3 import S3Server
 
 COUNTS = [12, 30, 7]
 

@@ -27,11 +27,11 @@ from streamload.errors import (
 from streamload.origins import origin as origins
 from streamload.origins.origin import OriginOptions, import_origins, open_origin
 from streamload.testing.faults import EMPTY_PAGE, Fault
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import Request as Seen
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import Opaque, Request, command_environment, expand_urls, parse_command
+from tests.s3 import S3Server
 
 BODY = random.Random(1).randbytes(1_000_003)
 OTHER = random.Random(2).randbytes(700_001)

@@ -17,8 +17,8 @@ from tally import Tally
 from streamload.errors import DatasetChanged, OriginNotFound, OriginStopped
 from streamload.origins.origin import Origin, OriginOptions, Version, open_origin
 from streamload.origins.protocol import Unproven
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
+from tests.s3 import S3Server
 
 BODY = random.Random(1).randbytes(1_000_003)
 OTHER = random.Random(2).randbytes(1_000_003)

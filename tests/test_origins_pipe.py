@@ -29,8 +29,8 @@ from streamload.errors import (
 )
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.faults import Fault
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
+from tests.s3 import S3Server
 
 BODY = random.Random(1).randbytes(3_000_003)
 QUICK = OriginOptions(attempts=3, backoff_seconds=0.01, stall_seconds=0.5)

@@ -28,8 +28,8 @@ from streamload.origins import stores
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.origins.protocol import Session
 from streamload.testing.faults import Fault
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
+from tests.s3 import S3Server
 
 BODY = random.Random(1).randbytes(1_000_003)
 OTHER = random.Random(2).randbytes(1_000_003)

@@ -18,8 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from streamload.cache.shared.leases import Leases, holder_of, leased
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
-from streamload.testing.s3 import S3Server
 from tests.kills import Child, Stage
+from tests.s3 import S3Server
 
 Make = Callable[..., Leases]
 

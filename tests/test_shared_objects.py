@@ -19,8 +19,8 @@ from benchmarks.stores.store import KINDS, Store
 from streamload.cache.shared.objects import Objects
 from streamload.errors import OptionError, SharedTierError
 from streamload.testing.faults import Fault
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
+from tests.s3 import S3Server
 
 LARGE = random.Random(3).randbytes(20_000_001)
 

@@ -23,10 +23,10 @@ from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.errors import OptionError
 from streamload.testing.faults import EMPTY_PAGE, Fault
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.kills import Child
+from tests.s3 import S3Server
 
 COUNTS = (30, 25, 40)
 LARGE = ShardOptions(padding_bytes=(3_000, 30_000))

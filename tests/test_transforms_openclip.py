@@ -12,9 +12,9 @@ import torch
 from photographs import SIZES, photograph, transformed
 from PIL import Image
 
+from benchmarks.torchvision_stub import define_torchvision_schemas
 from streamload.batches.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms import kernel
 from streamload.transforms.augment import Draws, RandomBox
 from streamload.transforms.execute import PlannedTransform

@@ -14,9 +14,9 @@ import torch
 from photographs import SIZES, photograph, transformed
 from PIL import Image
 
+from benchmarks.torchvision_stub import define_torchvision_schemas
+from examples.photograph_shards import write_photograph_shards
 from streamload.errors import OptionError
-from streamload.testing.photographs import write_photograph_shards
-from streamload.testing.torchvision_stub import define_torchvision_schemas
 from streamload.transforms import kernel
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.execute import PlannedTransform

@@ -5,7 +5,7 @@ import warnings
 import pytest
 from processors import NAMES, SIZED, assert_exact
 
-from streamload.testing.torchvision_stub import define_torchvision_schemas
+from benchmarks.torchvision_stub import define_torchvision_schemas
 from streamload.transforms.plan import NotRecognised
 from streamload.transforms.processors import plan_of
 

@@ -10,7 +10,7 @@ import transformers
 from processors import NAMES, SIZED, assert_exact
 from torch.testing import assert_close
 
-from streamload.testing.photographs import write_photograph_shards
+from examples.photograph_shards import write_photograph_shards
 from streamload.transforms import kernel
 from streamload.transforms.plan import NotRecognised, Squash
 from streamload.transforms.processors import plan_of

@@ -1,10 +1,10 @@
-"""The floor of streamload/bench/floor.py: bare processes that do the work and hand nothing over."""
+"""The floor of streamload/profile/floor.py: bare processes that do the work and hand nothing over."""
 
 import re
 import time
 
 from benchmarks.contenders.workload import TURN, Epoch, Job, Result, tokenizer, versions
-from streamload.bench import floor
+from streamload.profile import floor
 
 
 def main() -> None:

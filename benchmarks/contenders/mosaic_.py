@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.contenders import tars
 from benchmarks.contenders.workload import Job, Result, Transform, converting, train, versions
-from streamload.testing.torchvision_stub import define_torchvision_schemas
+from benchmarks.torchvision_stub import define_torchvision_schemas
 
 define_torchvision_schemas()  # streaming imports torchvision, which may be made for another torch
 import streaming  # noqa: E402

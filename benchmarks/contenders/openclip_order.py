@@ -69,7 +69,7 @@ def main() -> None:
 
 def training(job: dict[str, Any], reader: StandIn) -> tuple[Any, Any]:
     """What open_clip makes of a training on these shards, and its pipeline on the stand-in."""
-    from streamload.testing.torchvision_stub import define_torchvision_schemas
+    from benchmarks.torchvision_stub import define_torchvision_schemas
 
     define_torchvision_schemas()
     from open_clip_train import data

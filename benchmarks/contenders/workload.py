@@ -402,7 +402,7 @@ def _check(images: torch.Tensor, texts: torch.Tensor, job: Job) -> None:
 
 
 def _open_clip() -> Any:
-    from streamload.testing.torchvision_stub import define_torchvision_schemas
+    from benchmarks.torchvision_stub import define_torchvision_schemas
 
     define_torchvision_schemas()
     import open_clip

@@ -1,7 +1,7 @@
-"""The `streamload` command: one command a file, each importing what it needs when it runs.
+"""The `streamload` command: one file per command, which imports its dependencies when it runs.
 
-`streamload --help` imports typer and nothing else; only `demo` imports torch. An error that streamload raises
-on purpose, or the system's refusal of a file, is one line on stderr and exit code 2.
+`streamload --help` imports only typer. A StreamloadError or OSError becomes one line on stderr and exit
+code 2.
 """
 
 import sys
@@ -12,10 +12,8 @@ import typer
 from streamload.cli.bench import bench
 from streamload.cli.cache import cache
 from streamload.cli.daemon import daemon
-from streamload.cli.demo import demo
 from streamload.cli.doctor import doctor
 from streamload.cli.pack import pack
-from streamload.cli.version import version
 from streamload.cli.warm import warm
 from streamload.errors import StreamloadError
 
@@ -25,6 +23,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: half the time to start
 )
+
+
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(installed("streamload"))
 
 
 def _print_version(asked: bool) -> None:
@@ -40,16 +45,16 @@ def _options(
         typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    """What stands in front of a command."""
+    """Options before the command."""
 
 
-for command in (bench, daemon, demo, doctor, pack, version, warm):
+for command in (bench, daemon, doctor, pack, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")
 
 
 def main() -> None:
-    """Run the command that the process was called with."""
+    """Run the command line."""
     try:
         app()
     except (StreamloadError, OSError) as exc:

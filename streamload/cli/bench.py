@@ -1,6 +1,7 @@
-"""`streamload bench`: what this machine makes of one's own shards, and what limits it."""
+"""`streamload bench`: how fast this machine loads your shards, and what limits it."""
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from streamload.cli.options import StorageOptions, storage_options_of
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.bench.run import Report
+    from streamload.profile.run import Report
 
 _FLOOR = "floor, float32"
 
@@ -20,40 +21,40 @@ _FLOOR = "floor, float32"
 def bench(
     urls: Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")],
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes of each loader; all cores by default.")
+        int | None, typer.Option(min=1, help="Worker processes; default: one per core.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each measurement runs.")] = 3,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a round; 1,000 for each worker by default.")
+        int | None, typer.Option(min=1, help="Samples per round; default: 1,000 per worker.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenize, as open_clip does for this model: ViT-B-32.")
+        str | None, typer.Option(help="Tokenize with this open_clip model's tokenizer: ViT-B-32.")
     ] = None,
     step_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="What a training step takes for a batch.")
+        float | None, typer.Option(min=0.0, help="Duration of your training step, to compare with.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all of it to a file, too.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the whole report to a file.")
     ] = None,
     cache_dir: Annotated[
-        str | None, typer.Option(help="The cache whose disk is measured; nothing is kept in it.")
+        str | None, typer.Option(help="The cache whose disk is measured; nothing stays in it.")
     ] = None,
     storage_options: StorageOptions = None,
 ) -> None:
     """Measure what limits a training on these shards.
 
-    In turn, each in a process of its own: the link, the disk, decoding alone, the least that the work can
-    cost (the floor), streamload, webdataset, and open_clip's own loader where it is installed. The first
-    shards are fetched into a temporary directory beside the cache, as many as have enough samples, and again
-    in each round.
+    Measures in turn, each in its own process: the download, the disk, decoding alone, bare processes that do
+    the minimum work (the floor), and the loader. The first shards, as many as have enough samples, are
+    downloaded into a temporary directory beside the cache, and again in each round.
     """
     from rich.console import Console
 
-    from streamload.bench.run import BenchOptions, bench
+    from streamload.profile.measures import ProfileOptions
+    from streamload.profile.run import profile
 
-    options = BenchOptions(
-        workers=workers,
+    options = ProfileOptions(
+        workers=workers or len(os.sched_getaffinity(0)),
         batch_size=batch_size,
         rounds=rounds,
         samples=samples,
@@ -64,10 +65,10 @@ def bench(
     )
     if json_file is not None and not json_file.parent.is_dir():
         raise OptionError(f"--json={json_file}: there is no folder {json_file.parent}")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has made goes with it
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit removes the temporary files
     try:
         with Console(stderr=True).status("starting") as status:
-            report = bench(urls, options, on_step=status.update)
+            report = profile(urls, options, on_step=status.update)
     finally:
         signal.signal(signal.SIGTERM, before)
     if json_file is not None:
@@ -76,7 +77,7 @@ def bench(
 
 
 def show(report: "Report", console: Any) -> None:
-    """The table, what was left out, and the verdict."""
+    """Print the table, what was left out, and the verdict."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -85,14 +86,14 @@ def show(report: "Report", console: Any) -> None:
     data, settings = report.data, report.settings
     console.print(
         f"{len(data['shards']):,} shards, {format_bytes(data['bytes'])}, {data['usable']:,} of "
-        f"{data['samples']:,} samples usable, images {data['mean_width']}×{data['mean_height']} in the mean; "
+        f"{data['samples']:,} samples usable, mean image size {data['mean_width']}×{data['mean_height']}; "
         f"{settings['workers']} workers, batches of {settings['batch_size']}, "
         f"{settings['samples']:,} samples\n",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for title in ("images/s", "least–most", "× floor", "CPU µs an image", "MB/s"):
+    for title in ("images/s", "min–max", "× floor", "CPU µs per image", "MB/s"):
         table.add_column(title, justify="right")
     for cells in cells_of(report):
         table.add_row(*cells)
@@ -105,10 +106,10 @@ def show(report: "Report", console: Any) -> None:
 
 
 def cells_of(report: "Report") -> list[tuple[str, ...]]:
-    """The rows of the table: medians, and the least and the most of the rounds."""
+    """The rows of the table: medians, and the range over the rounds."""
     floor = report.medians[_FLOOR]["images_per_second"]
     cells: list[tuple[str, ...]] = []
-    for name, row in sorted(report.medians.items(), key=lambda item: _place(item[0])):
+    for name, row in report.medians.items():
         rates = [each["images_per_second"] for each in report.rounds if each["label"] == name]
         cells.append(
             (
@@ -121,9 +122,3 @@ def cells_of(report: "Report") -> list[tuple[str, ...]]:
             )
         )
     return cells
-
-
-def _place(name: str) -> int:
-    from streamload.bench.run import NAMES
-
-    return NAMES.index(name)

@@ -1,4 +1,4 @@
-"""`streamload doctor`: every setting with where it came from, what is installed, and what would not work."""
+"""`streamload doctor`: every setting with its source, the installed libraries, and what would not work."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _OPTIONAL = ("transformers", "open_clip_torch")
 _LITTLE_ROOM_BYTES = 1_000_000_000
 _BATCH_SIZE = 64
 _MOST_ASKED = 64
-"""Shards that are asked for, where more sources are given."""
+"""Maximum number of shards to request."""
 _ATTEMPTS = 3
 
 
@@ -41,7 +41,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        advice: what to do about it; "" when there is nothing to do.
+        advice: what to do about it; "" if it is fine.
         unusable: whether a run would fail because of it.
     """
 
@@ -55,15 +55,15 @@ class Finding:
 def doctor(
     urls: Annotated[
         list[str] | None,
-        typer.Argument(help="Shards, as for make_loader: can they be had, and how far does the cache go?"),
+        typer.Argument(help="Shards, as for make_loader: are they available, and does the cache fit?"),
     ] = None,
     storage_options: StorageOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show every setting, check the machine.
+    """Show every setting and check the machine.
 
-    Each value comes with where it was set. Of URLs the first and the last shard of each source are asked for.
-    The exit code is 1 if something can't be used, or a shard can't be had; the report then says what to do.
+    Each value is shown with its source. With URLS, requests the first and the last shard of each source. The
+    exit code is 1 if something can't be used or a shard isn't available; the report says what to do.
     """
     findings = [*examine(), *_data(urls or []), *_shards(urls or [], storage_options)]
     is_ok = not any(finding.unusable for finding in findings)
@@ -94,7 +94,7 @@ def _show(findings: list[Finding]) -> None:
 
 
 def examine() -> list[Finding]:
-    """Everything that the doctor looks at, in the order of the report."""
+    """All findings, in the order of the report."""
     return [*_settings(), *_libraries(), *_machine(), *_commands()]
 
 
@@ -258,7 +258,7 @@ def _shared(settings: "Settings") -> list[Finding]:
 
 
 def _data(urls: list[str]) -> list[Finding]:
-    """How far the cache goes for some shards, at the loader's default batch size."""
+    """How well the cache fits these shards, at the loader's default batch size."""
     from streamload.cache.forecast import forecast
     from streamload.cache.shard import ShardList
     from streamload.cli.cache.options import tier_at
@@ -278,7 +278,7 @@ def _data(urls: list[str]) -> list[Finding]:
 
 
 def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
-    """Whether the first and the last shard of each source can be had."""
+    """Whether the first and the last shard of each source are available."""
     from concurrent.futures import ThreadPoolExecutor
 
     from streamload.errors import StreamloadError
@@ -294,17 +294,17 @@ def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
     ends = list(dict.fromkeys(shard for source in sources for shard in (source[0], source[len(source) - 1])))
     asked = ends[:: -(-len(ends) // _MOST_ASKED)]
     with ThreadPoolExecutor(8) as pool:
-        complaints = pool.map(lambda url: _why_not_had(url, storage), asked)
-    refused = [(url, why) for url, why in zip(asked, complaints, strict=True) if why]
-    had = f"{len(asked) - len(refused)} of {len(asked)} first and last ones can be had"
+        reasons = pool.map(lambda url: _why_unavailable(url, storage), asked)
+    refused = [(url, why) for url, why in zip(asked, reasons, strict=True) if why]
+    available = f"{len(asked) - len(refused)} of {len(asked)} first and last ones are available"
     return [
-        Finding("shards", had, unusable=bool(refused)),
-        *(Finding(redact(url), "can't be had", advice=why, unusable=True) for url, why in refused),
+        Finding("shards", available, unusable=bool(refused)),
+        *(Finding(redact(url), "unavailable", advice=why, unusable=True) for url, why in refused),
     ]
 
 
-def _why_not_had(url: str, storage_options: dict[str, Any] | None) -> str:
-    """Why a shard can't be read, by its first header; "" if it can."""
+def _why_unavailable(url: str, storage_options: dict[str, Any] | None) -> str:
+    """Why a shard's first header can't be read, or ""."""
     from contextlib import closing
 
     from streamload.errors import StreamloadError
@@ -337,7 +337,7 @@ def _libraries() -> list[Finding]:
 
 
 def _resizing() -> Finding:
-    """Whose kernel resizes images: ours is Pillow's to the bit, in half of the time that torch's takes."""
+    """Which kernel resizes images: ours is bit-identical to Pillow's, in half the time of torch's."""
     from streamload.transforms.kernel import lost, why_not
 
     reason = why_not()
@@ -354,7 +354,7 @@ def _machine() -> list[Finding]:
         Finding("processes by", multiprocessing.get_start_method(allow_none=True) or _default_start_method()),
     ]
     if not sys.platform.startswith("linux"):
-        advice = "streamload is built and tested on Linux; elsewhere it may work."
+        advice = "streamload is built and tested on Linux; it may work elsewhere."
         found.append(Finding("system", sys.platform, advice=advice))
     return found
 

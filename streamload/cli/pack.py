@@ -1,6 +1,6 @@
-"""`streamload pack`: images and captions into WebDataset shards, by webdataset's own writer.
+"""`streamload pack`: pack images and captions into shards, with webdataset's ShardWriter.
 
-Images go in as they are, byte by byte: nothing is decoded, resized or encoded again.
+Images are copied byte for byte: nothing is decoded, resized or re-encoded.
 """
 
 import csv
@@ -25,23 +25,23 @@ from streamload.errors import OptionError
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_TOO_MUCH = "\0"  # what a row has beyond its columns; no column is called so
+_SURPLUS = "\0"  # the key of a row's fields after its last column; no column has this name
 
 
 @dataclass
 class Packed:
-    """What was packed, and what was left out.
+    """Counts of packed and left-out samples.
 
     Attributes:
-        sizes: samples of each shard, by its file name.
-        left_out: how many, by reason.
+        sizes: samples per shard, by its file name.
+        left_out: samples by reason, which completes "left out: 3 …".
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
 
     def leave_out(self, why: str) -> None:
-        """Count one that isn't packed."""
+        """Count a sample that isn't packed."""
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
 
@@ -51,41 +51,42 @@ def pack(
         typer.Argument(help="A folder of images with a .txt beside each, or a .csv, .tsv or .jsonl file."),
     ],
     target: Annotated[Path, typer.Argument(help="The folder for the shards and sizes.json.")],
-    samples_per_shard: Annotated[int, typer.Option(min=1, help="The most samples in a shard.")] = 10_000,
-    image_column: Annotated[str, typer.Option(help="Where a table names the image file.")] = "image",
-    caption_column: Annotated[str, typer.Option(help="Where a table has the caption.")] = "caption",
-    prefix: Annotated[str, typer.Option(help="What the shards' names begin with.")] = "",
+    samples_per_shard: Annotated[int, typer.Option(min=1, help="Maximum samples per shard.")] = 10_000,
+    image_column: Annotated[str, typer.Option(help="The column of a table with the image's path.")] = "image",
+    caption_column: Annotated[str, typer.Option(help="The column of a table with the caption.")] = "caption",
+    prefix: Annotated[str, typer.Option(help="Prefix of the shards' names.")] = "",
     no_quotes: Annotated[
-        bool, typer.Option("--no-quotes", help="Quotes in a .csv or .tsv are characters like others.")
+        bool, typer.Option("--no-quotes", help="Treat quotes in a .csv or .tsv as ordinary characters.")
     ] = False,
     shuffle: Annotated[
-        bool, typer.Option(help="Pack in a random order, the same each time, or as the source lists them.")
+        bool, typer.Option(help="Pack in random order (the same each time), or in the source's order.")
     ] = True,
     keep_columns: Annotated[
-        str, typer.Option(help='Columns of a table for a .json beside each image: "width,source", or "*".')
+        str,
+        typer.Option(help='Columns to store as a .json beside each image: "width,source", or "*".'),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Pack images and captions into shards.
 
-    They are shuffled: a training mixes neighbours of a shard less well than samples of different shards.
+    Samples are shuffled, as a training mixes samples of one shard less well than those of different shards.
 
-    A sizes.json counts their samples. Paths in a table are taken from the table's folder. A sample's key is
-    the image's path without its suffix. The shards appear all at once, when the last one is done.
+    Also writes a sizes.json with the number of samples per shard. Paths in a table are relative to its
+    folder. A sample's key is the image's path without its suffix. The shards appear once all are written.
     """
     if _REMOTE.match(str(target)):
         raise OptionError(
-            f"{target} is no local folder: pack into one, and copy it (aws s3 cp --recursive, …)"
+            f"{target} is not a local folder: pack into one, and copy it (aws s3 cp --recursive, …)"
         )
     if keep_columns and source.is_dir():
-        raise OptionError("--keep-columns is for tables; a folder of images has no columns")
+        raise OptionError("--keep-columns is for tables: a folder of images has no columns")
     packed = Packed()
     columns = _Columns(image_column, caption_column, tuple(keep_columns.split(",")) if keep_columns else ())
     pairs = _pairs(source, columns, packed, no_quotes)
     if shuffle:
         pairs = _shuffled(pairs)
     pairs = _with_bar(pairs)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what isn't done goes with it
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit removes the temporary folder
     try:
         write_shards(pairs, target, samples_per_shard, prefix, packed)
     finally:
@@ -100,7 +101,7 @@ def pack(
 
 
 class _Columns(NamedTuple):
-    """The columns of a table that are read: of the image, of the caption, and those that are kept."""
+    """The columns of a table to read: image path, caption, and those to store as JSON."""
 
     image: str
     caption: str
@@ -108,10 +109,10 @@ class _Columns(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A sample to be packed.
+    """A sample to pack.
 
     Attributes:
-        kept: what goes beside it as JSON; empty: nothing.
+        kept: stored beside it as JSON, unless empty.
     """
 
     key: str
@@ -126,7 +127,7 @@ def write_shards(
     """Write samples into shards in `target`, and count them in `packed` and sizes.json.
 
     Raises:
-        OptionError: nothing to pack, or `target` has shards already.
+        OptionError: there is nothing to pack, or `target` already has shards.
     """
     from webdataset.writer import ShardWriter
 
@@ -164,7 +165,7 @@ def _shuffled(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def _with_bar(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Count samples on a terminal while they are packed."""
+    """Show the progress on a terminal."""
     if not sys.stderr.isatty():
         yield from pairs
         return
@@ -180,7 +181,7 @@ def _with_bar(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def _pairs(source: Path, columns: _Columns, packed: Packed, no_quotes: bool = False) -> Iterator[Pair]:
-    """Samples in a fixed order; what can't be packed is counted."""
+    """The samples in a fixed order; counts those that can't be packed."""
     if source.is_dir():
         found: Iterator[tuple[Path, str, Mapping[str, Any]]]
         found = ((image, caption, {}) for image, caption in _folder(source, packed))
@@ -235,7 +236,7 @@ def _decoded(table: Path, lines: Iterator[str]) -> Iterator[str]:
     try:
         yield from lines
     except UnicodeDecodeError as exc:
-        with table.open("rb") as raw:  # text is decoded by blocks, which tell nothing of lines
+        with table.open("rb") as raw:  # text is decoded in blocks: find the line
             line = sum(1 for _ in itertools.takewhile(_is_utf8, raw)) + 1
         raise OptionError(f"{table}, line {line}: not UTF-8 text ({exc.reason})") from exc
 
@@ -248,10 +249,10 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def _csv_rows(table: Path, lines: Iterator[str], no_quotes: bool) -> Iterator[Mapping[str, Any]]:
-    """Rows of a table; one that a stray quote, or a delimiter without quotes, has changed is an error."""
+    """The rows of a table; a row broken by a stray quote or an unquoted delimiter is an error."""
     rows = csv.DictReader(
         lines,
-        restkey=_TOO_MUCH,
+        restkey=_SURPLUS,
         delimiter=_TABLES[table.suffix],
         quoting=csv.QUOTE_NONE if no_quotes else csv.QUOTE_MINIMAL,
         strict=True,
@@ -261,12 +262,12 @@ def _csv_rows(table: Path, lines: Iterator[str], no_quotes: bool) -> Iterator[Ma
         try:
             row = next(rows, None)
         except csv.Error as exc:
-            advice = "" if no_quotes else "; where quotes are characters like others, give --no-quotes"
+            advice = "" if no_quotes else "; if quotes are ordinary characters, give --no-quotes"
             raise OptionError(f"{table}, row at line {line}: {exc}{advice}") from exc
         if row is None:
             return
-        if any(row.pop(_TOO_MUCH, ())):
-            raise OptionError(f"{table}, row at line {line}: more fields than there are columns")
+        if any(row.pop(_SURPLUS, ())):
+            raise OptionError(f"{table}, row at line {line}: more fields than columns")
         yield row
 
 
@@ -281,7 +282,7 @@ def _json_row(table: Path, line: str) -> Mapping[str, Any]:
 
 
 def _key(image: Path, folder: Path, taken: dict[str, int]) -> str:
-    """The image's path without suffix; no dots, which would end the key, and no key twice."""
+    """The image's path without suffix and dots, which would end the key, made unique."""
     path = image.relative_to(folder) if image.is_relative_to(folder) else Path(*image.parts[1:])
     key = path.with_suffix("").as_posix().replace(".", "_")
     taken[key] = taken.get(key, 0) + 1

@@ -243,7 +243,9 @@ class _WarmUp:
                 Throttle(None),
                 Recipes(prepare),
                 through=sharing.through,
-                through_source=functools.partial(sharing.through, single_flight=False),  # it isn't stored itself
+                through_source=functools.partial(
+                    sharing.through, single_flight=False
+                ),  # it isn't stored itself
             )
             executor = LocalExecutor(
                 tier,

@@ -1,1 +1,1 @@
-"""streamload under trainings that others wrote."""
+"""streamload in training code by others: OpenCLIP, transformers."""

@@ -1,9 +1,9 @@
-"""transformers' Trainer on streamload loaders, which stand where its datasets do.
+"""transformers' Trainer with streamload loaders in place of datasets.
 
     trainer = Trainer(model, arguments, train_dataset=loader, eval_dataset=other_loader)
 
-A checkpoint has the loader's state beside the Trainer's, and resuming goes on at the next batch without
-reading those before it.
+Checkpoints contain the loader's state, and a resumed training continues with the next batch without reading
+the earlier ones.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ else:
 
 
 class LoaderMixin(_Trainer):  # type: ignore[misc]
-    """Lets a Trainer class take loaders as datasets: `class Mine(LoaderMixin, TheirTrainer)`.
+    """Makes a Trainer class accept loaders as datasets: `class Mine(LoaderMixin, TheirTrainer)`.
 
-    Loaders should be made with output="hf", and are put on the Trainer's device unless they were given one.
-    In evaluation each process reads the whole set, as the ranks have to give equal numbers of batches.
-    `remove_unused_columns`, `group_by_length` and other arguments about datasets don't apply to loaders.
+    Create loaders with output="hf". They yield on the Trainer's device unless they have one. In evaluation
+    each process reads the whole set, as all ranks need the same number of batches. Arguments about datasets,
+    such as `remove_unused_columns` and `group_by_length`, don't apply to loaders.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,16 +65,16 @@ class LoaderMixin(_Trainer):  # type: ignore[misc]
         return super().get_test_dataloader(test_dataset)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Samples of an epoch."""
+        """Samples per epoch."""
         if isinstance(dataloader, _Epochs):
             return dataloader.loader.num_samples or 0
         return int(super().num_examples(dataloader))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; from a checkpoint the loader goes on after the last batch that was trained on.
+        """Train; from a checkpoint, continue after the last batch that was trained on.
 
         Raises:
-            StateMismatch: the checkpoint has no state of the loader, or one of other data.
+            StateMismatch: the checkpoint has no loader state, or one of different data.
         """
         if isinstance(self.train_dataset, Loader) and resume_from_checkpoint:
             checkpoint = resume_from_checkpoint
@@ -91,7 +91,7 @@ class LoaderMixin(_Trainer):  # type: ignore[misc]
         except FileNotFoundError:
             raise StateMismatch(
                 f"{path} is missing: the checkpoint wasn't saved while training on a streamload loader; "
-                f"ignore_data_skip=True in the TrainingArguments begins the data anew"
+                f"ignore_data_skip=True in the TrainingArguments starts the data from the beginning"
             ) from None
 
     def _placed(self, loader: Loader) -> _Epochs:
@@ -105,11 +105,11 @@ class Trainer(LoaderMixin, transformers.trainer.Trainer):
 
 
 class _Epochs:
-    """A loader as the Trainer iterates it: it has no `set_epoch`, as the loader knows its own epochs.
+    """A loader without `set_epoch`, which the Trainer would call: the loader counts its own epochs.
 
     Args:
         loader: its batches.
-        added: to each batch. CLIP and its like return a loss when they are told to.
+        added: to each batch: models like CLIP only return a loss if asked to.
     """
 
     def __init__(self, loader: Loader, added: dict[str, Any]):
@@ -127,7 +127,7 @@ class _Epochs:
 
 
 class _SaveState(transformers.TrainerCallback):
-    """Saves the loader's state with each checkpoint. Called in all processes."""
+    """Saves the loader's state with each checkpoint. Called on all ranks."""
 
     def __init__(self, trainer: LoaderMixin):
         self._trainer = trainer
@@ -146,7 +146,7 @@ class _SaveState(transformers.TrainerCallback):
 
 @contextlib.contextmanager
 def _nothing_skipped() -> Iterator[None]:
-    """Keep the Trainer from reading a loader up to where it resumes: its state was loaded."""
+    """Keep the Trainer from skipping batches of a loader that has resumed by its state."""
     module: Any = transformers.trainer
     original = module.skip_first_batches
 

@@ -1,1 +1,1 @@
-"""Public helpers for tests and measurements: shards, misbehaving servers and origins, kills, broken disks."""
+"""Test helpers for users: shards, a misbehaving server, a faulty origin, and a check of exact resumption."""

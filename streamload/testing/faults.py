@@ -1,4 +1,4 @@
-"""How an origin misbehaves: one value for each way, for `ShardServer.misbehave`."""
+"""The ways in which a `ShardServer` can misbehave."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One answer that is not as it should be; what isn't set stays right.
+    """A faulty response; what isn't set stays correct.
 
     Args:
-        first: hold for so many requests, then be over (None: for ever).
-        status: answered instead of 200 or 206, with `body` or a short text.
-        headers: added to the answer, or put in place of its own; an empty value takes a header away.
-        body: sent instead of the file, as if the file held it (a page for a tar, another version).
-        ignore_range: answer every range with 200 and the whole.
-        ignore_conditions: heed neither If-Match nor If-Range.
-        framing: how the body's end is told: by Content-Length, by chunks, or by closing the connection.
-        cut_after_bytes: end the body after so many bytes, whatever was promised …
+        first: apply to this many requests (None: to all).
+        status: respond with it instead of 200 or 206, with `body` or a short text.
+        headers: add or replace headers; an empty value removes one.
+        body: send this instead of the file, as if the file held it: a page for a tar, another version.
+        ignore_range: respond to every range with 200 and the whole file.
+        ignore_conditions: ignore If-Match and If-Range.
+        framing: end the body by Content-Length, by chunks, or by closing the connection.
+        cut_after_bytes: end the body after this many bytes, whatever Content-Length said …
         reset: … by resetting the connection instead of closing it.
-        stall_after_bytes: be silent after so many bytes of the body, until the server closes.
-        silent: don't even answer.
-        drip: send this part of an answer for ever, some bytes at a time: a header line, `100 Continue`, the
-            size of a chunk, or trailers (these two where the framing is "chunked").
-        bytes_per_second: send this slowly.
+        stall_after_bytes: send nothing after this many bytes of the body, until the server closes.
+        silent: don't respond at all.
+        drip: send this part of a response endlessly, some bytes at a time: a header line, `100 Continue`, the
+            size of a chunk, or trailers (the last two with framing="chunked").
+        bytes_per_second: limit the speed of the body.
     """
 
     first: int | None = None

@@ -1,8 +1,8 @@
-"""An origin that fails where a script says: wraps any other, to test what stands on origins, and origins.
+"""FaultyOrigin: wraps an origin and makes it fail at given bytes, to test readers of origins.
 
     RetryingOrigin(FaultyOrigin(origin, Break(at=4096, how="cut")), session)
 
-What happens is decided by bytes, never by time, and counted in `happened`.
+Faults depend on byte positions, never on time, and are counted in `happened`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ __all__ = ["Break", "FaultyOrigin", "How"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Break:
-    """One thing that goes wrong with a shard.
+    """A fault at one byte of a shard.
 
     Args:
-        at: the byte of the shard at which it happens; what is in front of it comes as it should.
-        how: "cut": the transfer breaks there (OriginCut). "end": it ends there as if that were all, which is
-            what a body without a stated length does when its connection closes. "stall": nothing comes for
-            `stall_seconds`, then OriginTimeout, as from an origin that keeps a deadline. "flip": one bit of
-            the byte is wrong, and nobody says so. "refuse": `open` fails, where it begins at this byte or
-            behind it.
-        times: how often it happens; then all is well.
+        at: the byte; those before it arrive unharmed.
+        how: "cut": the transfer breaks (OriginCut). "end": it ends as if complete, like a body without
+            Content-Length whose connection closes. "stall": nothing arrives for `stall_seconds`, then
+            OriginTimeout, as from an origin with a deadline. "flip": one bit of the byte is wrong, silently.
+            "refuse": `open` fails if it starts at this byte or later.
+        times: how often it happens.
         stall_seconds: see "stall".
-        error: what "refuse" raises; OriginUnavailable by default.
+        error: raised by "refuse"; default: OriginUnavailable.
     """
 
     at: int
@@ -45,15 +44,15 @@ class Break:
 
 
 class FaultyOrigin(Origin):
-    """An origin with faults of its own; all else is the wrapped origin's. Not thread-safe, as no origin is.
+    """An origin that fails at given bytes. Like every origin, it isn't thread-safe.
 
     Args:
-        origin: where the bytes come from.
-        breaks: what goes wrong. Several at one byte happen one after the other, in this order.
+        origin: the wrapped origin.
+        breaks: the faults. Several at one byte happen in this order, one per attempt.
 
     Attributes:
-        happened: how often each way of failing has happened so far: a test that never met its fault proves
-            nothing.
+        happened: how often each kind of fault has happened: assert on it, as a test that never met its fault
+            proves nothing.
     """
 
     def __init__(self, origin: Origin, *breaks: Break) -> None:
@@ -66,20 +65,20 @@ class FaultyOrigin(Origin):
         return f"FaultyOrigin({self._origin!r}, happened={dict(self.happened)})"
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Open the wrapped origin, unless this is where it refuses."""
+        """Open the wrapped origin, unless a "refuse" fault is due."""
         for left in self._left:
             fault = left.fault
             if left.times and fault.how == "refuse" and fault.at <= start:
                 self._happens(left)
-                raise fault.error or OriginUnavailable(f"{self.url}: refused at byte {start}, as told")
+                raise fault.error or OriginUnavailable(f"{self.url}: refused at byte {start}, on request")
         return _FaultyStream(self, self._origin.open(start, expected), start)
 
     def version(self) -> Version:
-        """Ask the wrapped origin."""
+        """The wrapped origin's version."""
         return self._origin.version()
 
     def due(self, start: int, stop: int) -> Break | None:
-        """The first fault among the bytes from `start` to `stop`; it is counted as happening now."""
+        """The first fault in [start, stop), which is counted as happening now."""
         due = [
             left
             for left in self._left
@@ -98,7 +97,7 @@ class FaultyOrigin(Origin):
 
 @dataclass(slots=True)
 class _Left:
-    """A fault, and how often it is still to happen."""
+    """A fault, and how often it has yet to happen."""
 
     fault: Break
     times: int
@@ -111,7 +110,7 @@ class _FaultyStream:
         self._closed = threading.Event()
 
     def chunks(self) -> Iterator[bytes]:
-        """Give the wrapped origin's bytes up to where it breaks."""
+        """Yield the wrapped origin's bytes, with the faults."""
         for chunk in self._stream.chunks():
             left = memoryview(chunk)
             while left:
@@ -138,6 +137,6 @@ class _FaultyStream:
 
     def _fail(self, fault: Break) -> None:
         if fault.how == "cut":
-            raise OriginCut(f"{self._owner.url}: cut at byte {fault.at}, as told")
+            raise OriginCut(f"{self._owner.url}: cut at byte {fault.at}, on request")
         self._closed.wait(fault.stall_seconds)
-        raise OriginTimeout(f"{self._owner.url}: nothing for {fault.stall_seconds:g} s, as told")
+        raise OriginTimeout(f"{self._owner.url}: nothing for {fault.stall_seconds:g} s, on request")

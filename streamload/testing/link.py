@@ -1,4 +1,4 @@
-"""A line with a bandwidth, for `ShardServer`."""
+"""Bandwidth limits for `ShardServer`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LATE_SECONDS = 0.01
 
 
 class Link:
-    """A line with a bandwidth: whoever sends waits for its turn. Safe among threads.
+    """A link with a bandwidth: senders wait for their turn. Thread-safe.
 
     Args:
-        bytes_per_second: of all connections together; None: no limit.
-        closed: when it is set nobody waits any more.
+        bytes_per_second: of all senders together; None: no limit.
+        closed: once set, nobody waits.
         clock: monotonic.
     """
 
@@ -34,10 +34,10 @@ class Link:
 
     @property
     def piece_bytes(self) -> int:
-        """How much to send at once: a thousandth of a second's worth, so that connections share as on a line.
+        """How much to send at once: a thousandth of a second's worth.
 
-        A line shares by packets. By pieces of a hundredth of a second, of 200 KB at 20 MB/s, each of eight
-        connections would stand still for 70 ms between two of its own.
+        Connections then share the link about as packets do. With pieces of a hundredth of a second, 200 KB
+        at 20 MB/s, each of eight connections would pause for 70 ms between two pieces.
         """
         if self.bytes_per_second is None:
             return FULL_PIECE_BYTES
@@ -47,8 +47,8 @@ class Link:
     def take(self, n: int) -> None:
         """Wait until n bytes have passed.
 
-        Who comes a little late has slept too long behind the last piece, while a line's own queue would have
-        gone on: that time isn't lost. Else a lone connection, with nobody to fill its gaps, would get less.
+        A sender that is slightly late overslept after its last piece, while a real link would have kept
+        sending from its queue: that time is credited, or a lone connection wouldn't reach the bandwidth.
         """
         if self.bytes_per_second is None:
             return

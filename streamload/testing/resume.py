@@ -1,7 +1,7 @@
-"""Whether a loader goes on exactly: a run is cut at many steps, and each time taken up by another layout.
+"""assert_resumes_exactly: interrupts a run at many steps and resumes each time with another layout.
 
-The oracle is the run itself, uncut. Ranks are loaders in one process, iterated in step; their workers are
-real ones.
+The oracle is the uninterrupted run. Ranks are loaders in one process, iterated in step; their workers are
+real processes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is spread."""
+    """Ranks, and workers of each rank."""
 
     ranks: int = 1
     workers: int = 0
-    """Of each rank."""
 
 
 class MakeLoader(Protocol):
@@ -38,18 +37,18 @@ class MakeLoader(Protocol):
     def __call__(
         self, *, batch_size: int, num_workers: int, rank: int, world_size: int, cache_dir: Path
     ) -> Loader:
-        """A loader with `with_keys=True` and output "dict" or `map_sample`, made with these arguments."""
+        """A loader with these arguments, `with_keys=True`, and output="dict" or `map_sample`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run that was taken up did.
+    """A resumed run.
 
     Attributes:
-        cut: behind which step of the first run.
-        layout: of the run that went on.
-        shards: the URLs of which samples were still to come in the epoch.
+        cut: the step of the first run after which it was interrupted.
+        layout: of the resumed run.
+        shards: URLs of the shards with samples left in the epoch.
     """
 
     cut: int
@@ -76,25 +75,24 @@ def assert_resumes_exactly(
     most_steps: int | None = None,
     after: Callable[[Resumed], None] | None = None,
 ) -> int:
-    """Cut a run at its steps, go on with each cut in an empty cache, and compare all that comes.
+    """Interrupt a run after its steps, resume each time with an empty cache, and compare all samples.
 
     Args:
         make: makes a rank's loader.
-        directory: empty; gets a cache for the first run and one for each cut.
-        global_batch: samples of a step over all ranks; every layout's ranks have to divide it.
-        first: how the run that is cut is spread.
-        layouts: how the runs that go on are spread; cut after cut takes the next.
-        epochs: how long the run is.
-        cuts: behind which steps it is cut, counted from 0 over all epochs; None: at each.
-        most_steps: how many steps are compared behind each cut; None: all to the end of the run.
-        after: called after each run that went on, its loaders still open, where it has come to the end of
-            the epoch that was cut.
+        directory: empty; for the caches of the first run and of each resumed one.
+        global_batch: samples per step over all ranks; a multiple of every layout's ranks.
+        first: the layout of the run that is interrupted.
+        layouts: of the resumed runs, which take them in turn.
+        epochs: the length of the run.
+        cuts: steps after which the run is interrupted, counted from 0 over all epochs; None: each.
+        most_steps: how many steps are compared after each cut; None: all until the end of the run.
+        after: called for each resumed run at the end of the interrupted epoch, before its loaders close.
 
     Returns:
-        How many cuts were made.
+        The number of cuts.
 
     Raises:
-        AssertionError: a sample, its place or its values are others than in the run that wasn't cut.
+        AssertionError: a sample's position or values differ from those of the uninterrupted run.
     """
     steps = _uncut(make, directory / "uncut", global_batch, first, epochs)
     spread = itertools.cycle(layouts)
@@ -107,17 +105,15 @@ def assert_resumes_exactly(
         with _run(make, directory / f"cut-{cut}", global_batch, layout) as loaders:
             for loader in loaders:
                 loader.load_state_dict(state)
-            if (
-                rest or state[0]["epoch"] == steps[cut].epoch
-            ):  # else the state is of the next epoch's beginning
-                _compare(f"cut behind step {cut}, {layout}", loaders, rest, most_steps)
+            if rest or state[0]["epoch"] == steps[cut].epoch:  # else it starts at the next epoch
+                _compare(f"cut after step {cut}, {layout}", loaders, rest, most_steps)
             if after is not None:
                 urls = frozenset(url for step in rest for _, url, *_ in step.samples)
                 after(Resumed(cut, layout, urls))
             if most_steps is None or len(rest) < most_steps:
                 for epoch in sorted({step.epoch for step in later}):
                     own = [step for step in later if step.epoch == epoch]
-                    _compare(f"cut behind step {cut}, {layout}, epoch {epoch}", loaders, own, most_steps)
+                    _compare(f"cut after step {cut}, {layout}, epoch {epoch}", loaders, own, most_steps)
         made += 1
     return made
 
@@ -131,7 +127,7 @@ def _uncut(make: MakeLoader, cache: Path, batch: int, layout: Layout, epochs: in
                 for samples in _in_step(loaders)
             ]
     if not steps:
-        raise AssertionError("the run has no step")
+        raise AssertionError("the run has no steps")
     return steps
 
 
@@ -158,14 +154,14 @@ def _compare(what: str, loaders: list[Loader], expected: list[_Step], most: int 
     found = _in_step(loaders)
     for number, step in enumerate(expected[:most]):
         samples = next(found, None)
-        assert samples is not None, f"{what}: it ended {len(expected) - number} steps too early"
-        assert samples == step.samples, f"{what}: step {number} behind it is another one"
+        assert samples is not None, f"{what}: ended {len(expected) - number} steps too early"
+        assert samples == step.samples, f"{what}: step {number} after it differs"
     if most is None or len(expected) < most:
-        assert next(found, None) is None, f"{what}: it went on behind the end of the epoch"
+        assert next(found, None) is None, f"{what}: continued after the end of the epoch"
 
 
 def _in_step(loaders: list[Loader]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """The global batches: of each sample its key, its URL and a digest of its values."""
+    """The global batches: each sample's key, URL and a digest of its values."""
     for parts in zip(*loaders, strict=True):
         yield tuple(sample for part in parts for sample in _samples(part))
 

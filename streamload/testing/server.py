@@ -1,8 +1,7 @@
-"""An HTTP server for shards: ranges, a limited link, a log of what was asked, and misbehaviour on request.
+"""ShardServer: an HTTP server for shards with ranges, a limited link, a request log, and faults on demand.
 
-For tests, demos and benchmarks, on loopback unless told otherwise: `ShardServer` runs in threads of this
-process, and `ShardServer.spawn` (or ``python -m streamload.testing.server DIR``) in one of its own, so that
-it shares no interpreter with what is measured.
+It listens on loopback by default and runs in threads of this process; `ShardServer.spawn` (or
+``python -m streamload.testing.server DIR``) runs it in its own process, without sharing the GIL.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamload.testing.answers import Answers, Request
+from streamload.testing.connection import Connection, Request
 from streamload.testing.faults import NO_FAULT, Fault
 from streamload.testing.link import Link
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 __all__ = ["Fault", "Request", "ShardServer"]
 
@@ -37,14 +36,14 @@ class ShardServer:
 
     Args:
         root: the directory.
-        bytes_per_second: of the whole link, shared by all connections (None: as fast as it goes).
+        bytes_per_second: of all connections together; None: unlimited.
         bytes_per_second_per_connection: of each connection.
-        latency_seconds: before each answer.
-        host: the address that it listens at.
-        tls: files of certificate and key, for https.
+        latency_seconds: before each response.
+        host: the address to listen on.
+        tls: PEM files of certificate and key, for https.
 
     Attributes:
-        log: each request, in the order of arrival.
+        log: the requests, in order of arrival.
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class ShardServer:
         if tls is not None:
             self.tls_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self.tls_context.load_cert_chain(*tls)
-        self._faults: dict[str, list[list[Any]]] = {}  # path -> [[fault, requests it still holds for], …]
+        self._faults: dict[str, list[list[Any]]] = {}  # path -> [[fault, requests left], …]
         self._gate: float | None = None
-        self._changed = threading.Condition()  # guards _faults and _gate, and tells of closing
+        self._changed = threading.Condition()  # guards _faults and _gate; also notified on close
         self._began = time.monotonic()
         self._server = _Server((host, port), self)
         self.port: int = self._server.server_address[1]
@@ -85,7 +84,7 @@ class ShardServer:
         self.close()
 
     def close(self) -> None:
-        """Break all connections and end all threads; idempotent."""
+        """Break all connections and stop all threads; idempotent."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -97,31 +96,32 @@ class ShardServer:
         self._thread.join()
 
     def misbehave(self, path: str, *faults: Fault) -> None:
-        """Answer requests of a path (``"*"``: of every path) with these faults, one after the other.
+        """Apply these faults in turn to requests of a path; ``"*"`` means every path.
 
-        A fault with `first` makes way for the next after so many requests; without faults, all is well again.
+        A fault with `first` is followed by the next after that many requests. Without faults, the path is
+        served correctly again.
         """
         with self._changed:
             self._faults[path.lstrip("/")] = [[fault, fault.first] for fault in faults]
 
     def stop_after(self, fraction: float) -> None:
-        """Send nothing beyond this share of any file, in present and future answers, until `go_on`."""
+        """Send no more than this share of each file, in current and future responses, until `go_on`."""
         with self._changed:
             self._gate = fraction
             self._changed.notify_all()
 
     def go_on(self) -> None:
-        """Send what `stop_after` has held back."""
+        """Send what `stop_after` held back."""
         with self._changed:
             self._gate = None
             self._changed.notify_all()
 
     def requests(self, path: str) -> list[Request]:
-        """Return the requests of one path so far."""
+        """The requests of one path so far."""
         return [request for request in self.log if request.path == path.lstrip("/")]
 
     def ranges(self, path: str) -> list[tuple[int, int]]:
-        """Return the half-open byte ranges of a file that were sent, in the order of their requests."""
+        """The half-open byte ranges of a file that were sent, in the order of their requests."""
         return [
             (request.first, request.first + request.sent)
             for request in self.requests(path)
@@ -129,11 +129,11 @@ class ShardServer:
         ]
 
     def seconds(self) -> float:
-        """Return the time since the server began."""
+        """Time since the server started."""
         return time.monotonic() - self._began
 
     def fault_for(self, path: str) -> Fault:
-        """Return what the next request of a path gets, and count it."""
+        """The fault of the next request of a path, which is counted."""
         with self._changed:
             for queue in (self._faults.get(path, []), self._faults.get("*", [])):
                 while queue:
@@ -147,18 +147,18 @@ class ShardServer:
         return NO_FAULT
 
     def gate(self, size: int) -> int:
-        """Return up to which byte a file of this size may be sent now."""
+        """How many bytes of a file of this size may be sent now."""
         return size if self._gate is None else int(size * self._gate)
 
-    def wait_while(self, holds: Callable[[], bool], client_is_there: Callable[[], bool]) -> None:
-        """Wait as long as something holds, the server is open and its client there."""
+    def wait_while(self, holds: Callable[[], bool], is_connected: Callable[[], bool]) -> None:
+        """Wait while `holds()`, the server is open and the client is connected."""
         with self._changed:
-            while holds() and not self.closed.is_set() and client_is_there():
-                self._changed.wait(_LOOK_SECONDS)
+            while holds() and not self.closed.is_set() and is_connected():
+                self._changed.wait(_POLL_SECONDS)
 
     @staticmethod
     def spawn(root: str | os.PathLike[str], **options: float | str | tuple[str, str] | None) -> SpawnedServer:
-        """Start the same server in a process of its own; see `SpawnedServer`."""
+        """Start the server in its own process; see `SpawnedServer`."""
         return SpawnedServer(root, **options)
 
 
@@ -172,7 +172,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.shards = shards
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()  # guards _open
-        super().__init__(address, Answers)
+        super().__init__(address, Connection)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -190,11 +190,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # the client was quicker
+                    continue  # already closed by the client
 
 
 class SpawnedServer:
-    """A `ShardServer` elsewhere, with the same methods for what a test or benchmark asks of it.
+    """A `ShardServer` in its own process, with the same methods.
 
     Args:
         root: the directory.
@@ -202,7 +202,7 @@ class SpawnedServer:
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: float | str | tuple[str, str] | None) -> None:
-        command = [sys.executable, "-m", "streamload.testing.server", str(root), "--steered"]
+        command = [sys.executable, "-m", "streamload.testing.server", str(root), "--control"]
         for name, value in options.items():
             if value is not None:
                 values = value if isinstance(value, tuple) else (value,)
@@ -212,7 +212,7 @@ class SpawnedServer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
         )
-        self.url: str = self._answer()["url"]
+        self.url: str = self._receive()["url"]
 
     def __enter__(self) -> SpawnedServer:
         return self
@@ -221,7 +221,7 @@ class SpawnedServer:
         self.close()
 
     def close(self) -> None:
-        """End the process; idempotent."""
+        """Stop the process; idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -229,32 +229,32 @@ class SpawnedServer:
 
     def stop_after(self, fraction: float) -> None:
         """As `ShardServer.stop_after`."""
-        self._ask("stop_after", fraction)
+        self._call("stop_after", fraction)
 
     def go_on(self) -> None:
         """As `ShardServer.go_on`."""
-        self._ask("go_on")
+        self._call("go_on")
 
     def misbehave(self, path: str, *faults: Fault) -> None:
         """As `ShardServer.misbehave`, for faults without a body."""
-        self._ask("misbehave", path, *(dataclasses.asdict(fault) for fault in faults))
+        self._call("misbehave", path, *(dataclasses.asdict(fault) for fault in faults))
 
     @property
     def log(self) -> list[Request]:
         """The requests so far."""
-        return [Request(**request) for request in self._ask("log")]
+        return [Request(**request) for request in self._call("log")]
 
     def ranges(self, path: str) -> list[tuple[int, int]]:
         """As `ShardServer.ranges`."""
-        return [(start, stop) for start, stop in self._ask("ranges", path)]
+        return [(start, stop) for start, stop in self._call("ranges", path)]
 
-    def _ask(self, what: str, *args: object) -> Any:
+    def _call(self, method: str, *args: object) -> Any:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([what, args]) + "\n")
+        self._process.stdin.write(json.dumps([method, args]) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self._receive()
 
-    def _answer(self) -> Any:
+    def _receive(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -263,7 +263,7 @@ class SpawnedServer:
 
 
 def main() -> None:
-    """Serve a directory until interrupted, or, steered, until the input ends."""
+    """Serve a directory until interrupted, or with --control until standard input ends."""
     parser = argparse.ArgumentParser(description=main.__doc__, prog="python -m streamload.testing.server")
     parser.add_argument("root")
     parser.add_argument("--host", default="127.0.0.1")
@@ -271,28 +271,28 @@ def main() -> None:
     parser.add_argument("--bytes-per-second", type=float)
     parser.add_argument("--bytes-per-second-per-connection", type=float)
     parser.add_argument("--latency-seconds", type=float, default=0.0)
-    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="serve https; files in PEM")
-    parser.add_argument("--steered", action="store_true", help="take requests from the standard input")
+    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="serve https; PEM files")
+    parser.add_argument("--control", action="store_true", help="call methods read from standard input")
     options = vars(parser.parse_args())
-    steered = options.pop("steered")
-    if steered:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer: it closes the input
+    is_controlled = options.pop("control")
+    if is_controlled:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and closes the input
     with ShardServer(options.pop("root"), **options) as server:
         print(json.dumps({"url": server.url}), flush=True)
-        if not steered:
+        if not is_controlled:
             server.closed.wait()
         for line in sys.stdin:
-            what, args = json.loads(line)
-            print(json.dumps(_do(server, what, args)), flush=True)
+            method, args = json.loads(line)
+            print(json.dumps(_call(server, method, args)), flush=True)
 
 
-def _do(server: ShardServer, what: str, args: list[Any]) -> Any:
-    if what == "log":
+def _call(server: ShardServer, method: str, args: list[Any]) -> Any:
+    if method == "log":
         return [dataclasses.asdict(request) for request in server.log]
-    if what == "misbehave":
+    if method == "misbehave":
         server.misbehave(args[0], *(Fault(**fault) for fault in args[1:]))
         return None
-    return getattr(server, what)(*args)
+    return getattr(server, method)(*args)
 
 
 if __name__ == "__main__":

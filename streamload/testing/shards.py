@@ -1,7 +1,6 @@
-"""Shards for tests: deterministic tars whose samples say which they are, and an oracle that reads them.
+"""Shards for tests: deterministic tars whose samples identify themselves, and an oracle that reads them.
 
-Written and read by `tarfile`, independently of the code under test. The images are small and of noise; for
-photographs see photographs.py.
+Both use `tarfile`, independently of the code under test. The images are small and show noise.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ _META_NAME = re.compile(r"__[^/]*__($|/)")
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """What the written shards are like."""
+    """Options of `write_shards`."""
 
     image_side: tuple[int, int] = (16, 48)
     """Smallest and largest width and height, in pixels."""
     padding_bytes: tuple[int, int] = (0, 2000)
-    """By how much images are made longer (as JPEG comments), so that samples vary in size."""
+    """Smallest and largest number of bytes to append to an image, as JPEG comments, so that sizes vary."""
     without_text_every: int = 0
-    """Every so many samples have no `txt`; 0: all have one."""
+    """Every n-th sample has no `txt`; 0: all have one."""
     folder: str = ""
-    """Put in front of each key, with a slash of its own."""
+    """Prefix of each key, with its slash."""
     extra: Mapping[str, bytes] = field(default_factory=dict)
-    """More members of each sample, by extension."""
+    """Further members of each sample, by extension."""
     format: int = tarfile.GNU_FORMAT
     """`tarfile.USTAR_FORMAT`, `GNU_FORMAT` or `PAX_FORMAT`."""
 
@@ -43,16 +42,16 @@ class ShardOptions:
 def write_shards(
     directory: str | Path, counts: Sequence[int], *, seed: int = 0, options: ShardOptions | None = None
 ) -> list[Path]:
-    """Write one shard for each count: `00000.tar`, `00001.tar`, …; equal arguments give equal bytes.
+    """Write one shard per count: `00000.tar`, `00001.tar`, …; equal arguments give equal bytes.
 
-    A sample is a `jpg`, a `json` with {"shard", "index", "digest"} and a `txt` that says the same in words;
-    the digest is xxh3_64 of the JPEG. So each example shows where it came from, and whether it came whole.
+    A sample is a `jpg`, a `json` with {"shard", "index", "digest"} and a `txt` with the same in words; the
+    digest is xxh3_64 of the JPEG. So each sample shows where it came from, and whether it is complete.
 
     Args:
-        directory: made if it is missing.
-        counts: how many samples each shard gets.
+        directory: created if missing.
+        counts: samples per shard.
         seed: of sizes and pixels.
-        options: what else may vary.
+        options: of the images and members.
 
     Returns:
         The paths, in order.
@@ -75,10 +74,10 @@ def write_shards(
 
 
 def read_oracle(path: str | Path) -> list[tuple[str, dict[str, bytes]]]:
-    """The samples of a shard as `tarfile` and the WebDataset convention (as open_clip groups them) give them.
+    """Read a shard with `tarfile`, grouping members by the WebDataset convention as open_clip does.
 
     Returns:
-        (key, {extension: payload}) in the order of the tar.
+        (key, {extension: payload}) of each sample, in the order of the tar.
     """
     samples: list[tuple[str, dict[str, bytes]]] = []
     with tarfile.open(path, "r|") as tar:
@@ -108,7 +107,7 @@ def _sample(shard: int, index: int, seed: int, options: ShardOptions) -> dict[st
 
 
 def _jpeg(rng: np.random.Generator, width: int, height: int, padding_bytes: int) -> bytes:
-    """A JPEG of coarse noise in one tint, `padding_bytes` longer than it has to be."""
+    """A JPEG of coarse noise in one tint, with `padding_bytes` of comments."""
     tint = rng.integers(0, 200, size=3)
     pixels = (tint + rng.integers(0, 56, size=(height, width, 3))).astype(np.uint8)
     buffer = io.BytesIO()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny import TINY, Batch, Run, write_colour_shards
 
-from streamload.testing.torchvision_stub import define_torchvision_schemas
+from benchmarks.torchvision_stub import define_torchvision_schemas
 
 define_torchvision_schemas()  # before anything imports torchvision
 

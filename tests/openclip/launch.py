@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import streamload.loader
-from streamload.testing.torchvision_stub import define_torchvision_schemas
+from benchmarks.torchvision_stub import define_torchvision_schemas
 
 
 @dataclass(frozen=True)

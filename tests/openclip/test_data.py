@@ -122,7 +122,7 @@ def test_flags_that_are_not_understood_are_errors() -> None:
         OptionError, match="--train-data-upsampling-factors are 2, and the URLs have 1 sources"
     ):
         ours(arguments(*urls, "--train-data-upsampling-factors", "2::1"))
-    with pytest.raises(OptionError, match="doesn't know what OpenCLIP's --dataset-mixture asks"):
+    with pytest.raises(OptionError, match="doesn't support OpenCLIP's --dataset-mixture"):
         ours(argparse.Namespace(**vars(arguments(*urls)), dataset_mixture="a,b"))
 
 
@@ -185,7 +185,7 @@ def test_resampling_is_accepted_with_a_line_in_the_log(caplog: pytest.LogCapture
         assert caplog.messages == []
         ours(arguments(*urls, world_size=2, rank=0))
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("--dataset-resampled: nothing is drawn")
+    assert caplog.messages[0].startswith("--dataset-resampled: shards are not drawn")
 
 
 def test_no_shards_are_an_error() -> None:

@@ -14,8 +14,8 @@ from tiny import Run
 from streamload.errors import StateMismatch
 from streamload.integrations import openclip
 from streamload.integrations.openclip.resume import find_state
-from streamload.testing.s3 import S3Server
 from streamload.testing.shards import read_oracle, write_shards
+from tests.s3 import S3Server
 
 
 def keys_of(shards: list[Path]) -> set[str]:
@@ -47,7 +47,7 @@ def test_a_killed_run_goes_on_with_the_samples_that_its_weights_have_not_seen(
     assert taken(resumed)[: 4 * 32] == taken(killed)[8 * 32 :]
     trained = taken(killed)[: 8 * 32] + taken(resumed)
     assert len(set(trained)) == len(trained) == 3 * 256
-    assert "epoch 1 begins after 256 samples, by " in resumed.log
+    assert "epoch 1 starts after 256 samples, by " in resumed.log
     assert {path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")} == {"epoch_3.pt"}
     states = {path.name for path in (tmp_path / "run" / "streamload").iterdir()}
     assert states <= {"epoch_2.json", "epoch_3.json"}
@@ -188,7 +188,7 @@ def test_a_checkpoint_without_a_state_is_resumed_with_a_line_in_the_log(
     fresh = Training(tmp_path / "fresh", noise)
     with caplog.at_level("INFO", logger="streamload"):
         seen = run.run(1, 2, checkpoint=str(run.checkpoint(1)))
-    assert [message for message in caplog.messages if message.startswith("no state of the loader belongs to")]
+    assert [message for message in caplog.messages if "has no loader state" in message]
     assert seen == fresh.run(1, 2)
 
 
@@ -213,12 +213,12 @@ def test_a_state_that_does_not_fit_is_an_error_that_names_its_file(noise: str, t
     run = Training(tmp_path, noise)
     run.run(0, 1)
     checkpoint, state = str(run.checkpoint(1)), run.states / "epoch_1.json"
-    way_out = "To resume with OpenCLIP's checkpoint alone, move this file away"
+    way_out = "To resume from OpenCLIP's checkpoint alone, remove this file"
     parts = noise.replace("..00002", "..00001") + "::" + noise.replace("00000..", "00002..")
     for shards, flags, said in (
         (noise.replace("..00002", "..00001"), (), "another data set"),
         (noise, ("--seed", "1"), "another seed"),
-        (parts, ("--train-data-upsampling-factors", "1::2"), "factors None, and this is 1::2"),
+        (parts, ("--train-data-upsampling-factors", "1::2"), "factors None, this run has 1::2"),
     ):
         with pytest.raises(StateMismatch, match=f"{state}: .*{said}.*{way_out}"):
             Training(tmp_path, shards, *flags).run(1, 2, checkpoint=checkpoint)

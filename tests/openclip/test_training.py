@@ -8,9 +8,9 @@ from pathlib import Path
 from tiny import Run
 
 from streamload.loader import make_loader
-from streamload.testing.s3 import S3Server
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle
+from tests.s3 import S3Server
 
 STEPS = 26  # ceil(ceil(800 / 32) / 2 workers) × 2 workers, open_clip's rounding
 SIZES = ("--train-num-samples", "800", "--workers", "2")

@@ -1,4 +1,4 @@
-"""`streamload cache ls`: the shards of a tier, one a line. It changes nothing."""
+"""`streamload cache ls`: the shards of a tier. Read-only."""
 
 import json
 from contextlib import closing
@@ -15,7 +15,7 @@ _STATES = {"shards": "complete", "parts": "arriving", "bare": "index only", "gon
 
 
 def list_shards(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """List the shards that the cache holds, how much of each has arrived, and when it was last used."""
+    """List the cached shards, how much of each has arrived, and when it was last used."""
     tier = tier_at(cache_dir)
     rows = sorted((_describe(shard) for shard in tier.shards()), key=lambda row: (row["url"], row["digest"]))
     if as_json:
@@ -26,7 +26,7 @@ def list_shards(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
 
 
 def _describe(shard: "HeldShard") -> dict[str, Any]:
-    """What is known of a shard, from its index where that can be read."""
+    """A shard's row; its URL, samples and sizes come from its index, if that can be read."""
     from streamload.errors import StreamloadError
     from streamload.shards.index import IndexReader
 

@@ -1,27 +1,29 @@
-"""Options that the cache commands share, and the tier that they mean."""
+"""Options and output that the cache commands share, and the tier they select."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from streamload.cache.inventory import Foreign
     from streamload.cache.tier import Tier
 
 CacheDir = Annotated[
     str | None,
-    typer.Option(
-        help='The cache; as for make_loader by default (under "auto" the one on disk if there is one).'
-    ),
+    typer.Option(help='The cache; default: as for make_loader (with "auto", the one on disk if it exists).'),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")]
 
 
 def tier_at(cache_dir: str | None) -> "Tier":
-    """The tier that a command is about.
+    """The tier that a command works on.
 
     Raises:
-        CacheError: there is none.
+        CacheError: it doesn't exist.
     """
     from streamload.cache.placement import memory_root
     from streamload.cache.tier import Tier
@@ -38,3 +40,11 @@ def tier_at(cache_dir: str | None) -> "Tier":
     if settings.cache == "auto":
         return Tier.open(other, free_disk=settings.free_disk)
     raise CacheError(f"there is no streamload cache at {first}, but one at {other}: --cache-dir={other}")
+
+
+def print_foreign(console: "Console", foreign: Sequence["Foreign"]) -> None:
+    """Print what is in the tier's directory, but isn't part of the tier."""
+    for found in foreign:
+        console.print(
+            f"not part of the cache, left alone: {found.path} ({found.what})", markup=False, soft_wrap=True
+        )

@@ -1,9 +1,9 @@
-"""`streamload cache stat`: how full a tier is, of what, and who uses it. It changes nothing."""
+"""`streamload cache stat`: how full a tier is, with what, and which processes use it. Read-only."""
 
 import json
 from typing import TYPE_CHECKING
 
-from streamload.cli.cache.options import AsJson, CacheDir, tier_at
+from streamload.cli.cache.options import AsJson, CacheDir, print_foreign, tier_at
 
 if TYPE_CHECKING:
     from streamload.cache.inventory import Inventory
@@ -20,7 +20,7 @@ _SHARES = {
 
 
 def stat(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """Show how full the cache is, of what, and which processes use it."""
+    """Show how full the cache is, with what, and which processes use it."""
     from streamload.cache.inventory import take_inventory
 
     found = take_inventory(tier_at(cache_dir))
@@ -35,7 +35,6 @@ def _print(found: "Inventory") -> None:
     from rich.table import Table
 
     from streamload.cache.inventory import as_time
-    from streamload.cli.cache.show import print_foreign
     from streamload.metrics import format_bytes
 
     console = Console(highlight=False)
@@ -57,7 +56,7 @@ def _print(found: "Inventory") -> None:
     if found.oldest_use is not None and found.newest_use is not None:
         console.print(f"shards last used from {as_time(found.oldest_use)} to {as_time(found.newest_use)}")
     for run in found.runs:
-        console.print(f"process {run.pid} will read {run.shards:,} shards, of which {run.held:,} are here")
+        console.print(f"process {run.pid} will read {run.shards:,} shards; {run.held:,} of them are cached")
     for url in found.open_shards:
         console.print(f"open: {url}", markup=False, soft_wrap=True)
     print_foreign(console, found.foreign)

@@ -1,4 +1,4 @@
-"""`streamload cache verify`: read a tier and compare it with its checksums; fetch again what is bad."""
+"""`streamload cache verify`: read a tier, compare it with its checksums, and repair it."""
 
 import json
 from contextlib import closing
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.cache.options import AsJson, CacheDir, tier_at
+from streamload.cli.cache.options import AsJson, CacheDir, print_foreign, tier_at
 from streamload.cli.options import StorageOptions, storage_options_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Tally:
-    """What has been read so far."""
+    """The shards verified so far."""
 
     shards: int = 0
     parts: int = 0
@@ -43,20 +43,20 @@ class _Tally:
 def verify(
     urls: Annotated[
         list[str] | None,
-        typer.Argument(help="The shards' URLs, as for make_loader: where to fetch those that are bad."),
+        typer.Argument(help="The shards' URLs, as for make_loader: where to fetch damaged ones from."),
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Take out what is bad and fetch it again.")
+        bool, typer.Option("--repair", help="Remove damaged shards and fetch them again.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Shards to read, or fetch, at the same time.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Shards to read, or fetch, concurrently.")] = 2,
     storage_options: StorageOptions = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every shard in the cache and compare it with its checksums.
 
-    The exit code is 1 if something is bad; with --repair, if something bad could not be fetched again. The
-    cache knows URLs without secrets only, and opens no commands or paths from there: give URLS for those.
+    The exit code is 1 if a shard is damaged, or with --repair if a damaged shard couldn't be fetched again.
+    The cache stores URLs without secrets, and never opens stored commands or paths: give URLS for these.
     """
     from streamload.cache.repair import repair as fetch_again
 
@@ -76,7 +76,7 @@ def verify(
 
 
 def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]":
-    """The shards that the command line names, by digest."""
+    """The shards on the command line, by digest."""
     if not urls:
         return {}
     from streamload.cache.shard import shard_of
@@ -86,7 +86,7 @@ def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]
 
 
 def _read_all(tier: "Tier", known: "dict[str, Shard]", jobs: int, *, take_out: bool) -> _Tally:
-    """Verify all, with a progress bar on a terminal."""
+    """Verify all shards, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -110,7 +110,7 @@ def _read_all(tier: "Tier", known: "dict[str, Shard]", jobs: int, *, take_out: b
         with closing(look_at_all(tier, known=known, jobs=jobs, take_out=take_out, on_total=begin)) as found:
             for look in found:
                 tally.add(look)
-                read = f"{format_bytes(tally.read_bytes)} read, {len(tally.damages)} bad"
+                read = f"{format_bytes(tally.read_bytes)} read, {len(tally.damages)} damaged"
                 bar.update(task, advance=1, description=read)
     return tally
 
@@ -140,12 +140,11 @@ def _print_table(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
     from rich.table import Table
 
     from streamload.cache.inventory import foreign
-    from streamload.cli.cache.show import print_foreign
     from streamload.metrics import format_bytes
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
-    for title in ("bad", "cause", "what became of it")[: 3 if repairs else 2]:
+    for title in ("damaged", "cause", "repair")[: 3 if repairs else 2]:
         table.add_column(title, overflow="fold")
     for place, damage in enumerate(tally.damages):
         fate = [repairs[place].fate] if repairs else []
@@ -153,8 +152,8 @@ def _print_table(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
     if tally.damages:
         console.print(table)
     print_foreign(console, list(foreign(tier)))
-    mended = f", {sum(done.is_done for done in repairs):,} of them mended" if repairs else ""
-    result = f"{len(tally.damages):,} bad{mended}" if tally.damages else "all good"
+    repaired = f", {sum(done.is_done for done in repairs):,} of them repaired" if repairs else ""
+    result = f"{len(tally.damages):,} damaged{repaired}" if tally.damages else "no damage"
     console.print(
         f"{tally.shards:,} shards and {tally.parts:,} parts with {tally.samples:,} samples "
         f"({format_bytes(tally.read_bytes)}) in {tier.root}: {result}",

@@ -1,14 +1,14 @@
-"""OpenCLIP's own training, with streamload under it.
+"""OpenCLIP's training code on streamload.
 
     python -m streamload.integrations.openclip --dataset-type webdataset --train-data URLS … (its arguments)
 
-or, in a script of one's own, `install()` before `open_clip_train.main.main(arguments)`. The one function that
-OpenCLIP looks up to open WebDataset shards is replaced; its sizes and its rounding are kept, so that learning
-rates fall as before. Known to it: open_clip 3.3.0, and the development version, whose batches are dicts.
+or, in your script, `install()` before `open_clip_train.main.main(arguments)`. It replaces the function with
+which OpenCLIP opens WebDataset shards. Numbers of batches are rounded as OpenCLIP does, so the learning rate
+schedule stays the same. Supports open_clip 3.3.0 and the development version, whose batches are dicts.
 
-With --dataset-resampled it has a rule of its own: nothing is drawn, each pass of a source gives each sample
-once. --train-data-upsampling-factors, which don't need that flag here, mix the sources in the shares that
-drawing their shards by factor has on average. Bad samples and shards never end a run.
+With --dataset-resampled, shards are still not drawn at random: each pass yields each sample once.
+--train-data-upsampling-factors, which don't need that flag here, mix the sources in the proportions that
+drawing shards by factor has on average. Bad samples and shards never end a run.
 """
 
 from __future__ import annotations
@@ -44,21 +44,20 @@ def install(
 ) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
-    Bad samples and shards never end its training or evaluation, as they don't with its own loader.
+    Bad samples and shards never end a training or evaluation, as with OpenCLIP's own loader.
 
     Args:
-        module: its data module; None finds `open_clip_train.data` (`training.data` up to 2.24). With it goes
-            the `legacy_data` beside it, of the development version's second entry point.
-        compile: False runs OpenCLIP's transforms as given instead of compiled (make_loader's `compile`). That
-            of validation is compiled only where its batches are OpenCLIP's own to the bit
+        module: OpenCLIP's data module; None finds `open_clip_train.data` (`training.data` up to 2.24). The
+            development version's `legacy_data` beside it is patched, too.
+        compile: False runs OpenCLIP's transforms as given instead of compiled (make_loader's `compile`). The
+            validation transform is compiled only where its batches are bit-identical to OpenCLIP's
             (docs/guides/transforms.md).
-        shared_cache: make_loader's; None: STREAMLOAD_SHARED_CACHE, if that is set.
+        shared_cache: as for make_loader; None: STREAMLOAD_SHARED_CACHE, if set.
         prepare: train on prepared images (`Images(prepare=…)`); validation never does.
-        moved: with --resume: (old, new) beginnings of URLs of shards that have moved since
-            (`Loader.load_state_dict`).
+        moved: with --resume: (old, new) URL prefixes of shards that have moved (`Loader.load_state_dict`).
 
     Returns:
-        A function that puts the original back.
+        A function that restores the original.
 
     Raises:
         ImportError: open_clip's training code isn't installed.
@@ -86,9 +85,7 @@ def install(
         ) -> Data:
             unknown = sorted(name for name, value in more.items() if value is not None)
             if unknown:
-                raise OptionError(
-                    f"streamload doesn't know what OpenCLIP's {', '.join(unknown)} asks of a loader"
-                )
+                raise OptionError(f"streamload doesn't support OpenCLIP's {', '.join(unknown)}")
             refuse_unknown(args)
             common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "output": output, "cache": cache}
             with told_by_flags(args):
@@ -97,7 +94,7 @@ def install(
                 if is_train:
                     common["images"] = Images(compile=compile, prepare=prepare, max_pixels=most_pixels)
                     return training(args, common, epoch, floor, moved)
-                is_exact = not kernel.why_not()  # what is reported is compared to the digit
+                is_exact = not kernel.why_not()  # reported metrics must be comparable
                 common["images"] = Images(compile=compile and is_exact, max_pixels=most_pixels)
                 return validation(args, common)
 
@@ -124,7 +121,7 @@ def _data_module() -> ModuleType:
 
 
 def _module_beside(data: ModuleType, name: str) -> ModuleType | None:
-    """Another module of OpenCLIP's training code; None where this version has none."""
+    """Another module of OpenCLIP's training code; None if this version has none."""
     package = data.__name__.rpartition(".")[0]
     try:
         return importlib.import_module(f"{package}.{name}") if package else None
@@ -136,12 +133,12 @@ def main(arguments: list[str]) -> None:
     """Run OpenCLIP's training on streamload.
 
     Args:
-        arguments: open_clip_train's, and those that begin with --streamload-, which `--help` shows
-            (install() says what they do). A leading "--" is passed over:
-            `torchrun -m streamload.integrations.openclip -- --logs DIR` needs it to leave --logs alone.
+        arguments: open_clip_train's, and those starting with --streamload-, which `--help` lists (see
+            `install`). A leading "--" is ignored: torchrun needs it to not parse --logs itself, as in
+            `torchrun -m streamload.integrations.openclip -- --logs DIR`.
 
     Raises:
-        ImportError: open_clip's training code isn't installed, or has no legacy_main where that is asked for.
+        ImportError: open_clip's training code isn't installed, or lacks the requested legacy_main.
     """
     own, arguments = take_own(arguments[1:] if arguments[:1] == ["--"] else arguments)
     if "-h" in arguments or "--help" in arguments:

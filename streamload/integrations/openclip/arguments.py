@@ -1,4 +1,4 @@
-"""What OpenCLIP's arguments ask of a loader, and the flags that are ours."""
+"""OpenCLIP's arguments as arguments of make_loader, and our own --streamload- flags."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from streamload.topology import read_topology
 
 _OURS = "--streamload-"
 _GONE = {
-    "--streamload-save-steps": "OpenCLIP saves no weights within an epoch, and with a state newer than the "
-    "weights samples are lost. Make epochs shorter instead: a smaller --train-num-samples and more --epochs"
+    "--streamload-save-steps": "OpenCLIP saves no weights within an epoch, and a state newer than them "
+    "loses samples. Use shorter epochs instead: a smaller --train-num-samples and more --epochs"
 }
 
-# Arguments that say what is trained on. What isn't known must not be ignored: these are heeded here …
-_HEEDED = {
+# Arguments that select the training data. Unknown ones must not be ignored: these are supported …
+_SUPPORTED = {
     "dataset_resampled",
     "dataset_type",
     "image_key",
@@ -42,13 +42,13 @@ _HEEDED = {
     "val_data",
     "val_num_samples",
 }
-# … these change samples or batches in ways of the development version's own …
+# … these change samples or batches in ways that we don't support …
 _REFUSED = {"genlap", "genlip", "length_bucketing", "use_naflex", "variable_text"}
-# … and whatever else is called so.
+# … and any other with such a prefix is refused.
 _ABOUT_DATA = ("data_", "dataset_", "image_key", "json_", "max_image_", "text_key", "train_data", "train_num")
 _ABOUT_VALIDATION = ("val_data", "val_num")
 
-# make_loader's arguments by the flags that they come from.
+# Names of make_loader's arguments in error messages → the flags that set them.
 _FLAGS = {
     "batch_size": "--batch-size",
     "num_workers": "--workers",
@@ -73,7 +73,7 @@ _KEYS_OF_RELEASE = {"image_key": "the images (jpg, png, jpeg or webp)", "text_ke
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the flags that OpenCLIP doesn't know: what `install` takes, and what to run."""
+    """The parser of our flags: the arguments of `install`, and which entry point to run."""
     made = argparse.ArgumentParser(
         prog="python -m streamload.integrations.openclip", add_help=False, allow_abbrev=False
     )
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         dest="shared_cache",
         metavar="URL",
         type=_told(_shared_cache),
-        help="a folder that many nodes share, asked before the origins",
+        help="a folder shared by many nodes, read before the origins",
     )
     add(
         f"{_OURS}prepare",
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         nargs=2,
         metavar=("OLD", "NEW"),
         action="append",
-        help="with --resume: URLs that began with OLD begin with NEW now; may be repeated",
+        help="with --resume: shards whose URL started with OLD are now at NEW; repeatable",
     )
     add(
         f"{_OURS}legacy-main",
@@ -116,13 +116,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Take the flags that begin with --streamload- out of a command line.
+    """Split the flags that start with --streamload- from a command line.
 
     Returns:
-        What they say, and the other words.
+        Their values, and the other arguments.
 
     Raises:
-        SystemExit: one of them isn't known, or its value can't be used; it has been said which.
+        SystemExit: a flag is unknown or its value invalid; the error was printed.
     """
     parse = parser()
     values = {f"{_OURS}shared-cache": 1, f"{_OURS}prepare": 1, f"{_OURS}moved": 2}
@@ -142,7 +142,7 @@ def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _told(read: Callable[[str], str]) -> Callable[[str], str]:
-    """A reader of a flag's value whose OptionError argparse shows."""
+    """An argparse type that shows the OptionErrors of `read`."""
 
     def reading(value: str) -> str:
         try:
@@ -159,7 +159,7 @@ def _shared_cache(url: str) -> str:
 
 
 def listed_size(shards: str) -> int | None:
-    """The number of samples by the sizes.json beside the shards, or the __len__ in the first one's folder.
+    """The number of samples, from the sizes.json beside the shards or the __len__ in the first one's folder.
 
     Args:
         shards: as given to --train-data.
@@ -173,16 +173,16 @@ def listed_size(shards: str) -> int | None:
 
 
 def rounded(size: int, in_a_step: int, workers: int, *, floor: bool) -> int:
-    """OpenCLIP's number of batches: whole steps, and as many for each worker."""
+    """OpenCLIP's number of batches: whole steps, a multiple of the workers."""
     rounds = math.floor if floor else math.ceil
     return rounds(rounds(size / in_a_step) / max(1, workers)) * max(1, workers)
 
 
 def rank_of(args: Any) -> int:
-    """This process's rank: as OpenCLIP's arguments say, else torch.distributed or the launcher.
+    """This process's rank, from OpenCLIP's arguments, torch.distributed or the launcher.
 
     Raises:
-        OptionError: these know of another number of ranks than the arguments.
+        OptionError: the latter have another number of ranks than the arguments.
     """
     rank: int | None = getattr(args, "rank", None)
     if rank is not None:
@@ -192,17 +192,17 @@ def rank_of(args: Any) -> int:
     here = read_topology(None, None)
     if here.world_size != args.world_size:
         raise OptionError(
-            f"OpenCLIP's arguments have world_size={args.world_size} and no rank, and this process knows of "
-            f"{here.world_size} ranks: set args.rank"
+            f"OpenCLIP's arguments have world_size={args.world_size} and no rank, but torch.distributed or "
+            f"the launcher has {here.world_size} ranks: set args.rank"
         )
     return here.rank
 
 
 def refuse_unknown(args: Any) -> None:
-    """Data flags change what is trained on: one that isn't known must not be ignored.
+    """Raise on data flags that aren't supported: they would change the training data.
 
     Raises:
-        OptionError: it names them.
+        OptionError: it lists them.
     """
     given = {
         name
@@ -210,20 +210,20 @@ def refuse_unknown(args: Any) -> None:
         if value not in (None, False, 0, "")
         and (name in _REFUSED or name.startswith(_ABOUT_DATA + _ABOUT_VALIDATION))
     }
-    unknown = ", ".join("--" + name.replace("_", "-") for name in sorted(given - _HEEDED))
+    unknown = ", ".join("--" + name.replace("_", "-") for name in sorted(given - _SUPPORTED))
     if unknown:
-        raise OptionError(f"streamload doesn't know what OpenCLIP's {unknown} asks of a loader")
+        raise OptionError(f"streamload doesn't support OpenCLIP's {unknown}")
 
 
 def selected(args: Any, *, legacy: bool) -> tuple[Shards, int | None]:
-    """Which members are image and caption and which samples are left out; the most pixels of an image.
+    """The members and samples that the development version's flags select, and the maximum pixels.
 
-    Only the development version has them; it also leaves out empty and blank captions, 3.3.0 doesn't. Larger
-    images than streamload decodes by default are decoded where it takes them.
+    It also drops empty and blank captions, unlike 3.3.0, and may accept larger images than streamload does by
+    default.
 
     Args:
         args: OpenCLIP's.
-        legacy: whether they are of its second entry point, which doesn't heed --max-image-pixels.
+        legacy: whether they are of its second entry point, which ignores --max-image-pixels.
     """
     if not hasattr(args, "text_key"):
         return Shards(max_bad_samples=None, max_bad_shards=None), None
@@ -231,7 +231,7 @@ def selected(args: Any, *, legacy: bool) -> tuple[Shards, int | None]:
     if args.json_text_key:
         if ";" in args.json_text_key:
             raise OptionError(
-                f"--json-text-key {args.json_text_key}: several fields aren't supported, name one"
+                f"--json-text-key {args.json_text_key}: several fields aren't supported, give one"
             )
         text_key = f"json:{args.json_text_key}"
     most_pixels = 0 if legacy else args.max_image_pixels or 0
@@ -245,7 +245,7 @@ def selected(args: Any, *, legacy: bool) -> tuple[Shards, int | None]:
 
 
 def _is_kept(most_pixels: float, text: KeySpec, entry: Entry) -> bool:
-    """Whether the index alone lets a sample pass; what a caption says is known when it is read."""
+    """Whether a sample passes by its index entry; the caption's text is checked when it is read."""
     if entry.width * entry.height > most_pixels:
         return False
     sizes = entry.sizes
@@ -255,22 +255,22 @@ def _is_kept(most_pixels: float, text: KeySpec, entry: Entry) -> bool:
 
 @contextlib.contextmanager
 def told_by_flags(args: Any) -> Iterator[None]:
-    """Let errors name OpenCLIP's flags in place of make_loader's arguments.
+    """Make errors name OpenCLIP's flags instead of make_loader's arguments.
 
     Raises:
-        StreamloadError: the same, in other words.
+        StreamloadError: the same, with another message.
     """
     try:
         yield
     except StreamloadError as exc:
         keys = _KEYS_OF_DEVELOPMENT if hasattr(args, "text_key") else _KEYS_OF_RELEASE
         names = {**_FLAGS, **keys}
-        # Before the last error's own words there may be a worker's traceback.
+        # A worker's traceback may precede the message.
         head, mark, message = str(exc).rpartition("\nstreamload.errors.")
 
         def named(found: re.Match[str]) -> str:
             name, equals, space = found.groups()
-            is_word = not equals and "_" not in name  # "seed" may be one of a sentence
+            is_word = not equals and "_" not in name  # "seed" may be an ordinary word of the message
             return found[0] if is_word else names[name] + (" " if equals or space else "")
 
         message = message.replace("moved={old: new}", f"{_OURS}moved OLD NEW")

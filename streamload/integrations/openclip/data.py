@@ -1,4 +1,4 @@
-"""What OpenCLIP holds of a data set, and how it is made from its arguments."""
+"""The objects that OpenCLIP's training code expects of a data set, made from its arguments."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ logger = logging.getLogger("streamload")
 
 
 class SharedEpoch:
-    """The epoch that the next iteration of a loader is, as OpenCLIP's class of this name."""
+    """The epoch of a loader's next iteration, with the interface of OpenCLIP's class."""
 
     def __init__(self, loader: Loader, epoch: int):
         self._loader = loader
         self._epoch = epoch
 
     def set_value(self, epoch: int) -> None:
-        """Say which epoch the next iteration is."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
         self._loader.set_epoch(epoch)
 
     def get_value(self) -> int:
-        """The epoch that was set last."""
+        """The epoch set last."""
         return self._epoch
 
 
 class Data:
-    """What OpenCLIP holds of a data set.
+    """A data set as OpenCLIP expects it, like its DataInfo.
 
     Attributes:
-        dataloader: iterable again and again, with num_batches (of a rank) and num_samples (of all). It may be
-            replaced by something around it.
-        sampler: None, as of its own WebDataset data.
-        shared_epoch: the epoch that the next iteration is.
+        dataloader: re-iterable, with num_batches (of a rank) and num_samples (of all ranks). OpenCLIP may
+            replace it with a wrapper.
+        sampler: None, as for OpenCLIP's own WebDataset data.
+        shared_epoch: the epoch of the next iteration.
     """
 
     sampler = None
@@ -50,15 +50,15 @@ class Data:
         self.shared_epoch = SharedEpoch(dataloader.loader, epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is."""
+        """Set the epoch of the next iteration."""
         self.shared_epoch.set_value(epoch)
 
 
 class Batches:
-    """A loader and the two numbers that OpenCLIP wants to know beforehand.
+    """A loader with the two numbers that OpenCLIP reads beforehand.
 
     Attributes:
-        loader: streamload's own, for its stats(), state_dict() and close().
+        loader: the streamload loader, for its stats(), state_dict() and close().
     """
 
     def __init__(self, loader: Loader, args: Any, num_batches: int, num_samples: int):
@@ -69,7 +69,7 @@ class Batches:
         self._saver: Saver | None = None
 
     def saved_by(self, saver: Saver | None) -> Batches:
-        """Let the state of each epoch's end be saved."""
+        """Save the loader's state at the end of each epoch with this saver."""
         self._saver = saver
         return self
 
@@ -81,14 +81,14 @@ class Batches:
 def training(
     args: Any, common: dict[str, Any], epoch: int, floor: bool, moved: Sequence[tuple[str, str]]
 ) -> Data:
-    """The loader of a rank's share; its epochs have the length that OpenCLIP gives them.
+    """The training data of a rank; epochs have OpenCLIP's length.
 
     Args:
         args: OpenCLIP's.
-        common: what make_loader is given beyond them.
-        epoch: at which the training begins.
-        floor: whether its length is rounded down.
-        moved: where shards were when the state was saved, and where they are now.
+        common: further arguments of make_loader.
+        epoch: the first epoch.
+        floor: whether an epoch's length is rounded down.
+        moved: old and new URL prefixes of shards that have moved since the state was saved.
     """
     if not args.train_data:
         raise OptionError("OpenCLIP was given no --train-data")
@@ -100,7 +100,7 @@ def training(
             "or put a sizes.json ({shard name: samples}) beside the shards"
         )
     if args.dataset_resampled and rank == 0:
-        logger.info("--dataset-resampled: nothing is drawn; each pass gives each sample once, in a new order")
+        logger.info("--dataset-resampled: shards are not drawn; each pass yields each sample once")
     in_a_step = args.batch_size * args.world_size
     num_batches = rounded(size, in_a_step, args.workers, floor=floor)
     loader = make_loader(
@@ -124,10 +124,10 @@ def training(
 
 
 def validation(args: Any, common: dict[str, Any]) -> Data:
-    """The loader of the whole set: every rank has one, rank 0 alone iterates it."""
+    """The validation data: every rank has a loader of the whole set, only rank 0 iterates it."""
     if not args.val_data:
         raise OptionError("OpenCLIP was given no --val-data")
-    size = args.val_num_samples or 0  # shown in its log; the data alone says where the set ends
+    size = args.val_num_samples or 0  # only for its log: the set ends with its data
     loader = make_loader(
         args.val_data, batch_size=args.batch_size, num_workers=args.workers, train=False, **common
     )

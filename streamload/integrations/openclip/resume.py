@@ -1,9 +1,9 @@
-"""The loader's states of an OpenCLIP run: where they lie, when they are written, which one a resume takes.
+"""The loader's states of an OpenCLIP run: where they are stored, when they are written and loaded.
 
-OpenCLIP writes RUN/checkpoints/epoch_3.pt, or a folder epoch_3 of a sharded checkpoint, after three epochs.
-The loader's state of the same moment is RUN/streamload/epoch_3.json. A state belongs to a checkpoint: a newer
-one would leave out samples that the weights haven't seen, so there is none within an epoch. They don't lie
-among the checkpoints since OpenCLIP, resuming from a --remote-sync, takes whatever lies there for one.
+After three epochs OpenCLIP writes RUN/checkpoints/epoch_3.pt, or a folder epoch_3 for a sharded checkpoint;
+the loader's state is RUN/streamload/epoch_3.json. States are only written with checkpoints: a state newer
+than the weights would skip samples that the weights haven't seen. They aren't in the checkpoints' folder, as
+OpenCLIP takes each file there for a checkpoint when it resumes from a --remote-sync.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FOLDER = "streamload"
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A state as it was read.
+    """A state that was read.
 
     Attributes:
-        name: where it lies.
-        state: the loader's.
-        place: what it tells.
+        name: its path.
+        state: the loader's state_dict.
+        place: its position.
         factors: the run's --train-data-upsampling-factors.
     """
 
@@ -48,12 +48,12 @@ class SavedState:
 
 
 class Saver:
-    """Writes a run's states; each rank has one and iterates by it, in step with the others.
+    """Writes a run's states. All ranks iterate through it, in step; one writes.
 
     Args:
-        checkpoints: OpenCLIP's folder of them.
+        checkpoints: OpenCLIP's folder of checkpoints.
         factors: the run's --train-data-upsampling-factors.
-        writes: whether this rank does it.
+        writes: whether this rank writes.
     """
 
     def __init__(self, checkpoints: Path, factors: str | None, *, writes: bool):
@@ -63,7 +63,7 @@ class Saver:
         self._writes = writes
 
     def follow(self, loader: Loader) -> Iterator[Any]:
-        """The batches of the loader's next epoch; then its state is written, before OpenCLIP's checkpoint."""
+        """Yield the loader's next epoch, then write its state, before OpenCLIP writes its checkpoint."""
         yield from loader
         state = gather_state(loader)
         if self._writes:
@@ -71,7 +71,7 @@ class Saver:
             self._prune(state["epoch"])
 
     def _save(self, name: str, state: dict[str, Any]) -> None:
-        """Write a state, or say that it can't be; a training doesn't end for that."""
+        """Write a state; log a failure, which doesn't end the training."""
         path = self._folder / name
         try:
             _publish(path, json.dumps({"loader": state, "upsampling_factors": self._factors}))
@@ -79,7 +79,7 @@ class Saver:
             logger.warning("the loader's state was not written to %s: %s", path, exc)
 
     def _prune(self, epoch: int) -> None:
-        """Remove states whose checkpoints are gone, or never came; the one of this epoch is still to come."""
+        """Remove states without a checkpoint, except this epoch's, whose checkpoint comes next."""
         kept = {_name(epoch)}
         if self._has_checkpoint("epoch_latest"):
             kept.add(_name(epoch - 1))
@@ -89,12 +89,12 @@ class Saver:
                     path.unlink()
 
     def _has_checkpoint(self, name: str) -> bool:
-        """Whether there is one of this name: a file, or the folder of a sharded one."""
+        """Whether a checkpoint exists: a file, or a folder if sharded."""
         return (self._checkpoints / f"{name}.pt").exists() or (self._checkpoints / name).is_dir()
 
 
 def saver_for(args: Any) -> Saver | None:
-    """The saver of a run with OpenCLIP's arguments; None where it writes no checkpoints."""
+    """The saver of a run with OpenCLIP's arguments; None if it writes no checkpoints."""
     logs = getattr(args, "logs", None)
     if not logs or logs.lower() == "none" or not getattr(args, "checkpoint_path", None):
         return None
@@ -103,24 +103,24 @@ def saver_for(args: Any) -> Saver | None:
 
 
 def take_up(loader: Loader, args: Any, epoch: int, moved: Sequence[tuple[str, str]] = ()) -> None:
-    """Let a loader go on by the state that belongs to the checkpoint of --resume, if there is one.
+    """Resume a loader from the state of the --resume checkpoint, if there is one.
 
-    All ranks have to call it; what rank 0 finds counts.
+    All ranks must call it; rank 0's state is used.
 
     Args:
         loader: of this rank.
         args: OpenCLIP's.
-        epoch: at which the checkpoint goes on.
-        moved: where shards were when the state was saved, and where they are now.
+        epoch: the checkpoint's next epoch.
+        moved: old and new URL prefixes of shards that have moved since the state was saved.
 
     Raises:
-        StateMismatch: the state is of another run, or damaged; it says how to go on without it.
+        StateMismatch: the state is of another run, or damaged; the message says how to continue without it.
     """
     found = gathered(find_state(args.resume, epoch), loader.world_size)[0]
     if found is None:
         if rank_of(args) == 0:
             logger.info(
-                "no state of the loader belongs to %s: epoch %d begins at its own beginning",
+                "%s has no loader state: epoch %d starts from its first batch",
                 args.resume,
                 epoch,
             )
@@ -129,24 +129,24 @@ def take_up(loader: Loader, args: Any, epoch: int, moved: Sequence[tuple[str, st
     try:
         if found.factors != factors:
             raise StateMismatch(
-                f"saved with --train-data-upsampling-factors {found.factors}, and this is {factors}"
+                f"saved with --train-data-upsampling-factors {found.factors}, this run has {factors}"
             )
         loader.load_state_dict(found.state, moved=dict(moved))
     except StateMismatch as exc:
         raise _unusable(found.name, exc) from exc
     if rank_of(args) == 0:
-        logger.info("epoch %d begins after %d samples, by %s", epoch, found.place.position, found.name)
+        logger.info("epoch %d starts after %d samples, by %s", epoch, found.place.position, found.name)
 
 
 def find_state(checkpoint: str, epoch: int) -> SavedState | None:
-    """The state that was saved with a checkpoint; None if there is none.
+    """The state saved with a checkpoint, or None.
 
     Args:
-        checkpoint: its path, of a file or folder, or a URL that fsspec opens.
-        epoch: at which it goes on.
+        checkpoint: path of a file or folder, or a URL for fsspec.
+        epoch: the checkpoint's next epoch.
 
     Raises:
-        StateMismatch: the file is no state, or a damaged one.
+        StateMismatch: the file isn't a state, or is damaged.
         OSError: it can't be read.
     """
     files, path = fsspec.core.url_to_fs(checkpoint.rstrip("/"))
@@ -165,18 +165,16 @@ def _read(files: Any, path: str) -> SavedState | None:
 
 
 def _unusable(name: str, problem: Exception) -> StateMismatch:
-    return StateMismatch(
-        f"{name}: {problem}. To resume with OpenCLIP's checkpoint alone, move this file away"
-    )
+    return StateMismatch(f"{name}: {problem}. To resume from OpenCLIP's checkpoint alone, remove this file")
 
 
 def _name(epoch: int) -> str:
-    """Of the state behind so many epochs."""
+    """Name of the state after so many epochs."""
     return f"epoch_{epoch}.json"
 
 
 def _publish(path: Path, text: str) -> None:
-    """Write a file so that it is there as a whole, or as it was before."""
+    """Write a file atomically and durably."""
     path.parent.mkdir(exist_ok=True)
     written = path.with_suffix(".tmp")
     with written.open("w") as file:

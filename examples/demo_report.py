@@ -1,10 +1,11 @@
-"""What the demo shows at its end: a table, a picture, and the figures as JSON."""
+"""The demo's results: a table, a picture, and the figures as JSON."""
 
 import json
+import math
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,8 +14,55 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from streamload.cli.demo.run import Epoch, Figures
 from streamload.metrics import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The loader's counters and the loss, `seconds` after the first iter()."""
+
+    seconds: float
+    epoch: int
+    origin_bytes: int
+    samples: int
+    tier_hits: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One epoch: its duration, what it trained on and downloaded, and its share of data wait."""
+
+    seconds: float
+    samples: int
+    origin_bytes: int
+    origin_requests: int
+    tier_hits: int
+    data_wait_share: float
+    loss: float
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the demo shows.
+
+    Attributes:
+        seconds_to_first_batch: from the first iter(), including the start of the workers.
+        seconds_of_download: until the last byte of the shards had arrived.
+    """
+
+    total_bytes: int
+    batch_size: int
+    workers: int
+    seconds_to_first_batch: float = math.nan
+    seconds_of_download: float = math.nan
+    epochs: list[Epoch] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+
 
 _ROWS: tuple[tuple[str, Callable[[Epoch], str]], ...] = (
     ("seconds", lambda epoch: f"{epoch.seconds:.1f}"),
@@ -24,12 +72,12 @@ _ROWS: tuple[tuple[str, Callable[[Epoch], str]], ...] = (
     ("origin requests", lambda epoch: f"{epoch.origin_requests:,}"),
     ("cache hits (shards)", lambda epoch: f"{epoch.tier_hits:,}"),
     ("waited for data", lambda epoch: f"{epoch.data_wait_share:.0%}"),
-    ("loss at its end", lambda epoch: f"{epoch.loss:.2f}"),
+    ("loss at the end", lambda epoch: f"{epoch.loss:.2f}"),
 )
 
 
 def print_table(figures: Figures, console: Console) -> None:
-    """Both epochs side by side, and the first batch beside the download."""
+    """Print both epochs side by side, and the time to the first batch beside that of the download."""
     table = Table(title="Training while the data arrives", title_justify="left")
     table.add_column("")
     for number in range(1, len(figures.epochs) + 1):
@@ -45,7 +93,7 @@ def print_table(figures: Figures, console: Console) -> None:
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Bytes arriving, samples trained and cache hits over time, as a PNG."""
+    """Draw arrived bytes, trained samples and cache hits over time, as a PNG."""
     moments = figures.moments
     seconds = [0.0, *(moment.seconds for moment in moments)]
     panels: tuple[tuple[str, list[float], str], ...] = (
@@ -74,7 +122,7 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def write_figures(figures: Figures, path: Path) -> None:
-    """All figures, with the machine and the versions that they were measured on."""
+    """Write all figures, with the machine and the versions."""
     report = {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {name: version(name) for name in ("torch", "numpy", "simplejpeg")}

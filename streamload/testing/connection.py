@@ -1,4 +1,4 @@
-"""One connection of a `ShardServer`: its requests, answered as they should be or as a `Fault` says."""
+"""One connection of a `ShardServer`: responds to its requests correctly, or as a `Fault` says."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 @dataclass(slots=True)
 class Request:
-    """One request as the server saw it; `sent` and `status` are final once the answer is over.
+    """One request in the server's log; `sent` and `status` are final once the response is over.
 
     Attributes:
-        start, stop: the range asked for, half-open (stop is None for "to the end"; both for no range).
-        status: of the answer; 0 before there is one.
-        sent: bytes of the body that went out.
-        seconds: since the server began, when the request came.
-        ended: the same, when the answer was over; 0 before.
+        start, stop: the requested half-open range; stop is None for "to the end", both for no range.
+        seconds: when the request arrived, since the server started.
+        status: of the response; 0 before it.
+        sent: bytes of the body that were sent.
+        first: the first byte of the file in the response.
+        ended: when the response was over, since the server started; 0 before.
     """
 
     method: str
@@ -56,7 +57,7 @@ class Request:
 
 
 class Served(Protocol):
-    """What a request handler needs of its server (server.ShardServer)."""
+    """What a request handler needs of its `ShardServer`."""
 
     root: Path
     log: list[Request]
@@ -67,23 +68,19 @@ class Served(Protocol):
     tls_context: ssl.SSLContext | None
 
     def seconds(self) -> float:
-        """Since the server began."""
-        ...
+        """Time since the server started."""
 
     def fault_for(self, path: str) -> Fault:
-        """The fault that the next request of a path meets."""
-        ...
+        """The fault of the next request of a path."""
 
     def gate(self, size: int) -> int:
-        """Up to which byte a file of this size may be sent now."""
-        ...
+        """How many bytes of a file of this size may be sent now."""
 
-    def wait_while(self, holds: Callable[[], bool], client_is_there: Callable[[], bool]) -> None:
-        """Wait as long as something holds, the server is open and its client there."""
-        ...
+    def wait_while(self, holds: Callable[[], bool], is_connected: Callable[[], bool]) -> None:
+        """Wait while `holds()`, the server is open and the client is connected."""
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
+class Connection(http.server.BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
@@ -93,7 +90,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
     server: Any
 
     def setup(self) -> None:
-        """Begin TLS, where the server has it."""
+        """Start TLS, if the server uses it."""
         self.shards: Served = self.server.shards
         if self.shards.tls_context is not None:
             self.request = self.shards.tls_context.wrap_socket(self.request, server_side=True)
@@ -101,76 +98,76 @@ class Answers(http.server.BaseHTTPRequestHandler):
         super().setup()
 
     def handle(self) -> None:
-        """Answer until the client or the server goes away."""
+        """Respond until the client disconnects or the server closes."""
         try:
             super().handle()
         except (ConnectionError, TimeoutError, ssl.SSLError):
             self.close_connection = True
 
     def finish(self) -> None:
-        """Close what was opened."""
+        """Close the connection."""
         try:
             super().finish()
         except (ConnectionError, ssl.SSLError):
             return
         finally:
             if self.shards.tls_context is not None:
-                self.request.close()  # the server knows only the socket below
+                self.request.close()  # the server only has the socket below it
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Requests are in the server's log."""
+        """Nothing: requests are in the server's log."""
 
     def do_HEAD(self) -> None:
-        """Answer without a body."""
-        self._answer()
+        """Respond without a body."""
+        self._respond()
 
     def do_GET(self) -> None:
-        """Answer with a body."""
-        self._answer()
+        """Respond with a body."""
+        self._respond()
 
-    def _answer(self) -> None:
+    def _respond(self) -> None:
         path = unquote(urlsplit(self.path).path).lstrip("/")
         start, stop = _asked_range(self.headers.get("Range"))
         request = Request(self.command, path, start, stop, self.shards.seconds(), dict(self.headers.items()))
         self.shards.log.append(request)
         try:
-            self._answer_request(request)
+            self._respond_to(request)
         finally:
             request.ended = self.shards.seconds()
 
-    def _answer_request(self, request: Request) -> None:
+    def _respond_to(self, request: Request) -> None:
         fault = self.shards.fault_for(request.path)
         self.shards.closed.wait(self.shards.latency_seconds)
         if fault.silent:
-            self.shards.wait_while(lambda: True, self._client_is_there)
+            self.shards.wait_while(lambda: True, self._is_connected)
             self.close_connection = True
         elif fault.drip in {"header", "continue"}:
             self._drip(fault)
         elif fault.status is not None:
-            self._say(request, fault.status, fault, fault.body or b"as you wish\n")
+            self._send_text(request, fault.status, fault, fault.body or b"as you wish\n")
         else:
-            self._answer_file(request, fault)
+            self._send_file(request, fault)
 
-    def _answer_file(self, request: Request, fault: Fault) -> None:
+    def _send_file(self, request: Request, fault: Fault) -> None:
         file = self._open_file(request.path, fault)
         if file is None:
-            self._say(request, 404, fault, b"no such file\n")
+            self._send_text(request, 404, fault, b"no such file\n")
             return
         with file:
-            size, etag, modified = _facts(file, fault)
+            size, etag, modified = _facts(file)
             wanted = fault.headers.get("ETag", etag)
             match, condition = self.headers.get("If-Match"), self.headers.get("If-Range")
             if fault.ignore_conditions:
                 match = condition = None
             if match not in {None, "*", wanted}:
-                self._say(request, 412, fault, b"another version\n")
+                self._send_text(request, 412, fault, b"another version\n")
                 return
             start, stop = 0, size
             ranged = request.start is not None and not fault.ignore_range
             if ranged and condition in {None, wanted, modified}:
                 start, stop = _resolve(request, size)
                 if start >= stop:
-                    self._say(request, 416, fault, b"", {"Content-Range": f"bytes */{size}"})
+                    self._send_text(request, 416, fault, b"", {"Content-Range": f"bytes */{size}"})
                     return
                 request.status = 206
             else:
@@ -191,7 +188,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
             return None
         return place.open("rb", buffering=0)
 
-    def _say(
+    def _send_text(
         self,
         request: Request,
         status: int,
@@ -238,7 +235,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
             n = min(until - position, *(link.piece_bytes for link in links))
             for link in links:
                 link.take(n)
-            # Counted before, so that whoever has the bytes finds them in the log; put right after.
+            # Counted before sending, so that a client with the bytes finds them in the log; corrected after.
             request.sent += n
             sent = 0
             try:
@@ -257,16 +254,16 @@ class Answers(http.server.BaseHTTPRequestHandler):
         first, piece = _DRIPS[fault.drip or ""]
         self.close_connection = True
         self.wfile.write(first)
-        while self._client_is_there() and not self.shards.closed.wait(_DRIP_SECONDS):
+        while self._is_connected() and not self.shards.closed.wait(_DRIP_SECONDS):
             self.wfile.write(piece)
 
     def _may_send(self, position: int, size: int, stalled: bool) -> int:
-        """Up to which byte of the file may be sent; waits while nothing may."""
+        """How many bytes of the file may be sent; waits until it is more than `position`."""
         shards = self.shards
-        shards.wait_while(lambda: stalled or shards.gate(size) <= position, self._client_is_there)
+        shards.wait_while(lambda: stalled or shards.gate(size) <= position, self._is_connected)
         return position if stalled or shards.closed.is_set() else shards.gate(size)
 
-    def _client_is_there(self) -> bool:
+    def _is_connected(self) -> bool:
         poll = select.poll()
         poll.register(self.connection, select.POLLRDHUP)
         return not poll.poll(0)
@@ -288,11 +285,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
             now = struct.pack("ii", 1, 0)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
             self.connection.close()
-        elif fault.framing == "chunked" and fault.cut_after_bytes is not None:
-            return  # ends without the last chunk
 
 
-def _facts(file: BinaryIO, fault: Fault) -> tuple[int, str, str]:
+def _facts(file: BinaryIO) -> tuple[int, str, str]:
     """Size, ETag and Last-Modified."""
     if isinstance(file, io.BytesIO):
         body = file.getvalue()
@@ -303,7 +298,7 @@ def _facts(file: BinaryIO, fault: Fault) -> tuple[int, str, str]:
 
 
 def _asked_range(header: str | None) -> tuple[int | None, int | None]:
-    """A Range header as a half-open range; a suffix ("the last n bytes") has a negative start."""
+    """A Range header as a half-open range; the last n bytes are (-n, None)."""
     match = _RANGE.fullmatch(header.strip()) if header else None
     if match is None or match.group(0) == "bytes=-":
         return None, None

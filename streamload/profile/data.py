@@ -1,7 +1,7 @@
-"""What is measured on: the first shards of a list, in files on this machine, and what they hold.
+"""The shards that `streamload bench` measures on: the first ones of a list, as local files.
 
-Local shards are read where they are. All others are filled once into a tier of the measurement's own, by the
-product's own fill; the published data of a shard is its tar, byte by byte, so all contenders read that.
+Local shards are read in place. Others are downloaded once into a temporary tier by the loader's own fill; a
+published shard's data file is its tar, byte for byte, so the floor can read it, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamload.urls import expand_urls
 _IMAGES = frozenset(("jpg", "jpeg"))
 _CAPTION = "txt"
 FEWEST_BATCHES = 3
-"""One to begin with, two to measure."""
+"""One starts the clock, two are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Data:
 
     Attributes:
         urls: of the shards.
-        names: the same as they may be shown.
-        paths: where their bytes are on this machine.
-        tier: the directory of the tier that has them; None where all are local files.
-        size_bytes: of all of them.
-        samples: in them.
+        names: the URLs without secrets.
+        paths: local files with their bytes.
+        tier: the directory of the temporary tier; None where all shards are local files.
+        size_bytes: of all shards.
+        samples: in all shards.
         usable: samples with a JPEG and a .txt caption.
-        width, height: of the images, in the mean, in pixels.
+        width, height: mean size of the images, in pixels.
     """
 
     urls: tuple[str, ...]
@@ -51,12 +51,23 @@ class Data:
 
     @property
     def bytes_per_sample(self) -> float:
-        """What has to be moved for each usable sample."""
+        """Bytes to move per usable sample."""
         return self.size_bytes / self.usable
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a report says of the shards."""
+        return {
+            "shards": list(self.names),
+            "bytes": self.size_bytes,
+            "samples": self.samples,
+            "usable": self.usable,
+            "mean_width": self.width,
+            "mean_height": self.height,
+        }
 
 
 class _Tally:
-    """What the shards so far hold."""
+    """Counts the samples of shards, and sums up their image sizes."""
 
     def __init__(self) -> None:
         self.samples = self.usable = self.width = self.height = self.sized = 0
@@ -83,40 +94,27 @@ def prepare(
 
     Args:
         urls: as for make_loader.
-        samples: that are wanted.
-        batch_size: of which there have to be three batches.
-        storage: for fsspec.
-        tier: a directory for a tier of this measurement's own, not made where all shards are local.
+        samples: how many are wanted.
+        batch_size: there must be at least three batches.
+        storage: storage options for fsspec.
+        tier: directory of the temporary tier, created only if a shard isn't local.
 
     Raises:
-        UrlError: a URL that can't be used.
-        OriginError, ShardError: a shard that can't be had, or isn't one.
-        NoValidSamples: there is no sample with a JPEG and a caption.
-        OptionError: there are fewer samples than three batches.
+        UrlError: an invalid URL.
+        OriginError, ShardError: a shard can't be fetched, or isn't a tar.
+        NoValidSamples: no sample has a JPEG and a caption.
+        OptionError: fewer samples than three batches.
     """
     listed = ShardList(expand_urls(list(urls)), dict(storage) if storage else None)
     tally, taken, paths = _Tally(), [], []
     for shard in listed:
-        path = _near(shard, storage, tier)
+        path = _fetched(shard, storage, tier)
         tally.add(path)
         taken.append(shard)
         paths.append(path)
         if tally.usable >= samples:
             break
-    if not tally.usable:
-        where = taken[0].name + (" …" if len(taken) > 1 else "")
-        if not tally.samples:
-            raise NoValidSamples(f"{where}: there is no sample in it")
-        held = ", ".join(f".{extension}" for extension in sorted(tally.extensions)[:8])
-        raise NoValidSamples(
-            f"{where}: none of {tally.samples:,} samples has a JPEG (.jpg, .jpeg) and a caption (.txt), "
-            f"which is what this measures; they have {held}"
-        )
-    if min(samples, tally.usable) < FEWEST_BATCHES * batch_size:
-        raise OptionError(
-            f"{min(samples, tally.usable):,} samples are less than {FEWEST_BATCHES} batches of {batch_size}: "
-            f"give a smaller --batch-size, or more samples"
-        )
+    _check(tally, taken, samples, batch_size)
     return Data(
         urls=tuple(shard.url for shard in taken),
         names=tuple(shard.name for shard in taken),
@@ -130,8 +128,26 @@ def prepare(
     )
 
 
-def _near(shard: Shard, storage: Mapping[str, Any] | None, tier: Path) -> str:
-    """Where the shard's bytes are; fetched if they are far."""
+def _check(tally: _Tally, taken: Sequence[Shard], samples: int, batch_size: int) -> None:
+    """Raise if there aren't enough usable samples."""
+    if not tally.usable:
+        where = taken[0].name + (" …" if len(taken) > 1 else "")
+        if not tally.samples:
+            raise NoValidSamples(f"{where}: no samples")
+        held = ", ".join(f".{extension}" for extension in sorted(tally.extensions)[:8])
+        raise NoValidSamples(
+            f"{where}: none of {tally.samples:,} samples has a JPEG (.jpg, .jpeg) and a caption (.txt); "
+            f"expected both, found {held}"
+        )
+    if min(samples, tally.usable) < FEWEST_BATCHES * batch_size:
+        raise OptionError(
+            f"{min(samples, tally.usable):,} samples are less than {FEWEST_BATCHES} batches of {batch_size}: "
+            f"give a smaller --batch-size, or more samples"
+        )
+
+
+def _fetched(shard: Shard, storage: Mapping[str, Any] | None, tier: Path) -> str:
+    """The local file with the shard's bytes; downloads it unless the shard is local."""
     if shard.local is not None:
         return str(shard.local)
     report = warm([shard.url], cache_dir=tier, cache="disk", storage_options=storage)

@@ -1,8 +1,8 @@
-"""Shards of real photographs with captions, for the demo, the benchmarks and tests; nothing is downloaded.
+"""Shards of real photographs with captions, for the examples and benchmarks; nothing is downloaded.
 
-The photographs are the ones inside of the scikit-image and scikit-learn wheels. Each sample is another crop,
-size, mirror and JPEG quality of one of them, so that no two are the same bytes; sizes are like ImageNet's
-(around 520×390, 110 KB in the mean). Captions say in a few words what a small CLIP can learn to see.
+The photographs come from the scikit-image and scikit-learn wheels. Each sample is a different crop, size,
+mirroring and JPEG quality of one of them, so no two have the same bytes. Sizes are like ImageNet's (around
+520×390, 110 KB on average). Captions describe what a small CLIP can learn to see.
 """
 
 import functools
@@ -28,7 +28,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class Photograph(NamedTuple):
-    """A photograph in a wheel, and the words for it."""
+    """A photograph in a wheel, and its description."""
 
     words: str
     wheel: str
@@ -54,7 +54,7 @@ PHOTOGRAPHS = (
 
 _MEAN_SIZE = (520, 390)
 _UPRIGHT_SHARE = 0.2
-_QUALITIES = (96, 100)  # both ends included; with these the bytes are ImageNet's
+_QUALITIES = (96, 100)  # inclusive; these give file sizes like ImageNet's
 _ZOOMS = (1.0, 1.25, 1.6)  # how much larger than a crop the whole photograph is, on its tighter side
 _CLOSE_UP = 1.5
 _ROWS = ("top", "middle", "bottom")
@@ -72,10 +72,10 @@ class Picture:
 
 
 def picture(number: int, seed: int = 0) -> Picture:
-    """Sample `number` of the endless sequence that `seed` names, always the same; about 3 ms.
+    """Sample `number` of the endless sequence of a seed; deterministic, about 3 ms.
 
     Raises:
-        OptionError: the wheels with the photographs are not installed.
+        OptionError: the wheels with the photographs aren't installed.
     """
     import simplejpeg
 
@@ -103,15 +103,15 @@ def write_photograph_shards(
     threads: int | None = None,
     members: Sequence[str] = ("jpg", "txt"),
 ) -> list[Path]:
-    """Write `samples` pictures into shards `00000.tar`, `00001.tar`, … and a sizes.json that counts them.
+    """Write `samples` pictures into shards `00000.tar`, `00001.tar`, … and a sizes.json with their counts.
 
     Args:
-        directory: made if it is missing; files of the same name are replaced.
-        samples: in all; the last shard has what is left.
-        samples_per_shard: of every other shard; 360 make about 40 MB.
-        seed: another seed gives other pictures.
-        threads: how many shards are written at once, the machine's cores by default. The bytes don't depend
-            on it: encoding and scaling release the GIL.
+        directory: created if missing; files of the same name are replaced.
+        samples: in all shards; the last shard has the remainder.
+        samples_per_shard: 360 are about 40 MB.
+        seed: of crops, sizes, mirroring and quality.
+        threads: how many shards are written concurrently; default: one per core. The bytes don't depend on
+            it.
         members: of each sample: "jpg", "txt", "cls".
 
     Returns:
@@ -146,7 +146,7 @@ def _write_shard(path: Path, start: int, stop: int, seed: int, members: Sequence
 
 
 def _crop(rng: np.random.Generator, pixels: Pixels, upright: bool) -> tuple[Pixels, str]:
-    """A crop of varied size and place, and words for the place."""
+    """A random crop, and a description of its place."""
     width, height = (int(side * rng.uniform(0.8, 1.0)) for side in _largest(upright))
     across, down = rng.random(2)
     left, top = int(across * (pixels.shape[1] - width + 1)), int(down * (pixels.shape[0] - height + 1))
@@ -163,9 +163,9 @@ def _largest(upright: bool) -> tuple[int, int]:
 
 @functools.cache
 def _scaled(photograph: Photograph, zoom: float, upright: bool) -> Pixels:
-    """The whole photograph, uint8[H, W, 3], such that a crop shows 1/zoom of it or less on each side.
+    """The whole photograph, uint8[H, W, 3], scaled so that a crop shows at most 1/zoom of each side.
 
-    Scaling is most of the work, so it is done once for all crops.
+    Cached for all crops: scaling is most of the work.
     """
     from PIL import Image
 
@@ -173,7 +173,7 @@ def _scaled(photograph: Photograph, zoom: float, upright: bool) -> Pixels:
         path = str(distribution(photograph.wheel).locate_file(photograph.path))
     except PackageNotFoundError as exc:
         raise OptionError(
-            f"{photograph.wheel} is not installed, and its wheel has the photographs; "
+            f"{photograph.wheel} is not installed; its wheel contains the photographs: "
             f"python -m pip install 'streamload[demo]'"
         ) from exc
     with Image.open(path) as image:
@@ -184,6 +184,6 @@ def _scaled(photograph: Photograph, zoom: float, upright: bool) -> Pixels:
 
 
 def _with_comment(jpeg: bytes, text: str) -> bytes:
-    """The JPEG with a comment (a COM segment after the start marker), so that no two have the same bytes."""
+    """Insert a comment (a COM segment after the start marker), so that no two JPEGs have the same bytes."""
     comment = text.encode()
     return jpeg[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + jpeg[2:]

@@ -1,4 +1,4 @@
-"""In words: what limits a machine on some shards, and what to change. Pure: figures in, sentences out."""
+"""What limits a training on these shards, and what to change. Pure: figures in, sentences out."""
 
 from __future__ import annotations
 
@@ -10,51 +10,49 @@ from streamload.metrics import format_bytes
 Limit = Literal["link", "disk", "decode", "hand-over", "consumer"]
 
 _MUCH_OVERHEAD = 0.25
-_LARGE = 1.5
-"""How many times the pixels of SHORT_SIDE an image has before smaller ones are worth a word."""
 SHORT_SIDE = 256
+_LARGE = 1.5
+"""Advise smaller images from this many times the pixels of images with SHORT_SIDE."""
 
 _FILL = (
-    "Fill the cache before the training: streamload warm URLS. It can be stopped and taken up, and run on a "
-    "machine without a GPU."
+    "Fill the cache before the training: streamload warm URLS. It can be interrupted and continued, and "
+    "needs no GPU."
 )
 _KEEP = (
-    "Keep the cache large enough for all of the data ({size} an image), so that only the first epoch has to "
+    "Make the cache large enough for all data ({size} per image), so that only the first epoch has to "
     "wait: STREAMLOAD_CACHE_SIZE, or cache_size=."
 )
 _FASTER_DISK = (
     "Put the cache on a faster disk (STREAMLOAD_CACHE_DIR), or in memory where the data fits "
-    '(cache="memory").'
+    "(STREAMLOAD_CACHE=memory)."
 )
-_CONSUMER = "Nothing in the loader would make the training faster; fewer workers would do."
+_CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
 _TRANSFORM = (
-    "Leave preprocess= away, or give a transform that is compiled, and batches of some dozens of images."
+    "Leave out preprocess=, or pass a transform that is compiled, and use batches of some dozens of images."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured; rates are images a second.
+    """The measured figures; rates are in images per second.
 
     Attributes:
-        link: that the origin brings; None where the shards are local files.
-        disk: that the disk reads without the page cache; None where it is memory.
-        decode: of decoding alone, by as many processes as there are workers.
-        loader: of streamload, from its cache.
-        consumer: that the training takes; None where that isn't known.
-        floor_cpu_us: CPU time that an image costs on the floor, as float32.
-        loader_cpu_us: the same of streamload.
-        workers: that streamload had.
-        cores: that there are.
-        width, height: of the images, in the mean.
-        size_bytes: of the shards that were measured on.
-        samples: in them.
+        link: download rate; None where the shards are local files.
+        disk: read rate without the page cache; None where the files are in memory.
+        loader: rate of the loader, from its cache.
+        consumer: rate of the training; None if unknown.
+        floor_cpu_us: CPU time per image of the floor, as float32.
+        loader_cpu_us: CPU time per image of the loader.
+        workers: of the loader.
+        cores: of the machine.
+        width, height: mean size of the images.
+        size_bytes: of the shards.
+        samples: in the shards.
         batch_size: of a step.
     """
 
     link: float | None
     disk: float | None
-    decode: float
     loader: float
     consumer: float | None
     floor_cpu_us: float
@@ -70,7 +68,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What limits the first epoch, which fetches, and later ones, which don't; and all of it in words."""
+    """The limit of the first epoch, which downloads, and of later ones; and sentences that explain both."""
 
     first_epoch: Limit
     later_epochs: Limit
@@ -78,7 +76,7 @@ class Verdict:
 
 
 def verdict(figures: Figures) -> Verdict:
-    """Judge what was measured."""
+    """The verdict on these figures."""
     compute = _compute(figures)
     rates: dict[Limit, float | None] = {
         "link": figures.link,
@@ -102,13 +100,13 @@ def verdict(figures: Figures) -> Verdict:
         longest_ms = figures.batch_size / _rate(later, figures) * 1e3
         lines.append(
             f"A training whose steps take more than {longest_ms:,.0f} ms for {figures.batch_size} images "
-            f"never waits for data after the first epoch; --step-seconds takes yours into account."
+            f"never waits for data after the first epoch; give --step-seconds to compare with yours."
         )
     return Verdict(first, later, tuple(dict.fromkeys(lines)))
 
 
 def _compute(figures: Figures) -> Limit:
-    """What the loader's own speed is a matter of."""
+    """What limits the loader itself."""
     overhead = figures.loader_cpu_us - figures.floor_cpu_us
     return "hand-over" if overhead > _MUCH_OVERHEAD * figures.loader_cpu_us else "decode"
 
@@ -125,34 +123,35 @@ def _rate(limit: Limit, figures: Figures) -> float:
 
 
 def _named(limit: Limit, figures: Figures) -> str:
-    """The limit with its rate, and what the loader would do without it."""
+    """The limit, its rate, and the rate of the loader without it."""
     rate = f"{_rate(limit, figures):,.0f} images/s"
-    without = f"streamload makes {figures.loader:,.0f}"
+    without = f"the loader reaches {figures.loader:,.0f}"
     if limit == "link":
-        return f"the link: it brings {rate}, {without}"
+        return f"the link: it delivers {rate}, {without}"
     if limit == "disk":
-        return f"the disk: it reads {rate} where their pages aren't cached, {without}"
+        return f"the disk: it reads {rate} without the page cache, {without}"
     if limit == "consumer":
-        return f"the training itself: it takes {rate}, {without}"
-    share = min(1.0, figures.floor_cpu_us / figures.loader_cpu_us)
+        return f"the training itself: it consumes {rate}, {without}"
+    # 0: the loader took less than a tick of the kernel's clock.
+    share = min(1.0, figures.floor_cpu_us / figures.loader_cpu_us) if figures.loader_cpu_us else 1.0
     if limit == "decode":
         return (
-            f"decoding and resizing: {rate} by {figures.workers} workers; {share:.0%} of the CPU time is "
-            f"what that costs at least"
+            f"decoding and resizing: {rate} with {figures.workers} workers; {share:.0%} of the CPU time is "
+            f"their minimum cost"
         )
     return (
-        f"the hand-over and what else surrounds the decoding: {rate} by {figures.workers} workers; only "
-        f"{share:.0%} of the CPU time is what decoding and resizing cost at least"
+        f"overhead beside decoding, such as the hand-over: {rate} with {figures.workers} workers; only "
+        f"{share:.0%} of the CPU time is the minimum cost of decoding and resizing"
     )
 
 
 def _link(figures: Figures) -> str:
     assert figures.link is not None
-    return f"the link brings {figures.link:,.0f}"
+    return f"the link delivers {figures.link:,.0f}"
 
 
 def _advice(limit: Limit, figures: Figures) -> list[str]:
-    """What to change, the most useful first."""
+    """What to change, most useful first."""
     if limit == "link":
         size = format_bytes(figures.size_bytes / figures.samples)
         return [_FILL, _KEEP.format(size=size), *_smaller(figures)]
@@ -166,7 +165,7 @@ def _advice(limit: Limit, figures: Figures) -> list[str]:
     if limit == "decode":
         if figures.workers >= figures.cores:
             advice.append(
-                f"All {figures.cores} cores are used: less work an image, or more cores, would help."
+                f"All {figures.cores} cores are used: less work per image, or more cores, would help."
             )
         return advice + _smaller(figures)
     if figures.workers > figures.cores:
@@ -179,8 +178,8 @@ def _smaller(figures: Figures) -> list[str]:
     if not pixels or pixels < _LARGE * enough:
         return []
     line = (
-        f"Smaller images: they are {figures.width}×{figures.height} in the mean; with a short side of "
-        f"{SHORT_SIDE} they would have {enough / pixels:.0%} of the pixels, for a training at 224."
+        f"Smaller images: their mean size is {figures.width}×{figures.height}; for a training at 224, a "
+        f"short side of {SHORT_SIDE} is enough, and has {enough / pixels:.0%} of the pixels."
     )
     return [line]
 

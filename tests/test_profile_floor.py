@@ -14,7 +14,7 @@ import torch
 from photographs import SIZES, photograph
 
 from benchmarks.contenders.workload import WordTokenizer
-from streamload.bench import floor
+from streamload.profile import floor
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.transforms.augment import Box, Draws, RandomBox
 from streamload.transforms.normalise import normalise_into
@@ -184,7 +184,7 @@ def test_an_image_that_can_not_be_decoded_ends_the_floor(tmp_path, no_leaks):
     (tmp_path / "bad.tar").write_bytes(data)
     (good,) = write_shards(tmp_path / "good", [3], seed=54)
     multiprocessing.Barrier(1)
-    with no_leaks(), pytest.raises(RuntimeError, match="a worker of the floor ended: ValueError"):
+    with no_leaks(), pytest.raises(RuntimeError, match="a worker of the floor failed: ValueError"):
         floor.run([str(tmp_path / "bad.tar"), str(good)], workers=2, form="uint8")
 
 

@@ -1,4 +1,4 @@
-"""`streamload demo`, in small: it trains, shows its figures, and leaves nothing but the picture."""
+"""examples/demo.py, in small: it trains, shows its figures, and leaves only the picture and the figures."""
 
 import json
 import os
@@ -11,21 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamload.testing.photographs import write_photograph_shards
+from examples.photograph_shards import write_photograph_shards
 
-SCRIPT = "from streamload.cli import main\nif __name__ == '__main__':\n    main()\n"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "demo.py"
 
 
 @pytest.fixture
 def demo(tmp_path):
     """Starts the demo on its own, with a temporary directory of its own."""
     (tmp_path / "temporary").mkdir()
-    script = tmp_path / "run_streamload.py"
-    script.write_text(SCRIPT)
 
     def start(*arguments):
         return subprocess.Popen(
-            [sys.executable, str(script), "demo", *map(str, arguments)],
+            [sys.executable, str(EXAMPLE), *map(str, arguments)],
             cwd=tmp_path,
             env={**os.environ, "TMPDIR": str(tmp_path / "temporary"), "COLUMNS": "120"},
             stdout=subprocess.PIPE,
@@ -76,7 +74,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(demo, tmp_path):
 def test_the_demo_fails_with_one_line_on_a_link_that_is_no_size(demo, tmp_path):
     process = demo("--link", "fast", "--samples", 128)
     printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert "--link='fast' is not a size" in printed
+    assert process.returncode == 1
+    assert "demo: --link='fast' is not a size" in printed
     assert "Traceback" not in printed
     assert list((tmp_path / "temporary").glob("streamload*")) == []

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from examples import photograph_shards
+from examples.photograph_shards import PHOTOGRAPHS, Photograph, picture, write_photograph_shards
 from streamload.errors import OptionError
-from streamload.testing import photographs
-from streamload.testing.photographs import PHOTOGRAPHS, Photograph, picture, write_photograph_shards
 
 
 def read(paths):
@@ -70,6 +70,6 @@ def test_no_samples_fails(tmp_path, samples, samples_per_shard):
 
 
 def test_a_missing_wheel_fails_saying_what_to_install(monkeypatch):
-    monkeypatch.setattr(photographs, "PHOTOGRAPHS", (Photograph("nothing", "no-such-wheel", "x.png"),))
+    monkeypatch.setattr(photograph_shards, "PHOTOGRAPHS", (Photograph("nothing", "no-such-wheel", "x.png"),))
     with pytest.raises(OptionError, match=r"pip install 'streamload\[demo\]'"):
         picture(0)

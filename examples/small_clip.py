@@ -1,4 +1,4 @@
-"""The demo's model: CLIP in small. Two towers, one space, the contrastive loss; and a tokenizer by words."""
+"""A small CLIP for demo.py and docker/train.py: two towers, the contrastive loss, a hashing tokenizer."""
 
 import re
 import zlib
@@ -12,7 +12,7 @@ VOCABULARY = 1024
 
 
 def tokenize(texts: list[str]) -> torch.Tensor:
-    """Word ids by hash: int64[N, CONTEXT_LENGTH]; 0 fills up."""
+    """Hashed words: int64[N, CONTEXT_LENGTH], padded with 0."""
     ids = torch.zeros(len(texts), CONTEXT_LENGTH, dtype=torch.int64)
     for row, text in enumerate(texts):
         words = re.findall(r"\w+", text.lower())[:CONTEXT_LENGTH]
@@ -36,7 +36,7 @@ class SmallClip(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(2.6))
 
     def forward(self, images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        """The contrastive loss of float32[N, 3, 224, 224] and int64[N, CONTEXT_LENGTH]; ln N is chance."""
+        """The contrastive loss of float32[N, 3, 224, 224] and int64[N, CONTEXT_LENGTH]; chance is ln N."""
         patches = self.patches(images).flatten(2).transpose(1, 2) + self.places
         image_features = functional.normalize(self.image_tower(patches).mean(1), dim=-1)
         text_features = functional.normalize(self.text_tower(texts), dim=-1)

@@ -1,28 +1,10 @@
-"""The floor: the least that reading tar shards can cost here, to compare every loader with.
+"""The floor: the minimum cost of reading tar shards on this machine, to compare loaders with.
 
-Bare processes, one per worker, read shards out of the page cache with a header parser of their own, decode,
-crop, resize and tokenize with the libraries that streamload uses, and write into one private batch each, over
-and over. They hand nothing over, keep no order, verify nothing, survive nothing: a bad image ends them.
-Written once, as fast as it could be made, and then left alone; but where streamload has a resize of its own
-(transforms/_avx2.c), the floor can have it, too: by the libraries alone it is no floor any more.
-
-What was tried for each part, on 520×390 photographs and one core, in microseconds of CPU an image (of several
-rounds in turn; the machine was busy, so read the ratios), the one that is used first:
-
-- headers: names as bytes, fields by `struct` 1.5 each · names as text, fields by slices 2.2
-- payloads: slices of a map 18 · a populated map 17, but it maps what isn't read · preadv into one buffer 20 ·
-  pread 20
-- decode: into one buffer that is used again 1,596 · a new array 1,633 · RGBX 1,645 · header first 1,622
-- resize: `out=` the place in the batch, from a view of the crop 582 · from a contiguous copy of it 592 · by
-  `torch.ops` 10 to 90 more · without `out=` and copied 712 · through `F.interpolate` 800 to 1,100 · columns
-  before rows 747 · four channels 576, but 270 more to take three of them · a planar result 736 · the kernels
-  for AVX2 in place of AVX-512 the same
-- normalise: `copy_`, `sub_`, `mul_` on the place in the batch 202 · `copy_` by numpy 206 · channel by channel
-  208 · scale and shift in one `add` 214 · `lerp_` 236 · planar bytes first 245 · `mul` from bytes 273 · in a
-  scratch image and copied 266 · tables 318 to 542
-- ids: a list into its row and zeros behind 3.4 · as bytes by `array` 2.9, which isn't worth its lines · a
-  padded list 4.9 · a comprehension 4.0 · a tensor 30
-- threads: one for each process · two cost 4 times as much CPU and more, on cores that are all busy
+One bare process per worker: it reads shards from the page cache with its own header parser, decodes, crops,
+resizes and tokenizes with the libraries that streamload uses, and writes into one private batch, over and
+over. No hand-over, order, verification or error handling. Where streamload has a resize kernel of its own
+(transforms/_avx2.c), the floor uses it, too. docs/results/notebook.md has the
+alternatives that were slower.
 """
 
 from __future__ import annotations
@@ -52,10 +34,10 @@ from streamload.transforms import kernel
 from streamload.transforms.normalise import packed
 
 Form = Literal["uint8", "float32", "decode"]
-"""uint8[N, 3, 224, 224] channels last; float32[N, 3, 224, 224] normalised; or decoded and no more."""
+"""uint8[N, 3, 224, 224], channels last; float32[N, 3, 224, 224], normalised; or decoded only."""
 Tokenize = Callable[[list[str]], Any]
 Piece = tuple[str, int, int]
-"""A path, and from which header up to which byte."""
+"""A path, and a half-open byte range of it that starts at a header."""
 
 SIZE = 224
 LENGTH = 77
@@ -64,7 +46,7 @@ _RATIO = (math.log(3 / 4), math.log(4 / 3) - math.log(3 / 4))
 _TRIES = 10
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
-_PIXELS = 1 << 26  # of the largest image; only what an image needs of this memory is ever touched
+_PIXELS = 1 << 26  # of the largest image; untouched pages take no memory
 _PATIENCE_SECONDS = 600.0
 _header = struct.Struct("100s24x12s20xB188x155s").unpack_from
 """Name, size, kind and prefix."""
@@ -72,7 +54,7 @@ _header = struct.Struct("100s24x12s20xB188x155s").unpack_from
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Once through the shards, by all workers; times are of the machine's monotonic clock."""
+    """One pass of all workers through the shards; times are of the monotonic clock."""
 
     began: float
     ended: float
@@ -91,21 +73,21 @@ def run(
     passes: int = 1,
     by_libraries: bool = False,
 ) -> list[Pass]:
-    """Go through shards; all workers begin each pass at one barrier.
+    """Read all shards `passes` times; all workers start each pass at a barrier.
 
     Args:
         paths: uncompressed tars with JPEGs (`.jpg`, `.jpeg`) and captions (`.txt`).
         workers: processes; each gets an equal share of the samples.
-        form: what becomes of an image.
-        batch_size: of the batch that each worker writes into.
-        tokenizer: list of str → ids [N, 77], each caption between a first and a last id, zeros behind; asked
-            once for each word.
-        samples: the first so many; None for all.
-        passes: how often.
-        by_libraries: resize and normalise by torch's kernels, even where streamload doesn't.
+        form: what is made of an image.
+        batch_size: of each worker's batch.
+        tokenizer: list of str → ids [N, 77], where a caption is a first id, its words' ids, a last id, and
+            zeros; called once per word.
+        samples: read only the first ones; None for all.
+        passes: how often to read them.
+        by_libraries: resize and normalise by torch's kernels, even where streamload has its own.
 
     Raises:
-        RuntimeError: a worker ended, with its own words.
+        RuntimeError: a worker failed, with its error.
     """
     shares = _deal(paths, workers, samples)
     batch = functools.partial(Batch, batch_size, form, tokenizer, by_libraries)
@@ -129,35 +111,34 @@ def run(
             process.close()
         for reader, _ in pipes:
             reader.close()
-    done = [said for said in each if not isinstance(said, str)]
+    done = [passes for passes in each if not isinstance(passes, str)]
     if len(done) < workers:
-        words = max((said for said in each if isinstance(said, str)), key=len)
-        raise RuntimeError(f"a worker of the floor ended: {words or 'it was killed'}")
-    return [_together(same) for same in zip(*done, strict=True)]
+        error = max((error for error in each if isinstance(error, str)), key=len)
+        raise RuntimeError(f"a worker of the floor failed: {error or 'it was killed'}")
+    return [_merged(parts) for parts in zip(*done, strict=True)]
 
 
 def _received(reader: Connection) -> list[Pass] | str:
-    """A worker's passes, or why there are none; "" where it said nothing."""
+    """A worker's passes, or its error; "" if it sent neither."""
     try:
-        said: list[Pass] | str = reader.recv()
+        return reader.recv()  # type: ignore[no-any-return]
     except EOFError:
         return ""
-    return said
 
 
-def _together(same: Sequence[Pass]) -> Pass:
+def _merged(parts: Sequence[Pass]) -> Pass:
     return Pass(
-        began=min(each.began for each in same),
-        ended=max(each.ended for each in same),
-        images=sum(each.images for each in same),
-        cpu_seconds=sum(each.cpu_seconds for each in same),
+        began=min(part.began for part in parts),
+        ended=max(part.ended for part in parts),
+        images=sum(part.images for part in parts),
+        cpu_seconds=sum(part.cpu_seconds for part in parts),
     )
 
 
 def members(data: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
-    """Name, start and size of each regular file of a tar whose header lies in start … stop; 1.5 µs each.
+    """Name, start and size of each regular file with its header in [start, stop) of a tar; 1.5 µs each.
 
-    ustar with its prefix, GNU's long names, pax paths and sizes, sizes in base 256.
+    Reads ustar with prefixes, GNU long names, pax paths and sizes, and sizes in base 256.
     """
     at, long_name, pax_size = start, b"", -1
     while at < stop:
@@ -197,7 +178,7 @@ def members(data: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[by
 def pairs(
     data: mmap.mmap | bytes, start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Start and size of the image, start and size of the caption, of each sample that has both."""
+    """Image start and size, caption start and size, of each sample that has both."""
     last, image, image_size, text, text_size = b"", 0, 0, 0, 0
     for name, at, size in members(data, start, len(data) if stop is None else stop):
         dot = name.find(b".", name.rfind(b"/") + 1)
@@ -216,7 +197,7 @@ def pairs(
 
 
 def box(height: int, width: int, draw: Callable[[], float]) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a crop, distributed as RandomResizedCrop's; 4 µs."""
+    """Top, left, height and width of a random crop, distributed like RandomResizedCrop's; 4 µs."""
     pixels = height * width
     for _ in range(_TRIES):
         area, ratio = pixels * (_SCALE[0] + _SCALE[1] * draw()), math.exp(_RATIO[0] + _RATIO[1] * draw())
@@ -233,10 +214,10 @@ def box(height: int, width: int, draw: Callable[[], float]) -> tuple[int, int, i
 
 
 class Batch:
-    """A batch in memory that is used again and again.
+    """A batch whose memory is reused.
 
     Attributes:
-        images: uint8 or float32 [N, 3, 224, 224]; nothing is written there when images are only decoded.
+        images: uint8 or float32 [N, 3, 224, 224]; not written if images are only decoded.
         ids: int64[N, 77].
     """
 
@@ -266,7 +247,7 @@ class Batch:
             self._first, self._last = [empty[0]], empty[1]
 
     def put(self, place: int, jpeg: Any, caption: str, draw: Callable[[], float]) -> None:
-        """Make a sample the batch's example number `place`."""
+        """Decode, transform and tokenize a sample into row `place`."""
         pixels = simplejpeg.decode_jpeg(jpeg, "RGB", buffer=self._pixels)
         if not self._resizes:
             return
@@ -276,7 +257,7 @@ class Batch:
             self._tokenize(place, caption)
 
     def resize(self, place: int, crop: Any) -> None:
-        """Resize uint8[1, H, W, 3] into its place; normalise it there while it is in the cache."""
+        """Resize uint8[1, H, W, 3] into its row; normalise it there while it is in the CPU's cache."""
         if self._kernel is not None:
             (_, height, width, _), row_bytes = crop.shape, crop.strides[1]
             pixels: int = crop.__array_interface__["data"][0]
@@ -311,7 +292,7 @@ class Batch:
 
 
 def _deal(paths: Sequence[str], workers: int, samples: int | None) -> list[list[Piece]]:
-    """Equal shares of the samples, each a few runs of neighbours; before the clock starts."""
+    """Divide the samples into equal shares of contiguous runs, before the clock starts."""
     runs: list[tuple[str, int, int]] = []
     for path in paths:
         with _mapped(path) as data:
@@ -351,7 +332,7 @@ def _worker(
             done.append(Pass(began, time.monotonic(), images, time.process_time() - cpu_before))
         results.send(done)
     except threading.BrokenBarrierError:
-        pass  # another has ended, and said why
+        pass  # another worker failed, and sent its error
     except Exception as exc:
         results.send(repr(exc))
         barrier.abort()
