@@ -120,11 +120,9 @@ def test_the_cache_is_on_disk_unless_an_argument_or_the_variable_says_otherwise(
 
 
 def test_a_place_or_size_of_the_cache_that_can_not_be_read_is_named():
-    with pytest.raises(
-        OptionError, match="STREAMLOAD_CACHE='ram': it has to be one of 'auto', 'disk', 'memory'"
-    ):
+    with pytest.raises(OptionError, match="STREAMLOAD_CACHE='ram'; expected one of 'auto', 'disk', 'memory'"):
         read_settings(environ={"STREAMLOAD_CACHE": "ram"})
-    with pytest.raises(OptionError, match="memory_size='120%' is not a share of what memory is free"):
+    with pytest.raises(OptionError, match="memory_size='120%' is not a share of the free memory"):
         read_settings(memory_size="120%", environ={})
 
 
@@ -152,10 +150,10 @@ def test_a_bad_value_fails_naming_its_variable_or_argument():
     [("revalidate", "often", "'never', 'start', 'always'"), ("eviction", "fifo", "'plan', 'lru'")],
 )
 def test_a_word_that_is_not_among_those_allowed_fails_with_the_list(name, value, allowed):
-    with pytest.raises(OptionError, match=f"{name}='{value}': it has to be one of {allowed}"):
+    with pytest.raises(OptionError, match=f"{name}='{value}'; expected one of {allowed}"):
         read_settings(**{name: value}, environ={})
     variable = f"STREAMLOAD_{name.upper()}"
-    with pytest.raises(OptionError, match=f"{variable}='{value}': it has to be one of {allowed}"):
+    with pytest.raises(OptionError, match=f"{variable}='{value}'; expected one of {allowed}"):
         read_settings(environ={variable: value})
 
 

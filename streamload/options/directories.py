@@ -1,4 +1,4 @@
-"""Where a cache lies by default, and the kind of file system that a path is on."""
+"""The default cache directory, and the kind of file system that a path is on."""
 
 import os
 import re
@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# File systems whose data is on another machine. Every FUSE kind counts as one too, except the one that is a
-# local disk in another format.
-_ELSEWHERE = frozenset(
+# File systems whose data is on another machine. All FUSE kinds count, too, except fuseblk: a local disk.
+_REMOTE = frozenset(
     {
         "9p",
         "acfs",
@@ -35,27 +34,27 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """Where a path lives: the mount point, and the kind that the kernel gives it ("ext4", "nfs4", …)."""
+    """A file system: its mount point, and its kind as named by the kernel ("ext4", "nfs4", …)."""
 
     mount_point: str
     kind: str
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether reading from it goes over a network."""
-        return self.kind in _ELSEWHERE or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
+        """Whether its data is on another machine."""
+        return self.kind in _REMOTE or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
 
     @property
     def is_memory(self) -> bool:
-        """Whether what it holds takes up memory."""
+        """Whether its files are in memory."""
         return self.kind in _MEMORY
 
 
 def default_cache_dir(environ: Mapping[str, str], mounts: str | None = None) -> Path:
-    """A place for the tier on a disk of this machine.
+    """A directory for the tier on a local disk.
 
-    That is `$XDG_CACHE_HOME/streamload` or `~/.cache/streamload`; but where those are on a network or in
-    memory, it is `/var/tmp/streamload-<uid>`, which is on disk and survives a reboot.
+    `$XDG_CACHE_HOME/streamload` or `~/.cache/streamload`; if that is on a network or in memory,
+    `/var/tmp/streamload-<uid>`, which is on disk and survives a reboot.
     """
     cache_home = environ.get("XDG_CACHE_HOME", "")
     home = Path(cache_home) if cache_home.startswith("/") else Path("~/.cache").expanduser()
@@ -66,17 +65,17 @@ def default_cache_dir(environ: Mapping[str, str], mounts: str | None = None) -> 
 
 
 def own_directory(path: Path) -> Path:
-    """Where this user's tier is if `path` is named: `path` itself, or a directory in it.
+    """The directory of this user's tier if `path` was given: `path` itself, or a directory in it.
 
-    A directory of root's in which others may write (a pod's volume, /scratch) can't be a tier, and only root
-    could make it one: there the tier is in `streamload-<uid>`, made with mode 0700.
+    A directory of root's that others may write to (a pod's volume, /scratch) can't be a tier itself: the tier
+    is in its `streamload-<uid>`, made with mode 0700.
     """
     try:
         status = path.stat()
         is_of_all = stat.S_ISDIR(status.st_mode) and status.st_uid == 0 and bool(status.st_mode & 0o022)
         if is_of_all and not (os.geteuid() == 0 and (path / "tier.json").exists()):
             return path / f"streamload-{os.geteuid()}"
-    except OSError:  # whoever uses it will say what is wrong
+    except OSError:  # reported when the directory is used
         pass
     return path
 
@@ -85,9 +84,9 @@ def file_system(path: Path, mounts: str | None = None) -> FileSystem:
     """The file system on which `path` is, or would be created.
 
     Args:
-        path: need not exist yet; links on the way are followed.
-        mounts: the text of a mountinfo file (proc(5)); this process's own by default. Where the system has
-            none, the answer is kind "unknown", which counts as local.
+        path: need not exist yet; links are followed.
+        mounts: the text of a mountinfo file (proc(5)); by default this process's own. Without one the kind is
+            "unknown", which counts as local.
     """
     if mounts is None:
         try:

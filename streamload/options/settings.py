@@ -1,9 +1,9 @@
-"""What a user may set from outside: STREAMLOAD_* variables, arguments, flags. One row per option.
+"""Options that can be set by STREAMLOAD_* variables, arguments and flags. One row per option.
 
-`Settings` is the only reader of those variables. An argument wins over the variable, the variable over the
-default, and each value knows which it was. The command line, `streamload doctor` and the reference page are
+`Settings` is the only reader of those variables. An argument overrides the variable, the variable the
+default, and `sources` records which applied. The command line, `streamload doctor` and the reference page are
 made from the same rows. Nothing is created and no space is measured here: a share of the disk stays a share
-until the tier asks for its bytes.
+until the tier is opened.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Eviction = Literal["plan", "lru"]
 Where = Literal["auto", "disk", "memory"]
 
 DEFAULT_SHARED_WAIT_SECONDS = 120.0
-"""Time in which another node fetches and stores a shard of 300 MB at 3 MB/s, or one of 1 GB at 10 MB/s."""
+"""Another node fetches and stores a shard of 300 MB at 3 MB/s in this time, or one of 1 GB at 10 MB/s."""
 DEFAULT_ORIGIN_WAIT_SECONDS = 300.0
 """Half of NCCL's default timeout: the time that other ranks wait for one in a collective operation."""
 DEFAULT_MAX_IMAGE_PIXELS = 20_000_000
@@ -47,14 +47,14 @@ _T = TypeVar("_T")
 
 
 class Option(Generic[_T]):
-    """One option: the single place that declares it. In a Settings it is the option's value.
+    """The only declaration of an option; a descriptor that gives its value in a Settings.
 
     Args:
-        parse: takes what was given and the name to call it in an error; returns the value.
+        parse: takes a value or its text and the option's name for errors; returns the value.
         default: as a user would give it, None for no value, or a function of the environment.
         help: one or two sentences, for the docstring, the command line and the reference page.
-        argument: where make_loader takes it: "cache_dir", or "cache.ahead" for Cache(ahead=…).
-        variable: its environment variable, where that isn't STREAMLOAD_ and its name.
+        argument: of make_loader: "cache_dir", or "cache.ahead" for Cache(ahead=…).
+        variable: its environment variable, if that isn't STREAMLOAD_ and its name.
         unit: of a number: "bytes", "seconds", "pixels".
         is_secret: whether the value may hold credentials, and is left out of reprs.
 
@@ -103,18 +103,18 @@ def _choice(allowed: Any) -> Callable[[Any, str], Any]:
 
 
 class Settings:
-    """Every option that can be set from outside, resolved. Read-only.
+    """The values of all options. Read-only.
 
     Args:
         given: values by option name; None counts as not given.
-        environ: where STREAMLOAD_* variables are looked up; this process's environment by default.
+        environ: with the STREAMLOAD_* variables; by default this process's environment.
 
     Attributes:
-        sources: of each option's name: "argument", its variable's name, or "default".
+        sources: by option name: "argument", the name of its variable, or "default".
 
     Raises:
-        OptionError: a value that can't be read; the message names the argument or variable.
-        TypeError: a name that is no option.
+        OptionError: a value that can't be parsed; the message names the argument or variable.
+        TypeError: an unknown option name.
     """
 
     cache_dir: Final = Option[Path](
@@ -126,20 +126,20 @@ class Settings:
     cache_size: Final = Option[CacheSize](
         parse_cache_size,
         "80%",
-        'The most that it may hold: bytes, "500GB", or "80%" of what is free plus what it holds.',
+        'The limit of the cache: bytes, "500GB", or "80%" of the free space plus what it holds.',
         argument="cache_size",
     )
     cache: Final = Option[Where](
         _choice(Where),
         "disk",
         'Where the cache is: "disk", "memory" (a tmpfs), or "auto": in memory if the data is known to fit '
-        "there or no disk can be used, else on disk.",
+        "there or no disk is usable, else on disk.",
         argument="cache.where",
     )
     memory_size: Final = Option[CacheSize](
-        lambda given, name: parse_cache_size(given, name, "what memory is free"),
+        lambda given, name: parse_cache_size(given, name, "the free memory"),
         "50%",
-        'The most that a cache in memory may hold: bytes, "20GB", or "50%" of what is free.',
+        'The limit of a cache in memory: bytes, "20GB", or "50%" of the free memory.',
         argument="cache.memory_size",
     )
     free_disk: Final = Option[FreeDisk](
@@ -165,15 +165,15 @@ class Settings:
     revalidate: Final = Option[Revalidate](
         _choice(Revalidate),
         "never",
-        'When the origin of a cached shard is asked whether it has changed: "never", before its first use in '
-        'a run ("start"), or in each epoch ("always").',
+        'When to ask the origin whether a cached shard has changed: "never", before its first use in a run '
+        '("start"), or in each epoch ("always").',
         argument="cache.revalidate",
     )
     shared_cache: Final = Option[str | None](
         parse_folder,
         None,
-        "A folder for many nodes, in an object store or on a network, that is asked for a shard before its "
-        'origin: "s3://bucket/folder", "/mnt/nfs/folder". If it fails in any way, the origin is asked.',
+        "A folder shared by many nodes, in an object store or on a network, that is asked for a shard before "
+        'its origin: "s3://bucket/folder", "/mnt/nfs/folder". If it fails, the origin is asked.',
         argument="cache.shared",
         is_secret=True,
     )
@@ -194,16 +194,16 @@ class Settings:
     origin_wait: Final = Option[float](
         parse_seconds,
         DEFAULT_ORIGIN_WAIT_SECONDS,
-        "How many seconds to wait for a server or bucket that gave shards and stopped answering; 0: no "
-        "longer than for one shard.",
+        "How many seconds to wait for a server or bucket that stopped answering after it had served shards; "
+        "0: no longer than for one shard.",
         argument="cache.origin_wait",
         unit="seconds",
     )
     max_image_pixels: Final = Option[int](
         parse_count,
         DEFAULT_MAX_IMAGE_PIXELS,
-        "Larger images are left out, counted as `too_large`, as are those that need as much memory or time "
-        "as these to decode (docs/guides/samples.md).",
+        "Larger images are skipped, counted as `too_large`, as are those that need as much memory or time "
+        "to decode (docs/guides/samples.md).",
         argument="images.max_pixels",
         unit="pixels",
     )
@@ -228,18 +228,18 @@ class Settings:
 
 
 def read_settings(*, environ: Mapping[str, str] | None = None, **given: object) -> Settings:
-    """Resolve the settings from arguments, then the environment, then defaults; see `Settings`."""
+    """The settings from arguments, then the environment, then defaults; see `Settings`."""
     return Settings(given, environ)
 
 
 @functools.cache
 def options() -> tuple[Option[Any], ...]:
-    """The rows of all options, in the order in which they are shown."""
+    """All options, in the order in which they are shown."""
     return tuple(row for row in vars(Settings).values() if isinstance(row, Option))
 
 
 def _resolve(option: Option[Any], given: object, environ: Mapping[str, str]) -> tuple[Any, str]:
-    """The value of an option, and where it comes from. An empty variable counts as not set."""
+    """The value of an option and its source. An empty variable counts as not set."""
     if given is not None:
         return option.parse(given, option.name), "argument"
     if text := environ.get(option.variable, "").strip():
@@ -261,6 +261,4 @@ def _warn_once(name: str) -> None:
     known = sorted(option.variable for option in options())
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-    warnings.warn(
-        f"the variable {name} is not one that streamload reads; {advice}", UserWarning, stacklevel=5
-    )
+    warnings.warn(f"streamload doesn't read a variable {name}; {advice}", UserWarning, stacklevel=5)

@@ -1,6 +1,6 @@
-"""The types and parsers of option values: sizes, shares of a disk, switches, words, directories.
+"""The types and parsers of option values: sizes, shares of a disk, switches, choices, directories.
 
-Each parser takes what a user gave, text or a value, and the name to call it in an error.
+Each parser takes a value or its text, and the option's name for errors.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from streamload.errors import OptionError
 
 _Choice = TypeVar("_Choice", bound=str)
 
-_LEAST_FREE_BYTES = 1_000_000_000
-_LEAST_FREE_SHARE = 0.02
-_MOST_KEPT_FREE_SHARE = 0.2
+_MIN_FREE_BYTES = 1_000_000_000
+_MIN_FREE_SHARE = 0.02
+_MAX_FREE_SHARE = 0.2
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -40,17 +40,17 @@ _SWITCH = {
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The most that a tier may hold: a number of bytes, or a share of the disk.
+    """The limit of a tier: a number of bytes, or a share of the disk.
 
-    Exactly one of the two fields is set. A share is taken of what is free plus what the tier already holds,
-    so that it means the same on an empty tier and on a full one.
+    Exactly one of the two fields is set. A share is of the free bytes plus those that the tier holds, so that
+    it is the same for an empty tier and for a full one.
     """
 
     size_bytes: int | None = None
     share: float | None = None
 
     def limit_bytes(self, free_bytes: int, held_bytes: int) -> int:
-        """The limit in bytes on a disk with `free_bytes` free, when the tier holds `held_bytes`."""
+        """The limit in bytes on a disk with `free_bytes` free, for a tier that holds `held_bytes`."""
         if self.size_bytes is not None:
             return self.size_bytes
         return int((free_bytes + held_bytes) * (self.share or 0.0))
@@ -61,23 +61,23 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class FreeDisk:
-    """What a tier leaves free on its disk, whatever its limit: a number of bytes, or a share of the disk.
+    """Space that a tier leaves free on its disk, for any limit: a number of bytes, or a share of the disk.
 
-    With neither it is the default: the larger of 1 GB and 2 % of the disk, but never more than a fifth of
-    what is free or held by the tier, so that a small disk is of use too.
+    With neither it is the default: the larger of 1 GB and 2 % of the disk, but at most a fifth of the bytes
+    that are free or the tier's, so that a small disk can be used, too.
     """
 
     size_bytes: int | None = None
     share: float | None = None
 
     def floor_bytes(self, total_bytes: int, available_bytes: int) -> int:
-        """The floor on a disk of `total_bytes`, of which `available_bytes` are free or the tier's."""
+        """The bytes to leave free on a disk of `total_bytes`, with `available_bytes` free or the tier's."""
         if self.size_bytes is not None:
             return self.size_bytes
         if self.share is not None:
             return int(total_bytes * self.share)
-        floor = max(_LEAST_FREE_BYTES, int(total_bytes * _LEAST_FREE_SHARE))
-        return min(floor, int(available_bytes * _MOST_KEPT_FREE_SHARE))
+        floor = max(_MIN_FREE_BYTES, int(total_bytes * _MIN_FREE_SHARE))
+        return min(floor, int(available_bytes * _MAX_FREE_SHARE))
 
     def __str__(self) -> str:
         if self.size_bytes is not None:
@@ -86,10 +86,10 @@ class FreeDisk:
 
 
 def parse_size(value: object, name: str = "size") -> int:
-    """Bytes of an int or of text such as "500GB" (1000s), "1.5 TiB" (1024s) or "4_000_000".
+    """Bytes from an int or from text such as "500GB" (1000s), "1.5 TiB" (1024s) or "4_000_000".
 
     Raises:
-        OptionError: not a positive size; `name` says in the message whose value it was.
+        OptionError: not a positive size.
     """
     allowed = 'expected bytes such as 4000000, "500GB" (thousands) or "1.5TiB" (1024s), over 0 and under 8EiB'
     if isinstance(value, int) and not isinstance(value, bool):
@@ -107,9 +107,9 @@ def parse_cache_size(value: object, name: str = "cache_size", of: str = "the dis
     """The limit of a tier from bytes, text with a unit, or a percentage of the disk ("80%").
 
     Args:
-        value: what was given.
-        name: whose value it is, for messages.
-        of: what it is a share of, for messages.
+        value: the value or its text.
+        name: of the option, for errors.
+        of: what a percentage is of, for errors.
 
     Raises:
         OptionError: neither a positive size nor a percentage in (0, 100].
@@ -127,7 +127,7 @@ def parse_cache_size(value: object, name: str = "cache_size", of: str = "the dis
 
 
 def parse_free_disk(value: object, name: str = "free_disk") -> FreeDisk:
-    """What has to stay free on the disk, from bytes (0: nothing), text with a unit, or a percentage ("5%").
+    """Space to leave free on the disk, from bytes (0: none), text with a unit, or a percentage ("5%").
 
     Raises:
         OptionError: none of these.
@@ -139,22 +139,22 @@ def parse_free_disk(value: object, name: str = "free_disk") -> FreeDisk:
 
 
 def parse_choice(value: object, allowed: tuple[_Choice, ...], name: str) -> _Choice:
-    """One of the allowed words.
+    """One of the allowed values.
 
     Raises:
-        OptionError: it is something else; `name` says in the message whose value it was.
+        OptionError: another value.
     """
     for choice in allowed:
         if value == choice:
             return choice
-    raise OptionError(f"{name}={value!r}: it has to be one of {', '.join(map(repr, allowed))}")
+    raise OptionError(f"{name}={value!r}; expected one of {', '.join(map(repr, allowed))}")
 
 
 def parse_folder(value: object, name: str) -> str | None:
     """A URL or path as text; None for an empty one.
 
     Raises:
-        OptionError: it is something else; `name` says in the message whose value it was.
+        OptionError: another type.
     """
     if value is None or value == "":
         return None
@@ -167,46 +167,46 @@ def parse_switch(value: object, name: str) -> bool:
     """A switch: "1", "true", "yes" or "on", or their opposites.
 
     Raises:
-        OptionError: it is something else; `name` says in the message whose value it was.
+        OptionError: another value.
     """
     if isinstance(value, str) and value.lower() in _SWITCH:
         return _SWITCH[value.lower()]
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise OptionError(f"{name}={value!r}: it has to be 1 or 0")
+    raise OptionError(f"{name}={value!r}; expected 1 or 0")
 
 
 def parse_seconds(value: object, name: str) -> float:
     """A number of seconds, 0 or more.
 
     Raises:
-        OptionError: it is something else; `name` says in the message whose value it was.
+        OptionError: not a finite number, or a negative one.
     """
     with contextlib.suppress(ValueError):
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             number = float(value)
             if 0 <= number < math.inf:
                 return number
-    raise OptionError(f"{name}={value!r} is not a number of seconds; expected one, such as 60, or 0")
+    raise OptionError(f"{name}={value!r} is not a number of seconds; expected one such as 60, or 0")
 
 
 def parse_count(value: object, name: str) -> int:
     """A whole number of at least 1.
 
     Raises:
-        OptionError: it is something else; `name` says in the message whose value it was.
+        OptionError: not a whole number, or a smaller one.
     """
     with contextlib.suppress(ValueError):
         if isinstance(value, str | int) and not isinstance(value, bool) and (number := int(value)) >= 1:
             return number
-    raise OptionError(f"{name}={value!r}: it has to be a whole number of at least 1")
+    raise OptionError(f"{name}={value!r}; expected a whole number of at least 1")
 
 
 def parse_directory(value: object, name: str) -> Path:
     """An absolute path on a local disk; `~` is expanded.
 
     Raises:
-        OptionError: it is something else; `name` says in the message whose value it was.
+        OptionError: not a path, or a URL.
     """
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise OptionError(f"{name}={value!r} is not a directory; expected a path on a local disk")
