@@ -189,7 +189,7 @@ def test_a_recipe_that_is_none_is_said(origin: Origin, tmp_path: Path) -> None:
     done = run(command(origin, tmp_path / "node", "--prepare", "raw"))
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "streamload: 'raw' is no recipe for prepared images: give raw-SIZE or jpeg-"
+        "streamload: 'raw' is not a recipe for prepared images: give raw-SIZE or jpeg-"
     )
     assert done.stderr.count("\n") == 1
     assert origin.sent == 0
@@ -331,7 +331,9 @@ def test_a_plan_that_asks_for_no_recipe_is_refused(
         place.objects(), None, PrefetchWindow(size_bytes=1), recipes=Recipes(None, Preparation.parse)
     )
     assert followed.look(lambda task: 1.0) == []
-    assert f"the plan of run {run} asks for prepared shards: {recipe!r} is no recipe" in followed.describe()
+    assert (
+        f"the plan of run {run} asks for prepared shards: {recipe!r} is not a recipe" in followed.describe()
+    )
 
 
 def test_a_daemon_prepares_what_a_run_asks_for(origin: Origin, tmp_path: Path, place: Place) -> None:

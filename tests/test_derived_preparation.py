@@ -166,11 +166,11 @@ def test_a_library_that_gives_other_pixels_gives_another_name(monkeypatch):
     name = Preparation(64).name
     real = preparation.resize_box
     monkeypatch.setattr(preparation, "resize_box", lambda *arguments: real(*arguments) ^ 1)
-    preparation._sample_of.cache_clear()
+    preparation._digest_of_example.cache_clear()
     try:
         assert Preparation(64).name != name
     finally:
-        preparation._sample_of.cache_clear()
+        preparation._digest_of_example.cache_clear()
 
 
 @pytest.mark.parametrize("recipe", ["raw-256", "jpeg-256-q90"])

@@ -356,7 +356,7 @@ def test_the_commands_know_prepared_shards(
     assert all(row["state"] == "complete" and row["size_bytes"] == row["arrived_bytes"] for row in listed)
     code, out = command("warm", urls, "--prepare", "raw")
     assert code == 2
-    assert "is no recipe" in out
+    assert "is not a recipe" in out
 
 
 def test_damaged_prepared_shards_are_taken_out(

@@ -1,7 +1,7 @@
-"""The deterministic part of an image's transform, done in advance (part of I): decode, resize the short side.
+"""The deterministic part of an image's transform, done in advance (step I): decode, resize the short side.
 
-What comes of an image depends on its bytes, on the recipe and on the libraries alone. So a prepared shard
-(prepared.py) and a training that finds none and prepares each image itself give the same pixels.
+The result depends only on the image's bytes, the recipe and the libraries. So a training has the same pixels
+from a prepared shard (prepared.py) as from preparing each image itself.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _RECIPE = re.compile(r"(?:raw-([0-9]{1,4})|jpeg-([0-9]{1,4})-q([0-9]{1,3}))")
 _SIZES = range(16, 4097)
 _QUALITIES = range(1, 101)
 _ARITHMETIC = 2
-"""Of this module; another number gives the recipes other names."""
+"""Version of this module's arithmetic, part of the recipes' names; to be raised when pixels change."""
 _LARGEST_BYTES = 48 << 20
-"""Of pixels that are kept as they are: well below what is read of a member (shards/keys.py)."""
+"""Larger raw pixels aren't stored: well below the limit of a member (shards/keys.py)."""
 _JPEG_LONGEST = 65_500
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A recipe: images with a short side of `size` pixels, as they are or as JPEG.
+    """A recipe: images resized to a short side of `size` pixels, stored as raw pixels or as JPEG.
 
-    Smaller images aren't made larger. Thread-safe.
+    Smaller images aren't enlarged. Thread-safe.
 
     Attributes:
         size: of the short side.
         quality: of the JPEG; None: binary PPM.
-        most_pixels: of an image that is prepared (limits.py); a larger one can't be used.
+        most_pixels: the limit of an image that is prepared (transforms/limits.py).
     """
 
     size: int
@@ -53,13 +53,13 @@ class Preparation:
         """Read "raw-256" or "jpeg-256-q90".
 
         Raises:
-            OptionError: it is neither.
+            OptionError: another form, or numbers out of range.
         """
         match = _RECIPE.fullmatch(text)
         size, quality = (0, None) if match is None else (int(match[1] or match[2]), match[3])
         if size not in _SIZES or (quality is not None and int(quality) not in _QUALITIES):
             raise OptionError(
-                f"{text!r} is no recipe for prepared images: give raw-SIZE or jpeg-SIZE-qQUALITY, such as "
+                f"{text!r} is not a recipe for prepared images: give raw-SIZE or jpeg-SIZE-qQUALITY, such as "
                 f"raw-256 or jpeg-256-q90, with a short side of {_SIZES[0]} to {_SIZES[-1]} pixels"
             )
         return cls(size, None if quality is None else int(quality), most_pixels)
@@ -69,20 +69,20 @@ class Preparation:
 
     @property
     def name(self) -> str:
-        """The recipe with all that its images depend on: what is made under one name may be mixed."""
-        return f"{self}-{_libraries()}-{_sample_of(self)}-of{self.most_pixels}"
+        """The recipe with all that its images depend on: images of the same name can be mixed."""
+        return f"{self}-{_libraries()}-{_digest_of_example(self)}-of{self.most_pixels}"
 
     @property
     def extension(self) -> str:
-        """Of the members that hold prepared images."""
+        """The extension of members that hold prepared images."""
         return "ppm" if self.quality is None else "jpg"
 
     def prepare(self, data: bytes | memoryview) -> bytes | None:
         """An image file → the prepared one.
 
         Returns:
-            None for one that stays as it is: it can't be decoded, is too large to be kept as pixels or too
-            long for a JPEG, or so small that it would only lose by being written as JPEG again.
+            None for an image that stays as it is: it can't be decoded, is too large for raw pixels or too
+            long for a JPEG, or small enough that encoding it again would only lose quality.
         """
         try:
             pixels = self._decoded(data)
@@ -97,10 +97,10 @@ class Preparation:
         return self._encoded(small)
 
     def pixels(self, data: bytes | memoryview) -> Pixels:
-        """What an image that nobody has prepared comes to: the pixels of `prepare(data)`.
+        """The pixels of `prepare(data)`, for an image that isn't prepared.
 
         Returns:
-            uint8[H, W, 3], writable; needed only until this thread decodes another image.
+            uint8[H, W, 3], writable; valid until this thread decodes another image.
 
         Raises:
             DecodeError: as decode_jpeg_or_image.
@@ -112,7 +112,7 @@ class Preparation:
         return small if self.quality is None else self._decoded(self._encoded(small))
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The size of an image of height × width, prepared."""
+        """The size of a prepared image, given that of the original."""
         short = min(height, width)
         if short <= self.size:
             return height, width
@@ -148,8 +148,8 @@ def _libraries() -> str:
 
 
 @functools.cache
-def _sample_of(preparation: Preparation) -> str:
-    """Eight digits of what this machine makes of one image: another build of a library may differ."""
+def _digest_of_example(preparation: Preparation) -> str:
+    """A digest of one image as this machine prepares it: other builds of a library may differ."""
     across, down = np.meshgrid(np.arange(313), np.arange(419))
     wave = np.stack([across * 5 + down * 3, across * down // 7, across * across // 11 + down * 9], axis=-1)
     picture = np.abs(wave % 510 - 255).astype(np.uint8)

@@ -1,14 +1,13 @@
-"""A shard → the same shard with its images prepared, as it streams (part of F).
+"""A shard → the same shard with its images prepared, as a stream (part of step F).
 
-A prepared shard is a standard tar with the samples of the one that it is made of, in their order, under
-their keys: what is the image of a sample is replaced by what a recipe makes of it (`.jpg` by `.ppm`, say),
-all other members are there to the byte, and so is any sample that can't be prepared. What is part of no
-sample isn't carried over where it stands before an image, or at the end. A pax record of each image that was
-replaced says what it stands for (shards/samples.py). Records by that name that its source has already are
-made void: each loses the first letter of its name, whatever it says.
+A prepared shard is a standard tar with the same samples, in the same order, under the same keys: the image of
+a sample is replaced by its prepared form (`.jpg` by `.ppm`, for example); all other members are copied to the
+byte, as are samples that can't be prepared. Entries of the tar that belong to no sample are dropped before an
+image and at the end. A pax record of each replaced image describes the original (shards/samples.py); records
+of that name in the source are voided by changing the first letter of the name.
 
-Here it is an origin like any other, which a fill brings into a tier: all that holds of shards holds of it.
-The same bytes come of the same bytes, so a fill that begins anew gives the same ones.
+It is an origin like any other, which a fill transfers into a tier. It is deterministic, so a fill that starts
+again gets the same bytes.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from streamload.shards.tar import BLOCK_BYTES, NOTE
 logger = logging.getLogger("streamload")
 
 _IMAGES = ("jpg", "png", "jpeg", "webp")
-"""What is prepared, by the last part of its extension: in a sample with several, the first in this order."""
-_HELD_BYTES = 64 << 20
-"""A sample that takes more is not prepared: what isn't known to its end is let through."""
+"""Extensions of images, by their last part; of several in a sample the first in this order is prepared."""
+_BUFFER_BYTES = 64 << 20
+"""A larger sample is not prepared: its bytes pass unchanged, as it can't be buffered to its end."""
 _END = bytes(2 * BLOCK_BYTES)
 _VOID = ord("-")
 
 
 class Recipe(Protocol):
-    """What is done to images (preparation.py). Thread-safe, deterministic."""
+    """How images are prepared (preparation.py). Thread-safe, deterministic."""
 
     @property
     def name(self) -> str:
-        """With all that the result depends on."""
+        """A name for all that the result depends on."""
         ...
 
     @property
     def extension(self) -> str:
-        """Of what it makes."""
+        """The extension of prepared images."""
         ...
 
     def prepare(self, data: bytes | memoryview) -> bytes | None:
@@ -52,11 +51,11 @@ class Recipe(Protocol):
 
 
 class PreparedOrigin(Origin):
-    """The prepared form of what another origin gives, under the version of that.
+    """The prepared form of another origin's shard, under that shard's version.
 
     Args:
-        origin: of the shard as it is.
-        recipe: what is done to its images.
+        origin: of the original shard.
+        recipe: for its images.
     """
 
     def __init__(self, origin: Origin, recipe: Recipe):
@@ -65,20 +64,20 @@ class PreparedOrigin(Origin):
         self._recipe = recipe
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Open it at a byte of the prepared shard; what comes before that is made again, and dropped."""
+        """Open it at a byte of the prepared shard; the bytes before are made again and dropped."""
         return _PreparedStream(self._origin.open(0, expected), self.url, self._recipe, start)
 
     def version(self) -> Version:
-        """Which version of the shard it would be made of now."""
+        """The current version of the original shard."""
         return self._origin.version()
 
     def close(self) -> None:
-        """Close the other one."""
+        """Close the origin of the original shard."""
         self._origin.close()
 
 
 class _PreparedStream:
-    """The bytes of a prepared shard from one byte on, of which the length isn't known."""
+    """The bytes of a prepared shard from one byte on; its length isn't known."""
 
     def __init__(self, stream: Stream, url: str, recipe: Recipe, start: int):
         self.version = stream.version
@@ -88,37 +87,37 @@ class _PreparedStream:
         self._start = start
 
     def chunks(self) -> Iterator[bytes]:
-        """A sample at a time, most of them."""
+        """Mostly one sample a chunk."""
         to_drop = self._start
-        for piece in prepared_tar(self._arriving(), self._recipe, self._url):
-            if len(piece) > to_drop:
-                yield piece[to_drop:]
-            to_drop = max(0, to_drop - len(piece))
+        for chunk in prepared_tar(self._original(), self._recipe, self._url):
+            if len(chunk) > to_drop:
+                yield chunk[to_drop:]
+            to_drop = max(0, to_drop - len(chunk))
 
     def close(self) -> None:
-        """Close the stream of the shard as it is."""
+        """Close the stream of the original shard."""
         self._stream.close()
 
-    def _arriving(self) -> Iterator[bytes]:
-        """The bytes as they are; all of them, or an error."""
-        arrived, size = 0, self.version.size
+    def _original(self) -> Iterator[bytes]:
+        """The bytes of the original shard; all of them, or an error."""
+        received, size = 0, self.version.size
         for chunk in self._stream.chunks():
-            arrived += len(chunk)
+            received += len(chunk)
             yield chunk
-        if size is not None and arrived != size:
-            raise ShardCut(f"{self._url} has {arrived:,} bytes instead of {size:,}")
+        if size is not None and received != size:
+            raise ShardCut(f"{self._url} has {received:,} bytes instead of {size:,}")
 
 
 def prepared_tar(chunks: Iterable[bytes], recipe: Recipe, name: str) -> Iterator[bytes]:
     """The bytes of a tar → those of its prepared form.
 
     Args:
-        chunks: all of the tar, in chunks of any size; they are gone over to the end.
-        recipe: what is done to images.
+        chunks: the whole tar, in chunks of any size; consumed to the end.
+        recipe: for its images.
         name: of the shard, for the log.
 
     Raises:
-        ShardError: it is no tar, damaged or cut.
+        ShardError: not a tar, damaged or cut.
     """
     samples = _Samples(recipe)
     for chunk in chunks:
@@ -128,48 +127,48 @@ def prepared_tar(chunks: Iterable[bytes], recipe: Recipe, name: str) -> Iterator
 
 
 class _Samples:
-    """Collects the bytes of each sample and gives them out prepared."""
+    """Buffers the bytes of each sample and returns them prepared."""
 
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
         self._scanner = ShardScanner(checksums=False)
-        self._held = bytearray()
-        self._start = 0  # of what is held, in the tar
-        self._border = 0  # up to which samples are done with
+        self._buffer = bytearray()
+        self._start = 0  # the buffer's position in the tar
+        self._border = 0  # the end of the last sample that was returned
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Take the next bytes of the tar."""
         if self._scanner.ended:
             return
-        self._held += chunk
+        self._buffer += chunk
         entries = self._scanner.feed(chunk)
         for at in self._scanner.notes_at:
-            self._held[at - self._start] = _VOID
+            self._buffer[at - self._start] = _VOID
         for entry in entries:
-            yield self._give_out(entry)
-        if len(self._held) > _HELD_BYTES and not self._scanner.ended:
-            count = len(self._held) - self._scanner.header_bytes  # which may have a note
-            yield bytes(memoryview(self._held)[:count])
+            yield self._pop(entry)
+        if len(self._buffer) > _BUFFER_BYTES and not self._scanner.ended:
+            count = len(self._buffer) - self._scanner.header_bytes  # it may have a record to void
+            yield bytes(memoryview(self._buffer)[:count])
             self._start += count
-            del self._held[:count]
+            del self._buffer[:count]
 
     def finish(self, name: str) -> Iterator[bytes]:
-        """There are no more bytes."""
+        """The tar is complete."""
         entries, warnings = self._scanner.finish()
         for entry in entries:
-            yield self._give_out(entry)
-        if self._start > self._border:  # of what follows the last sample a part has been let through
-            yield bytes(memoryview(self._held)[: self._scanner.stop - self._start])
+            yield self._pop(entry)
+        if self._start > self._border:  # a part of what follows the last sample has already passed
+            yield bytes(memoryview(self._buffer)[: self._scanner.stop - self._start])
         for warning in warnings:
             logger.warning("shard %s: %s", name, warning)
 
-    def _give_out(self, entry: Entry) -> bytes:
-        """The bytes of a sample, from the end of the one before it on: headers, payloads, padding."""
+    def _pop(self, entry: Entry) -> bytes:
+        """Remove and return a sample's bytes, from the end of the one before: headers, payloads, padding."""
         begin, self._border = self._border, border(entry)
-        count = max(0, self._border - self._start)  # all of it may have gone already
-        whole = bytes(memoryview(self._held)[:count])
-        del self._held[:count]
-        is_complete = self._start == begin and count <= _HELD_BYTES
+        count = max(0, self._border - self._start)  # 0: all of it has already passed
+        whole = bytes(memoryview(self._buffer)[:count])
+        del self._buffer[:count]
+        is_complete = self._start == begin and count <= _BUFFER_BYTES
         self._start += count
         return (self._prepared(entry, whole, begin) if is_complete else None) or whole
 
@@ -183,19 +182,20 @@ class _Samples:
         name = f"{stem}.{self._recipe.extension}" if stem else self._recipe.extension
         if name != extension and name in entry.sizes:
             return None
-        made = self._recipe.prepare(memoryview(whole)[start - begin : start - begin + size])
-        if made is None:
+        prepared = self._recipe.prepare(memoryview(whole)[start - begin : start - begin + size])
+        if prepared is None:
             return None
         ends = [at + bytes_ + -bytes_ % BLOCK_BYTES for _, at, bytes_ in entry.members]
         before = max((end for end in ends if end <= start), default=begin)
-        behind = start + size + -size % BLOCK_BYTES
-        head = _header(f"{entry.key}.{name}", len(made), Original(extension, size, entry.width, entry.height))
-        padding = bytes(-len(made) % BLOCK_BYTES)
-        return b"".join((whole[: before - begin], head, made, padding, whole[behind - begin :]))
+        after = start + size + -size % BLOCK_BYTES
+        original = Original(extension, size, entry.width, entry.height)
+        header = _header(f"{entry.key}.{name}", len(prepared), original)
+        padding = bytes(-len(prepared) % BLOCK_BYTES)
+        return b"".join((whole[: before - begin], header, prepared, padding, whole[after - begin :]))
 
 
 def _image_of(entry: Entry) -> tuple[str, int, int] | None:
-    """The member that is prepared: extension, start and size; None if there is none."""
+    """The member to prepare: extension, start and size; None if there is none."""
     kinds = [member[0].rpartition(".")[2] for member in entry.members]
     for kind in _IMAGES:
         if kind in kinds:
@@ -204,7 +204,7 @@ def _image_of(entry: Entry) -> tuple[str, int, int] | None:
 
 
 def _header(name: str, size: int, original: Original) -> bytes:
-    """The header of a member, with a pax header in front of it; the same for the same arguments."""
+    """The header of a member, with a pax header before it; deterministic."""
     info = tarfile.TarInfo(name)
     info.size = size
     info.mode = 0o644

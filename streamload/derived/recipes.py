@@ -1,4 +1,4 @@
-"""By which recipes a daemon prepares what it brings: its user's own, or those that runs ask for."""
+"""The recipes by which a daemon prepares shards: its user's own, or those that runs request."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from streamload.derived.prepared import Recipe
 
 MakeRecipe = Callable[[str], Recipe]
-"""Makes a recipe of its text, "raw-256" (preparation.py); OptionError: it is none."""
+"""Parses a recipe such as "raw-256" (preparation.py); raises OptionError."""
 
 
 class Recipes:
-    """The recipes of one daemon. Thread-safe: they are made by its own thread, and used by those that fill.
+    """The recipes of one daemon. Thread-safe: its own thread adds them, and threads that fill use them.
 
     Args:
-        given: by which all is prepared, whatever runs ask for.
-        make: makes those that runs ask for; None: what they ask for isn't prepared.
+        given: for all shards, whatever runs request.
+        make: parses a recipe that a run requests; None: requests are ignored.
     """
 
     def __init__(self, given: Recipe | None = None, make: MakeRecipe | None = None):
         self.given = given
         self._make = make
         self._named = {} if given is None else {given.name: given}
-        self._asked: dict[str, Recipe] = {}
+        self._requested: dict[str, Recipe] = {}
 
     def __repr__(self) -> str:
         return f"<Recipes {sorted(self._named)}>"
@@ -32,18 +32,18 @@ class Recipes:
         return self._named[name]
 
     def add(self, recipe: Recipe) -> None:
-        """Know one more by its name."""
+        """Add one under its name."""
         self._named[recipe.name] = recipe
 
     def asked(self, text: str) -> Recipe | None:
-        """By which the shards of a run are prepared that asks for a recipe; None: they stay as they are.
+        """The recipe for the shards of a run that requests `text`; None: they stay as they are.
 
         Raises:
-            OptionError: it asks for what is no recipe.
+            OptionError: the text is not a recipe.
         """
         if self.given is not None or self._make is None or not text:
             return self.given
-        if text not in self._asked:
-            self._asked[text] = self._make(text)
-            self.add(self._asked[text])
-        return self._asked[text]
+        if text not in self._requested:
+            self._requested[text] = self._make(text)
+            self.add(self._requested[text])
+        return self._requested[text]
