@@ -64,8 +64,8 @@ def sample(key, image, caption=b"a photograph"):
 def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_bytes, recipe):
     preparation = None if recipe is None else Preparation.parse(recipe)
     of = clip_examples(as_bytes, preparation)
-    batch = of.ready()(len(FILES), own_empty)
-    seen = [batch.look_at(sample(key, data), seed) for seed, (key, data) in enumerate(FILES.items())]
+    batch = of.batch_factory()(len(FILES), own_empty)
+    seen = [batch.parse(sample(key, data), seed) for seed, (key, data) in enumerate(FILES.items())]
     for one in seen:
         batch.add(one)
     values = batch.finish()
@@ -84,7 +84,7 @@ def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_byt
 
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_memory_that_is_used_again_holds_the_batch_that_was_made_last(as_bytes):
-    begin, kept = clip_examples(as_bytes).ready(), {}
+    begin, kept = clip_examples(as_bytes).batch_factory(), {}
 
     def again(shape, dtype):
         return kept.setdefault((*shape, dtype), own_empty(shape, dtype))
@@ -92,7 +92,7 @@ def test_memory_that_is_used_again_holds_the_batch_that_was_made_last(as_bytes):
     def made(names, allocate):
         batch = begin(4, allocate)
         for seed, name in enumerate(names):
-            batch.add(batch.look_at(sample(name, FILES[name]), seed))
+            batch.add(batch.parse(sample(name, FILES[name]), seed))
         return batch.finish()["image"]
 
     for names in (["a JPEG", "PNG", "gray", "a small one"], ["gray", "another JPEG"], ["a JPEG"]):
@@ -101,7 +101,7 @@ def test_memory_that_is_used_again_holds_the_batch_that_was_made_last(as_bytes):
 
 
 def test_memory_that_nobody_has_any_more_is_let_go():
-    begin, taken = clip_examples().ready(), []
+    begin, taken = clip_examples().batch_factory(), []
 
     def fresh(shape, dtype):
         array = own_empty(shape, dtype).numpy()
@@ -110,7 +110,7 @@ def test_memory_that_nobody_has_any_more_is_let_go():
 
     for _ in range(3):
         batch = begin(1, fresh)
-        batch.add(batch.look_at(sample("", FILES["a JPEG"]), 0))
+        batch.add(batch.parse(sample("", FILES["a JPEG"]), 0))
         assert taken[-1]() is not None
         batch.finish()
         del batch
@@ -122,8 +122,8 @@ def test_what_else_the_tokenizer_gives_is_kept_where_it_is_asked_for():
     tokenizer = adapt_tokenizer(lambda captions: {"input_ids": [[7, 0]] * len(captions), "mask": [[1, 0]]})
     for as_model_inputs, expected in ((True, {"mask": [[1, 0]]}), (False, {})):
         of = dataclasses.replace(clip_examples(), tokenizer=tokenizer, as_model_inputs=as_model_inputs)
-        batch = of.ready()(1, own_empty)
-        batch.add(batch.look_at(sample("", FILES["a JPEG"]), 0))
+        batch = of.batch_factory()(1, own_empty)
+        batch.add(batch.parse(sample("", FILES["a JPEG"]), 0))
         values = batch.finish()
         assert values["text"].tolist() == [[7, 0]]
         assert {name: each.tolist() for name, each in values.items() if name == "mask"} == expected
@@ -131,17 +131,17 @@ def test_what_else_the_tokenizer_gives_is_kept_where_it_is_asked_for():
 
 def test_a_blank_caption_is_refused_where_that_is_asked_for():
     blank = sample("", FILES["a JPEG"], caption=b" \n\t ")
-    clip_examples().ready()(1, own_empty).look_at(blank, 0)
-    batch = dataclasses.replace(clip_examples(), blank_captions=False).ready()(1, own_empty)
+    clip_examples().batch_factory()(1, own_empty).parse(blank, 0)
+    batch = dataclasses.replace(clip_examples(), blank_captions=False).batch_factory()(1, own_empty)
     with pytest.raises(BlankCaption):
-        batch.look_at(blank, 0)
-    batch.look_at(sample("", FILES["a JPEG"], caption=b" a "), 0)
+        batch.parse(blank, 0)
+    batch.parse(sample("", FILES["a JPEG"], caption=b" a "), 0)
 
 
 def test_a_corrupt_image_leaves_the_batch_as_it_was():
-    batch = clip_examples().ready()(3, own_empty)
+    batch = clip_examples().batch_factory()(3, own_empty)
     good, cut = FILES["a JPEG"], FILES["a larger one"]
-    first, bad, last = (batch.look_at(sample("", data), 7) for data in (good, cut[: len(cut) // 2], good))
+    first, bad, last = (batch.parse(sample("", data), 7) for data in (good, cut[: len(cut) // 2], good))
     batch.add(first)
     with pytest.raises(DecodeError):
         batch.add(bad)
@@ -153,9 +153,9 @@ def test_a_corrupt_image_leaves_the_batch_as_it_was():
 
 
 def test_what_a_header_or_caption_shows_is_said_before_any_pixel():
-    batch = clip_examples().ready()(1, own_empty)
+    batch = clip_examples().batch_factory()(1, own_empty)
     huge = b"P6\n20000 20000\n255\n"
     with pytest.raises(DecodeError, match="20000×20000"):
-        batch.look_at(sample("", huge), 0)
+        batch.parse(sample("", huge), 0)
     with pytest.raises(CaptionError):
-        batch.look_at(sample("", FILES["a JPEG"], caption=b"\xff\xfe\xff"), 0)
+        batch.parse(sample("", FILES["a JPEG"], caption=b"\xff\xfe\xff"), 0)

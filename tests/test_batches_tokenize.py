@@ -68,7 +68,7 @@ def test_no_mask_is_made_up_and_all_that_the_tokenizer_gives_is_kept():
         "share": [0.5, 0.25, 0.0],
     }
     for wrong in ([1, 2], 7):
-        with pytest.raises(ValueError, match=r"gave special .* for 3 captions; expected a row for each"):
+        with pytest.raises(ValueError, match=r"returned special .* for 3 captions; expected a row for each"):
             adapt_tokenizer(lambda captions, wrong=wrong: {**given, "special": wrong})(CAPTIONS, SEEDS)
 
 
@@ -119,7 +119,9 @@ def test_a_result_that_is_not_integers_fails(result):
     def mine(captions):
         return result
 
-    with pytest.raises(TypeError, match=r"tokenizer mine gave a .*; expected integer ids of shape \[N, L\]"):
+    with pytest.raises(
+        TypeError, match=r"tokenizer mine returned a .*; expected integer ids of shape \[N, L\]"
+    ):
         adapt_tokenizer(mine)(CAPTIONS, SEEDS)
 
 

@@ -21,10 +21,10 @@ from tests import flat
 
 def batch(path: Path, *, as_bytes: bool) -> dict[str, Any]:
     """The values of a shard's samples."""
-    batch = clip_examples(as_bytes).ready()(5, own_empty)
+    batch = clip_examples(as_bytes).batch_factory()(5, own_empty)
     for seed, (key, members) in enumerate(read_oracle(path)):
         sample = Sample(key, "", {name: memoryview(data) for name, data in members.items()})
-        batch.add(batch.look_at(sample, seed))
+        batch.add(batch.parse(sample, seed))
     return batch.finish()
 
 

@@ -313,9 +313,9 @@ def test_batches_are_nearly_the_same_without_it(monkeypatch):
 
     def batches():
         for as_bytes in (True, False):
-            batch = clip_examples(as_bytes).ready()(len(files), own_empty)
+            batch = clip_examples(as_bytes).batch_factory()(len(files), own_empty)
             for seed, file in enumerate(files):
-                batch.add(batch.look_at(Sample(str(seed), "", {"jpg": file, "txt": memoryview(b"a")}), seed))
+                batch.add(batch.parse(Sample(str(seed), "", {"jpg": file, "txt": memoryview(b"a")}), seed))
             yield batch.finish()["image"]
 
     ours = list(batches())
@@ -341,7 +341,9 @@ def test_an_installation_without_a_compiler_is_said_by_the_first_loader_and_by_d
     assert kernel.lost() == ""
     monkeypatch.setattr(kernel.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(kernel, module, None)
-    monkeypatch.setattr(worker_config, "_say_what_is_lost", worker_config._say_what_is_lost.__wrapped__)
+    monkeypatch.setattr(
+        worker_config, "_warn_of_missing_kernel", worker_config._warn_of_missing_kernel.__wrapped__
+    )
     (path,) = write_shards(tmp_path / "data", [4], seed=1)
     with streamload.make_loader(
         str(path), batch_size=2, num_workers=0, cache_dir=tmp_path / "cache", cache_size="1GB"

@@ -13,7 +13,7 @@ from photographs import SIZES, photograph, transformed
 from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
-from streamload.batches.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
+from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.transforms import kernel
 from streamload.transforms.augment import Draws, RandomBox
@@ -236,7 +236,7 @@ def test_ids_are_simple_tokenizers_own(clean):
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr("streamload.batches.simple_tokenizer._WORDS", 10)
-    remembering = RememberingTokenizer(SimpleTokenizer())
+    remembering = CachingTokenizer(SimpleTokenizer())
     plain = SimpleTokenizer()
     for number in range(50):
         captions = [f"word{number} and word{number + 1}", "x" * 100]
@@ -260,5 +260,5 @@ def test_only_a_tokenizer_that_is_known_is_replaced():
     own.encode = lambda text: [7]
     assert not is_simple_tokenizer(own)
     assert adapt_tokenizer(own)(["a"], [1]).ids[0, 1] == 7
-    copied = pickle.loads(pickle.dumps(RememberingTokenizer(SimpleTokenizer())))
+    copied = pickle.loads(pickle.dumps(CachingTokenizer(SimpleTokenizer())))
     assert torch.equal(copied(["a photo"]), SimpleTokenizer()(["a photo"]))

@@ -144,7 +144,7 @@ def test_a_plan_needs_no_more_of_a_size_than_its_numbers():
             processor("CLIP", do_center_crop=False),
             {},
             ValueError,
-            r"gave float32\[3, .* for sample '0{8}', and float32\[3, .* '00.*resize to one size.*map_sample=",
+            r"float32\[3, .* for sample '0{8}', and float32\[3, .* '00.*resize to one size.*map_sample=",
         ),
         (
             lambda image: processor("CLIP")(image, return_tensors="pt"),
@@ -156,7 +156,7 @@ def test_a_plan_needs_no_more_of_a_size_than_its_numbers():
             lambda image: image,
             {"output": "hf", "tokenizer": tokenizer()},
             TypeError,
-            "type Image for sample '00000000'; output=\"hf\" has tensors: end preprocess= with ToTensor",
+            "type Image for sample '00000000'; output=\"hf\" needs tensors: end preprocess= with ToTensor",
         ),
     ],
     ids=["several shapes", "a dict", "no tensor"],

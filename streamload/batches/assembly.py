@@ -1,4 +1,4 @@
-"""Samples → examples → the values of a batch (I, J): decode, augment, tokenize, in the batch's memory."""
+"""Samples → the values of a batch (steps I, J): decode, augment and tokenize, in the batch's memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from streamload.errors import BlankCaption, add_note
 from streamload.transforms.user import SeededGenerators
 
 _KEYS_SHOWN = 16
-_OF_MAP_SAMPLE, _OF_COLLATE = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
-"""What seeds are changed by, so that a function doesn't draw the numbers that another one drew."""
+_MAP_SAMPLE_SEED, _COLLATE_SEED = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
+"""XORed into seeds, so that each function draws its own random numbers."""
 
 MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
 Collate = Callable[[list[Mapping[str, Any]]], Any]
@@ -27,17 +27,17 @@ Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
 
 
 class Sample(NamedTuple):
-    """The bytes of a sample's members by their extension, as they lie in the shard."""
+    """The bytes of a sample's members by extension, as stored in the shard."""
 
     key: str
     url: str
     members: dict[str, memoryview]
     prepared: str = ""
-    """The extension of the member that is prepared; empty: none is."""
+    """The extension of the prepared image; empty: there is none."""
 
 
-class Layout(NamedTuple):
-    """Which member holds the image; which ones caption and label, if asked for, in which field if JSON."""
+class Members(NamedTuple):
+    """The members that hold image, caption and label; for the last two with the field, if JSON."""
 
     image: str
     text: tuple[str, str | None] | None
@@ -45,13 +45,13 @@ class Layout(NamedTuple):
 
 
 class BatchInProgress(Protocol):
-    """A batch to which samples are added one after the other."""
+    """A batch to which samples are added one by one, each parsed first."""
 
-    def look_at(self, sample: Sample, seed: int) -> Any:
-        """Do what can be done of a sample before its pixels, so that it can be done for some in a row.
+    def parse(self, sample: Sample, seed: int) -> Any:
+        """Do all of a sample's work before its pixels: caption, label, image header, random choices.
 
         Args:
-            sample: it has to be there until it has been added.
+            sample: its bytes have to stay valid until it has been added.
             seed: uint64, of its random choices.
 
         Raises:
@@ -59,43 +59,43 @@ class BatchInProgress(Protocol):
         """
         ...
 
-    def add(self, seen: Any) -> None:
-        """Make a sample the next example, by what `look_at` gave for it.
+    def add(self, parsed: Any) -> None:
+        """Add a sample, given the result of `parse`.
 
         Raises:
-            SampleError: it can't be used; the batch is as before.
+            SampleError: it can't be used; the batch is unchanged.
         """
         ...
 
     def finish(self) -> dict[str, Any]:
-        """The values, of as many examples as were added, with the lists `__key__` and `__url__`."""
+        """The values of the samples that were added, with the lists `__key__` and `__url__`."""
         ...
 
     def close(self) -> None:
-        """Put back what the batch has borrowed; once is enough."""
+        """Restore the random generators. Idempotent."""
         ...
 
 
-Begin = Callable[[int, Allocate], BatchInProgress]
-"""Gives an empty batch, for so many examples at most, and for memory for its tensors."""
+BatchFactory = Callable[[int, Allocate], BatchInProgress]
+"""Makes an empty batch, given its most samples and an allocator for its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAssembly:
-    """What samples become.
+    """How samples become batches.
 
     Attributes:
-        image: tells from a sample's extensions which one holds the image.
-        images: how images are made; None: they aren't decoded, but are map_sample's.
-        text: which extension holds the caption, and in which field of a JSON member; None: no captions.
+        image: chooses the image from a sample's extensions.
+        images: decodes and transforms images; None: map_sample gets their bytes.
+        text: chooses the caption, and its field in a JSON member; None: no captions.
         tokenizer: captions to ids; None leaves them as strings.
-        blank_captions: whether samples with a caption of nothing but white space are used.
-        label: as `text`, of a whole number.
+        blank_captions: whether samples are used whose caption is only white space.
+        label: as `text`, for a whole number.
         map_sample: in place of captions and labels: the raw sample to a dict of values. With `images` it gets
             the image as "image".
-        collate: what `map_sample` returned for the samples of a batch to the batch: a dict of its values, or
-            a tuple of them; None: values are stacked.
-        as_model_inputs: keep all values that the tokenizer returns (`attention_mask`, say).
+        collate: the results of `map_sample` for a batch to the batch: a dict or a tuple of values; None:
+            values are stacked.
+        as_model_inputs: keep all values that the tokenizer returns (such as an `attention_mask`).
     """
 
     image: Choose
@@ -110,22 +110,22 @@ class BatchAssembly:
 
     @property
     def preparation(self) -> Preparation | None:
-        """The preparation of its images."""
+        """The preparation of the images; None: there is none."""
         return None if self.images is None else self.images.preparation
 
-    def layout(self, sample: Sample) -> Layout:
-        """The members that are meant; the index has promised that there are such."""
+    def members_of(self, sample: Sample) -> Members:
+        """The members to use; a sample without them isn't usable by its index entry, and doesn't get here."""
         image = self.image(sample.members)
         text, label = (
             None if choose is None else choose(sample.members) for choose in (self.text, self.label)
         )
         if image is None or (text is None) != (self.text is None) or (label is None) != (self.label is None):
             raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
-        return Layout(image[0], text, label)
+        return Members(image[0], text, label)
 
-    def ready(self) -> Begin:
-        """A function that begins batches, one at a time; what they share is made once."""
-        images, map_sample = None if self.images is None else self.images.ready(), self.map_sample
+    def batch_factory(self) -> BatchFactory:
+        """A function that makes empty batches, one at a time; what they share is set up once."""
+        images, map_sample = None if self.images is None else self.images.batch_factory(), self.map_sample
         if map_sample is not None:
             return lambda size, allocate: _MappedBatch(
                 map_sample, self, None if images is None else images(size, allocate), allocate
@@ -135,7 +135,7 @@ class BatchAssembly:
 
 
 class _Captioned(NamedTuple):
-    """A sample before its pixels."""
+    """A parsed sample."""
 
     key: str
     url: str
@@ -146,50 +146,50 @@ class _Captioned(NamedTuple):
 
 
 class _CaptionedBatch:
-    """Images with captions and labels: `image`, `text`, `label`, and what else is asked for."""
+    """Images with captions and labels: `image`, `text`, `label`, and the tokenizer's other values."""
 
     def __init__(self, images: Images, assembly: BatchAssembly, allocate: Allocate):
         self._images = images
         self._assembly = assembly
         self._allocate = allocate
         self._allows_blank = assembly.blank_captions
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._members: dict[tuple[str, ...], Members] = {}  # by the sample's extensions
         self._added: list[_Captioned] = []
 
-    def look_at(self, sample: Sample, seed: int) -> _Captioned:
-        """The caption first: it is cheaper to find out that it can't be read."""
-        layout = self._layout(sample)
+    def parse(self, sample: Sample, seed: int) -> _Captioned:
+        """The caption first: if it is bad, that is cheaper to find out."""
+        members = self._members_of(sample)
         caption = label = None
-        if layout.text is not None:
-            member, field = layout.text
+        if members.text is not None:
+            member, field = members.text
             caption = read_caption(sample.members[member], field)
             if not (self._allows_blank or caption.strip()):
                 raise BlankCaption("the caption is blank")
-        if layout.label is not None:
-            member, field = layout.label
+        if members.label is not None:
+            member, field = members.label
             label = read_label(sample.members[member], field)
-        is_prepared = sample.prepared == layout.image
-        image = self._images.look_at(sample.members[layout.image], is_prepared, seed)
+        is_prepared = sample.prepared == members.image
+        image = self._images.parse(sample.members[members.image], is_prepared, seed)
         return _Captioned(sample.key, sample.url, caption, label, image, seed)
 
-    def add(self, seen: _Captioned) -> None:
+    def add(self, parsed: _Captioned) -> None:
         """See BatchInProgress."""
-        self._images.add(seen.image)
-        self._added.append(seen)
+        self._images.add(parsed.image)
+        self._added.append(parsed)
 
-    def _layout(self, sample: Sample) -> Layout:
+    def _members_of(self, sample: Sample) -> Members:
         extensions = tuple(sample.members)
-        layout = self._layouts.get(extensions)
-        if layout is None:
-            layout = self._layouts[extensions] = self._assembly.layout(sample)
-        return layout
+        members = self._members.get(extensions)
+        if members is None:
+            members = self._members[extensions] = self._assembly.members_of(sample)
+        return members
 
     def finish(self) -> dict[str, Any]:
         keys, urls = [one.key for one in self._added], [one.url for one in self._added]
         try:
             values = self._values(keys)
         except Exception as exc:
-            add_note(exc, _batch_of(keys))
+            add_note(exc, _in_batch(keys))
             raise
         return {**values, "__key__": keys, "__url__": urls}
 
@@ -212,7 +212,7 @@ class _CaptionedBatch:
 
 
 class _Mapped(NamedTuple):
-    """A sample before its pixels."""
+    """A parsed sample."""
 
     sample: Sample
     image: Any
@@ -220,7 +220,7 @@ class _Mapped(NamedTuple):
 
 
 class _MappedBatch:
-    """Whatever the user's function makes of samples."""
+    """The results of the user's map_sample."""
 
     def __init__(
         self, map_sample: MapSample, assembly: BatchAssembly, images: Images | None, allocate: Allocate
@@ -234,41 +234,41 @@ class _MappedBatch:
         self._keys: list[str] = []
         self._urls: list[str] = []
         self._seed = 0
-        self._borrowed = ExitStack()
+        self._exit = ExitStack()
         if images is not None:
-            self._borrowed.callback(images.close)
-        self._generators = self._borrowed.enter_context(SeededGenerators())
+            self._exit.callback(images.close)
+        self._generators = self._exit.enter_context(SeededGenerators())
 
-    def look_at(self, sample: Sample, seed: int) -> _Mapped:
-        """See BatchInProgress; all but the image is the function's."""
+    def parse(self, sample: Sample, seed: int) -> _Mapped:
+        """See BatchInProgress; the function itself parses all but the image."""
         if self._images is None:
             return _Mapped(sample, None, seed)
         choice = self._choose_image(sample.members)
         if choice is None:
             raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
         is_prepared = sample.prepared == choice[0]
-        return _Mapped(sample, self._images.look_at(sample.members[choice[0]], is_prepared, seed), seed)
+        return _Mapped(sample, self._images.parse(sample.members[choice[0]], is_prepared, seed), seed)
 
-    def add(self, seen: _Mapped) -> None:
+    def add(self, parsed: _Mapped) -> None:
         """See BatchInProgress."""
-        sample, image, seed = seen
+        sample, image, seed = parsed
         raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())
         if self._images is None:
-            value = self._mapped(raw, seed)
+            value = self._map(raw, seed)
         else:
             self._images.add(image)
             try:
-                value = self._mapped({**raw, "image": self._images.last()}, seed ^ _OF_MAP_SAMPLE)
+                value = self._map({**raw, "image": self._images.last_image()}, seed ^ _MAP_SAMPLE_SEED)
             except BaseException:
-                self._images.drop()
+                self._images.drop_last()
                 raise
         self._values.append(value)
         self._keys.append(sample.key)
         self._urls.append(sample.url)
         self._seed ^= seed
 
-    def _mapped(self, raw: dict[str, Any], seed: int) -> Mapping[str, Any]:
+    def _map(self, raw: dict[str, Any], seed: int) -> Mapping[str, Any]:
         self._generators.seed(seed)
         value = self._map_sample(raw)
         if not isinstance(value, Mapping):
@@ -279,29 +279,31 @@ class _MappedBatch:
 
     def finish(self) -> dict[str, Any]:
         try:
-            values = self._joined() if self._values else {}
+            values = self._collated() if self._values else {}
         except Exception as exc:
-            add_note(exc, _batch_of(self._keys))
+            add_note(exc, _in_batch(self._keys))
             raise
         return {**values, "__key__": self._keys, "__url__": self._urls}
 
-    def _joined(self) -> dict[str, Any]:
+    def _collated(self) -> dict[str, Any]:
         if self._collate is not None:
-            self._generators.seed(self._seed ^ _OF_COLLATE)
+            self._generators.seed(self._seed ^ _COLLATE_SEED)
             return named(self._collate(self._values))
-        ready = {}
+        stacked = {}
         if self._images is not None:
             for name in self._values[0]:
-                joined = self._images.joined([value.get(name) for value in self._values])
-                if joined is not None:
-                    ready[name] = joined
-        rest = [{k: v for k, v in value.items() if k not in ready} for value in self._values]
-        return {**ready, **collate(rest, self._allocate)} if ready else collate(self._values, self._allocate)
+                images = self._images.as_batch([value.get(name) for value in self._values])
+                if images is not None:
+                    stacked[name] = images
+        if not stacked:
+            return collate(self._values, self._allocate)
+        rest = [{k: v for k, v in value.items() if k not in stacked} for value in self._values]
+        return {**stacked, **collate(rest, self._allocate)}
 
     def close(self) -> None:
-        self._borrowed.close()
+        self._exit.close()
 
 
-def _batch_of(keys: Sequence[str]) -> str:
+def _in_batch(keys: Sequence[str]) -> str:
     shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
     return f"in the batch of samples {shown}{', …' if len(keys) > _KEYS_SHOWN else ''}"

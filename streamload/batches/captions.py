@@ -1,4 +1,4 @@
-"""Bytes → caption or label (step I): the text of a `txt` or `cls` member, or a field of a `json` one."""
+"""Bytes → caption or label (step I): the text of a `txt` or `cls` member, or a field of a `json` member."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from streamload.errors import CaptionError, LabelError, SampleError
 
 MAX_CAPTION_BYTES = 4 << 20
-"""A larger member is no caption; parsed as JSON it could take a hundred times its size."""
+"""The largest member that is read; parsed as JSON it could take a hundred times its size."""
 _WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
 _LABELS = range(-(1 << 63), 1 << 63)
 
@@ -19,13 +19,13 @@ def read_caption(data: bytes | memoryview, field: str | None = None) -> str:
 
     Args:
         data: the member's payload, UTF-8.
-        field: of the JSON object which the payload is; None: the payload is the caption.
+        field: of the JSON object in the payload; None: the payload is the caption.
 
     Returns:
-        The caption as it stands there, spaces and line ends included; it may be empty.
+        The caption as stored, spaces and line ends included; it may be empty.
 
     Raises:
-        CaptionError: not UTF-8, too large, no JSON object, or its field is missing or not a string.
+        CaptionError: not UTF-8, too large, not a JSON object, or its field is missing or not a string.
     """
     if field is not None:
         return _caption_of(_json_field(data, field, "caption", CaptionError), field)
@@ -43,10 +43,10 @@ def read_label(data: bytes | memoryview, field: str | None = None) -> int:
 
     Args:
         data: the member's payload, the number in decimal.
-        field: of the JSON object which the payload is, a number or its decimal; None: the payload is it.
+        field: of the JSON object in the payload, an integer or its decimal; None: the payload is the label.
 
     Raises:
-        LabelError: it is something else, or the field is missing.
+        LabelError: not such a number, or the field is missing.
     """
     value: Any = data
     if field is not None:
@@ -88,7 +88,7 @@ def _check_size(data: bytes | memoryview, what: str, error: type[SampleError]) -
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: a JSON escape can be half a character; tokenizers fail on that."""
+    """Whether it can be encoded: JSON escapes can hold half a surrogate pair, on which tokenizers fail."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Values of samples → values of a batch (step J), for transforms whose results only the user knows."""
+"""Values of samples → values of a batch (step J), where a function of the user makes them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 _STACKED = (torch.Tensor, np.ndarray, np.generic, bool, int, float)
-"""What becomes a tensor where all values of a batch are alike."""
+"""Types that become a tensor if all values of a batch are alike."""
 
 
 def collate(samples: Sequence[Mapping[str, Any]], allocate: Allocate) -> dict[str, Any]:
-    """Join the values of each key.
+    """Collate the values of each key.
 
     Tensors and arrays of one shape and dtype are stacked; numbers become a tensor with the dtypes of torch's
     default_collate (bool, int64, float64). All else (strings, dicts, tensors of several shapes) is a list.
 
     Args:
         samples: at least one; all with the same keys.
-        allocate: gives the memory for a tensor of a shape and dtype; stacked values are copied into it.
+        allocate: returns memory for a tensor of a shape and dtype, which stacked values are copied into.
 
     Raises:
         ValueError: the keys differ.
@@ -45,45 +45,46 @@ def collate_images(
     name: str = "image",
     only_tensors: bool = False,
 ) -> Any:
-    """Join what `preprocess=` made of the images of a batch: as `collate`, but what is a mistake is an error.
+    """Collate the results of `preprocess=` for a batch: as `collate`, but mistakes are errors.
 
     Args:
         values: at least one.
         keys: of their samples.
         allocate: as for `collate`.
         name: of these values.
-        only_tensors: whether anything else than a tensor is a mistake.
+        only_tensors: whether all but tensors are refused.
 
     Raises:
         ValueError: tensors or numbers of several shapes or dtypes.
-        TypeError: dicts; or anything else that isn't a tensor, where only these are asked for.
+        TypeError: dicts; or anything but a tensor, with `only_tensors`.
     """
     joined = _join(values, allocate)
     if isinstance(joined, torch.Tensor):
         return joined
     forms = [_form(value) for value in values]
-    gave = f"preprocess= gave {'' if name == 'image' else f'as {name} '}{forms[0]} for sample {keys[0]!r}"
+    what = "" if name == "image" else f"as {name} "
+    returned = f"preprocess= returned {what}{forms[0]} for sample {keys[0]!r}"
     other = next((place for place, form in enumerate(forms) if form != forms[0]), None)
     if other is not None and any(isinstance(value, _STACKED) for value in values):
         raise ValueError(
-            f"{gave}, and {forms[other]} for sample {keys[other]!r}; expected one shape and dtype: resize to "
-            f"one size in preprocess=, or make lists on purpose by map_sample="
+            f"{returned}, and {forms[other]} for sample {keys[other]!r}; expected one shape and dtype: "
+            f"resize to one size in preprocess=, or make lists on purpose with map_sample="
         )
     if isinstance(values[0], Mapping):
         raise TypeError(
-            f"{gave}; expected a tensor: give an image processor of transformers itself as preprocess=, or "
-            f"make dicts by map_sample="
+            f"{returned}; expected a tensor: give an image processor of transformers itself as preprocess=, "
+            f"or make dicts with map_sample="
         )
     if only_tensors:
         raise TypeError(
-            f'{gave}; output="hf" has tensors: end preprocess= with ToTensor or the like, or give '
-            f'output="tuple" or "dict", where it is a list'
+            f'{returned}; output="hf" needs tensors: end preprocess= with ToTensor or the like, or give '
+            f'output="tuple" or "dict", which return a list'
         )
     return joined
 
 
 def named(result: Any) -> dict[str, Any]:
-    """What a `collate=` returned, by name: of a tuple or list by position, as `unnamed` knows it.
+    """The result of `collate=` as a dict; the values of a tuple are named by position, for `unnamed`.
 
     Raises:
         TypeError: it is neither a dict nor a tuple.
@@ -96,14 +97,14 @@ def named(result: Any) -> dict[str, Any]:
 
 
 def unnamed(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
-    """A batch as `collate=` returned it: a dict, to which `extra` is added, or a tuple, whose last it is."""
+    """The batch as `collate=` returned it, dict or tuple, with `extra` added to it or as last element."""
     if next(iter(values), "") != "[0]":
         return {**values, **extra}
     return (*values.values(), extra) if extra else tuple(values.values())
 
 
 def _form(value: Any) -> str:
-    """What has to be alike for values to be stacked."""
+    """A description of dtype and shape, or of the type; values with the same one can be stacked."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         kind = "" if isinstance(value, torch.Tensor) else "an array "
         return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -164,7 +165,7 @@ def _numbers(values: list[Any], allocate: Allocate) -> Any:
         return values
     try:
         numbers = torch.tensor(values, dtype=dtype, device="cpu")
-    except (OverflowError, RuntimeError, ValueError):  # an int beyond 64 bits
+    except (OverflowError, RuntimeError, ValueError):  # an int of more than 64 bits
         return values
     batch = allocate(numbers.shape, dtype)
     return batch.copy_(numbers)

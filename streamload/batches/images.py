@@ -1,4 +1,4 @@
-"""The images of a batch: by a compiled plan straight into the batch's memory, or by a function as given."""
+"""The images of a batch: a compiled plan writes them into the batch's memory, or a function runs as given."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ Preprocess = Callable[[Any], Any]
 
 
 class Images(Protocol):
-    """The images of a batch; they are added one after the other, as samples to a BatchInProgress."""
+    """The images of a batch, added one by one; see BatchInProgress."""
 
-    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> Any:
-        """Do what can be done before the pixels, so that it can be done for some images in a row."""
+    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> Any:
+        """Do all of an image's work before its pixels: header and random choices."""
         ...
 
-    def add(self, seen: Any) -> None:
-        """Make an image the next of the batch, by what `look_at` returned for it."""
+    def add(self, parsed: Any) -> None:
+        """Add an image, given the result of `parse`."""
         ...
 
-    def last(self) -> Any:
-        """The image that was added last, needed until the batch has been handed over."""
+    def last_image(self) -> Any:
+        """The image that was added last, valid until the batch is sent."""
         ...
 
-    def drop(self) -> None:
-        """Take back the image that was added last."""
+    def drop_last(self) -> None:
+        """Remove the image that was added last."""
         ...
 
-    def joined(self, images: list[Any]) -> torch.Tensor | None:
-        """The batch of these images where there is no need to stack them: `last` of each; else None."""
+    def as_batch(self, images: list[Any]) -> torch.Tensor | None:
+        """The batch's tensor if these are its images in order, each from `last_image`; else None."""
         ...
 
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
@@ -59,19 +59,19 @@ class Images(Protocol):
         ...
 
     def close(self) -> None:
-        """Return what the batch has borrowed; may be called again."""
+        """Restore the random generators. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageAssembly:
-    """How the images of batches are made.
+    """How images become batches.
 
     Attributes:
-        preprocess: pixels to an image of the batch by a plan, or PIL image to value by a function as given.
-        as_bytes: leave a plan's images as uint8, to be normalised where they are used.
-        preparation: applied to each image that isn't prepared yet, before anything else; None: nothing.
-        most_pixels: of an image that is decoded (transforms/limits.py); a preparation has its own limit.
+        preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value.
+        as_bytes: leave a plan's images as uint8, to be normalised later.
+        preparation: applied first to each image that isn't prepared yet; None: nothing.
+        most_pixels: the limit of an image that is decoded (transforms/limits.py); a preparation has its own.
         as_model_inputs: keep all values that an image processor returns, and refuse images that aren't
             tensors.
     """
@@ -84,13 +84,13 @@ class ImageAssembly:
 
     @property
     def unnormalised(self) -> Statistics | None:
-        """The statistics by which images that are left as uint8 have still to be normalised, if any."""
-        return (
-            self.preprocess.statistics if self.as_bytes and isinstance(self.preprocess, ImagePlan) else None
-        )
+        """The statistics to normalise images with that are left as uint8; None: nothing to normalise."""
+        if self.as_bytes and isinstance(self.preprocess, ImagePlan):
+            return self.preprocess.statistics
+        return None
 
-    def ready(self) -> Callable[[int, Allocate], Images]:
-        """A function that begins the images of a batch of at most so many; one batch at a time."""
+    def batch_factory(self) -> Callable[[int, Allocate], Images]:
+        """A function that makes the empty images of a batch, given its most samples and an allocator."""
         preprocess = self.preprocess
         if isinstance(preprocess, ImagePlan):
             transform, places = PlannedTransform(preprocess, self.as_bytes), _Places()
@@ -98,21 +98,21 @@ class ImageAssembly:
         return lambda size, allocate: _GivenImages(preprocess, self, allocate)
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
-        """The pixels that the transform gets, valid until the next call."""
+        """The input of the transform, valid until the next call."""
         if self.preparation is None or is_prepared:
             return decode_jpeg_or_image(data, in_scratch=True, most_pixels=self.most_pixels)
         return self.preparation.pixels(data)
 
 
 class _Planned(NamedTuple):
-    """An image before its pixels, with all that can be known of it by then.
+    """A parsed image.
 
     Attributes:
-        data: its file; None where the pixels are there, as they were stored.
-        is_prepared: whether it is.
-        seed: uint64, of what is drawn for it.
-        pixels: where its pixels will be; None where the file has to be decoded to know.
-        put: makes the image of a batch of these.
+        data: its file; None if it stores raw pixels.
+        is_prepared: whether it is a prepared image.
+        seed: uint64, of its random choices.
+        pixels: where it will be decoded to; None if its size isn't known before.
+        put: transforms these pixels into the batch.
     """
 
     data: memoryview | None
@@ -123,7 +123,7 @@ class _Planned(NamedTuple):
 
 
 class _Places:
-    """The places of a batch's images in its memory, made once for memory that is used again."""
+    """Where a batch's images lie in its memory; computed once for each pooled buffer."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[Place]]] = {}
@@ -131,11 +131,11 @@ class _Places:
     def of(
         self, memory: torch.Tensor, split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
     ) -> Sequence[Place]:
-        """Those of the parts of a tensor, always by the same `split`."""
-        number = id(memory)  # known only as long as it lives
+        """The places of a tensor's images; `split` (always the same) divides it into images."""
+        number = id(memory)  # forgotten when the tensor dies
         if number not in self._known:
             forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
-            # Views keep what they are views of, and that is to go when nobody else has it.
+            # Views keep their base alive: the detached tensor, not the one that is to be forgotten.
             self._known[number] = forget, [Place.of(part) for part in split(memory.detach())]
         return self._known[number][1]
 
@@ -146,7 +146,7 @@ def _channels_first(levels: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class _PlannedImages:
-    """Images by a plan, each put straight into its place in the batch."""
+    """Images by a plan, each written straight into its place in the batch."""
 
     def __init__(
         self,
@@ -161,10 +161,10 @@ class _PlannedImages:
         self._preparation = assembly.preparation
         self._most_pixels = assembly.most_pixels
         self._count = 0
-        self._handed: list[torch.Tensor] = []
-        self._borrowed = ExitStack()
+        self._given: list[torch.Tensor] = []  # by last_image
+        self._exit = ExitStack()
         if plan.given:
-            self._borrowed.enter_context(SeededGenerators())
+            self._exit.enter_context(SeededGenerators())
         if assembly.as_bytes or plan.statistics is None:
             memory = allocate((size, *plan.size, 3), torch.uint8)
             self._batch = memory.permute(0, 3, 1, 2)
@@ -173,7 +173,7 @@ class _PlannedImages:
             self._batch = allocate((size, 3, *plan.size), torch.float32)
             self._places = places.of(self._batch, torch.unbind)
 
-    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
+    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
         """See Images."""
         if self._preparation is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)
@@ -184,33 +184,33 @@ class _PlannedImages:
         put = None if place is None else self._put(place, seed)
         return _Planned(data, is_prepared, seed, place, put)
 
-    def add(self, seen: _Planned) -> None:
-        """See Images. Between two images each call costs a microsecond or two: few are left."""
-        data, is_prepared, seed, pixels, put = seen
+    def add(self, parsed: _Planned) -> None:
+        """See Images. Written for few calls: between two images each costs a microsecond or two."""
+        data, is_prepared, seed, pixels, put = parsed
         if data is not None:
             if pixels is None:
-                there = self._pixels(data, is_prepared)
+                decoded = self._pixels(data, is_prepared)
             else:
-                there = decode_there(data, pixels, self._most_pixels)
-            if there is not pixels:
-                put = self._put(there, seed)
+                decoded = decode_there(data, pixels, self._most_pixels)
+            if decoded is not pixels:
+                put = self._put(decoded, seed)
         assert put is not None  # as there are pixels
         put(out=self._places[self._count])
         self._count += 1
 
-    def last(self) -> torch.Tensor:
-        """See Images. Not a view of the batch: torch, which moves what it sends, would move all of it."""
+    def last_image(self) -> torch.Tensor:
+        """See Images. Not a view of the batch: torch would copy the whole batch to send one."""
         image = torch.from_numpy(self._batch.numpy()[self._count - 1])
-        del self._handed[self._count - 1 :]
-        self._handed.append(image)
+        del self._given[self._count - 1 :]
+        self._given.append(image)
         return image
 
-    def drop(self) -> None:
+    def drop_last(self) -> None:
         self._count -= 1
 
-    def joined(self, images: list[Any]) -> torch.Tensor | None:
-        is_ours = len(images) == len(self._handed) and all(map(operator.is_, images, self._handed))
-        return self._batch[: self._count] if is_ours else None
+    def as_batch(self, images: list[Any]) -> torch.Tensor | None:
+        are_ours = len(images) == len(self._given) and all(map(operator.is_, images, self._given))
+        return self._batch[: self._count] if are_ours else None
 
     def _put(self, pixels: Pixels, seed: int) -> Put:
         height, width, _ = pixels.shape
@@ -220,7 +220,7 @@ class _PlannedImages:
         return {"image": self._batch[: self._count]}
 
     def close(self) -> None:
-        self._borrowed.close()
+        self._exit.close()
 
 
 class _GivenImages:
@@ -236,16 +236,16 @@ class _GivenImages:
         self._as_model_inputs = assembly.as_model_inputs
         self._allocate = allocate
         self._values: list[Any] = []
-        self._borrowed = ExitStack()
-        self._generators = self._borrowed.enter_context(SeededGenerators())
+        self._exit = ExitStack()
+        self._generators = self._exit.enter_context(SeededGenerators())
 
-    def look_at(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[memoryview, bool, int]:
-        """Nothing is known of what it does."""
+    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[memoryview, bool, int]:
+        """Nothing can be done before the function runs."""
         return data, is_prepared, seed
 
-    def add(self, seen: tuple[memoryview, bool, int]) -> None:
+    def add(self, parsed: tuple[memoryview, bool, int]) -> None:
         """See Images."""
-        data, is_prepared, seed = seen
+        data, is_prepared, seed = parsed
         if self._prepare is None:
             value = self._transform(data, self._generators, seed)
         else:
@@ -253,13 +253,13 @@ class _GivenImages:
             value = self._transform.of_pixels(pixels, self._generators, seed)
         self._values.append(value)
 
-    def last(self) -> Any:
+    def last_image(self) -> Any:
         return self._values[-1]["image"] if self._is_processor else self._values[-1]
 
-    def drop(self) -> None:
+    def drop_last(self) -> None:
         del self._values[-1]
 
-    def joined(self, images: list[Any]) -> torch.Tensor | None:
+    def as_batch(self, images: list[Any]) -> torch.Tensor | None:
         return None
 
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
@@ -277,11 +277,11 @@ class _GivenImages:
         }
 
     def _columns(self) -> dict[str, list[Any]]:
-        """The values of all samples by name: of an image processor without those that nobody asked for."""
+        """The values of all samples by name; of an image processor only "image" unless for model inputs."""
         if not self._is_processor:
             return {"image": self._values}
         names = self._values[0] if self._as_model_inputs else ("image",)
         return {name: [value[name] for value in self._values] for name in names}
 
     def close(self) -> None:
-        self._borrowed.close()
+        self._exit.close()

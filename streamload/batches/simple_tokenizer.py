@@ -1,8 +1,8 @@
-"""open_clip's SimpleTokenizer with what it does again and again remembered (part of I): the same ids, sooner.
+"""open_clip's SimpleTokenizer with a cache of words (part of step I): the same ids in less time.
 
-Its time goes into cleaning each caption by ftfy and into finding words by a regular expression. No token
-reaches over a space, so a caption's ids are those of its words, which come again; and cleaning can't change
-plain ASCII, entities apart.
+Its time goes into cleaning captions with ftfy and splitting them with a regular expression. No token spans a
+space, so a caption's ids are those of its words, which repeat; and cleaning doesn't change plain ASCII
+without entities.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 _MODULE = "open_clip.tokenizer"
 _WORDS = 1 << 16
-"""Words that are remembered; some 15 MB."""
+"""Words in the cache; about 15 MB."""
 _LONGEST_WORD = 64
 _PATTERN = r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 # What ftfy and html.unescape leave alone: printable ASCII, tabs and line ends, no entity.
@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[\t\n -%'-~]*")
 
 
 def is_simple_tokenizer(tokenizer: Any) -> bool:
-    """Whether it is open_clip's SimpleTokenizer as far as this module knows it: nothing added or dropped."""
+    """Whether it is open_clip's SimpleTokenizer, in a version that this module knows, unmodified."""
     kind = type(tokenizer)
     return (
         kind.__module__ == _MODULE
@@ -37,8 +37,8 @@ def is_simple_tokenizer(tokenizer: Any) -> bool:
     )
 
 
-class RememberingTokenizer:
-    """A SimpleTokenizer that looks its words up; as picklable as it is. Not thread-safe.
+class CachingTokenizer:
+    """A SimpleTokenizer with a cache of words; picklable if it is. Not thread-safe.
 
     Args:
         tokenizer: one for which `is_simple_tokenizer` holds.
@@ -47,17 +47,17 @@ class RememberingTokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._is_lower = tokenizer.clean_fn is getattr(sys.modules[_MODULE], "_clean_lower", None)
-        self._ids: dict[str, bytes] = {}  # as they lie in the rows of a batch
+        self._ids: dict[str, bytes] = {}  # of int64 ids, by word
 
     def __repr__(self) -> str:
-        return f"RememberingTokenizer({self._tokenizer!r})"
+        return f"CachingTokenizer({self._tokenizer!r})"
 
     @property
     def __name__(self) -> str:
         return type(self._tokenizer).__name__
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
-        """Tokenize captions: int64[N, context_length], as the tokenizer itself."""
+        """Tokenize captions like the tokenizer itself: int64[N, context_length]."""
         first, last = _packed([self._tokenizer.sot_token_id]), _packed([self._tokenizer.eot_token_id])
         length: int = self._tokenizer.context_length
         size = length * len(last)
@@ -66,7 +66,7 @@ class RememberingTokenizer:
             row = [first]
             for word in self._cleaned(caption).split(" "):
                 ids = known.get(word)
-                row.append(self._learn(word) if ids is None else ids)
+                row.append(self._encode(word) if ids is None else ids)
             rows += (b"".join(row)[: size - len(last)] + last).ljust(size, b"\0")
         return torch.from_numpy(np.frombuffer(rows, np.int64).reshape(len(captions), length))
 
@@ -76,8 +76,8 @@ class RememberingTokenizer:
         cleaned: str = self._tokenizer.clean_fn(caption)
         return cleaned
 
-    def _learn(self, word: str) -> bytes:
-        """What SimpleTokenizer.encode does with a cleaned text."""
+    def _encode(self, word: str) -> bytes:
+        """The ids of a cleaned word, as by SimpleTokenizer.encode; caches them."""
         tokenizer = self._tokenizer
         numbers: list[int] = []
         for token in tokenizer.pat.findall(word):

@@ -1,4 +1,4 @@
-"""Tokenizers of several kinds behind one call for a batch (part of I): list of str → int64[N, L]."""
+"""Tokenizers of several kinds behind one call for a batch (part of step I): list of str → int64[N, L]."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from streamload.batches.simple_tokenizer import RememberingTokenizer, is_simple_tokenizer
+from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.transforms.user import SeededGenerators
 
 CLIP_LENGTH = 77
 _LONGEST = 1024
-"""transformers say 10³⁰ where a tokenizer has no limit, models of books 100,000: neither is for captions."""
+"""The longest model_max_length that is used: unlimited tokenizers have 10³⁰, long ones 100,000."""
 
 
 class Texts(NamedTuple):
@@ -22,7 +22,7 @@ class Texts(NamedTuple):
 
     Attributes:
         ids: int64[N, L].
-        others: whatever else the tokenizer gave, by its own names: `attention_mask` int64[N, L], say.
+        others: all else that the tokenizer returned, by its names, such as `attention_mask` int64[N, L].
     """
 
     ids: torch.Tensor
@@ -30,34 +30,34 @@ class Texts(NamedTuple):
 
 
 class BatchTokenizer:
-    """A tokenizer called by batch, its results checked; what it raises itself is left as it is.
+    """Calls a tokenizer by batch and checks its results; its own exceptions pass unchanged.
 
-    One that draws random numbers (open_clip's with a `reduction_mask`) is called caption by caption, with the
-    generators seeded by the caption's sample: its ids don't depend on what else is in the batch.
+    A tokenizer that draws random numbers (open_clip's with a `reduction_mask`) is called caption by caption,
+    with generators seeded by the caption's sample, so that ids don't depend on the rest of the batch.
 
-    As picklable as what it wraps.
+    Picklable if the tokenizer is.
     """
 
     def __init__(self, tokenizer: Callable[..., Any]) -> None:
         self._tokenizer = tokenizer
         self._options = _transformers_options(tokenizer)
         self._length: int | None = None
-        self._draws: bool | None = None  # not known yet
-        if self._options or isinstance(tokenizer, RememberingTokenizer):
+        self._draws: bool | None = None  # whether it draws random numbers; None: unknown
+        if self._options or isinstance(tokenizer, CachingTokenizer):
             self._draws = False
         if _runs_threads(tokenizer):
-            # As open_clip does: workers are processes enough, and the library warns of a fork after a use.
+            # As open_clip does: workers are enough parallelism, and the library warns of forks after a use.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def __call__(self, captions: list[str], seeds: Sequence[int]) -> Texts:
         """Tokenize a batch.
 
         Args:
-            captions: of its samples.
-            seeds: uint64, of their random choices.
+            captions: one for each sample.
+            seeds: uint64, for their random choices.
 
         Raises:
-            TypeError: the tokenizer gave something else than integers.
+            TypeError: the tokenizer didn't return integers.
             ValueError: not one row for each caption, or rows of another length than before.
         """
         if self._draws is False:
@@ -66,9 +66,7 @@ class BatchTokenizer:
             if self._draws is None:
                 generators.seed(0)
                 texts = self._texts(captions)
-                if not generators.were_used(
-                    0
-                ):  # a later batch may have longer captions, of which it drops words
+                if not generators.were_used(0):  # it may still draw, for longer captions
                     return texts
                 self._draws = True
             rows = []
@@ -85,14 +83,15 @@ class BatchTokenizer:
             others = {name: value for name, value in result.items() if name != "input_ids"}
             result = result.get("input_ids")
         ids = self._checked(result, len(captions))
-        return Texts(ids, {name: self._row_by_row(name, each, len(ids)) for name, each in others.items()})
+        return Texts(ids, {name: self._checked_rows(name, each, len(ids)) for name, each in others.items()})
 
-    def _row_by_row(self, name: str, value: Any, count: int) -> torch.Tensor:
-        """Something else than ids: a row for each caption, too."""
+    def _checked_rows(self, name: str, value: Any, count: int) -> torch.Tensor:
+        """A value other than ids, checked: it has a row for each caption."""
         tensor = torch.as_tensor(value)
         if not tensor.ndim or len(tensor) != count:
             raise ValueError(
-                f"{self._name} gave {name} {list(tensor.shape)} for {count} captions; expected a row for each"
+                f"{self._name} returned {name} {list(tensor.shape)} for {count} captions; expected a row "
+                f"for each"
             )
         return tensor
 
@@ -100,28 +99,28 @@ class BatchTokenizer:
         ids = self._as_tensor(result)
         if ids.ndim != 2 or len(ids) != count:
             raise ValueError(
-                f"{self._name} gave {list(ids.shape)} for {count} captions; expected [{count}, L]: "
+                f"{self._name} returned {list(ids.shape)} for {count} captions; expected [{count}, L]: "
                 f"a row for each caption, all padded to one length"
             )
         if self._length is None:
             self._length = ids.shape[1]
         if ids.shape[1] != self._length:
             raise ValueError(
-                f"{self._name} gave rows of {ids.shape[1]} ids after rows of {self._length}; "
+                f"{self._name} returned rows of {ids.shape[1]} ids after rows of {self._length}; "
                 f"expected one length: pad each batch to the same"
             )
         return ids
 
     def _as_tensor(self, result: Any) -> torch.Tensor:
         if isinstance(result, (list, tuple)) and len({np.shape(row) for row in result}) > 1:
-            raise ValueError(f"{self._name} gave rows of several lengths; expected them padded to one")
+            raise ValueError(f"{self._name} returned rows of several lengths; expected them padded to one")
         try:
             ids = result if isinstance(result, torch.Tensor) else torch.from_numpy(np.array(result))
         except TypeError:
             ids = None
         if ids is None or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             kind = type(result).__name__ if ids is None else f"{type(result).__name__} of {ids.dtype}"
-            raise TypeError(f"{self._name} gave a {kind}; expected integer ids of shape [N, L]")
+            raise TypeError(f"{self._name} returned a {kind}; expected integer ids of shape [N, L]")
         return ids.long()
 
     @property
@@ -130,17 +129,15 @@ class BatchTokenizer:
 
 
 def adapt_tokenizer(tokenizer: Any) -> BatchTokenizer | None:
-    """Wrap a tokenizer.
-
-    To be called before worker processes are forked (see BatchTokenizer).
+    """Wrap a tokenizer. To be called before worker processes are forked (see BatchTokenizer).
 
     Args:
         tokenizer: open_clip's, one of transformers, or any function from a list of str to ids [N, L] as
             tensor, array or lists; None for none. One of transformers pads and truncates to its
-            `model_max_length`, or to 77 where that is unset or over 1024.
+            `model_max_length`, or to 77 if that is unset or over 1024.
 
     Raises:
-        TypeError: it can't be called.
+        TypeError: it isn't callable.
     """
     if tokenizer is None:
         return None
@@ -149,11 +146,11 @@ def adapt_tokenizer(tokenizer: Any) -> BatchTokenizer | None:
             f"tokenizer is a {type(tokenizer).__name__}; expected open_clip's, one of transformers, "
             f"a function from a list of str to ids [N, L], or None"
         )
-    return BatchTokenizer(RememberingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer)
+    return BatchTokenizer(CachingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer)
 
 
 def _transformers_options(tokenizer: Any) -> dict[str, Any]:
-    """What one of transformers has to be told, so that it gives rows of one length."""
+    """The arguments with which a tokenizer of transformers returns rows of one length."""
     length = getattr(tokenizer, "model_max_length", None)
     if length is None or not hasattr(tokenizer, "convert_tokens_to_ids"):
         return {}

@@ -125,7 +125,7 @@ class WorkerLoop:
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
         self._reader = Reader(config, control, self._counts, worker, workers)
         self._slots = buffers
-        self._begin = config.assembly.ready()
+        self._begin = config.assembly.batch_factory()
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._fresh = shared_empty if workers else own_empty
 
@@ -250,7 +250,7 @@ class WorkerLoop:
         source = self._config.sources[visit.source]
         seed = sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
         try:
-            return _Visited(visit, sample, seed, batch.look_at(sample, seed))
+            return _Visited(visit, sample, seed, batch.parse(sample, seed))
         except SampleError as exc:  # handled in its turn: its replacement may wait for bytes
             passed = self._config.skip or isinstance(exc, BlankCaption)
             return _Visited(visit, sample, seed, _skipped(sample, exc) if passed else exc)
@@ -282,7 +282,7 @@ class WorkerLoop:
         for shard, number in itertools.islice(self._replacements(visit, seed), self._config.replacements):
             tried += 1
             with contextlib.suppress(SampleError):
-                batch.add(batch.look_at(self._reader.sample(shard, number), seed))
+                batch.add(batch.parse(self._reader.sample(shard, number), seed))
                 return skipped
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "
