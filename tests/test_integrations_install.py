@@ -214,7 +214,7 @@ def test_our_flags_are_taken_out_of_a_command_line(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--streamload-prepare=raw"], "--streamload-prepare: .*is no recipe for prepared images"),
+        (["--streamload-prepare=raw"], "--streamload-prepare: .*is not a recipe for prepared images"),
         (["--streamload-prepare"], "--streamload-prepare: "),
         (["--streamload-shared-cache", "pipe:x"], "--streamload-shared-cache: "),
         (["--streamload-as-given=1"], "--streamload-as-given: "),
@@ -376,9 +376,9 @@ def test_errors_name_flags(shards: str) -> None:
     module = data_module()
     openclip.install(module)
     args = args_for(train_data=shards, train_num_samples=8, train_data_upsampling_factors="1::2")
-    with pytest.raises(OptionError, match=r"^--train-data-upsampling-factors are 2, and the URLs"):
+    with pytest.raises(OptionError, match=r"^--train-data-upsampling-factors has 2 factors for"):
         module.get_wds_dataset(args, width_of, is_train=True)
-    with pytest.raises(OptionError, match=r"^--batch-size 0: it has to be"):
+    with pytest.raises(OptionError, match=r"^--batch-size 0; expected"):
         module.get_wds_dataset(args_for(val_data=shards, batch_size=0), width_of, is_train=False)
     data = module.get_wds_dataset(args_for(val_data=f"{shards}.gone", workers=1), width_of, is_train=False)
     with pytest.raises(NoValidSamples, match="Check the URLs"):

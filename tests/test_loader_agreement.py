@@ -93,7 +93,7 @@ def test_what_may_hide_a_sizes_json_is_an_error_where_nodes_are_told_apart_by_it
         two: dict[str, Any] = {"groups": 2, "rank": 0, "world_size": 2, "num_batches": 4}
         with (
             make(urls, tmp_path / "cache", **two) as loader,
-            pytest.raises(error, match="none may miss it"),
+            pytest.raises(error, match="no node may miss it"),
         ):
             iter(loader)
         with make(urls, tmp_path / "cache", **{**two, "groups": 1}) as loader:

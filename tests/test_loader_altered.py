@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import streamload
 from streamload import Workers
-from streamload.loader.position import from_state
+from streamload.loader.state import from_state
 from streamload.testing.shards import write_shards
 from tests import flat
 

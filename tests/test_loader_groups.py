@@ -60,26 +60,26 @@ def test_an_argument_that_is_nearly_one_of_a_group_is_told_which():
 @pytest.mark.parametrize(("name", "value"), [("cache", "memory"), ("order", {"lanes": 2}), ("shards", None)])
 def test_a_value_in_place_of_a_group_fails_naming_the_class(name, value):
     group = GROUPS[name].__name__
-    with pytest.raises(OptionError, match=rf"{name}=.*: it has to be a streamload.{group}\(…\)"):
+    with pytest.raises(OptionError, match=rf"{name}=.*; expected a streamload.{group}\(…\)"):
         streamload.make_loader("a.tar", **{name: value})
 
 
 @pytest.mark.parametrize(
     ("group", "given", "says"),
     [
-        (Cache, {"where": "ram"}, "where='ram': it has to be one of 'auto', 'disk', 'memory'"),
-        (Cache, {"memory_size": "120%"}, "memory_size='120%' is not a share of what memory is free"),
+        (Cache, {"where": "ram"}, "where='ram'; expected one of 'auto', 'disk', 'memory'"),
+        (Cache, {"memory_size": "120%"}, "memory_size='120%' is not a share of the free memory"),
         (Cache, {"ahead": "far"}, "ahead='far' is not a size"),
         (Cache, {"origin_wait": -1}, "origin_wait=-1 is not a number of seconds"),
         (Cache, {"shared": "https://host/x?token=swordfish"}, "shared="),
-        (Images, {"dtype": "int8"}, "dtype='int8': it has to be one of 'float32', 'uint8'"),
-        (Images, {"max_pixels": 0}, "max_pixels=0: it has to be a whole number of at least 1"),
+        (Images, {"dtype": "int8"}, "dtype='int8'; expected one of 'float32', 'uint8'"),
+        (Images, {"max_pixels": 0}, "max_pixels=0; expected a whole number of at least 1"),
         (Images, {"prepare": "raw"}, "raw"),
-        (Order, {"lanes": 0}, "lanes=0: it has to be a whole number of at least 1"),
+        (Order, {"lanes": 0}, "lanes=0; expected a whole number of at least 1"),
         (Order, {"rank": 1}, "give rank and world_size together"),
         (Shards, {"image_key": None}, "image_key=None"),
-        (Shards, {"max_bad_shards": 7}, "max_bad_shards=7: it has to be a share from 0 to 1"),
-        (Workers, {"prefetch_factor": 0}, "prefetch_factor=0: it has to be a whole number of at least 1"),
+        (Shards, {"max_bad_shards": 7}, "max_bad_shards=7; expected a share from 0 to 1"),
+        (Workers, {"prefetch_factor": 0}, "prefetch_factor=0; expected a whole number of at least 1"),
         (Workers, {"multiprocessing_context": "threads"}, "multiprocessing_context='threads'"),
         (Workers, {"collate": list}, "collate= makes batches of the examples of map_sample="),
     ],

@@ -256,9 +256,9 @@ def test_all_ranks_change_at_one_step_to_the_weights_of_rank_0(
     ("sources", "options", "match"),
     [
         ([("a", 1.0, 0.0), ("a", 1.0, 0.0)], {}, "two sources are named 'a'"),
-        ([("a", -1.0, 0.0), ("b", 1.0, 0.0)], {}, "weight=-1.0 has to be a number from 0"),
+        ([("a", -1.0, 0.0), ("b", 1.0, 0.0)], {}, "weight=-1.0; expected a number from 0"),
         ([("a", float("nan"), 0.0)], {}, "weight=nan has to be"),
-        ([("a", 1.0, 1.5)], {}, "floor=1.5 has to be from 0 to 1"),
+        ([("a", 1.0, 1.5)], {}, "floor=1.5; expected a number from 0 to 1"),
         ([("a", 1.0, 0.0)], {"upsampling_factors": "1"}, "a Source has a weight of its own"),
         ([("a", 1.0, 0.0), ("b", 1.0, 0.0)], {"train": False, "num_batches": None}, "mixed in training"),
     ],
@@ -277,7 +277,7 @@ def test_sources_that_make_no_sense_are_refused(
 
 @pytest.mark.parametrize(
     ("factors", "match"),
-    [("1", "are 1, and the URLs have 2 sources"), ("1::x", "numbers with '::'"), ([1, -1], "numbers from 0")],
+    [("1", "has 1 factors for 2 sources"), ("1::x", "numbers with '::'"), ([1, -1], "numbers from 0")],
 )
 def test_factors_that_do_not_fit_are_refused(
     factors: Any, match: str, paths: dict[str, list[str]], tmp_path: Path

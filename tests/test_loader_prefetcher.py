@@ -150,7 +150,7 @@ def seen_ahead(epoch: Any, batches: int) -> Any:
         next(epoch)
     time.sleep(0.2)
     next(epoch)
-    return epoch._coming
+    return epoch._pending
 
 
 @pytest.mark.usefixtures("no_collector")

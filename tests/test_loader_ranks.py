@@ -28,7 +28,7 @@ from streamload import Cache, Order, Workers
 from streamload.errors import OriginOutage, RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader import distributed, worker_config
-from streamload.loader.distributed import Ranks, Watch
+from streamload.loader.distributed import RankMonitor, Ranks
 from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -44,8 +44,8 @@ def key_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 def in_a_hurry() -> None:
     """Tenths of seconds where a training has seconds."""
-    distributed._LOOK_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
-    distributed._WAIT_SECONDS = distributed._AWAY_SECONDS = 0.5
+    distributed._POLL_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
+    distributed._WAIT_SECONDS = distributed._OUTAGE_SECONDS = 0.5
     blocked.REPORT_SECONDS = 0.1
     worker_config.OriginOptions = functools.partial(  # type: ignore[attr-defined]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
@@ -112,7 +112,7 @@ def test_all_ranks_are_told_which_one_waits_for_what_and_until_when_and_end_toge
     waits = [line for line in said if line.startswith("rank 1 of 2 has waited")]
     assert waits
     assert any(f"for {url}/000" in line and "404 Not Found" in line for line in waits)
-    assert any("is waited for until" in line and "STREAMLOAD_ORIGIN_WAIT" in line for line in waits)
+    assert any("retried until" in line and "STREAMLOAD_ORIGIN_WAIT" in line for line in waits)
     assert any(line.startswith("rank 1 of 2 has waited") for line in said_there)
     ((kind, text),) = ends_there
     assert kind == "OriginOutage"
@@ -138,30 +138,30 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_several_ranks_that_wait_are_one_line(ranks: list[Ranks], caplog: pytest.LogCaptureFixture) -> None:
-    ranks[2].tell("waits", "30 s for b.tar")
-    ranks[1].tell("waits", "31 s for a.tar")
-    ranks[0].look()
-    assert messages(caplog) == ["rank 1 of 3 has waited 31 s for a.tar (1 more likewise)"]
-    ranks[0].look()
-    ranks[1].tell("goes on")
-    ranks[0].look()
-    assert messages(caplog) == ["rank 1 of 3 goes on"]
+    ranks[2].report("waits", "30 s for b.tar")
+    ranks[1].report("waits", "31 s for a.tar")
+    ranks[0].read_reports()
+    assert messages(caplog) == ["rank 1 of 3 has waited 31 s for a.tar (and 1 more)"]
+    ranks[0].read_reports()
+    ranks[1].report("goes on")
+    ranks[0].read_reports()
+    assert messages(caplog) == ["rank 1 of 3 continues"]
 
 
 def test_a_rank_that_waits_no_longer_when_others_look_is_no_line(
     ranks: list[Ranks], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks[1].tell("waits", "30 s for a.tar")
-    ranks[1].tell("goes on")
-    ranks[0].look()
+    ranks[1].report("waits", "30 s for a.tar")
+    ranks[1].report("goes on")
+    ranks[0].read_reports()
     assert not messages(caplog)
 
 
 @contextlib.contextmanager
-def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, ControlBlock]]:
-    monkeypatch.setattr(distributed, "_LOOK_SECONDS", 0.01)
+def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankMonitor, ControlBlock]]:
+    monkeypatch.setattr(distributed, "_POLL_SECONDS", 0.01)
     control = ControlBlock(1)
-    watch = Watch(ranks, control)
+    watch = RankMonitor(ranks, control)
     yield watch, control
     watch.close()
     assert threading.active_count() == 1 or not watch._thread.is_alive()
@@ -174,7 +174,7 @@ def test_a_rank_that_has_failed_ends_the_others_until_it_goes_on(
     with watched(ranks[0], monkeypatch) as (one, _), watched(ranks[1], monkeypatch) as (other, _):
         other.fail(error)
         assert str(error) == "rank 1 of 3: a.tar: the server answers 404 Not Found"
-        ranks[0].look()
+        ranks[0].read_reports()
         for _ in range(2):
             with pytest.raises(RankFailed, match=r"rank 1 of 3 has failed: OriginOutage: a\.tar: the"):
                 one.check()
@@ -194,19 +194,17 @@ def test_the_error_of_a_worker_is_told_without_its_traceback(
     error = OriginOutage(f'{text}  File "x.py"\nstreamload.errors.OriginOutage: a.tar: 404\n')
     with watched(ranks[1], monkeypatch) as (other, _):
         other.fail(error)
-    ranks[0].look()
-    assert messages(caplog) == [
-        "rank 1 of 3 has failed, and all of the run with it: OriginOutage: a.tar: 404"
-    ]
+    ranks[0].read_reports()
+    assert messages(caplog) == ["rank 1 of 3 has failed, and with it the run: OriginOutage: a.tar: 404"]
 
 
 def test_a_training_that_takes_steps_never_looks_at_the_store(
     ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks[1].tell("waits", "30 s for a.tar")
+    ranks[1].report("waits", "30 s for a.tar")
     with watched(ranks[0], monkeypatch) as (watch, control):
         looked = threading.Event()
-        monkeypatch.setattr(watch, "_tell_wait", looked.set)
+        monkeypatch.setattr(watch, "_report_wait", looked.set)
         for _ in range(3):
             control.want(True)
             control.want(False)

@@ -10,7 +10,7 @@ import pytest
 import streamload
 from streamload import Workers
 from streamload.cache.shard import LOOKED_THROUGH
-from streamload.loader.orders import SHARDS_NAMED
+from streamload.loader.order_spec import SHARDS_DIGESTED
 from streamload.loader.schedule import Schedule
 from streamload.loader.worker_config import worker_config_for
 from streamload.order.plan import pieces
@@ -93,8 +93,8 @@ def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at
     assert {int(url.rpartition("/")[2].removesuffix(".tar")) for _, url in found} < group
     asked = {request.path for request in server.log} - {"sizes.json"}
     assert asked <= {f"{shard:06d}.tar" for shard in group}
-    named = set(range(0, SHARDS, -(-SHARDS // SHARDS_NAMED)))  # by which states tell data sets apart
-    assert seen <= group | named  # the first one also for the sizes.json beside it
+    digested = set(range(0, SHARDS, -(-SHARDS // SHARDS_DIGESTED)))  # by which states tell data sets apart
+    assert seen <= group | digested  # the first one also for the sizes.json beside it
     assert len(seen) < 8000
     assert len(set(made) - seen) <= LOOKED_THROUGH  # a tier that holds something
     assert len(walked) < 10

@@ -17,7 +17,7 @@ from drawn import augmented
 import streamload
 from streamload import Cache, Order, Workers
 from streamload.daemon.warm import warm
-from streamload.loader import position
+from streamload.loader import state as state_format
 from streamload.testing.faults import Fault
 from streamload.testing.resume import Layout, Resumed, assert_resumes_exactly
 from streamload.testing.server import ShardServer
@@ -248,11 +248,11 @@ def gather(rank: int, paths: list[Path], place: Path) -> None:
         rest = keys(iterator)
         if rank == 0:
             taken(loader, 1)  # one step more than the other
-            with pytest.raises(streamload.OrderDiverged, match="not behind the same batch"):
+            with pytest.raises(streamload.OrderDiverged, match="not at the same step"):
                 streamload.gather_state(loader)
         else:
             iter(loader)
-            with pytest.raises(streamload.OrderDiverged, match="not behind the same batch"):
+            with pytest.raises(streamload.OrderDiverged, match="not at the same step"):
                 streamload.gather_state(loader)
     (place / f"{rank}.json").write_text(json.dumps([state, rest]))
     torch.distributed.destroy_process_group()
@@ -397,7 +397,7 @@ def without(state: dict[str, Any], *path: Any) -> dict[str, Any]:
 
 def checked(state: dict[str, Any]) -> dict[str, Any]:
     """An altered state as if it had been saved like that."""
-    return {**state, "checksum": position._checksum(state)}
+    return {**state, "checksum": state_format._checksum(state)}
 
 
 def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], tmp_path: Path) -> None:
@@ -409,15 +409,15 @@ def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], t
             ("state", "not a state"),
             ({"epoch": 1}, "not a state"),
             ({**state, "streamload_state": 99}, "of format 99; this version of streamload reads 2 and 3"),
-            ({**state, "position": "7"}, "not a whole state"),
-            ({**state, "position": -1}, "not a whole state"),
-            ({**state, "changes": []}, "not a whole state"),
-            ({**state, "changes": [[0, [5]]]}, "not a whole state"),
-            ({**state, "at": {"0": {}}}, "not a whole state"),
+            ({**state, "position": "7"}, "not a valid state"),
+            ({**state, "position": -1}, "not a valid state"),
+            ({**state, "changes": []}, "not a valid state"),
+            ({**state, "changes": [[0, [5]]]}, "not a valid state"),
+            ({**state, "at": {"0": {}}}, "not a valid state"),
             (checked(without(state, "at", "0")), "lacks groups"),
-            (without(state, "at", "0", "sources", 0, "cursor", "skip"), "not a whole state"),
-            (without(state, "seed"), "not a whole state"),
-            (without(state, "sources"), "not a whole state"),
+            (without(state, "at", "0", "sources", 0, "cursor", "skip"), "not a valid state"),
+            (without(state, "seed"), "not a valid state"),
+            (without(state, "sources"), "not a valid state"),
         ):
             with pytest.raises(streamload.StateMismatch, match=match):
                 loader.load_state_dict(wrong)  # type: ignore[arg-type]
@@ -659,7 +659,7 @@ def test_a_state_of_an_earlier_version_is_not_taken_for_moved_shards(
         source["begun"] = {shard: begun[:4] for shard, begun in source["begun"].items()}
     with (
         make(f"{paths[0].parent}/{{00000..00007}}.tar", tmp_path / "cache") as loader,
-        pytest.raises(streamload.StateMismatch, match="of an earlier version"),
+        pytest.raises(streamload.StateMismatch, match="by an earlier version"),
     ):
         loader.load_state_dict(old, moved={was: str(paths[0].parent)})
 

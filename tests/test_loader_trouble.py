@@ -39,7 +39,7 @@ import streamload
 from streamload.cache import fallback_tier
 from streamload.cache.tier import Tier
 from streamload.loader import worker_config
-from streamload.loader.checks import Checks, GivenUp
+from streamload.loader.checks import BatchChecks, ShardChecks
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
@@ -152,7 +152,7 @@ def test_a_run_that_gives_up_more_than_a_few_shards_says_so_and_ends(
     url = f"{many.url}/{{00000..00019}}.tar"
     for place in range(3):
         many.misbehave(f"{place:05d}.tar", Fault(status=404))
-    said = "the training goes on without their samples"
+    said = "training continues without their samples"
     with (
         make(url, tmp_path, max_bad_shards=0.1) as loader,
         pytest.raises(streamload.TooManyBadShards, match=r"3 of \d+ shards.*max_bad_shards=0\.1"),
@@ -171,11 +171,11 @@ def test_a_run_that_gives_up_more_than_a_few_shards_says_so_and_ends(
 
 def test_a_share_of_shards_that_were_given_up_is_judged_across_states() -> None:
     def judged(given_up: int, whole: int, before: list[int], most: float | None = 0.1) -> bool:
-        checks = GivenUp(most)
-        checks.recall(before)
-        assert checks.seen() == before
+        checks = ShardChecks(most)
+        checks.restore(before)
+        assert checks.counts() == before
         try:
-            checks.judge(given_up, whole, 100_000)
+            checks.check(given_up, whole, 100_000)
         except streamload.TooManyBadShards:
             return True
         return False
@@ -382,7 +382,7 @@ def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
     urls = shards_with_bad_images(tmp_path, [{1, 5}] * 6)
     with make(urls, tmp_path) as loader:
         keys_of(loader)
-        whole = loader._checks.seen()
+        whole = loader._checks.counts()
     with make(urls, tmp_path) as loader:
         for _ in zip(range(4), loader, strict=False):
             pass
@@ -392,11 +392,11 @@ def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
         loader.load_state_dict(state)
         assert loader.state_dict()["bad_samples"] == state["bad_samples"]
         keys_of(loader)
-        assert loader._checks.seen()[:2] == whole[:2]
+        assert loader._checks.counts()[:2] == whole[:2]
         newer = ("shards", "sizes", "opens_after", "checksum", "bad_samples")
         before = {name: value for name, value in state.items() if name not in newer}
         loader.load_state_dict({**before, "streamload_state": 2})
-        with pytest.raises(streamload.StateMismatch, match="not a whole state"):
+        with pytest.raises(streamload.StateMismatch, match="not a valid state"):
             loader.load_state_dict({**state, "bad_samples": [1]})
 
 
@@ -430,7 +430,7 @@ def test_errors_of_the_users_functions_are_raised(workers: int, server: ShardSer
         ({"num_samples": 0}, "num_samples=0"),
         ({"shuffle": -5}, "shuffle=-5"),
         ({"output": "list"}, "'tuple', 'dict', 'hf'"),
-        ({"max_bad_shards": 1.5}, r"max_bad_shards=1\.5: it has to be a share"),
+        ({"max_bad_shards": 1.5}, r"max_bad_shards=1\.5; expected a share"),
         ({"on_error": "ignore"}, "'skip', 'raise'"),
         ({"rank": 1}, "world_size"),
         ({"map_sample": fail, "tokenizer": fail}, "map_sample"),
@@ -606,12 +606,12 @@ def test_inference_mode_is_nothing_to_a_loader(workers: int, server: ShardServer
 
 
 def test_a_batch_of_another_epoch_is_not_taken() -> None:
-    checks = Checks(Counters(), train=True, most_bad=None)
-    checks.begin(generation=6)
-    batch = Batch({}, 0, SealedStates({}), [], {}, samples=0, taken=[0], generation=6)
-    checks.agree(batch)
-    with pytest.raises(streamload.OrderDiverged, match="order 4, and this epoch goes by 6"):
-        checks.agree(batch._replace(generation=4))
+    checks = BatchChecks(Counters(), train=True, max_bad=None)
+    checks.start_epoch(generation=6)
+    batch = Batch({}, 0, SealedStates({}), [], {}, samples=0, source_samples=[0], generation=6)
+    checks.check_order(batch)
+    with pytest.raises(streamload.OrderDiverged, match="order 4, but this epoch has order 6"):
+        checks.check_order(batch._replace(generation=4))
 
 
 def test_a_cache_directory_that_cannot_be_used_is_an_error(server: ShardServer, tmp_path: Path) -> None:
@@ -1436,7 +1436,7 @@ def test_an_error_of_the_users_function_names_the_sample(
         ({"pin_memory": True}, "device="),
         ({"shuffel": 3}, "is shuffle= meant"),
         ({"quux": 3}, "help"),
-        ({"batch_size": None}, "give 1 for batches of one sample"),
+        ({"batch_size": None}, "give 1, and index the single sample"),
         ({"image_key": None}, "map_sample="),
         ({"text_key": 7}, "text_key=7"),
         ({"device": "cuda:9"}, "sees 0 such devices"),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import streamload
-from streamload.loader import waits
-from streamload.loader.waits import ShardWaits, report_waiting
+from streamload.loader import checks
+from streamload.loader.checks import ShardWaits, report_data_wait
 from streamload.metrics import Snapshot
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -28,7 +28,7 @@ SECOND = 10**9
 def test_one_slow_shard_is_named_in_the_stats_and_now_and_then_in_the_log(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waits, "_SAID_SECONDS", 0.1)
+    monkeypatch.setattr(checks, "_SLOW_SHARD_SECONDS", 0.1)
     write_shards(tmp_path / "data", [16] * 6, seed=3)
     with ShardServer(tmp_path / "data") as server:
         server.misbehave("00002.tar", Fault(bytes_per_second=60_000))
@@ -89,7 +89,7 @@ def test_the_shards_that_cost_most_are_kept_of_any_number() -> None:
     for shard in range(5000):
         waited.add([(shard, SECOND + (shard == 3) * SECOND)], 2 * SECOND, 10**18)
     assert next(iter(waited.worst())) == "shard-3"
-    assert len(waited._by_shard_ns) <= waits._KEPT
+    assert len(waited._by_shard_ns) <= checks._SHARDS_KEPT
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_shards_that_cost_most_are_kept_of_any_number() -> None:
 def test_an_epoch_that_mostly_waited_says_for_what(
     seconds: float, done: dict[str, Any], says: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report_waiting(3, seconds, Snapshot(**done), 2)
+    report_data_wait(3, seconds, Snapshot(**done), 2)
     assert bool(caplog.text) is (says is not None)
     if says:
         assert re.search(f"epoch 3: training waited for data 15 of 20 s, mostly for .*{says}", caplog.text)

@@ -299,7 +299,7 @@ def test_levels_are_what_a_worker_would_have_normalised(shards, tmp_path):
 def test_levels_are_asked_for_only_where_they_can_be_had(shards, tmp_path):
     with pytest.raises(OptionError, match="Pad isn't supported"):
         images(shards, tmp_path, preprocess=colour_of(transforms.Pad(2)), dtype="uint8")
-    with pytest.raises(OptionError, match="functions as given"):
+    with pytest.raises(OptionError, match="functions that run as given"):
         images(shards, tmp_path, preprocess=KNOWN["grey"], dtype="uint8", compile=False)
     with pytest.raises(OptionError, match="dtype='int8'"):
         images(shards, tmp_path, dtype="int8")

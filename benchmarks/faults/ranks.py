@@ -68,7 +68,7 @@ def shards_gone(attempt: Attempt) -> None:
     attempt.check_error(far["error"], "OriginOutage", f"{server.url}/")
     attempt.check("E", "rank 1 of 2" in (far["error"] or {"text": ""})["text"], "the error names no rank")
     attempt.check("E", near["error"] is not None, "the other rank went on")
-    why = "rank 1 of 2 has failed, and all of the run with it: OriginOutage"
+    why = "rank 1 of 2 has failed, and with it the run: OriginOutage"
     attempt.check("E", any(line.startswith(why) for line in near["said"]), "the other rank wasn't told why")
     strange = [sample for sample in near["samples"] + far["samples"] if sample not in all_samples(data)]
     attempt.check("B", not strange, f"{len(strange)} samples aren't the origin's")
@@ -82,8 +82,8 @@ def _rank(rank: int, urls: list[str], place: Path, wait: float, stage: Any) -> d
     from streamload.origins.origin import OriginOptions
     from streamload.worker import blocked
 
-    distributed._LOOK_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
-    distributed._WAIT_SECONDS = distributed._AWAY_SECONDS = 0.5
+    distributed._POLL_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
+    distributed._WAIT_SECONDS = distributed._OUTAGE_SECONDS = 0.5
     blocked.REPORT_SECONDS = 0.1
     worker_config.OriginOptions = functools.partial(  # type: ignore[assignment,misc]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
@@ -165,9 +165,9 @@ def slow_shard(attempt: Attempt) -> None:
 
 
 def _train(data: Data, root: Path, workers: int) -> Any:
-    from streamload.loader import waits
+    from streamload.loader import checks
 
-    waits._SAID_SECONDS = 0.1
+    checks._SLOW_SHARD_SECONDS = 0.1
     samples: list[list[str]] = []
     error = None
     with (

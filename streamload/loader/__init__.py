@@ -1,7 +1,7 @@
 """From options to batches in the training loop (steps A and K).
 
-A loader is made without touching disk or network. The first `iter()` opens the tier and starts the workers,
-which stay until `close()`: what they fill between two epochs is there for the next.
+Making a loader touches neither disk nor network. The first `iter()` opens the tier and starts the workers,
+which stay until `close()` and continue to fill between two epochs.
 """
 
 from __future__ import annotations
@@ -68,52 +68,52 @@ def make_loader(
     workers: Workers = _WORKERS,
     **unknown: NoReturn,
 ) -> Loader:
-    """A loader of image-caption batches from tar shards, used from the moment their bytes arrive.
+    """A loader of image-caption batches from tar shards, which are used while their bytes arrive.
 
     Args:
         urls: shards in the WebDataset convention: a string or path, or a list of them. Brace ranges
             (`{00000..01242}`), `::` between sources, `${X}` for the environment's WDS_X, `pipe:COMMAND`,
-            `http(s)://`, `s3://` and whatever else fsspec opens, or local files, folders (their `*.tar`) and
+            `http(s)://`, `s3://` and all else that fsspec opens, or local files, folders (their `*.tar`) and
             globs, which are never copied. Or a list of Sources, which are mixed by weight.
         tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
             any `list[str] → int64[N, L]`. None leaves captions as strings.
         preprocess: PIL image to tensor. A chain of torchvision and open_clip transforms such as open_clip's
             `preprocess_train` and `preprocess_val` is compiled if every step is known
-            (docs/guides/transforms.md has the list): a faster path to the same batch, to the bit where the
+            (docs/guides/transforms.md has the list): a faster path to the same batch, to the bit if the
             package was built with a C compiler, else within one level of 255. So is an image processor of
-            transformers, where that gives the same bits. Anything else runs as given, its random generators
-            seeded by the sample; the log says which. None: open_clip's default for 224 pixels (in training
-            a random resized crop, else resize and centre crop), compiled.
+            transformers, if that gives the same bits. Anything else runs as given, its random generators
+            seeded by the sample; the log says which. None: open_clip's default for 224 pixels (in training a
+            random resized crop, else resize and centre crop), compiled.
         batch_size: samples in a batch of one rank.
         num_workers: processes that decode; 0 does it in this process.
-        num_samples: samples of an epoch over all ranks, rounded down to full batches in training. An epoch of
-            a given length continues where the last one stopped; without one an epoch is one pass over all.
+        num_samples: samples of an epoch over all ranks, rounded down to full batches in training. With it,
+            each epoch continues where the last one stopped; without, an epoch is one pass over all samples.
             In evaluation it only says how many samples there are, for `len()`.
-        num_batches: the same for training, as batches of each rank; it wins over num_samples.
+        num_batches: the same for training, as batches of each rank; it overrides num_samples.
         seed: of the order and of the augmentation.
         shuffle: the shuffle window: how many positions a sample may move; 0: shards and samples as listed.
-            None: 40 times the samples a node reads per step, between 10,000 and 100,000; less where the
-            cache can't hold the shards that this keeps open (docs/guides/caching.md).
-        train: False gives each sample exactly once, as listed, with a partial last batch and no
+            None: 40 times the samples a node reads per step, between 10,000 and 100,000; less if the cache
+            can't hold the shards that this keeps open (docs/guides/caching.md).
+        train: False yields each sample exactly once, as listed, with a partial last batch and no
             augmentation: the whole set in every process that iterates, unless Order(rank=…, world_size=…) is
-            given. Their shares are equal to one sample by a sizes.json, else as if all shards had one size.
-            Samples that can't be used are left out of their batch, and a batch of nothing else isn't given:
-            there may be fewer than `len()`.
-        output: "tuple": (images float32[N, 3, H, W], texts, labels int64[N]), of these what there are keys
-            for; "dict": {"image", "text", "label"}; "hf": {"pixel_values", "input_ids", "labels"} and
-            whatever else tokenizer and image processor give: an "attention_mask", say.
-        with_keys: add the samples' `__key__` and `__url__` lists: a dict as third element, or two entries.
-        on_error: "skip" counts and logs what can't be used and continues; "raise" stops at the first.
-        device: where batches are put, as torch names it. None: they stay in the memory of this process.
+            given. With a sizes.json the shares of the ranks differ by one sample at most, else as if all
+            shards had one size. Samples that can't be used are left out, and so are batches without any
+            other: there may be fewer batches than `len()`.
+        output: "tuple": (images float32[N, 3, H, W], texts, labels int64[N]), without those that have no key;
+            "dict": {"image", "text", "label"}; "hf": {"pixel_values", "input_ids", "labels"} and all else
+            that tokenizer and image processor return, such as an "attention_mask".
+        with_keys: add the samples' `__key__` and `__url__` lists: a dict as last element, or two entries.
+        on_error: "skip" counts and logs samples that can't be used; "raise" raises on the first one.
+        device: torch's name of the device that batches are copied to. None: they stay in host memory.
         cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).
-        cache_size: the most it may hold: bytes, "500GB", or "80%" of what is free plus what it holds
+        cache_size: its limit: bytes, "500GB", or "80%" of the free space plus what it holds
             (STREAMLOAD_CACHE_SIZE).
         shards: which members of a sample are used, which samples, and how shards are reached.
         images: how images are decoded and transformed, beside `preprocess`.
         order: the order of samples, and how ranks share them, beside `seed` and `shuffle`.
         cache: what the cache holds and where, beside `cache_dir` and `cache_size`.
         workers: what worker processes run, and how they are started.
-        unknown: refused; the error names the group that has the argument, or what takes its place.
+        unknown: refused; the error names the group that has the argument, or what to use instead.
 
     Returns:
         A Loader; nothing is read and no process is started before it is iterated.

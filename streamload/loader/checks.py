@@ -1,171 +1,261 @@
-"""What a rank checks of each batch: that it is of the epoch, that workers agree, that few samples are bad.
+"""What a rank checks as batches come (step K): their order, bad samples, missing shards, and data waits.
 
-And that few shards were given up, which may be many samples without one that is bad.
+Too large a share of bad samples or shards ends the run. Much data wait for a shard or in an epoch is logged.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from streamload.errors import OrderDiverged, TooManyBadSamples, TooManyBadShards
-from streamload.metrics import Counters
+from streamload.metrics import Counters, Snapshot, format_bytes
+from streamload.urls import redact
 from streamload.worker import Batch, SkippedSample
 
 logger = logging.getLogger("streamload")
 
-_CERTAIN = 3
-"""By so many standard deviations the share of bad samples, or shards, has to be over the limit."""
-_TROUBLES_KEPT = 1000
+_DEVIATIONS = 3
+"""A share is certain to exceed a limit if it does by this many standard deviations."""
+_SKIPPED_KEPT = 1000
 _FREE_SHARDS = 2
-"""So many shards that were given up never end a run."""
-_LOUD_SHARE = 0.03
+"""So few shards given up never end a run."""
+_LOGGED_SHARE = 0.03
+_LONG_EPOCH_SECONDS = 10.0
+_HIGH_WAIT, _LOW_CAUSE = 0.5, 0.1
+"""Long epochs with more data wait than the first share are logged; causes below the second aren't named."""
+_SLOW_SHARD_SECONDS = 30.0
+_SLOW_SHARD_SHARE = 0.5
+"""A shard is logged once it has cost this much data wait, and this share of it all; then at twice as much."""
+_SHARDS_KEPT = 64
+"""Waits are kept of the shards that cost the most."""
+_SHARDS_SHOWN = 4
 
 
-class Checks:
-    """One rank's.
+class BatchChecks:
+    """Checks each batch's order and bad samples, for one rank.
 
     Args:
-        counts: where bad samples are counted.
-        train: whether others stand for them, or they are left out.
-        most_bad: the largest share of bad samples that is allowed; None: any.
+        counters: where bad samples are counted.
+        train: whether bad samples are replaced, or left out.
+        max_bad: the largest share of bad samples that is allowed; None: any.
 
     Attributes:
         skipped: the first thousand samples that could not be used.
-        generation: of the order in the control block, by which the batches of the epoch are made.
+        generation: of the control block's order for which the epoch's batches are made.
     """
 
-    def __init__(self, counts: Counters, train: bool, most_bad: float | None):
+    def __init__(self, counters: Counters, train: bool, max_bad: float | None):
         self.skipped: list[SkippedSample] = []
         self.generation = 0
-        self._counts = counts
+        self._counters = counters
         self._train = train
-        self._what = "replaced" if train else "skipped"
-        self._most_bad = most_bad
-        self._taken = self._bad = 0
-        self._squares = 0  # of the numbers of bad samples by shard, added up
-        self._bad_of: dict[str, int] = {}  # by shard
-        self._last: dict[str, tuple[int, int]] = {}  # of each sequence, where it was hashed to
+        self._fate = "replaced" if train else "skipped"
+        self._max_bad = max_bad
+        self._samples = self._bad = 0
+        self._bad_squares = 0  # the sum of the squares of the bad samples by shard
+        self._bad_by_shard: dict[str, int] = {}
+        self._last: dict[str, tuple[int, int]] = {}  # by sequence: the end of the last span, and its hash
 
-    def begin(self, generation: int) -> None:
-        """A new epoch, by the order of this generation: digests begin anew."""
+    def start_epoch(self, generation: int) -> None:
+        """Expect batches of this generation from now on, and compare no hashes with the last epoch's."""
         self.generation = generation
         self._last = {}
 
-    def agree(self, batch: Batch) -> None:
-        """Compare what this batch's worker takes for the past with what the last one's did.
+    def check_order(self, batch: Batch) -> None:
+        """Compare the order before this batch, as its worker sees it, with the worker's of the last batch.
 
         Raises:
-            OrderDiverged: they differ, or it was made for another epoch.
+            OrderDiverged: they differ, or the batch was made for another epoch.
         """
         if batch.generation != self.generation:
             raise OrderDiverged(
-                f"a worker gave a batch of order {batch.generation}, and this epoch goes by {self.generation}"
+                f"a worker returned a batch of order {batch.generation}, but this epoch has order "
+                f"{self.generation}"
             )
         for name, span in batch.digests.items():
-            end, behind = self._last.get(name, (span.begin, span.before))
-            if end == span.begin and behind != span.before:
+            end, after = self._last.get(name, (span.begin, span.before))
+            if end == span.begin and after != span.before:
                 raise OrderDiverged(
                     f"the workers disagree on the order before the step at sample {batch.position}: they "
-                    f"don't find the same samples usable. keep= must depend on the entry alone; and files in "
-                    f"the cache must not be changed by others"
+                    f"find different samples usable. keep= must depend on the entry alone, and nothing else "
+                    f"may change files in the cache"
                 )
-            self._last[name] = span.end, span.behind
+            self._last[name] = span.end, span.after
 
-    def heed(self, batch: Batch) -> None:
-        """Count and report the samples of a batch that could not be used.
+    def count_skipped(self, batch: Batch) -> None:
+        """Count and log the samples of a batch that could not be used.
 
-        A few bad shards that happen to come early don't end a run: bad samples come by whole shards, so the
-        number to expect of them has a variance of about the sum of the squares of their numbers by shard
-        (as of a compound Poisson variable). Ten shards have to have some before any share is certain.
+        A few bad shards that come early don't end a run: bad samples come by whole shards, so the variance of
+        their number is about the sum of the squares of their numbers by shard (a compound Poisson variable).
+        With three deviations, ten shards need to have bad samples before any share is certain.
 
         Raises:
             TooManyBadSamples: their share is certainly larger than allowed.
         """
-        self._taken += batch.samples
+        self._samples += batch.samples
         if not batch.skipped:
             return
-        for trouble in batch.skipped:
-            self._counts.add(f"samples_{self._what}_{trouble.cause}")
-        bad = [trouble for trouble in batch.skipped if trouble.cause != "missing"]
-        self._taken += 0 if self._train else len(bad)
-        for trouble in bad:
-            if len(self.skipped) < _TROUBLES_KEPT:
-                self.skipped.append(trouble)
+        for skipped in batch.skipped:
+            self._counters.add(f"samples_{self._fate}_{skipped.cause}")
+        bad = [skipped for skipped in batch.skipped if skipped.cause != "missing"]
+        self._samples += 0 if self._train else len(bad)
+        for skipped in bad:
+            if len(self.skipped) < _SKIPPED_KEPT:
+                self.skipped.append(skipped)
                 logger.warning(
-                    "sample %s of %s is %s: %s", trouble.key, trouble.url, self._what, trouble.message
+                    "sample %s of %s is %s: %s", skipped.key, skipped.url, self._fate, skipped.message
                 )
-            before = self._bad_of.get(trouble.url, 0)
-            self._bad_of[trouble.url] = before + 1
-            self._squares += 2 * before + 1
+            before = self._bad_by_shard.get(skipped.url, 0)
+            self._bad_by_shard[skipped.url] = before + 1
+            self._bad_squares += 2 * before + 1
         self._bad += len(bad)
-        if self._most_bad is None or not bad:
+        if self._max_bad is None or not bad:
             return
-        if self._bad - _CERTAIN * math.sqrt(self._squares) > self._most_bad * self._taken:
+        if self._bad - _DEVIATIONS * math.sqrt(self._bad_squares) > self._max_bad * self._samples:
             raise TooManyBadSamples(
-                f"{self._bad:,} of {self._taken:,} samples could not be used: more than "
-                f"max_bad_samples={self._most_bad:g} allows (None allows any share). "
+                f"{self._bad:,} of {self._samples:,} samples could not be used: more than "
+                f"max_bad_samples={self._max_bad:g} allows (None allows any share). "
                 f"The last: {bad[-1]}"
             )
 
-    def seen(self) -> list[int]:
-        """What a state keeps of the samples so far: all, bad ones, the squares of these by shard."""
-        return [self._taken, self._bad, self._squares]
+    def counts(self) -> list[int]:
+        """For the state: all samples so far, bad ones, and the sum of their squares by shard."""
+        return [self._samples, self._bad, self._bad_squares]
 
-    def recall(self, seen: Sequence[int]) -> None:
-        """Go on counting from what a state kept."""
-        self._taken, self._bad, self._squares = seen
-        self._bad_of = {}
+    def restore(self, counts: Sequence[int]) -> None:
+        """Continue from a state's counts."""
+        self._samples, self._bad, self._bad_squares = counts
+        self._bad_by_shard = {}
 
 
-class GivenUp:
-    """Judges the share of a rank's shards that were given up.
+class ShardChecks:
+    """Checks the share of a rank's shards that were given up.
 
     Args:
-        most: the largest share that is allowed; None: any.
+        max_bad: the largest share that is allowed; None: any.
     """
 
-    def __init__(self, most: float | None):
-        self._most = most
-        self._before = [0, 0]  # by the state that the run goes on from
+    def __init__(self, max_bad: float | None):
+        self._max_bad = max_bad
+        self._before = [0, 0]  # by the state that the run resumed from
         self._now = [0, 0]
-        self._judged = self._said = 0
+        self._checked = self._logged = 0
 
-    def judge(self, given_up: int, whole: int, shards: int) -> None:
-        """Compare the shards that were given up with those that came whole, and with all.
+    def check(self, given_up: int, complete: int, shards: int) -> None:
+        """Compare the shards given up with those that came completely, and with all.
 
-        To be called with each batch that is taken, once one was given up.
+        To be called after each batch, once a shard was given up.
 
         Args:
             given_up: different shards that this loader has given up.
-            whole: those that it has seen whole.
+            complete: those that it has seen completely.
             shards: all that the rank reads in a pass.
 
         Raises:
             TooManyBadShards: more than the allowed share of all, or certainly more of those so far.
         """
-        self._now = [given_up, given_up + whole]
-        before, self._judged = self._judged, given_up
+        self._now = [given_up, given_up + complete]
+        before, self._checked = self._checked, given_up
         if given_up == before or given_up <= _FREE_SHARDS:
             return
-        bad, seen = self.seen()
-        said = f"{bad:,} of {seen:,} shards so far were given up ({bad / seen:.0%}; there are {shards:,})"
-        if bad > _LOUD_SHARE * seen and given_up >= 2 * self._said:
-            self._said = given_up
-            logger.error("%s: the training goes on without their samples", said)
-        if self._most is None:
+        bad, seen = self.counts()
+        message = f"{bad:,} of {seen:,} shards so far were given up ({bad / seen:.0%}; there are {shards:,})"
+        if bad > _LOGGED_SHARE * seen and given_up >= 2 * self._logged:
+            self._logged = given_up
+            logger.error("%s: training continues without their samples", message)
+        if self._max_bad is None:
             return
-        if given_up > self._most * shards or bad - _CERTAIN * math.sqrt(bad) > self._most * seen:
+        is_certain = bad - _DEVIATIONS * math.sqrt(bad) > self._max_bad * seen
+        if given_up > self._max_bad * shards or is_certain:
             raise TooManyBadShards(
-                f"{said}, more than max_bad_shards={self._most:g} allows (None allows any share). The log "
-                f"says why each was; once they can be had, go on from the last state"
+                f"{message}, more than max_bad_shards={self._max_bad:g} allows (None allows any share). The "
+                f"log has the reason for each; once they can be read, resume from the last state"
             )
 
-    def seen(self) -> list[int]:
-        """What a state keeps: the shards that were given up, and all so far; zeros before the first one."""
+    def counts(self) -> list[int]:
+        """For the state: the shards given up, and all so far; zeros before the first one."""
         return [before + now for before, now in zip(self._before, self._now, strict=True)]
 
-    def recall(self, seen: Sequence[int]) -> None:
-        """Go on counting from what a state kept, whatever has been counted here."""
-        self._before = [kept - now for kept, now in zip(seen, self._now, strict=True)]
+    def restore(self, counts: Sequence[int]) -> None:
+        """Continue from a state's counts, whatever was counted here."""
+        self._before = [saved - now for saved, now in zip(counts, self._now, strict=True)]
+
+
+class ShardWaits:
+    """The data wait of one rank by shard.
+
+    One slow shard delays its lane, and so every batch, each for a moment. A batch lists the shards that its
+    worker was blocked on while the training loop waited; the data wait for the batch is charged to them.
+
+    Args:
+        url: gives the URL of a shard by its index in the run.
+    """
+
+    def __init__(self, url: Callable[[int], str]) -> None:
+        self._url = url
+        self._by_shard_ns: dict[int, int] = {}
+        self._threshold_ns = _SLOW_SHARD_SECONDS * 1e9
+
+    def add(self, blocked: Sequence[tuple[int, int]], waited_ns: int, total_ns: int) -> None:
+        """Charge one batch's data wait to its shards.
+
+        Args:
+            blocked: shards, and how many nanoseconds the batch's worker was blocked on each.
+            waited_ns: the data wait for the batch.
+            total_ns: all data wait so far.
+        """
+        blocked_ns = sum(ns for _, ns in blocked)
+        for shard, ns in blocked:
+            own_ns = ns if blocked_ns <= waited_ns else ns * waited_ns // blocked_ns
+            self._by_shard_ns[shard] = self._by_shard_ns.get(shard, 0) + own_ns
+        worst = max(self._by_shard_ns, key=self._by_shard_ns.__getitem__)
+        worst_ns = self._by_shard_ns[worst]
+        if worst_ns >= self._threshold_ns and worst_ns >= _SLOW_SHARD_SHARE * total_ns:
+            self._threshold_ns = 2 * worst_ns
+            logger.warning(
+                "one shard is slow: %.0f of the %.0f s in which training waited for data were for %s",
+                *(worst_ns / 1e9, total_ns / 1e9, redact(self._url(worst))),
+            )
+        if len(self._by_shard_ns) > _SHARDS_KEPT:
+            by_wait = sorted(self._by_shard_ns.items(), key=lambda item: item[1])
+            self._by_shard_ns = dict(by_wait[-_SHARDS_KEPT // 2 :])
+
+    def worst(self) -> dict[str, int]:
+        """Nanoseconds of the shards that cost the most, by redacted URL, most first."""
+        most = sorted(self._by_shard_ns.items(), key=lambda item: -item[1])[:_SHARDS_SHOWN]
+        return {redact(self._url(shard)): ns for shard, ns in most}
+
+
+def report_data_wait(epoch: int, seconds: float, done: Snapshot, workers: int) -> None:
+    """Log at the end of an epoch if most of it was data wait, and the cause.
+
+    Args:
+        epoch: its number.
+        seconds: how long it took.
+        done: the counters of this epoch.
+        workers: worker processes; 0: the training process decodes.
+    """
+    waited = done.data_wait_seconds
+    if seconds < _LONG_EPOCH_SECONDS or waited < _HIGH_WAIT * seconds:
+        return
+    worker_seconds = max(1, workers) * seconds
+    bytes_share = done.bytes_wait_seconds / worker_seconds
+    decoding_share = done.transform_seconds / worker_seconds
+    bytes_per_second = (done.origin_bytes + done.shared_bytes) / seconds
+    if max(bytes_share, decoding_share) < _LOW_CAUSE:
+        cause = "neither bytes nor decoding: for workers to start, or for a machine that is busy otherwise"
+    elif bytes_share >= decoding_share:
+        cause = (
+            f"bytes: workers waited for them {min(1.0, bytes_share):.0%} of the time, at "
+            f"{format_bytes(bytes_per_second)}/s"
+        )
+    else:
+        cause = (
+            f"decoding: the {max(1, workers)} workers were busy {min(1.0, decoding_share):.0%} of the time; "
+            f"give more num_workers, a lighter preprocess, or prepared shards"
+        )
+    logger.warning(
+        "epoch %d: training waited for data %.0f of %.0f s, mostly for %s", epoch, waited, seconds, cause
+    )

@@ -1,8 +1,8 @@
-"""The interface of torch's DataLoader, for frameworks that take nothing else.
+"""The interface of torch's DataLoader, for frameworks that accept nothing else.
 
-Accelerate and Lightning Fabric ask for a DataLoader and wrap its dataset in one of their own, with their own
-workers and split. A streamload loader is a DataLoader by type: it answers what they ask, and refuses to have
-its data read in another way.
+Accelerate and Lightning Fabric require a DataLoader and wrap its dataset in one of their own, with their own
+workers and split. A streamload loader is a DataLoader by type: it has the attributes that they read, and
+refuses to have its dataset wrapped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class DataLoaderInterface(DataLoader[Any]):
-    """The attributes of a DataLoader, by a loader's options. Its constructor isn't called.
+    """The attributes of a DataLoader, from a loader's options. DataLoader's constructor isn't called.
 
     Attributes:
-        end_of_dataloader: Accelerate's word for: the batch handed out last is the epoch's last one.
-        remainder: Accelerate's word for how many samples of the last batch are repetitions: none.
+        end_of_dataloader: for Accelerate: whether the batch yielded last is the epoch's last one.
+        remainder: for Accelerate: how many samples of the last batch are repetitions (none).
     """
 
     options: LoaderOptions
@@ -44,8 +44,8 @@ class DataLoaderInterface(DataLoader[Any]):
 
     @property
     def dataset(self) -> IterableDataset[Any]:  # type: ignore[override]
-        """Something to look at; it can't be iterated: see `as_dataset`."""
-        return _NotForReading()
+        """A placeholder that can't be iterated; see `as_dataset`."""
+        return _Placeholder()
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
@@ -59,7 +59,7 @@ class DataLoaderInterface(DataLoader[Any]):
 
     @property
     def prefetch_factor(self) -> int | None:  # type: ignore[override]
-        """Batches that each worker makes in advance."""
+        """Batches that each worker prefetches."""
         return self.options.workers.prefetch_factor if self.options.num_workers else None
 
     @property
@@ -69,7 +69,7 @@ class DataLoaderInterface(DataLoader[Any]):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether an epoch has full batches only."""
+        """Whether an epoch has only full batches."""
         return self.options.train
 
     @property  # type: ignore[misc]
@@ -87,16 +87,16 @@ class DataLoaderInterface(DataLoader[Any]):
 
     def __getitem__(self, index: object) -> Any:
         raise TypeError(
-            "a streamload loader is no dataset of samples: iterate it in place of a DataLoader, or put a "
-            "DataLoader with batch_size=None and num_workers=0 around loader.as_dataset()"
+            "a streamload loader isn't a dataset of samples: iterate it in place of a DataLoader, or wrap "
+            "loader.as_dataset() in a DataLoader with batch_size=None and num_workers=0"
         )
 
 
-class _NotForReading(IterableDataset[Any]):
+class _Placeholder(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
             "a DataLoader around the dataset of a streamload loader would split and batch its batches again: "
-            "iterate the loader itself, or use loader.as_dataset(); to skip batches load the loader's "
+            "iterate the loader itself, or use loader.as_dataset(); to skip batches, load the loader's "
             "state_dict()"
         )
 
@@ -121,10 +121,10 @@ class _Batches(IterableDataset[Any]):
 
 
 class AccelerateEpoch:
-    """One epoch as Accelerate's GradientState sees it: it has to know of the last batch before its step.
+    """Reports an epoch to Accelerate's GradientState, which must know the last batch before its step.
 
     Args:
-        loader: the loader, which is the "active dataloader" from the first batch to the end of the epoch.
+        loader: the loader; it is the "active dataloader" from the first batch to the end of the epoch.
     """
 
     def __init__(self, loader: DataLoaderInterface):
@@ -133,17 +133,17 @@ class AccelerateEpoch:
         self._loader = loader
         self._state = GradientState()
 
-    def begin(self) -> None:
-        """The first batch was asked for."""
+    def start(self) -> None:
+        """The first batch was requested."""
         self._loader.end_of_dataloader = False
         self._state._add_dataloader(self._loader)
 
-    def last(self) -> None:
-        """The last batch is about to be handed out."""
+    def mark_last(self) -> None:
+        """The last batch is about to be yielded."""
         self._loader.end_of_dataloader = True
 
     def end(self) -> None:
-        """No batch comes any more."""
+        """The epoch is over."""
         self._state._remove_dataloader(self._loader)
 
 

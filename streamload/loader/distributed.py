@@ -1,9 +1,9 @@
-"""Agreement and failure reports among the ranks of a run, where torch.distributed joins them.
+"""Agreement and failure reports among the ranks of a run that torch.distributed joins.
 
-`gathered` is a collective: all ranks have to call it. The others use the store of torch.distributed, where no
-rank has to wait long for another: `first_told` compares values, `agreed` decides. `Ranks` reaches a rank that
-sits in a collective of the training itself: a rank whose data doesn't come writes down what it waits for, one
-that has failed writes why, and a thread of each rank reads that while its training stands still.
+`gather` is a collective: all ranks have to call it. The rest uses torch.distributed's store, where no rank
+waits long for another: `first_value` compares values, `agree` decides. `Ranks` also reaches a rank that hangs
+in a collective of the training itself: each rank appends what it waits for and why it failed to a log in the
+store, which a thread of every rank reads while its training stands still.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from streamload.ipc import ControlBlock
 T = TypeVar("T")
 logger = logging.getLogger("streamload")
 
-_LOOK_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 _STILL_SECONDS = 10.0
-"""After so long without a step a training counts as standing still, and the store is read."""
+"""A training without a step for this long stands still: from then on its rank reads the log."""
 _WAIT_SECONDS = 30.0
-_AWAY_SECONDS = 5.0
-"""A rank reports a wait for data after the first; after the second where a server is known to be away."""
+_OUTAGE_SECONDS = 5.0
+"""A rank reports a wait for data after the first; after the second if a server is known to be down."""
 _KEY = "streamload/told"
-_compared: Counter[str] = Counter()
-"""How often this process has compared a value of each name."""
+_AGREE_SECONDS = 30.0
 
-_ANSWERS_SECONDS = 30.0
+_uses: Counter[str] = Counter()
+"""How often this process has compared values under each name."""
 
 
-def gathered(value: T, world_size: int) -> list[T]:
-    """The values of all ranks, by rank; only this rank's where no process group joins them.
+def gather(value: T, world_size: int) -> list[T]:
+    """The values of all ranks, by rank; only this rank's if no process group joins them.
 
     Args:
         value: picklable.
-        world_size: of how many ranks the run is; a process group of another size isn't the run's.
+        world_size: of the run; a process group of another size isn't the run's.
     """
     if not _are_joined(world_size):
         return [value]
@@ -53,53 +53,51 @@ def gathered(value: T, world_size: int) -> list[T]:
     return values
 
 
-def first_told(name: str, value: str, world_size: int) -> str:
-    """The value that the first rank gave under a name; this rank's if it is the first, or nothing joins them.
+def first_value(name: str, value: str, world_size: int) -> str:
+    """The value of the first rank to call this with a name; this rank's if nothing joins the ranks.
 
-    It waits for no rank: only ranks that have called it are compared.
+    It doesn't wait for other ranks.
     """
     store = _store_of(world_size)
     if store is None:
         return value
-    _compared[name] += 1
-    told: bytes = store.compare_set(f"streamload/{name}/{_compared[name]}", "", value)
-    return told.decode()
+    first: bytes = store.compare_set(_unique(name), "", value)
+    return first.decode()
 
 
-def agreed(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) -> T:
-    """One decision for all ranks, by the values that they give within half a minute.
+def agree(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) -> T:
+    """One decision for all ranks, from the values that arrive within half a minute.
 
-    A rank that comes later keeps nobody waiting, and gets the decision of the others.
+    The others don't wait for a later rank, which gets their decision.
 
     Args:
-        name: what is decided.
-        value: what this rank says; JSON-able.
-        decide: the decision by what was said.
-        world_size: of how many ranks the run is; ranks that can't compare decide each for itself.
+        name: of the decision.
+        value: this rank's; JSON-able.
+        decide: the values → the decision.
+        world_size: of the run; ranks that aren't joined decide alone.
     """
     store = _store_of(world_size)
     if store is None:
         return decide([value])
-    _compared[name] += 1
-    name = f"streamload/{name}/{_compared[name]}"
-    said = [f"{name}/{rank}" for rank in range(world_size)]
-    store.set(said[torch.distributed.get_rank()], json.dumps(value))
-    with contextlib.suppress(RuntimeError):  # torch's errors of a store: it was too long
-        store.wait(said, timedelta(seconds=_ANSWERS_SECONDS))
-    decision = decide([json.loads(store.get(one)) for one in said if store.check([one])])
+    name = _unique(name)
+    keys = [f"{name}/{rank}" for rank in range(world_size)]
+    store.set(keys[torch.distributed.get_rank()], json.dumps(value))
+    with contextlib.suppress(RuntimeError):  # torch raises it on a timeout
+        store.wait(keys, timedelta(seconds=_AGREE_SECONDS))
+    decision = decide([json.loads(store.get(key)) for key in keys if store.check([key])])
     return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]
 
 
 def can_compare(world_size: int) -> bool:
-    """Whether `first_told` compares the ranks of a run, and `agreed` joins them."""
+    """Whether `first_value` and `agree` reach the other ranks of a run."""
     return _store_of(world_size) is not None
 
 
 class Ranks:
-    """A log in the store of torch.distributed, which each rank appends to and reads. Thread-safe.
+    """A log in torch.distributed's store, which each rank appends to and reads. Thread-safe.
 
     Attributes:
-        failed: of the ranks that have failed, and haven't gone on since: why.
+        failed: why, for each rank that has failed and hasn't continued since.
         has_failed: whether this rank has.
     """
 
@@ -112,144 +110,143 @@ class Ranks:
         self._read = 0
         self._lock = threading.Lock()
 
-    def tell(self, what: str, why: str = "") -> int:
+    def report(self, status: str, reason: str = "") -> int:
         """Append that this rank "waits", has "failed", or "goes on"; returns the entry's number."""
-        self.has_failed = what == "failed"
+        self.has_failed = status == "failed"
         number: int = self._store.add(_KEY, 1)
-        self._store.set(f"{_KEY}/{number}", json.dumps([self.rank, what, why]))
+        self._store.set(f"{_KEY}/{number}", json.dumps([self.rank, status, reason]))
         return number
 
-    def look(self) -> None:
+    def read_reports(self) -> None:
         """Read and log the entries since the last call."""
         waits: dict[int, str] = {}
         with self._lock:
             while self._read < self._store.add(_KEY, 0):
                 key = f"{_KEY}/{self._read + 1}"
-                if not self._store.check([key]):  # it is being written
+                if not self._store.check([key]):  # numbered, but not written yet
                     break
-                rank, what, why = json.loads(self._store.get(key))
+                rank, status, reason = json.loads(self._store.get(key))
                 self._read += 1
                 waits.pop(rank, None)
-                if what == "waits":
-                    waits[rank] = why
+                if status == "waits":
+                    waits[rank] = reason
                     self.failed.pop(rank, None)
-                elif what == "failed":
-                    self._fail(rank, why)
+                elif status == "failed":
+                    self._record_failure(rank, reason)
                 elif rank in self._waiting or rank in self.failed:
                     self._waiting.discard(rank)
                     self.failed.pop(rank, None)
-                    logger.warning("%s goes on", self.name_of(rank))
+                    logger.warning("%s continues", self.name_of(rank))
             self._waiting |= waits.keys()
         if waits:
-            rank, why = min(waits.items())
-            others = f" ({len(waits) - 1} more likewise)" if len(waits) > 1 else ""
-            logger.warning("%s has waited %s%s", self.name_of(rank), why, others)
+            rank, reason = min(waits.items())
+            others = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
+            logger.warning("%s has waited %s%s", self.name_of(rank), reason, others)
 
     def name_of(self, rank: int) -> str:
         """A rank as messages name it."""
         return f"rank {rank} of {self.world_size}"
 
-    def is_seen(self, number: int) -> bool:
-        """Whether all other ranks have read an entry by which this rank has failed."""
-        seen: int = self._store.add(f"{_KEY}/{number}/seen", 0)
-        return seen >= self.world_size - 1
+    def is_read(self, number: int) -> bool:
+        """Whether all other ranks have read this rank's failure, by its entry's number."""
+        readers: int = self._store.add(f"{_KEY}/{number}/seen", 0)
+        return readers >= self.world_size - 1
 
-    def _fail(self, rank: int, why: str) -> None:
+    def _record_failure(self, rank: int, reason: str) -> None:
         self._waiting.discard(rank)
         if rank == self.rank:
             return
-        self.failed[rank] = why
+        self.failed[rank] = reason
         self._store.add(f"{_KEY}/{self._read}/seen", 1)
-        logger.error("%s has failed, and all of the run with it: %s", self.name_of(rank), why)
+        logger.error("%s has failed, and with it the run: %s", self.name_of(rank), reason)
 
 
-class Watch:
-    """A thread, for one epoch: it tells the others what this one waits for, and logs what they tell.
+class RankMonitor:
+    """A thread, for one epoch, that reports this rank's waits to the other ranks and logs their reports.
 
     Args:
-        ranks: the ranks of the run.
+        ranks: of the run.
         control: of the loader.
     """
 
     def __init__(self, ranks: Ranks, control: ControlBlock) -> None:
         self._ranks, self._control = ranks, control
-        self._told_wait_seconds = 0.0  # of the wait that is under way; 0: it hasn't been told
+        self._reported_wait_seconds = 0.0  # of the current wait; 0: not reported yet
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamload-ranks", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Before each batch: this rank goes on, and so must the others.
+        """To be called before each batch: this rank continues, and the others must not have failed.
 
         Raises:
-            RankFailed: another rank has failed, and hasn't gone on since.
+            RankFailed: another rank has failed and hasn't continued since.
         """
         ranks = self._ranks
-        if ranks.has_failed:  # in another epoch
+        if ranks.has_failed:  # in an earlier epoch
             with contextlib.suppress(RuntimeError):
-                ranks.tell("goes on")
+                ranks.report("goes on")
         if not ranks.failed:
             return
         with contextlib.suppress(RuntimeError):
-            ranks.look()
-        for rank, why in sorted(ranks.failed.items()):
-            raise RankFailed(f"{ranks.name_of(rank)} has failed: {why}")
+            ranks.read_reports()
+        for rank, reason in sorted(ranks.failed.items()):
+            raise RankFailed(f"{ranks.name_of(rank)} has failed: {reason}")
 
     def fail(self, error: Exception) -> None:
-        """Tell the others that this rank ends by an error, and put the rank's name in front of it.
+        """Report the error that ends this rank to the others, and prefix it with the rank's name.
 
-        Where they wait for this rank they have some seconds to see it: the store may end with its process.
+        If they wait for this rank, they get some seconds to read it: the store may end with this process.
         """
         if isinstance(error, RankFailed):
             return
         self.close()
         first = str(error).partition("\n")[0]
-        said = str(error).strip().rpartition("\n")[2] if first.startswith("Caught ") else first
+        message = str(error).strip().rpartition("\n")[2] if first.startswith("Caught ") else first
         name = type(error).__name__
-        why = f"{name}: {said.removeprefix(f'streamload.errors.{name}: ')}"
+        reason = f"{name}: {message.removeprefix(f'streamload.errors.{name}: ')}"
         with contextlib.suppress(RuntimeError):
-            number = self._ranks.tell("failed", why[:2000])
-            deadline = time.monotonic() + 2 * _LOOK_SECONDS
-            while self._told_wait_seconds and time.monotonic() < deadline and not self._ranks.is_seen(number):
+            number = self._ranks.report("failed", reason[:2000])
+            deadline = time.monotonic() + 2 * _POLL_SECONDS
+            while self._reported_wait_seconds and time.monotonic() < deadline:
+                if self._ranks.is_read(number):
+                    break
                 time.sleep(0.05)
         if error.args and isinstance(error.args[0], str):
             error.args = (f"{self._ranks.name_of(self._ranks.rank)}: {error.args[0]}", *error.args[1:])
 
     def close(self) -> None:
-        """End the thread; once is enough."""
+        """End the thread. Idempotent."""
         self._end.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(
-                1.0
-            )  # at the end of a process it is not to be in the middle of a call of the store
+            self._thread.join(1.0)  # at the process's exit it must not be in a call of the store
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
-            while not self._end.wait(_LOOK_SECONDS):
-                self._tell_wait()
+            while not self._end.wait(_POLL_SECONDS):
+                self._report_wait()
                 if self._control.still_seconds() > _STILL_SECONDS:
-                    self._ranks.look()
+                    self._ranks.read_reports()
 
-    def _tell_wait(self) -> None:
-        """Tell of a wait: when it has become long, and after each half minute again; and that it is over."""
+    def _report_wait(self) -> None:
+        """Report a long wait for data, again every half minute, and its end."""
         waited = self._control.wanted_seconds()
-        if waited < self._told_wait_seconds:
-            self._told_wait_seconds = 0.0
-            self._ranks.tell("goes on")
-        blocked = self._control.blocked() if waited >= _AWAY_SECONDS else []
-        away = {name: (cause, until) for one in blocked for name, cause, until in one["away"]}
-        due = (
-            _AWAY_SECONDS if away and not self._told_wait_seconds else self._told_wait_seconds + _WAIT_SECONDS
-        )
+        if waited < self._reported_wait_seconds:
+            self._reported_wait_seconds = 0.0
+            self._ranks.report("goes on")
+        blocked = self._control.blocked() if waited >= _OUTAGE_SECONDS else []
+        outages = {name: (cause, until) for one in blocked for name, cause, until in one["away"]}
+        is_first = not self._reported_wait_seconds
+        due = _OUTAGE_SECONDS if outages and is_first else self._reported_wait_seconds + _WAIT_SECONDS
         if waited < due:
             return
-        self._told_wait_seconds = waited
+        self._reported_wait_seconds = waited
         shards = sorted({one["shard"] for one in blocked if one["shard"]})
-        why = f"{waited:.0f} s for {', '.join(shards[:2]) or 'its next batch'}"
-        for name, (cause, until) in away.items():
+        reason = f"{waited:.0f} s for {', '.join(shards[:2]) or 'its next batch'}"
+        for name, (cause, until) in outages.items():
             at = time.strftime("%H:%M:%S", time.localtime(time.time() + until - time.monotonic()))
-            why += f"; {name} is away ({cause}), and is waited for until {at} (STREAMLOAD_ORIGIN_WAIT)"
-        self._ranks.tell("waits", why)
+            reason += f"; {name} is down ({cause}), retried until {at} (STREAMLOAD_ORIGIN_WAIT)"
+        self._ranks.report("waits", reason)
 
 
 _ranks: Ranks | None = None
@@ -257,7 +254,7 @@ _ranks: Ranks | None = None
 
 
 def ranks_of(world_size: int) -> Ranks | None:
-    """The ranks of a run; None where nothing joins them."""
+    """The ranks of a run; None if nothing joins them."""
     global _ranks
     store = _store_of(world_size)
     if store is None:
@@ -267,11 +264,17 @@ def ranks_of(world_size: int) -> Ranks | None:
     return _ranks
 
 
+def _unique(name: str) -> str:
+    """A key for the next use of a name: the same on all ranks if they use it equally often."""
+    _uses[name] += 1
+    return f"streamload/{name}/{_uses[name]}"
+
+
 def _store_of(world_size: int) -> Any:
-    """The store of torch.distributed; None where it joins no ranks of the run."""
+    """torch.distributed's store; None where it joins no ranks of the run."""
     if not _are_joined(world_size):
         return None
-    # It isn't public; without it ranks are told nothing.
+    # Not public; a torch without it leaves the ranks unconnected.
     find: Callable[[], Any] | None = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
 

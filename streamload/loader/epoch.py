@@ -1,7 +1,7 @@
-"""One epoch: the batches in order, with the next one on its way to the device (K and L).
+"""One epoch: its batches in order, with the next one on its way to the device (steps K and L).
 
-A batch that has arrived when the one before it is asked for is sent to the device then, so that it gets
-there while the training works on that one. It counts as taken when it is handed out, and not before.
+If the next batch has arrived by the time that a batch is yielded, its transfer to the device starts then and
+overlaps with the training step. The state counts it when it is yielded, not before.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from streamload.worker import Batch
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
-    from streamload.loader.distributed import Watch
+    from streamload.loader.distributed import RankMonitor
 
-_Coming = Callable[[], tuple[Batch, dict[str, Any]]]
-"""Gives a batch as it came, and its values where they were asked for."""
+_Pending = Callable[[], tuple[Batch, dict[str, Any]]]
+"""Returns a batch as the worker made it, and its values on the device."""
 
 
 class Owner(Protocol):
-    """The part of a loader that its epoch uses (loader.Loader)."""
+    """What an epoch needs of its loader (loader.Loader)."""
 
     options: LoaderOptions
     waited_ns: int
     """How long the last `waiting` block took."""
 
-    def waiting(self, began: float) -> AbstractContextManager[None]:
-        """Count the time since `began` as waiting for data."""
+    def waiting(self, since: float) -> AbstractContextManager[None]:
+        """Count the time since `since` as data wait."""
         ...
 
-    def took(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
-        """Take up a batch's place in the order; what is given to the training loop, or None."""
+    def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
+        """Advance the state by a batch; returns it in its output form, or None if it has no samples."""
         ...
 
-    def ran_out(self) -> None:
-        """The epoch was given to its end."""
+    def finish_epoch(self) -> None:
+        """The last batch of the epoch was accepted."""
         ...
 
     def close(self) -> None:
@@ -55,17 +55,17 @@ class Epoch:
     """The batches of one epoch.
 
     Args:
-        loader: whose epoch it is.
+        loader: the loader.
         batches: torch's iterator over the workers' batches.
-        feed: by which they go to the device.
-        began: when it was asked for.
-        steps: how many batches it has; None: the data says where it ends.
-        expected: how many it should have by what is known of the data; None: nothing is.
-        ends: is told that the last batch comes; None: nobody asks.
-        watch: over the other ranks of the run; it ends with the epoch. None: there are none.
+        feed: moves them to the device.
+        started: the time of `iter()`.
+        steps: how many batches it has; None: until the data ends.
+        expected: how many it should have by the known sizes of shards; None: unknown.
+        accelerate: is told of the last batch; None: Accelerate isn't used.
+        monitor: of the other ranks; it ends with the epoch. None: there are none.
 
     Attributes:
-        done: nothing comes any more.
+        done: no more batches come.
     """
 
     def __init__(
@@ -73,26 +73,26 @@ class Epoch:
         loader: Owner,
         batches: Iterator[Batch],
         feed: Feed,
-        began: float,
+        started: float,
         steps: int | None,
         expected: int | None,
-        ends: AccelerateEpoch | None,
-        watch: Watch | None,
+        accelerate: AccelerateEpoch | None,
+        monitor: RankMonitor | None,
     ):
         self.done = False
         self._loader = loader
         self._batches = batches
         self._feed = feed
-        self._taken = 0
+        self._count = 0  # of batches so far
         self._steps, self._expected = steps, expected
-        self._ends = ends
-        self._began = began
-        self._coming: _Coming | None = None  # what was there before it was asked for
-        self._waited_ns = 0  # for what is coming
+        self._accelerate = accelerate
+        self._started = started
+        self._pending: _Pending | None = None  # looked ahead
+        self._pending_waited_ns = 0  # the data wait for it
         self._closed = ""  # why
-        self._watch = watch
-        if watch is not None:
-            weakref.finalize(self, watch.close)
+        self._monitor = monitor
+        if monitor is not None:
+            weakref.finalize(self, monitor.close)
 
     def __iter__(self) -> Epoch:
         return self
@@ -101,114 +101,127 @@ class Epoch:
         """The next batch.
 
         Raises:
-            StreamloadError: of the data, the origin or the cache; the loader is closed then.
+            StreamloadError: from the data, the origin or the cache; the loader is closed then.
             WorkerDied: a worker process was killed.
-            RankFailed: another rank of the run has ended by an error.
-            LoaderClosed: its loader was closed in the middle of it, or iterated anew.
+            RankFailed: another rank of the run ended with an error.
+            LoaderClosed: the loader was closed or iterated again in the middle of this epoch.
         """
         self._refuse_if_closed()
         if self.done:
-            self._leave()
+            self._release()
             raise StopIteration
         try:
-            if self._watch is not None:
-                self._watch.check()
-            if self._taken == 0 and self._ends is not None:
-                self._ends.begin()
-            while True:
-                began = self._began if self._taken == 0 else time.monotonic()
-                with self._loader.waiting(began):
-                    coming, self._coming = self._coming or self._sent(next_batch(self._batches)), None
-                    batch, values = coming()
-                waited_ns, self._waited_ns = self._waited_ns + self._loader.waited_ns, 0
-                self._taken += 1
-                is_last = self._taken == self._steps
-                if not is_last and (self._ends is not None or self._taken == self._expected):
-                    with self._loader.waiting(time.monotonic()):
-                        self._coming = self._look_ahead(_next_or_none)
-                    self._waited_ns = self._loader.waited_ns
-                    is_last = self._coming is None
-                elif self._feed.runs_ahead and not is_last:
-                    self._coming = self._look_ahead(next_if_arrived)
-                taken = self._loader.took(batch, values, waited_ns)
-                if is_last:
-                    self._finish()
-                if batch.samples:
-                    return taken
+            return self._next_output()
         except StopIteration:
-            self._refuse_if_closed()  # by a signal's handler, while a batch was waited for
+            self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
             self._finish()
-            self._leave()
+            self._release()
+            raise
+        except Exception as exc:
+            self._refuse_if_closed()
+            self._fail(exc)
             raise
         except BaseException as exc:
-            if isinstance(exc, Exception):
-                self._refuse_if_closed()
-            elif (
-                self._loader.options.num_workers
-            ):  # Ctrl-C in a notebook: the workers stay for the next epoch
+            if self._loader.options.num_workers:  # Ctrl-C in a notebook: the workers stay for the next epoch
                 self.close(f"{type(exc).__name__} was raised")
-                raise
-            self.done = True
-            self._coming = None
-            error = exc
-            if is_a_death(exc):
-                error = WorkerDied(f"{exc}; what it had fetched is kept: iterate again")
-            if self._watch is not None and isinstance(error, Exception):
-                self._watch.fail(error)
-            self._leave()
-            self._loader.close()
-            if error is exc:
-                raise
-            raise error from exc
+            else:
+                self._fail(exc)
+            raise
+
+    def _next_output(self) -> Any:
+        """The next batch that has samples, in its output form."""
+        if self._monitor is not None:
+            self._monitor.check()
+        if self._count == 0 and self._accelerate is not None:
+            self._accelerate.start()
+        while True:
+            since = self._started if self._count == 0 else time.monotonic()
+            with self._loader.waiting(since):
+                pending, self._pending = self._pending or self._send(next_batch(self._batches)), None
+                batch, values = pending()
+            waited_ns, self._pending_waited_ns = self._pending_waited_ns + self._loader.waited_ns, 0
+            self._count += 1
+            is_last = self._count == self._steps
+            if not is_last and (self._accelerate is not None or self._count == self._expected):
+                with self._loader.waiting(time.monotonic()):
+                    self._pending = self._look_ahead(_next_or_none)
+                self._pending_waited_ns = self._loader.waited_ns
+                is_last = self._pending is None
+            elif self._feed.runs_ahead and not is_last:
+                self._pending = self._look_ahead(next_if_arrived)
+            output = self._loader.accept(batch, values, waited_ns)
+            if is_last:
+                self._finish()
+            if batch.samples:
+                return output
+
+    def _fail(self, error: BaseException) -> None:
+        """End the epoch, and the workers, by an error.
+
+        Raises:
+            WorkerDied: the error says that a worker was killed.
+        """
+        self.done = True
+        self._pending = None
+        died = None
+        if is_worker_death(error):
+            died = WorkerDied(f"{error}; what it had fetched is kept: iterate again")
+        reported = error if died is None else died
+        if self._monitor is not None and isinstance(reported, Exception):
+            self._monitor.fail(reported)
+        self._release()
+        self._loader.close()
+        if died is not None:
+            raise died from error
 
     def close(self, why: str = "its iterator was closed") -> None:
-        """Give nothing more, and let go of a batch that was sent and not handed out.
+        """Yield nothing more, and drop a batch that was sent to the device but not yielded.
 
-        Python itself calls it, without a reason, where a generator that has this in `yield from` is closed.
+        Python calls it without a reason when a generator that has this epoch in `yield from` is closed.
         """
         self.done, self._closed = True, why
-        self._coming, self._batches = None, iter(())
-        self._leave()
+        self._pending, self._batches = None, iter(())
+        self._release()
 
     def _finish(self) -> None:
-        """The last batch is handed out, or there is none."""
+        """The last batch was accepted, or there is none."""
         self.done = True
         self._batches = iter(())
-        self._loader.ran_out()
-        if self._watch is not None:
-            self._watch.close()
-        if self._ends is not None:
-            self._ends.last()
+        self._loader.finish_epoch()
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._accelerate is not None:
+            self._accelerate.mark_last()
 
-    def _leave(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self._ends is not None:
-            self._ends.end()
+    def _release(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._accelerate is not None:
+            self._accelerate.end()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise LoaderClosed(
                 f"{self._closed} in the middle of the epoch, which ended this iterator: iterate the loader "
-                f"anew; load its state_dict() before to go on in this epoch"
+                f"again; to resume this epoch, load its state_dict() first"
             ) from None
 
-    def _sent(self, batch: Batch) -> _Coming:
+    def _send(self, batch: Batch) -> _Pending:
         ready = self._feed.send(batch.values) if batch.samples else dict
         return lambda: (batch, ready())
 
-    def _look_ahead(self, next_: Callable[[Any], Batch | None]) -> _Coming | None:
-        """Send the next batch if there is one; what goes wrong with it is said when it is asked for."""
+    def _look_ahead(self, next_: Callable[[Any], Batch | None]) -> _Pending | None:
+        """Send the next batch if there is one; its errors are raised in its turn."""
         try:
             batch = next_(self._batches)
-            return None if batch is None else self._sent(batch)
+            return None if batch is None else self._send(batch)
         except Exception as exc:
-            # Its traceback has this frame, and so the epoch, which would outlive its last reference.
+            # Its traceback refers to this frame, and would keep the epoch alive.
             return functools.partial(_raise, exc.with_traceback(None))
 
 
-def is_a_death(error: BaseException) -> bool:
-    """Whether it is the DataLoader's word that a worker was killed."""
+def is_worker_death(error: BaseException) -> bool:
+    """Whether this is the DataLoader's error for a killed worker."""
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, StreamloadError)

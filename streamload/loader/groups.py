@@ -30,16 +30,16 @@ class Shards:
         text_key: the same for the caption; `json:caption` is a field of a JSON member. None: there are no
             captions, and batches have none.
         label_key: the same for a label, a whole number: `cls`, `json:label`. None: there are no labels.
-        blank_captions: False leaves out samples whose caption is empty or only white space, like those that
-            have none.
-        keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves it
-            out.
+        blank_captions: False leaves out samples whose caption is empty or only white space, like those
+            without one.
+        keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves the
+            sample out.
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
-            run, once bad samples of enough shards (ten at least) make that certain. None: there is no limit.
+            run, once bad samples of enough shards (at least ten) make that certain. None: no limit.
         max_bad_shards: the largest share of shards that may be given up; above it TooManyBadShards ends the
-            run, once three were and it is certain. None: there is no limit.
+            run, once at least three were given up and it is certain. None: no limit.
 
     Raises:
         OptionError: a value that can't be used.
@@ -57,18 +57,18 @@ class Shards:
     def __post_init__(self) -> None:
         if not isinstance(self.image_key, str):
             raise OptionError(
-                f"image_key={self.image_key!r}: it has to be a string such as 'jpg;png'. For samples without "
+                f"image_key={self.image_key!r}; expected a string such as 'jpg;png'. For samples without "
                 f"images give workers=Workers(map_sample=…), a function from the raw sample to a dict"
             )
         for name, example in (("text_key", "txt;json:caption"), ("label_key", "cls")):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
-                raise OptionError(f"{name}={value!r}: it has to be a string such as {example!r}, or None")
+                raise OptionError(f"{name}={value!r}; expected a string such as {example!r}, or None")
         for name in ("max_bad_samples", "max_bad_shards"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 <= value <= 1):
-                raise OptionError(f"{name}={value!r}: it has to be a share from 0 to 1, or None for no limit")
+                raise OptionError(f"{name}={value!r}; expected a share from 0 to 1, or None for no limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,13 @@ class Images:
     """How images are decoded and transformed, beside `preprocess`.
 
     Args:
-        dtype: "uint8" leaves a compiled transform's images as levels, a quarter of the bytes, to be
-            normalised by the training. (With `device` they travel as uint8 anyway.)
-        compile: False runs `preprocess` as given in any case.
-        prepare: train on images whose short side has been resized to this, "raw-256" or, for less room,
-            "jpeg-256-q90". Where the cache has prepared shards (`streamload warm --prepare`) they are read,
-            and nothing but the random part is done; else each image is prepared when it is used. The pixels
-            are the same either way, but not those of the original images
+        dtype: "uint8" leaves a compiled transform's images as uint8, a quarter of the bytes; the training
+            loop normalises them. (With `device` they are copied as uint8 anyway.)
+        compile: False always runs `preprocess` as given.
+        prepare: train on images whose short side was resized to this, "raw-256" or, for less disk space,
+            "jpeg-256-q90". If the cache has prepared shards (`streamload warm --prepare`), they are read, and
+            only the random part of the transform runs; else each image is prepared when it is used. The
+            pixels are the same either way, but not those of the original images
             (docs/guides/prepared-images.md).
         max_pixels: larger images are left out, counted as `too_large`, as are those that need as much memory
             or time as these to decode (docs/guides/samples.md). None: 20,000,000
@@ -110,14 +110,14 @@ class Order:
 
     Args:
         lanes: shards that are read side by side. None: 8 to 64, by the samples a node reads per step; fewer
-            where the cache can't hold them.
+            if the cache can't hold them.
         groups: the number of sequences that the shards are split into, each read by one node. None: the
             number of nodes. For a run that may grow, give the most nodes it will ever have.
         endless: a training epoch has no end: pass follows pass.
-        upsampling_factors: mix the parts of `urls` between '::', a shard of each drawn as often as its factor
-            says: numbers, or OpenCLIP's "1::2.5". A part's weight is its factor times its samples, by
-            sizes.json, or times its shards where these aren't known.
-        rank, world_size: this process among all. None: from torch.distributed, torchrun, Slurm or MPI.
+        upsampling_factors: mix the parts of `urls` between '::' by these factors: numbers, or OpenCLIP's
+            "1::2.5". A part's weight is its factor times its samples, by sizes.json, or times its shards if
+            these are unknown.
+        rank, world_size: of this process. None: from torch.distributed, torchrun, Slurm or MPI.
 
     Raises:
         OptionError: a value that can't be used.
@@ -179,10 +179,10 @@ class Workers:
         map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,
             in place of image and caption. With preprocess= the sample has `image`, too: the image as a batch
             would have it, in the batch's memory (clone what you keep). A `__key__` or `__url__` that it
-            returns is left out: those of the samples come by with_keys.
-        collate: takes the list of what map_sample returned for a batch and returns the batch, a dict or a
-            tuple, in the worker. None: values of one shape are stacked, others are a list.
-        prefetch_factor: batches that each worker makes in advance.
+            returns is dropped: with_keys adds those of the samples.
+        collate: takes the list of map_sample's results for a batch and returns the batch, a dict or a tuple,
+            in the worker. None: values of one shape are stacked, others are a list.
+        prefetch_factor: batches that each worker prefetches.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.
 
     Raises:
@@ -201,13 +201,13 @@ class Workers:
             one_of("multiprocessing_context", self.multiprocessing_context, methods)
         if self.collate is not None and not callable(self.collate):
             raise OptionError(
-                f"collate is a {type(self.collate).__name__}: it has to be a function from a list of dicts "
-                f"to a dict or tuple"
+                f"collate is a {type(self.collate).__name__}; expected a function from a list of dicts to a "
+                f"dict or tuple"
             )
         if self.collate is not None and self.map_sample is None:
             raise OptionError(
-                "collate= makes batches of the examples of map_sample=, which is missing; other batches are "
-                "made in their memory, image by image"
+                "collate= makes batches of the examples of map_sample=, which is missing; without it, images "
+                "are written straight into the batch's memory"
             )
 
 
@@ -222,13 +222,13 @@ GROUPS: dict[str, type] = {
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a word that isn't allowed.
+    """Refuse a value that isn't allowed.
 
     Raises:
         OptionError: it names the argument and what is allowed.
     """
     if value not in allowed:
-        raise OptionError(f"{name}={value!r}: it has to be one of {', '.join(map(repr, allowed))}")
+        raise OptionError(f"{name}={value!r}; expected one of {', '.join(map(repr, allowed))}")
 
 
 def at_least(least: int, **values: int | None) -> None:
@@ -239,11 +239,11 @@ def at_least(least: int, **values: int | None) -> None:
     """
     for name, value in values.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise OptionError(f"{name}={value!r}: it has to be a whole number of at least {least}")
+            raise OptionError(f"{name}={value!r}; expected a whole number of at least {least}")
 
 
 def _rows(group: str) -> dict[str, Option[Any]]:
-    """The options of a group that have variables too, by the names of their fields."""
+    """The options of a group that variables can set, too, by the names of their fields."""
     return {
         row.argument.removeprefix(f"{group}."): row
         for row in options()

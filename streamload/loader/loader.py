@@ -1,4 +1,4 @@
-"""Loader: epochs, and batches to the training loop (step K)."""
+"""Loader: yields batches to the training loop, epoch after epoch, and saves and loads its state (step K)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from streamload.batches.collate import unnamed
 from streamload.device import Feed, feed_for
 from streamload.errors import OrderDiverged
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
-from streamload.loader.checks import Checks, GivenUp
+from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, report_data_wait
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
-from streamload.loader.distributed import Watch, gathered, ranks_of
-from streamload.loader.epoch import Epoch, is_a_death
-from streamload.loader.fork_safety import here_only, watch_over
+from streamload.loader.distributed import RankMonitor, gather, ranks_of
+from streamload.loader.epoch import Epoch, is_worker_death
+from streamload.loader.fork_safety import in_this_process, protect_workers
 from streamload.loader.groups import at_least
 from streamload.loader.options import LoaderOptions, read_device
-from streamload.loader.position import BAD_SAMPLES, BAD_SHARDS, OrderSpec, counted_of, from_state, to_state
+from streamload.loader.order_spec import OrderSpec
 from streamload.loader.schedule import Schedule
-from streamload.loader.waits import ShardWaits, report_waiting
+from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
 from streamload.loader.worker_config import counted_samples, worker_config_for
 from streamload.metrics import Counters, Snapshot, total
 from streamload.origins.origin import import_origins
@@ -40,45 +40,45 @@ from streamload.transforms.plan import Statistics
 from streamload.worker import Batch, EpochStart, SkippedSample, StreamDataset
 
 _BATCHES_HELD = 3
-"""How many batches of one worker a training loop has at a time, at most, as a rule."""
-_NAMES_OF_MODELS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
-"""What transformers' models call the values of a batch."""
+"""Batches of one worker that a training loop usually holds at a time, at most."""
+_MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
+"""The values of a batch by the names that transformers' models use."""
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
-"""What pickling raises, by what it meets and by Python's release."""
+"""What pickling raises, depending on the object and on Python's version."""
 
 
 class Loader(DataLoaderInterface):
     """Batches for one rank, epoch after epoch; iterate it, or use it as a context manager.
 
-    Not thread-safe. One iterator at a time: a new one ends the one before it.
+    Not thread-safe. One iterator at a time: a new one closes the one before it.
     """
 
     def __init__(
         self, options: LoaderOptions, sampler: None = None, batch_sampler: None = None, shuffle: bool = False
     ):
-        """Lightning makes a second one to predict with, and says by the last three that nothing is new."""
+        """Lightning creates a second loader for prediction; its last three arguments change nothing."""
         self.options = options
         self._schedule = Schedule(options)
-        self._order: OrderSpec | None = None  # by which the workers go
-        self._batch = 0  # of all ranks together
-        self._length: int | None = None  # of an epoch in batches, as it was last asked for
+        self._order: OrderSpec | None = None  # the workers'
+        self._batch = 0  # samples of a step, over all ranks
+        self._length: int | None = None  # batches of an epoch, as of the last call of num_batches
         self._counted_samples: int | None = None  # by the indexes in the cache
-        self._statistics: Statistics | None = None  # of images that come as bytes and leave as floats
+        self._statistics: Statistics | None = None  # to normalise images that arrive as bytes
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
-        self._epoch_began = 0.0, Snapshot(), 0  # when, after what, and which it is
+        self._epoch_start = 0.0, Snapshot(), 0  # its time, the counters then, and the epoch
         self._dataset: StreamDataset | None = None
         self._batches: DataLoader[Batch] | None = None
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[..., Loader] | None = None
-        self._leave_tier: weakref.finalize[..., Loader] | None = None
-        self._settle_here()
+        self._close_tier: weakref.finalize[..., Loader] | None = None
+        self._reset_process()
 
     def __repr__(self) -> str:
         options = self.options
         return (
             f"<Loader {len(options.urls)} shards, batch_size={options.batch_size}, "
-            f"num_workers={options.num_workers}, epoch {self._schedule.course.epoch}>"
+            f"num_workers={options.num_workers}, epoch {self._schedule.tracker.epoch}>"
         )
 
     def __enter__(self) -> Loader:
@@ -91,10 +91,10 @@ class Loader(DataLoaderInterface):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Asked by `Accelerator.prepare`, and nobody else: True has it leave the loader as it is.
+        """Read only by `Accelerator.prepare`: True makes it leave the loader as it is.
 
-        From here on batches go to the Accelerator's device, unless the loader was given one, and its
-        GradientState is told when an epoch ends.
+        From then on batches go to the Accelerator's device, unless `device` was given, and its GradientState
+        is told when an epoch ends.
         """
         self._is_accelerated = True
         self.place_on(accelerate_device())
@@ -102,7 +102,7 @@ class Loader(DataLoaderInterface):
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
-        """`Accelerator.prepare` notes here that it is done."""
+        """Set by `Accelerator.prepare`; ignored."""
 
     @property
     def skipped(self) -> list[SkippedSample]:
@@ -111,15 +111,15 @@ class Loader(DataLoaderInterface):
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the samples out."""
-        return self._schedule.here.world_size
+        """The number of ranks that share the samples."""
+        return self._schedule.topology.world_size
 
     @property
     def num_batches(self) -> int | None:
         """Batches of this rank in an epoch; None while unknown, or if there is no end.
 
         Known from num_batches, num_samples or a sizes.json; for one pass over the data also from the indexes
-        in the cache, once it has those of all shards.
+        in the cache, once it has the indexes of all shards.
         """
         batches = self._schedule.num_batches
         if batches is None and self._schedule.is_one_pass:
@@ -162,14 +162,14 @@ class Loader(DataLoaderInterface):
             epoch: from 0.
         """
         at_least(0, epoch=epoch)
-        self._schedule.course.epoch = epoch
+        self._schedule.tracker.epoch = epoch
 
     def place_on(self, device: str | torch.device) -> None:
         """Put batches on a device from the next epoch on, unless `device` was given. For frameworks."""
         if self.options.device is None:
             device = read_device(device)
             if device.type != "cpu":
-                self.close()  # workers make other batches for a device
+                self.close()  # for a device, workers make images as uint8
             self.options = replace(self.options, device=device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +177,8 @@ class Loader(DataLoaderInterface):
 
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
-        return self._schedule.state({BAD_SAMPLES: self._checks.seen(), BAD_SHARDS: self._given_up.seen()})
+        counts = {BAD_SAMPLES: self._checks.counts(), BAD_SHARDS: self._shard_checks.counts()}
+        return self._schedule.state(counts)
 
     def load_state_dict(
         self,
@@ -188,69 +189,69 @@ class Loader(DataLoaderInterface):
         """Resume exactly after a saved state at the next `iter()`, on any number of workers and ranks.
 
         That iteration yields the rest of the state's epoch. `set_epoch` with this epoch changes nothing; with
-        another one the next iteration is that epoch. Augmentation continues alike. batch_size may differ:
-        the same samples come, in other batches.
+        another one the next iteration is that epoch. Augmentation continues exactly, too. batch_size may
+        differ: the same samples come, in other batches.
 
         Args:
-            state: what `state_dict` or `gather_state` returned, or a list of what several ranks' did.
-            moved: old → new prefix of the URLs, or of the store's endpoint, of shards that have been moved
-                since. Their indexes prove that they are the same.
+            state: what `state_dict` or `gather_state` returned, or a list of several ranks' states.
+            moved: old → new prefix of the URLs, or of the store's endpoint, of shards that were moved since.
+                Their indexes prove that they are the same.
 
         Raises:
             StateMismatch: the state is damaged, or belongs to other shards or options.
         """
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
-        counted = counted_of(state)
-        self._checks.recall(counted[BAD_SAMPLES])
-        self._given_up.recall(counted[BAD_SHARDS])
+        counts = counts_in(state)
+        self._checks.restore(counts[BAD_SAMPLES])
+        self._shard_checks.restore(counts[BAD_SHARDS])
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
-        """Change the sources' weights, from the first step on that no worker of any rank can have started.
+        """Change the sources' weights, from the first step that no worker of any rank can have started.
 
         With torch.distributed all ranks have to call it after the same step; the weights of rank 0 count.
         Without, every rank has to be given the same. The change is part of the state.
 
         Args:
-            weights: by the sources' names; those that aren't named keep the weight that they had.
+            weights: by the sources' names; the other sources keep their weights.
 
         Returns:
-            The step, counted from the beginning of the epoch that is under way, or of the next one; if the
-            epoch ends before it, the change counts in the next.
+            The step, counted from the start of the current epoch, or of the next one between two epochs; if
+            the epoch ends before it, the change takes effect in the next.
 
         Raises:
-            OptionError: a name that no source has, a negative weight, or all are zero.
+            OptionError: an unknown source, a negative weight, or all weights are zero.
         """
-        schedule, course = self._schedule, self._schedule.course
+        schedule, tracker = self._schedule, self._schedule.tracker
         batch = schedule.split().batch
-        place = course.now()
-        position = place.position
-        if self._under_way() is not None:
+        current = tracker.now()
+        position = current.position
+        if self._current_epoch() is not None:
             ahead = 1 if self._feed is not None and self._feed.runs_ahead else 0
             position += (self.options.workers.prefetch_factor * self.options.num_workers + ahead) * batch
-        said = gathered((dict(weights), position), self.world_size)
-        agreed = schedule.weights(said[0][0])  # what is wrong with them is wrong on all ranks
-        position = max(at for _, at in said)
-        self._control.changes.write({"changes": course.change(agreed, position)})
-        return (position - place.began) // batch
+        by_rank = gather((dict(weights), position), self.world_size)
+        agreed = schedule.weights(by_rank[0][0])  # an error is raised on all ranks
+        position = max(position for _, position in by_rank)
+        self._control.changes.write({"changes": tracker.change(agreed, position)})
+        return (position - current.start) // batch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Start the next epoch; the same one again if no batch of it was taken.
+        """Start the next epoch; the same one again if it yielded no batch.
 
-        Ends an iterator that is still in use: its `next` raises LoaderClosed.
+        Closes an iterator that is still in use: its `next` raises LoaderClosed.
 
         Raises:
             CacheError: the cache directory can't be used.
         """
         self._end_epoch("a new iteration of the loader began")
-        began = time.monotonic()
+        started = time.monotonic()
         try:
-            return self._begin(began)
+            return self._start_epoch(started)
         except BaseException as exc:
-            self.close()  # torch's iterator is left in between two epochs: what comes next is by a new one
-            if not is_a_death(exc):
+            self.close()  # torch's iterator is in an undefined state between two epochs
+            if not is_worker_death(exc):
                 raise
-        return self._begin(began)  # a worker was killed while no batch was asked for
+        return self._start_epoch(started)  # a worker was killed between two epochs: with new workers
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
@@ -261,128 +262,128 @@ class Loader(DataLoaderInterface):
     def close(self) -> None:
         """End the workers and release the cache. Idempotent; the loader can be iterated again.
 
-        The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch taken.
+        The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch.
         """
         self._end_epoch("the loader was closed")
         if self._finalizer is not None:
             self._finalizer()
-        if self._leave_tier is not None:
-            self._leave_tier()
+        if self._close_tier is not None:
+            self._close_tier()
         if self._feed is not None:
             self._feed.close()
         self._feed = None
-        self._dataset = self._batches = self._finalizer = self._leave_tier = None
+        self._dataset = self._batches = self._finalizer = self._close_tier = None
 
-    def took(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
+    def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
         """Step K: advance the state by a batch, and give the batch its output form.
 
         Args:
-            batch: as it came.
-            values: its values where they were asked for.
-            waited_ns: how long it was waited for.
+            batch: as the worker made it.
+            values: its values on the device.
+            waited_ns: the data wait for it.
 
         Returns:
-            The batch; None where none of its samples could be used.
+            The batch in its output form; None if none of its samples could be used.
         """
-        self._checks.agree(batch)
+        self._checks.check_order(batch)
         if batch.blocked:
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
-        self._schedule.course.take(batch.position + self._batch, batch.groups)
-        self._checks.heed(batch)
-        self._judge_shards()
+        self._schedule.tracker.advance(batch.position + self._batch, batch.groups)
+        self._checks.count_skipped(batch)
+        self._check_shards()
         if not batch.samples:
             return None
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
-        self._control.by_source[0, :, 0] += batch.taken
+        self._control.by_source[0, :, 0] += batch.source_samples
         return self._shape(values)
 
-    def ran_out(self) -> None:
-        """The epoch has been yielded to its end."""
-        began, before, epoch = self._epoch_began
+    def finish_epoch(self) -> None:
+        """The last batch of the epoch was accepted."""
+        started, before, epoch = self._epoch_start
         done = self.stats().since(before)
-        report_waiting(epoch, time.monotonic() - began, done, self.options.num_workers)
-        self._schedule.course.run_out()
-        self._judge_shards()
+        report_data_wait(epoch, time.monotonic() - started, done, self.options.num_workers)
+        self._schedule.tracker.finish()
+        self._check_shards()
 
     @contextlib.contextmanager
-    def waiting(self, began: float) -> Iterator[None]:
-        """Count the time since `began` as data wait, and let the workers know of it."""
+    def waiting(self, since: float) -> Iterator[None]:
+        """Count the time since `since` as data wait, and signal the wait to the workers."""
         self._control.want(True)
         try:
             yield
         finally:
             self._control.want(False)
-            self.waited_ns = waited_ns = int((time.monotonic() - began) * 1e9)
+            self.waited_ns = waited_ns = int((time.monotonic() - since) * 1e9)
             self._counts.add("data_wait_ns", waited_ns)
         if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
 
-    def _settle_here(self) -> None:
-        """Start from scratch in this process, which has no part in the workers of another."""
+    def _reset_process(self) -> None:
+        """Start without workers in this process; those of the process it was forked from aren't its own."""
         self._pid = os.getpid()
         self._control = ControlBlock(1 + self.options.num_workers, len(self.options.sources))
         self._counts = Counters(self._control.counters[0])
-        self._checks = Checks(self._counts, self.options.train, self.options.shards.max_bad_samples)
+        self._checks = BatchChecks(self._counts, self.options.train, self.options.shards.max_bad_samples)
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
-        self._given_up = GivenUp(self.options.shards.max_bad_shards)
+        self._shard_checks = ShardChecks(self.options.shards.max_bad_shards)
 
-    def _judge_shards(self) -> None:
+    def _check_shards(self) -> None:
         counters = self._control.counters
         if given_up := total(counters, "shards_given_up"):
-            self._given_up.judge(given_up, total(counters, "shards_complete"), self._schedule.shards)
+            self._shard_checks.check(given_up, total(counters, "shards_complete"), self._schedule.shards)
 
-    def _begin(self, began: float) -> Epoch:
-        """Send the workers their EpochStart before the first batch is asked for."""
-        if self._pid != os.getpid():  # forked from the one that made the loader, as its siblings may be
+    def _start_epoch(self, started: float) -> Epoch:
+        """Write the workers' EpochStart before the first batch is requested."""
+        if self._pid != os.getpid():  # forked from the process that made the loader
             self.close()
-            self._settle_here()
-        source, schedule = self._start(), self._schedule
-        place = schedule.course.next()
+            self._reset_process()
+        source, schedule = self._start_workers(), self._schedule
+        position = schedule.tracker.next()
         start = EpochStart(
-            place.sequence,
-            place.position,
-            schedule.steps(place),
-            list(place.changes),
-            dict(place.groups),
-            noted=self._control.changes.generation,
+            position.sequence,
+            position.position,
+            schedule.steps(position),
+            list(position.changes),
+            dict(position.groups),
+            changes_generation=self._control.changes.generation,
         )
-        before = self.stats()  # a worker that is slow may be at this epoch before it has left the last one
+        before = self.stats()  # before any worker starts on this epoch
         self._control.order.write(start.to_json())
-        self._checks.begin(self._control.order.generation)
+        self._checks.start_epoch(self._control.order.generation)
         try:
             with _on_cpu(), _interrupts_held(source):
                 batches = iter(source)
         except _UNPICKLABLE:
-            self.options.refuse_what_cannot_be_sent()
+            self.options.refuse_unpicklable()
             raise
-        watch_over(batches)
-        if self._feed is None:  # not before the workers are started, which needn't know of the device
+        protect_workers(batches)
+        if self._feed is None:  # made after the workers: forked ones must not inherit a device context
             self._feed = feed_for(self.options.device, self._statistics)
-        schedule.course.begin()
-        self._epoch_began = began, before, place.epoch
-        expected = None  # known where len() was asked for
+        schedule.tracker.start()
+        self._epoch_start = started, before, position.epoch
+        expected = None  # unless num_batches was read
         if self._length is not None and schedule.is_one_pass:
-            expected = self._length - (place.position - place.began) // self._batch
-        ends = AccelerateEpoch(self) if self._is_accelerated else None
+            expected = self._length - (position.position - position.start) // self._batch
+        accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
-        watch = None if ranks is None else Watch(ranks, self._control)
-        epoch = Epoch(self, batches, self._feed, began, start.steps, expected, ends, watch)
+        monitor = None if ranks is None else RankMonitor(ranks, self._control)
+        epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
         self._current = weakref.ref(epoch)
         return epoch
 
     def _end_epoch(self, why: str) -> None:
-        epoch = self._under_way()
+        epoch = self._current_epoch()
         if epoch is not None:
             epoch.close(why)
         self._current = None
 
-    def _under_way(self) -> Epoch | None:
+    def _current_epoch(self) -> Epoch | None:
         epoch = self._current() if self._current is not None else None
         return None if epoch is None or epoch.done else epoch
 
-    def _start(self) -> DataLoader[Batch]:
-        """The workers, started at the first call, and again for another order."""
+    def _start_workers(self) -> DataLoader[Batch]:
+        """The DataLoader over the workers, made at the first call, and again when the order has changed."""
         order = self._schedule.settle()
         if order != self._order:
             self.close()
@@ -392,7 +393,7 @@ class Loader(DataLoaderInterface):
             self._order, self._batch = self._schedule.order, config.split.batch
             images = config.assembly.images if options.images.dtype == "float32" else None
             self._statistics = None if images is None else images.unnormalised
-            self._leave_tier = weakref.finalize(self, here_only(placed.close))
+            self._close_tier = weakref.finalize(self, in_this_process(placed.close))
             import_origins([*options.urls.kinds(), *([config.shared.url] if config.shared else [])])
             buffers = buffers_for(options.num_workers, options.workers.prefetch_factor + _BATCHES_HELD)
             self._dataset = StreamDataset(config, self._control, buffers)
@@ -401,7 +402,7 @@ class Loader(DataLoaderInterface):
                 self._dataset,
                 batch_size=None,
                 num_workers=options.num_workers,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 persistent_workers=several,
                 prefetch_factor=options.workers.prefetch_factor if several else None,
                 multiprocessing_context=context_with_queues(options.workers.multiprocessing_context)
@@ -409,18 +410,18 @@ class Loader(DataLoaderInterface):
                 else None,
             )
             self._finalizer = weakref.finalize(
-                self, here_only(_stop), self._control, self._batches, self._dataset
+                self, in_this_process(_stop), self._control, self._batches, self._dataset
             )
         return self._batches
 
     def _shape(self, values: dict[str, Any]) -> Any:
-        """A batch's values in the form that was asked for."""
+        """A batch's values in the form of `output`."""
         options = self.options
         extra = {name: values.pop(name) for name in ("__key__", "__url__")} if options.with_keys else {}
         if options.workers.map_sample is not None:
             return unnamed(values, extra)
         if options.output == "hf":
-            return {_NAMES_OF_MODELS.get(name, name): value for name, value in values.items()} | extra
+            return {_MODEL_INPUTS.get(name, name): value for name, value in values.items()} | extra
         if options.output == "dict":
             return {**values, **extra}
         return (*values.values(), extra) if extra else tuple(values.values())
@@ -429,25 +430,25 @@ class Loader(DataLoaderInterface):
 def gather_state(loader: Loader) -> dict[str, Any]:
     """The state of all ranks; a collective, to be called after the same step on every rank.
 
-    A rank alone knows only the state of its own node's groups. On one node `state_dict()` is enough.
+    A rank knows only the state of its own node's groups. On one node `state_dict()` is enough.
 
     Raises:
-        OrderDiverged: the ranks have not taken the same number of batches.
+        OrderDiverged: the ranks have not had the same number of batches.
     """
-    states = gathered(loader.state_dict(), loader.world_size)
+    states = gather(loader.state_dict(), loader.world_size)
     positions = [state["position"] for state in states]
     if len(set(positions)) > 1:
         raise OrderDiverged(
-            f"the ranks are not behind the same batch: by rank, {positions[:16]} samples are taken. Call "
+            f"the ranks are not at the same step: by rank, {positions[:16]} samples were yielded. Call "
             f"gather_state() on all of them after the same step"
         )
-    return to_state(*from_state(states), counted_of(states))
+    return to_state(*from_state(states), counts_in(states))
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[object]:
-    """Make tensors on the CPU where torch's default is another device, which forked workers would have, too.
+    """Make the CPU torch's default device, which forked workers inherit.
 
-    Nowhere else: each call of torch's costs a microsecond more in workers that are forked under this.
+    Only if another one is the default: in workers forked under this, each torch call takes 1 µs more.
     """
     try:
         is_default = torch.get_default_device().type == "cpu"
@@ -458,12 +459,12 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
-    """Start workers with SIGINT blocked, which they inherit; one that comes meanwhile is delivered after."""
+    """Start workers with SIGINT blocked, which they inherit; a pending one is delivered afterwards."""
     if running_iterator(source) is not None or not source.num_workers:
         yield
         return
     if (source.multiprocessing_context or multiprocessing).get_start_method() != "fork":
-        resource_tracker.ensure_running()  # else the first worker starts it, which unblocks SIGINT
+        resource_tracker.ensure_running()  # else the first worker would start it, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -472,12 +473,12 @@ def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
 
 
 def _stop(control: ControlBlock, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
-    """End a loader's workers, and what runs in this process."""
+    """End a loader's workers, and the fills of this process."""
     control.order.withdraw()
     shut_down_workers(batches)
     dataset.close()
 
 
-def _as_it_is(batch: Any) -> Any:
-    """Batches come whole from the workers."""
+def _identity(batch: Any) -> Any:
+    """The collate_fn: workers yield whole batches."""
     return batch

@@ -1,4 +1,4 @@
-"""What a loader is asked for: checked once, then frozen."""
+"""A loader's options: checked once, then frozen."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from streamload.urls import UrlList
 Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
 
-_SENT = (
+_PICKLED = (
     "tokenizer", "preprocess", "shards.keep", "shards.storage_options", "workers.map_sample",
     "workers.collate", "cache.shared_options",
 )  # fmt: skip
-"""What is the user's own and goes to the workers as it is."""
+"""The user's own objects, which are sent to the workers."""
 
 _RENAMED = {
     "image_dtype": "images=Images(dtype=…)",
@@ -38,27 +38,27 @@ _RENAMED = {
     "shared_cache_options": "cache=Cache(shared_options=…)",
     "collate_fn": "Workers(map_sample=…) makes examples of any form, Workers(collate=…) batches of them",
 }
-"""Arguments that are in a group under another name."""
+"""Arguments that a group has under another name."""
 
 _OF_DATALOADER = {
     "dataset": "give the shards as urls=",
-    "drop_last": "in training only full batches are given (train=True), in evaluation the last one, too",
+    "drop_last": "training has only full batches (train=True), evaluation has the last one, too",
     "sampler": "shuffle=, seed=, Shards(keep=…), Source(weight=…) decide which samples come, in which order",
     "batch_sampler": "batch_size=, shuffle= and seed= decide how batches are made",
     "pin_memory": "with device= batches are copied from pinned memory, ahead of their use",
     "pin_memory_device": "device= says where batches are put",
     "persistent_workers": "workers stay until close()",
-    "generator": "seed= decides all that is drawn",
-    "worker_init_fn": "workers have the environment of this process, and seed= decides all that is drawn",
-    "timeout": "a batch that waits for long is reported in the log; Cache(origin_wait=…) limits outages",
-    "in_order": "batches come in the order of the seed, always",
+    "generator": "seed= seeds all random choices",
+    "worker_init_fn": "workers have the environment of this process, and seed= seeds all random choices",
+    "timeout": "long waits for a batch are logged; Cache(origin_wait=…) limits outages",
+    "in_order": "batches always come in the order of the seed",
 }
-"""The arguments of torch's DataLoader that a loader has no use for, and what takes their place."""
+"""The arguments of torch's DataLoader that a loader doesn't have, and what to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """What make_loader was asked for; its docstring says what each means."""
+    """The arguments of make_loader; see its docstring."""
 
     sources: tuple[SourceOptions, ...]
     tokenizer: Any
@@ -85,12 +85,12 @@ class LoaderOptions:
     def __post_init__(self) -> None:
         if isinstance(self.shuffle, bool):
             raise OptionError(
-                f"shuffle={self.shuffle}: give the number of samples that one may move from its place, 0 for "
-                f"the order as listed, or None for the default"
+                f"shuffle={self.shuffle}: give the number of positions that a sample may move, 0 for the "
+                f"order as listed, or None for the default"
             )
         if self.batch_size is None:
             raise OptionError(
-                "batch_size=None: batches are made here; give 1 for batches of one sample, and take it out"
+                "batch_size=None: batches are made here; give 1, and index the single sample of each batch"
             )
         at_least(1, batch_size=self.batch_size, num_samples=self.num_samples, num_batches=self.num_batches)
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle)
@@ -98,38 +98,41 @@ class LoaderOptions:
         one_of("on_error", self.on_error, get_args(OnError))
         if self.tokenizer is not None and not callable(self.tokenizer):
             raise OptionError(
-                f"tokenizer is a {type(self.tokenizer).__name__}: it has to be open_clip's, one of "
+                f"tokenizer is a {type(self.tokenizer).__name__}; expected open_clip's, one of "
                 f"transformers, or a function from a list of str to ids [N, L]"
             )
-        self._refuse_keys()
-        self._refuse_of_training()
+        self._refuse_unused_keys()
+        self._refuse_training_options()
         if self.images.prepare is not None and self.workers.map_sample is not None:
-            raise OptionError("prepare= is for images that are decoded here: map_sample= gets their bytes")
+            raise OptionError("prepare= is for images that streamload decodes: map_sample= gets their bytes")
         if self.images.dtype == "uint8":
-            self._refuse_floats()
+            self._refuse_uint8_of_given()
 
     def settings(self) -> Settings:
-        """The options that can also be set by variables, resolved now.
+        """The options that variables can set, too, resolved now.
 
         Raises:
             OptionError: a variable's value can't be read.
         """
         return read_settings(**{row.name: operator.attrgetter(row.argument)(self) for row in options()})
 
-    def refuse_what_cannot_be_sent(self) -> None:
-        """Raise OptionError for the first argument that no worker can get, where it is not forked."""
+    def refuse_unpicklable(self) -> None:
+        """Refuse the first argument that can't be pickled, if workers aren't forked.
+
+        Raises:
+            OptionError: it names the argument.
+        """
         method = self.workers.multiprocessing_context or multiprocessing.get_start_method()
         if method == "fork":
             return
-        for name in _SENT:
+        for name in _PICKLED:
             try:
                 ForkingPickler.dumps(operator.attrgetter(name)(self))
             except Exception as exc:
                 raise OptionError(
-                    f"{name.rpartition('.')[2]}= can't be sent to the workers: {exc}. They are "
-                    f"started by {method!r}, for which it has to be picklable: define its functions and "
-                    f"classes at the top level of a module, "
-                    f'or pass workers=Workers(multiprocessing_context="fork")'
+                    f"{name.rpartition('.')[2]}= can't be sent to the workers: {exc}. They are started by "
+                    f"{method!r}, so it must be picklable: define its functions and classes at the top level "
+                    f'of a module, or pass workers=Workers(multiprocessing_context="fork")'
                 ) from exc
 
     @property
@@ -138,29 +141,29 @@ class LoaderOptions:
         first, *others = (source.urls for source in self.sources)
         return sum(others, first)
 
-    def _refuse_of_training(self) -> None:
-        """Refuse what only a training can have, in an evaluation."""
+    def _refuse_training_options(self) -> None:
+        """Refuse options of training in an evaluation, and endless= with a length."""
         sized = self.num_batches is not None or self.num_samples is not None
         if not self.train and self.num_batches is not None:
             raise OptionError(
-                "num_batches= is for training: an evaluation gives each sample once (num_samples= may say "
+                "num_batches= is for training: an evaluation yields each sample once (num_samples= may say "
                 "how many there are)"
             )
         if self.order.endless and (sized or not self.train):
             raise OptionError("endless= is for training, without num_samples= and num_batches=")
         if len(self.sources) > 1 and not self.train:
             raise OptionError(
-                "sources are mixed in training; an evaluation gives each sample once: join their URLs by '::'"
+                "sources are mixed in training; an evaluation yields each sample once: join URLs by '::'"
             )
         if self.order.groups is not None and not self.train:
             raise OptionError("groups= is for training: in an evaluation each rank has a group of its own")
 
-    def _refuse_floats(self) -> None:
-        """Refuse a transform that can't be stopped in front of its floats."""
+    def _refuse_uint8_of_given(self) -> None:
+        """Refuse a transform whose images can't be had as uint8: one that isn't compiled."""
         is_mapped = self.workers.map_sample is not None and self.preprocess is None
         if is_mapped or (self.preprocess is not None and not self.images.compile):
             raise OptionError(
-                'Images(dtype="uint8") is for images that streamload makes, not for functions as given'
+                'Images(dtype="uint8") is for a compiled preprocess=, not for functions that run as given'
             )
         if self.preprocess is not None:
             try:
@@ -170,25 +173,25 @@ class LoaderOptions:
                     f'Images(dtype="uint8") is for a preprocess= that can be compiled: {exc}'
                 ) from exc
 
-    def _refuse_keys(self) -> None:
-        """Refuse arguments that have no use for what the keys choose."""
+    def _refuse_unused_keys(self) -> None:
+        """Refuse arguments for members that the keys don't select."""
         if self.workers.map_sample is not None:
             for name, value in (("tokenizer", self.tokenizer), ("label_key", self.shards.label_key)):
                 if value is not None:
                     raise OptionError(
-                        f"map_sample= makes the whole example: {name}= has no place beside it (preprocess= "
-                        f"has: it decodes the sample's image)"
+                        f"map_sample= makes the whole example: {name}= can't be combined with it "
+                        f"(preprocess= can: it decodes the sample's image)"
                     )
         elif self.shards.text_key is None and self.tokenizer is not None:
-            raise OptionError("text_key=None asks for no captions: tokenizer= has no place beside it")
+            raise OptionError("text_key=None selects no captions: tokenizer= can't be combined with it")
         elif self.output == "hf" and self.tokenizer is None and self.shards.text_key is not None:
             raise OptionError(
-                'output="hf" has input_ids: it needs a tokenizer, or text_key=None if there are no captions'
+                'output="hf" has input_ids: give a tokenizer, or text_key=None if there are no captions'
             )
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys by which samples are chosen: each has to have a member of every one."""
+        """The keys that select samples: a usable sample has a member for every key."""
         shards = self.shards
         if self.workers.map_sample is not None:
             return () if self.preprocess is None else (shards.image_key,)
@@ -196,7 +199,7 @@ class LoaderOptions:
 
     @property
     def choice(self) -> tuple[str, ...]:
-        """Which samples these keys choose, as a state has it."""
+        """The keys as a state records them."""
         shards = self.shards
         if self.workers.map_sample is not None:
             return ("map_sample", *self.keys)
@@ -204,8 +207,8 @@ class LoaderOptions:
         return (shards.image_key, shards.text_key or "", *label)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether an epoch begins where the last one stopped, whatever passes the data has."""
+    def epochs_continue(self) -> bool:
+        """Whether an epoch starts where the last one stopped, in the middle of a pass."""
         sized = self.num_batches is not None or self.num_samples is not None
         return self.train and (sized or self.order.endless or len(self.sources) > 1)
 
@@ -214,7 +217,7 @@ def refuse_arguments(unknown: Mapping[str, Any], known: Collection[str]) -> None
     """Refuse arguments that make_loader doesn't have.
 
     Raises:
-        OptionError: it says which group has the argument, which name is meant, or what takes the place of an
+        OptionError: it names the group that has the argument, a similar name, or what to use instead of an
             argument of torch's DataLoader.
     """
     in_groups = {
@@ -236,42 +239,42 @@ def refuse_arguments(unknown: Mapping[str, Any], known: Collection[str]) -> None
 
 
 def refuse_other_groups(given: Mapping[str, Any]) -> None:
-    """Refuse a value in place of a group.
+    """Refuse a value of another type as a group.
 
     Raises:
         OptionError: it names the group's class.
     """
     for name, group in GROUPS.items():
         if not isinstance(given[name], group):
-            raise OptionError(f"{name}={given[name]!r:.100}: it has to be a streamload.{group.__name__}(…)")
+            raise OptionError(f"{name}={given[name]!r:.100}; expected a streamload.{group.__name__}(…)")
 
 
 def whole_number(name: str, value: Any) -> int:
-    """A whole number of any type as an int.
+    """A whole number of any integer type as an int.
 
     Raises:
-        OptionError: it is something else; it names the argument.
+        OptionError: another type; it names the argument.
     """
     try:
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise OptionError(f"{name}={value!r}: it has to be a whole number")
+    raise OptionError(f"{name}={value!r}; expected a whole number")
 
 
 def read_device(device: Any) -> torch.device:
-    """The device that is meant.
+    """A torch.device from `device=`.
 
     Raises:
-        OptionError: torch knows no such device, or sees none.
+        OptionError: torch doesn't know such a device, or finds none.
     """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as exc:
         raise OptionError(
-            f"device={device!r}: it has to be one of torch's, like 'cuda', 'cuda:1', 'mps' or 'cpu'"
+            f"device={device!r}; expected one of torch's, like 'cuda', 'cuda:1', 'mps' or 'cpu'"
         ) from exc
     if found.type == "cuda" and (found.index or 0) >= (there := torch.cuda.device_count()):
-        raise OptionError(f"device={device!r}: torch {torch.__version__} sees {there} such devices here")
+        raise OptionError(f"device={device!r}: torch {torch.__version__} finds {there} such devices here")
     return found

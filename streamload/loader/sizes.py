@@ -1,4 +1,4 @@
-"""How many samples the shards have, by the sizes.json files that lie beside them."""
+"""The number of samples in each shard, from the sizes.json files beside the shards."""
 
 from __future__ import annotations
 
@@ -7,52 +7,87 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from streamload import urls
-from streamload.errors import DataError, OriginDenied, OriginNotFound
+from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound
+from streamload.loader.distributed import first_value
 from streamload.origins.origin import open_origin
+from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
 
 _LIMIT_BYTES = 64 << 20
 _LIMIT_SAMPLES = 1 << 40
 _STRICT = (
-    ". By sizes.json the samples are divided among nodes, so none may miss it: let it be read, or answered "
-    "with 404, or initialise torch.distributed before, by which the ranks compare what they found"
+    ". sizes.json decides how samples are divided among nodes, and no node may miss it: make it readable, "
+    "have the server answer 404, or initialise torch.distributed first, so that ranks compare what they found"
 )
 
 
-def listed_sizes(
+def read_sizes(
     shards: Sequence[str], storage_options: dict[str, Any] | None, strict: bool = False
 ) -> list[int] | None:
-    """The number of samples in each shard; None if a shard isn't listed, or can't be (a pipe).
+    """The number of samples in each shard; None if one isn't listed, or can't be (a pipe).
 
     A sizes.json is `{shard's base name: samples}`, in the folder of the shards, as OpenCLIP reads it.
 
     Args:
         shards: their URLs.
         storage_options: for their origins.
-        strict: only a missing file counts as no sizes.json; else one that can't be read does, too.
+        strict: only a missing file counts as no sizes.json; otherwise an unreadable one does, too.
 
     Raises:
-        OriginError: a sizes.json can't be read for another reason than that there is none.
+        OriginError: reading a sizes.json failed; a missing one is no failure.
         DataError: strict, and it isn't JSON.
     """
-    known: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
     sizes = []
     for shard in shards:
         if urls.scheme(shard) == "pipe":
             return None
-        beside = _beside(shard)
-        if beside not in known:
-            known[beside] = _read(beside, storage_options, strict)
-        samples = known[beside].get(urls.basename(shard))
+        url = _url_beside(shard)
+        if url not in files:
+            files[url] = _read(url, storage_options, strict)
+        samples = files[url].get(urls.basename(shard))
         if type(samples) is not int or not 0 <= samples < _LIMIT_SAMPLES:
             return None
         sizes.append(samples)
     return sizes
 
 
-def _beside(shard: str) -> str:
+def sizes_digest(sizes: Sequence[Sequence[int] | None]) -> str:
+    """A digest of the samples of each shard of each source."""
+    digest = xxhash.xxh3_64()
+    for own in sizes:
+        digest.update(b"unknown" if own is None else np.array(own, "<i8").tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()
+
+
+def compare_sizes(sizes: Sequence[Sequence[int] | None], name: str, topology: Topology) -> None:
+    """Compare the sizes of all sources with those that the other ranks found.
+
+    Args:
+        sizes: what this rank found.
+        name: of what is compared, the same on all ranks.
+        topology: of this rank.
+
+    Raises:
+        OrderDiverged: the first rank that called this found others.
+    """
+    counts = ", ".join("none" if own is None else f"{len(own)} shards, {sum(own):,} samples" for own in sizes)
+    own = f"rank {topology.rank} found {counts} ({sizes_digest(sizes)})"
+    first = first_value(name, own, topology.world_size)
+    if first.rpartition(" found ")[2] != own.rpartition(" found ")[2]:
+        raise OrderDiverged(
+            f"the ranks found different sizes.json files, which decide how samples are divided among them: "
+            f"{first}, {own}. All nodes have to see the same file, or none"
+        )
+
+
+def _url_beside(shard: str) -> str:
     """The URL of the sizes.json in a shard's folder."""
     if urls.is_local(shard):
         return str(urls.local_path(shard).parent / "sizes.json")
@@ -60,7 +95,7 @@ def _beside(shard: str) -> str:
 
 
 def _read(url: str, storage_options: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
-    """The content of a sizes.json; empty if there is none, or if it is no such thing."""
+    """The content of a sizes.json; empty if there is none, or if it isn't one."""
     try:
         text = urls.local_path(url).read_bytes() if urls.is_local(url) else _fetch(url, storage_options)
         sizes = json.loads(text)
@@ -69,15 +104,15 @@ def _read(url: str, storage_options: dict[str, Any] | None, strict: bool) -> dic
     except (FileNotFoundError, OriginNotFound):
         return {}
     except OriginDenied as exc:
-        # A store may refuse to say that an object is missing.
+        # Some stores answer "denied" for a missing object.
         if strict:
             raise OriginDenied(f"{exc}{_STRICT}") from exc
         return {}
     except (ValueError, RecursionError) as exc:
-        said = f"{urls.redact(url)} is not a JSON object ({exc})"
+        problem = f"{urls.redact(url)} is not a JSON object ({exc})"
         if strict:
-            raise DataError(f"{said}{_STRICT}") from exc
-        logger.warning("%s: the number of samples stays unknown", said)
+            raise DataError(f"{problem}{_STRICT}") from exc
+        logger.warning("%s: the number of samples is unknown", problem)
         return {}
     return sizes
 

@@ -1,4 +1,4 @@
-"""What is read: one set of shards, or several that are mixed (step A)."""
+"""The sources of a run: one set of shards, or several that are mixed by weight (step A)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Source:
     """Shards that are mixed with others by weight.
 
     Attributes:
-        urls: as make_loader takes them.
-        weight: its share of all samples is this in proportion to the others' weights.
-        name: in stats(), set_weights() and states; None: "0", "1", … by its place.
-        floor: the least part of all samples that it gets, 0 to 1, whatever the weights say.
+        urls: as for make_loader.
+        weight: its share of all samples, in proportion to the other sources' weights.
+        name: in stats(), set_weights() and states; None: its index, "0", "1", ….
+        floor: its smallest share of all samples, 0 to 1, for any weights.
     """
 
     urls: Urls = field(repr=False)
@@ -32,11 +32,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """A source as a loader takes it: checked, its URLs expanded.
+    """A source, checked, with its URLs expanded.
 
     Attributes:
-        per: what the weight is of: the source, or each of its shards, or of its samples if their number is
-            known.
+        per: whether the weight is of the source, or of each of its samples ("shard": of each of its shards if
+            the number of samples is unknown).
     """
 
     name: str
@@ -49,17 +49,17 @@ class SourceOptions:
 def read_sources(
     urls: Urls | Source | Sequence[Source], factors: Factors | None = None
 ) -> tuple[SourceOptions, ...]:
-    """The sources that make_loader's arguments mean; one where nothing is to be mixed.
+    """The sources that make_loader's arguments describe; a single one if nothing is mixed.
 
     Raises:
-        OptionError: they can't be used; it says which.
+        OptionError: a source or factor that can't be used.
     """
     if isinstance(urls, Iterator):
         urls = cast("Urls", list(urls))
     if isinstance(urls, Source) or (isinstance(urls, Sequence) and any(isinstance(u, Source) for u in urls)):
         sources = [urls] if isinstance(urls, Source) else list(urls)
         if factors is not None:
-            raise OptionError("upsampling_factors= are for 'a::b': a Source has a weight of its own")
+            raise OptionError("upsampling_factors= is for 'a::b': a Source has a weight of its own")
         return _checked(sources)
     plain = cast("Urls", urls)
     if factors is None:
@@ -67,7 +67,7 @@ def read_sources(
     parts, numbers = split_sources(plain), _numbers(factors)
     if len(parts) != len(numbers):
         raise OptionError(
-            f"upsampling_factors= are {len(numbers)}, and the URLs have {len(parts)} sources (between '::')"
+            f"upsampling_factors= has {len(numbers)} factors for {len(parts)} sources (the URLs between '::')"
         )
     return tuple(
         SourceOptions(str(place), expand_urls(part), number, 0.0, "shard")
@@ -79,14 +79,14 @@ def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
     found: dict[str, SourceOptions] = {}
     for place, source in enumerate(sources):
         if not isinstance(source, Source):
-            raise OptionError(f"sources are mixed with other Sources, not with {type(source).__name__}")
+            raise OptionError(f"sources are mixed only with Sources, not with {type(source).__name__}")
         name = str(place) if source.name is None else source.name
         if name in found:
             raise OptionError(f"two sources are named {name!r}: give each a name= of its own")
         if not 0 <= source.floor <= 1:
-            raise OptionError(f"source {name!r}: floor={source.floor!r} has to be from 0 to 1")
+            raise OptionError(f"source {name!r}: floor={source.floor!r}; expected a number from 0 to 1")
         if not (math.isfinite(source.weight) and source.weight >= 0):
-            raise OptionError(f"source {name!r}: weight={source.weight!r} has to be a number from 0")
+            raise OptionError(f"source {name!r}: weight={source.weight!r}; expected a number from 0")
         found[name] = SourceOptions(name, expand_urls(source.urls), source.weight, source.floor)
     return tuple(found.values())
 
@@ -98,8 +98,8 @@ def _numbers(factors: Factors) -> list[float]:
         numbers = [float(part) for part in parts]
     except (TypeError, ValueError) as exc:
         raise OptionError(
-            f"upsampling_factors={factors!r}: numbers with '::' between them, or a list"
+            f"upsampling_factors={factors!r}; expected numbers with '::' between them, or a list"
         ) from exc
     if any(not math.isfinite(number) or number < 0 for number in numbers):
-        raise OptionError(f"upsampling_factors={factors!r}: they have to be numbers from 0")
+        raise OptionError(f"upsampling_factors={factors!r}; expected numbers from 0")
     return numbers

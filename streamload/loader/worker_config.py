@@ -1,4 +1,4 @@
-"""From options to what the processes of a rank share: shards, tier, order, what becomes of samples (A)."""
+"""From options to the WorkerConfig that the processes of a rank share, and to the node's tier (step A)."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from streamload.worker import SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
 
-_FEWEST_FILLS = 4
+_MIN_FILLS = 4
 _REPLACEMENTS = 64
 
 
 def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[WorkerConfig, Placed]:
-    """What a run reads and what it makes of it; and its tier, opened, to be closed when the run is over.
+    """The configuration of a rank's workers; and the node's tier, open, which the caller has to close.
 
     Args:
-        options: what was asked for.
-        schedule: the epochs of the run; where it begins its lanes and window are settled here.
+        options: the loader's.
+        schedule: of the run; at its start, this fits lanes and windows to the cache.
 
     Raises:
         CacheError: the cache directory can't be used.
     """
-    settings, storage, here = options.settings(), _storage(options), schedule.here
+    settings, storage = options.settings(), _storage(options)
     shards = _shards(options, settings)
     warn_of_shared_headers(options.urls, storage)
-    placed = place_tier(settings, shards, storage, here.nodes)
+    placed = place_tier(settings, shards, storage, schedule.topology.nodes)
     try:
         return _worker_config(options, schedule, settings, shards, placed), placed
     except BaseException:
@@ -64,16 +64,16 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
 def _worker_config(
     options: LoaderOptions, schedule: Schedule, settings: Settings, shards: ShardList, placed: Placed
 ) -> WorkerConfig:
-    storage, here, tier = _storage(options), schedule.here, placed.tier
+    storage, topology, tier = _storage(options), schedule.topology, placed.tier
     remove_unused(tier.root)
     shared = SharedOptions.of(settings, options.cache.shared_options)
     with Measure(tier, storage, shared) as measure:
         schedule.fit(shards, measure)
-    orders, split = schedule.orders(), schedule.split()
+    orders, split = schedule.source_orders(), schedule.split()
     lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
-    rank, first_group = (here.rank, 0) if options.train else (0, here.rank)
-    processes = here.local_world_size * max(1, options.num_workers)
-    logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, here.nodes))
+    rank, first_group = (topology.rank, 0) if options.train else (0, topology.rank)
+    processes = topology.local_world_size * max(1, options.num_workers)
+    logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
     groups = orders[0].groups
     return WorkerConfig(
         shards=shards,
@@ -85,14 +85,14 @@ def _worker_config(
         eviction=settings.eviction,
         revalidate=settings.revalidate,
         shared=shared,
-        run=run_name(here, options.urls.fingerprint()),
-        fills=-(-max(lanes, _FEWEST_FILLS) // processes),
+        run=run_name(topology, options.urls.fingerprint()),
+        fills=-(-max(lanes, _MIN_FILLS) // processes),
         ahead_bytes=settings.ahead,
         sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),
         split=split,
         rank=rank,
         first_group=first_group,
-        one_pass=not options.goes_on and (groups == 1 or not options.train),
+        one_pass=not options.epochs_continue and (groups == 1 or not options.train),
         train=options.train,
         skip=options.on_error == "skip",
         replacements=None if options.shards.max_bad_samples is None else _REPLACEMENTS,
@@ -103,11 +103,11 @@ def _worker_config(
 
 
 def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
-    """How many samples of all shards can be used, by the indexes in the cache; None where one isn't whole.
+    """The number of usable samples of all shards, by the indexes in the cache; None if one is incomplete.
 
     Args:
-        options: what was asked for.
-        counts: where damage that is found is counted.
+        options: the loader's.
+        counts: where damage found in the cache is counted.
     """
     settings = options.settings()
     shards = _shards(options, settings)
@@ -117,7 +117,7 @@ def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
             continue
         with contextlib.suppress(StreamloadError):
             tier = Tier(root, None, counts)
-            samples = _counted(
+            samples = _count_samples(
                 ShardCache(
                     tier, shards, _selection(options), skip=True, counts=counts, counted=lambda _: False
                 )
@@ -127,7 +127,7 @@ def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
     return None
 
 
-def _counted(cache: ShardCache) -> int | None:
+def _count_samples(cache: ShardCache) -> int | None:
     samples = 0
     with contextlib.closing(cache):
         for place in range(len(cache.shards)):
@@ -174,18 +174,18 @@ def _selection(options: LoaderOptions) -> Selection:
 def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixels: int) -> BatchAssembly:
     is_mapped = options.workers.map_sample is not None
     on_device = options.device is not None and options.device.type != "cpu" and not is_mapped
-    planned = _planned(options)
+    transform = _transform(options)
     if preparation is not None:
-        logger.info("prepare: images as by %s, from prepared shards where there are any", preparation.name)
-        if isinstance(planned, ImagePlan) and preparation.size < max(planned.size):
+        logger.info("prepare: images by %s, from prepared shards if the cache has them", preparation.name)
+        if isinstance(transform, ImagePlan) and preparation.size < max(transform.size):
             logger.warning(
-                "prepare=%r leaves images smaller than the %d×%d pixels that they are then made",
-                *(options.images.prepare, *planned.size),
+                "prepare=%r makes images smaller than the %d×%d pixels that preprocess= resizes them to",
+                *(options.images.prepare, *transform.size),
             )
     images = None
-    if planned is not None:
+    if transform is not None:
         images = ImageAssembly(
-            planned,
+            transform,
             as_bytes=on_device or options.images.dtype == "uint8",
             preparation=preparation,
             most_pixels=most_pixels,
@@ -206,8 +206,8 @@ def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixe
 
 
 @functools.cache
-def _say_what_is_lost() -> None:
-    """Warn once in a process of an installation that lacks the kernels."""
+def _warn_of_missing_kernel() -> None:
+    """Warn, once in a process, of an installation without the kernel."""
     if lost := kernel.lost():
         logger.warning("%s", lost)
 
@@ -216,10 +216,10 @@ def _choose(key: str | None) -> Choose | None:
     return None if key is None else KeySpec.parse(key).choose
 
 
-def _planned(options: LoaderOptions) -> ImagePlan | Preprocess | None:
-    """The plan of what was asked for; the function itself if there is none; None: images stay bytes."""
+def _transform(options: LoaderOptions) -> ImagePlan | Preprocess | None:
+    """The plan of preprocess=, or the function itself if it isn't compiled; None: images stay bytes."""
     if options.workers.map_sample is None or options.preprocess is not None:
-        _say_what_is_lost()
+        _warn_of_missing_kernel()
     if options.preprocess is None:
         return None if options.workers.map_sample is not None else clip_plan(options.train)
     if not options.images.compile:

@@ -136,15 +136,15 @@ class WorkerLoop:
             self._slots.take_back()
         sampler = Sampler(self._config, self._reader, start)
         numbers = range(start.steps) if start.steps is not None else itertools.count()
-        noted = start.noted
+        changes_generation = start.changes_generation
         try:
             for number in itertools.islice(numbers, self._worker, None, self._workers or 1):
                 if self._control.order.generation != start.generation:
                     return
-                if noted != self._control.changes.generation:
-                    note = self._control.changes.read()
-                    noted = note["generation"]
-                    sampler.change(changes_from(note["changes"]))
+                if changes_generation != self._control.changes.generation:
+                    latest = self._control.changes.read()
+                    changes_generation = latest["generation"]
+                    sampler.change(changes_from(latest["changes"]))
                 position = start.position + number * self._config.split.batch
                 step = sampler.at(position)  # E
                 if self._reader.reads_ranges:

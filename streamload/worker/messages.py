@@ -177,9 +177,9 @@ class EpochStart(NamedTuple):
     changes: list[Change]
     """Changes of the sources' shares, from the position on."""
     groups: dict[int, GroupState]
-    """The state of each group, by number; none at the start of a sequence."""
-    noted: int
-    """The generation of the control block's changes that these include."""
+    """Of each group, by its number among all; none at the beginning of a sequence."""
+    changes_generation: int
+    """The generation of the control block's changes that are among these."""
     generation: int = 0
     """The generation of this start in the control block."""
 
@@ -191,7 +191,7 @@ class EpochStart(NamedTuple):
             "steps": self.steps,
             "changes": self.changes,
             "groups": {str(number): state.to_json() for number, state in self.groups.items()},
-            "noted": self.noted,
+            "changes_generation": self.changes_generation,
         }
 
     @classmethod
@@ -222,7 +222,7 @@ class Span(NamedTuple):
     begin: int
     before: int
     end: int
-    behind: int
+    after: int
 
 
 class Batch(NamedTuple):
@@ -240,7 +240,7 @@ class Batch(NamedTuple):
     """Hashes of all references before and after this step, by group and source."""
     samples: int
     """Its number of samples."""
-    taken: list[int]
+    source_samples: list[int]
     """Its samples by source."""
     generation: int
     """The generation of the EpochStart that it was made for."""

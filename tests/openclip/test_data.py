@@ -118,9 +118,7 @@ def test_an_epoch_is_taken_up_where_open_clip_says(shards: list[Path]) -> None:
 
 def test_flags_that_are_not_understood_are_errors() -> None:
     urls = ("--train-data", "a.tar", "--train-num-samples", "9")
-    with pytest.raises(
-        OptionError, match="--train-data-upsampling-factors are 2, and the URLs have 1 sources"
-    ):
+    with pytest.raises(OptionError, match="--train-data-upsampling-factors has 2 factors for 1 sources"):
         ours(arguments(*urls, "--train-data-upsampling-factors", "2::1"))
     with pytest.raises(OptionError, match="doesn't support OpenCLIP's --dataset-mixture"):
         ours(argparse.Namespace(**vars(arguments(*urls)), dataset_mixture="a,b"))

@@ -22,8 +22,9 @@ import fsspec
 from streamload.errors import StateMismatch
 from streamload.integrations.openclip.arguments import rank_of
 from streamload.loader import Loader, gather_state
-from streamload.loader.distributed import gathered
-from streamload.loader.position import Position, from_state
+from streamload.loader.distributed import gather
+from streamload.loader.position import Position
+from streamload.loader.state import from_state
 
 logger = logging.getLogger("streamload")
 
@@ -116,7 +117,7 @@ def take_up(loader: Loader, args: Any, epoch: int, moved: Sequence[tuple[str, st
     Raises:
         StateMismatch: the state is of another run, or damaged; the message says how to continue without it.
     """
-    found = gathered(find_state(args.resume, epoch), loader.world_size)[0]
+    found = gather(find_state(args.resume, epoch), loader.world_size)[0]
     if found is None:
         if rank_of(args) == 0:
             logger.info(

@@ -1,0 +1,274 @@
+"""What the order of a run depends on: the shards, the seed, lanes and shuffle windows, groups (steps B to E).
+
+An OrderSpec follows from the options and is part of every state. Lanes and windows that weren't given are
+narrowed once, at the start of a run, to what the caches can hold: by the cache's limit and by the size and
+first megabyte of each source's first shard, not by what the cache holds or the disk has free. All ranks agree
+on them, and the run keeps them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+import xxhash
+
+from streamload import urls
+from streamload.cache.forecast import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Measure, Width, fits, fitting
+from streamload.cache.shard import ShardList
+from streamload.errors import OptionError
+from streamload.loader.distributed import agree, can_compare
+from streamload.loader.options import LoaderOptions
+from streamload.metrics import format_bytes
+from streamload.order.hashing import SOURCE, key
+from streamload.order.mixing import UNIT
+from streamload.order.plan import OrderOptions
+from streamload.order.split import Split, default_lanes, default_window
+from streamload.topology import Topology
+
+logger = logging.getLogger("streamload")
+
+_LEAST_PART = 0.1
+"""The smallest part of the lanes and the window that a source gets: its weight may grow later."""
+SHARDS_DIGESTED = 2_000
+"""The digest of the data covers at most this many shards of a source, evenly spaced."""
+
+_Widths = list[list[int]]
+"""Lanes and window of each source."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderSpec:
+    """What the order of a run depends on; fixed by the run's first state.
+
+    Attributes:
+        data: a digest of the shards, source by source.
+        choice: which members are image, caption and label.
+        train: whether it is shuffled.
+        seed: of the run.
+        groups: the number of sequences that the samples are split into.
+        sources: the name, lanes and window of each source.
+        opens_after: for each source, the samples of a run's first pass after which the window opens; 0: at
+            once (local files); None: slowly, as in states of format 2.
+        shards: the number of shards of each source; empty in states of format 2.
+        sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
+            if unknown.
+        fitted: whether lanes and windows are final. They are after the first epoch has started.
+    """
+
+    data: str
+    choice: tuple[str, ...]
+    train: bool
+    seed: int
+    groups: int
+    sources: tuple[tuple[str, int, int], ...]
+    opens_after: tuple[int | None, ...]
+    shards: tuple[int, ...] = ()
+    sizes: str | None = None
+    fitted: bool = True
+
+
+def make_order_spec(
+    options: LoaderOptions, topology: Topology, groups: int, shares: Sequence[int], digest: str
+) -> OrderSpec:
+    """The order that options ask for, with lanes and windows for caches of any size.
+
+    Args:
+        options: the loader's.
+        topology: this rank among those that share the data.
+        groups: the number of sequences.
+        shares: of the sources at the start of the run; they divide lanes and window.
+        digest: of the data.
+    """
+    is_listed = options.shuffle == 0 or not options.train
+    samples = max(1, options.batch_size * topology.world_size // groups)
+    lanes = options.order.lanes if options.order.lanes is not None else default_lanes(samples)
+    window = options.shuffle if options.shuffle is not None else default_window(samples)
+    sources: list[tuple[str, int, int]] = []
+    opens_after: list[int] = []
+    for source, share in zip(options.sources, shares, strict=True):
+        part = max(share / UNIT, _LEAST_PART)
+        widths = (1, 0) if is_listed else (math.ceil(lanes * part), math.ceil(window * part))
+        sources.append((source.name, *widths))
+        opens_at_once = is_listed or all(urls.is_local(url) for url in source.urls.kinds())
+        opens_after.append(0 if opens_at_once else math.ceil(samples * part))
+    return OrderSpec(
+        digest,
+        options.choice,
+        options.train,
+        options.seed,
+        groups,
+        tuple(sources),
+        tuple(opens_after),
+        tuple(len(source.urls) for source in options.sources),
+        fitted=is_listed or None not in (options.order.lanes, options.shuffle),
+    )
+
+
+def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:
+    """The order of each source's own sequence.
+
+    Args:
+        order: of the run.
+        sizes: the samples of each shard of each source, the same on all ranks, by which groups are cut to
+            equal sizes; None where they are unknown.
+    """
+    is_mixed = len(order.sources) > 1
+    return [
+        OrderOptions(
+            key(order.seed, SOURCE, xxhash.xxh3_64_intdigest(name.encode())) if is_mixed else order.seed,
+            order.groups,
+            lanes,
+            window,
+            shuffle_shards=window > 0,
+            hints=None if own is None else np.array(own, np.int64),
+            opens_after=opens_after,
+        )
+        for (name, lanes, window), opens_after, own in zip(
+            order.sources, order.opens_after, sizes, strict=True
+        )
+    ]
+
+
+def split_for(options: LoaderOptions, topology: Topology, groups: int) -> Split:
+    """How steps are split among ranks; in evaluation each rank has a group and steps of its own."""
+    if not options.train:
+        return Split(options.batch_size, groups=1, ranks=1)
+    return Split(options.batch_size * topology.world_size, groups, topology.world_size)
+
+
+def own_groups(options: LoaderOptions, topology: Topology, groups: int) -> list[int]:
+    """The numbers of the groups that this rank reads."""
+    first, rank = (0, topology.rank) if options.train else (topology.rank, 0)
+    return [first + group for group in split_for(options, topology, groups).groups_of(rank)]
+
+
+def data_digest(
+    options: LoaderOptions,
+    moved: Mapping[str, str] = MappingProxyType({}),
+    counts: Sequence[int] | None = None,
+) -> str:
+    """A digest of the sources' shards, however their URLs were given.
+
+    Args:
+        options: with the shards' URLs.
+        moved: old → new URL prefixes of shards that were moved; the digest is the one from before the move.
+        counts: the number of shards of each source to cover; None: all.
+
+    Raises:
+        OptionError: no shard has one of the new prefixes.
+    """
+    storage = dict(options.shards.storage_options) if options.shards.storage_options else None
+    digest = xxhash.xxh3_128()
+    has_moved = not moved
+    for place, source in enumerate(options.sources):
+        count = len(source.urls) if counts is None else counts[place]
+        step = max(1, -(-count // SHARDS_DIGESTED))
+        covered = [source.urls[number] for number in range(0, count, step)]
+        former = [urls.former_digest(url, moved, storage) if moved else None for url in covered]
+        has_moved = has_moved or any(former)
+        names = [old or urls.digest(url, storage) for old, url in zip(former, covered, strict=True)]
+        digest.update(repr((count, names)).encode())
+    if not has_moved:
+        shown = {urls.redact(old): urls.redact(new) for old, new in moved.items()}
+        raise OptionError(f"moved={shown!r}: no shard has a URL that begins with {[*shown.values()]}")
+    return digest.hexdigest()
+
+
+def fit_to_cache(
+    order: OrderSpec, options: LoaderOptions, topology: Topology, shards: ShardList, measure: Measure
+) -> OrderSpec:
+    """Narrow lanes and windows that weren't given to what the caches of all nodes can hold.
+
+    All ranks have to call it: they agree on the least of all nodes.
+
+    Args:
+        order: for caches of any size.
+        options: the loader's; what they give isn't narrowed.
+        topology: of this rank; the first rank of a node measures.
+        shards: of all sources.
+        measure: gives sizes of shards and samples, and this node's tier.
+    """
+    own = None
+    if topology.local_rank == 0:
+        own = _widths_of_node(order, options, topology, shards, measure)
+    if topology.world_size > 1 and not can_compare(topology.world_size):
+        return replace(order, fitted=True)  # the ranks might narrow it differently
+    found = agree(f"widths/{order.data}/{order.seed}", own, _narrowest, topology.world_size)
+    asked = [list(source[1:]) for source in order.sources]
+    if found is None or found == asked:
+        return replace(order, fitted=True)
+    if own != found and topology.local_rank == 0:
+        logger.warning("the cache of another node has room for less: %s", _in_words(asked, found))
+    names = [name for name, *_ in order.sources]
+    sources = tuple((name, lanes, window) for name, (lanes, window) in zip(names, found, strict=True))
+    return replace(order, sources=sources, fitted=True)
+
+
+def _widths_of_node(
+    order: OrderSpec, options: LoaderOptions, topology: Topology, shards: ShardList, measure: Measure
+) -> _Widths | None:
+    """The lanes and windows that fit on this node; None if all do, none would, or sizes are unknown."""
+    counts = [len(source.urls) for source in options.sources]
+    firsts = [shards[sum(counts[:place])] for place in range(len(counts))]
+    limit_bytes = measure.tier.limit_bytes // -(-order.groups // topology.nodes)
+    asked = [
+        Width(lanes, window, -(-count // order.groups), LARGE_SHARD_BYTES, LARGE_SAMPLE_BYTES)
+        for (_, lanes, window), count in zip(order.sources, counts, strict=True)
+    ]
+    step = max(1, options.batch_size * topology.world_size // order.groups)
+    if fits(asked, limit_bytes, step):
+        return None
+    with ThreadPoolExecutor(len(firsts)) as pool:
+        shard_bytes = pool.map(measure.shard_bytes, firsts)
+        asked = [replace(w, shard_bytes=size) for w, size in zip(asked, shard_bytes, strict=True)]
+        if fits(asked, limit_bytes, step):
+            return None
+        sample_bytes = pool.map(measure.sample_bytes, firsts)
+        asked = [replace(w, sample_bytes=size) for w, size in zip(asked, sample_bytes, strict=True)]
+    found = fitting(
+        asked, limit_bytes, step, lanes=options.order.lanes is None, window=options.shuffle is None
+    )
+    if found == asked:
+        return None
+    needed, limit = format_bytes(sum(w.open_bytes for w in asked)), format_bytes(limit_bytes)
+    shard = format_bytes(max(w.shard_bytes for w in asked))
+    problem = (
+        f"cache {measure.tier.root}: about {needed} have to be open at once (shards of {shard}); its limit "
+        f"is {limit}"
+    )
+    if found is None:
+        logger.warning("%s, too little for any lanes and window: raise cache_size", problem)
+        return None
+    widths = [[width.lanes, width.window] for width in found]
+    narrowed = _in_words([[width.lanes, width.window] for width in asked], widths)
+    if topology.world_size > 1 and not can_compare(topology.world_size):
+        logger.warning("%s: give %s (torch.distributed isn't initialised)", problem, narrowed)
+    else:
+        logger.warning(
+            "%s: this run, and each run resumed from it, reads with %s; to prevent that, raise cache_size or "
+            "give lanes= and shuffle=",
+            *(problem, narrowed),
+        )
+    return widths
+
+
+def _narrowest(widths_by_node: Sequence[_Widths | None]) -> _Widths | None:
+    """The least lanes and windows of any node."""
+    cut = [widths for widths in widths_by_node if widths is not None]
+    if not cut:
+        return None
+    return [[min(numbers) for numbers in zip(*source, strict=True)] for source in zip(*cut, strict=True)]
+
+
+def _in_words(asked: _Widths, found: _Widths) -> str:
+    """Lanes and window, added up over the sources."""
+    (lanes, window), (asked_lanes, asked_window) = (
+        [sum(numbers) for numbers in zip(*widths, strict=True)] for widths in (found, asked)
+    )
+    return f"lanes={lanes} and shuffle={window:,}, not {asked_lanes} and {asked_window:,}"

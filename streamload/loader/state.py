@@ -1,0 +1,256 @@
+"""A loader's checkpoint: its JSON form, with a format version and a checksum; and which loaders it fits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from streamload.errors import OptionError, StateMismatch
+from streamload.loader.options import LoaderOptions
+from streamload.loader.order_spec import OrderSpec, data_digest
+from streamload.loader.position import Position
+from streamload.order.group import most_skipped
+from streamload.order.mixing import UNIT
+from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
+from streamload.worker.messages import GroupState, changes_from
+
+FORMAT = 3
+_WITHOUT_CHECKSUM = 2
+"""The format before: without shard counts, the digest of sizes, openings and the checksum."""
+BAD_SAMPLES, BAD_SHARDS = "bad_samples", "bad_shards"
+_COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2}
+"""What a rank has counted (`counts()` of its checks), in so many numbers; any rank's of one step will do."""
+_PARSE_ERRORS = (
+    AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError
+)  # fmt: skip
+"""What parsing raises where a value's type or size isn't that of a state."""
+_MOST = 1 << 62
+
+
+def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """A state: JSON-able; its size doesn't depend on that of the data set."""
+    state = {
+        "streamload_state": FORMAT,
+        "data": order.data,
+        "shards": list(order.shards),
+        "sizes": order.sizes,
+        "choice": list(order.choice),
+        "train": order.train,
+        "seed": order.seed,
+        "groups": order.groups,
+        "sources": [list(source) for source in order.sources],
+        "opens_after": list(order.opens_after),
+        "fitted": order.fitted,
+        "epoch": position.epoch,
+        "sequence": position.sequence,
+        "began": position.start,
+        "position": position.position,
+        "changes": [[change.position, list(change.shares)] for change in position.changes],
+        "weights": list(position.weights),
+        "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
+        **{name: list(numbers) for name, numbers in counts.items()},
+    }
+    return {**state, "checksum": _checksum(state)}
+
+
+def from_state(state: Any) -> tuple[OrderSpec, Position]:
+    """The order and position in a state, or in a list of the ranks' states after one step.
+
+    Raises:
+        StateMismatch: not a state of a loader, of an unknown format, or altered; or the states are not of
+            one step.
+    """
+    states = list(state) if isinstance(state, Sequence) and not isinstance(state, str) else [state]
+    if not states:
+        raise StateMismatch("an empty list of states: give what state_dict() of each rank returned")
+    try:
+        for one in states:
+            _check_intact(one)
+        merged = _merged(states)
+        counts_in(merged)
+        order = _order_in(merged)
+        return order, _position_in(merged, order)
+    except StateMismatch:
+        raise
+    except _PARSE_ERRORS as exc:
+        raise StateMismatch(f"not a valid state of a loader: {type(exc).__name__}: {exc!s:.200}") from None
+
+
+def counts_in(state: Any) -> dict[str, list[int]]:
+    """The counts in a state, or in a list of the ranks' states; zeros where it has none.
+
+    Raises:
+        StateMismatch: they are damaged.
+    """
+    one = state if isinstance(state, Mapping) else state[0]
+    try:
+        found = {
+            name: [_whole_number(number) for number in one.get(name, [0] * count)]
+            for name, count in _COUNTS.items()
+        }
+    except (TypeError, ValueError) as exc:
+        raise StateMismatch(f"not a valid state of a loader: {exc!r:.200}") from exc
+    for name, count in _COUNTS.items():
+        if len(found[name]) != count:
+            raise StateMismatch(f"not a valid state of a loader: {len(found[name])} numbers as {name}")
+    return found
+
+
+def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: set[int]) -> None:
+    """Refuse a state of another run.
+
+    Args:
+        saved: the state's order.
+        ours: this loader's.
+        position: the state's.
+        needed: the groups that this rank reads.
+
+    Raises:
+        StateMismatch: it says what differs.
+    """
+    for name, before, now in (
+        ("train", saved.train, ours.train),
+        ("seed", saved.seed, ours.seed),
+        ("the names of the sources", [name for name, *_ in saved.sources], [n for n, *_ in ours.sources]),
+        ("choice of image_key, text_key and label_key", saved.choice, ours.choice),
+    ):
+        if before != now:
+            raise StateMismatch(f"the state was saved with another {name}: {before}, and this is {now}")
+    if saved.data != ours.data:
+        raise StateMismatch(
+            "the state is of another data set: its shards have other URLs, or another order. If the same "
+            "shards were moved, give moved={old: new} with the prefixes of their URLs"
+        )
+    if position.position and None not in (saved.sizes, ours.sizes) and saved.sizes != ours.sizes:
+        raise StateMismatch(
+            f"sizes.json beside the shards was changed, added or removed since the state was saved: its "
+            f"counts would cut the {saved.groups} groups differently in the middle of a pass. Restore the "
+            f"file, or load a state of an epoch's start"
+        )
+    if position.position and (missing := sorted(needed - position.groups.keys())):
+        raise StateMismatch(
+            f"the state is incomplete: it lacks groups {missing} of {saved.groups}. A rank knows only its "
+            f"own node's: save streamload.gather_state(loader), or give the states of all nodes as a list"
+        )
+
+
+def check_options(saved: OrderSpec, position: Position, options: LoaderOptions) -> None:
+    """Refuse options that a state fixes (lanes, window and groups) where they were given differently.
+
+    Raises:
+        StateMismatch: it says which.
+    """
+    fixed = {"groups": (saved.groups, options.order.groups)} if position.position else {}
+    if len(saved.sources) == 1:
+        _, lanes, window = saved.sources[0]
+        fixed["shuffle"] = (window, options.shuffle)
+        if window:
+            fixed["lanes"] = (lanes, options.order.lanes)
+    for name, (value, asked) in fixed.items():
+        if options.train and asked is not None and asked != value:
+            raise StateMismatch(f"the state was saved with {name}={value}, and this is {asked}")
+
+
+def has_more_shards(options: LoaderOptions, saved: OrderSpec, moved: Mapping[str, str]) -> bool:
+    """Whether the sources are the state's, moved or not, with shards appended."""
+    counts = [len(source.urls) for source in options.sources]
+    return (
+        len(saved.shards) == len(counts)
+        and all(before <= now for before, now in zip(saved.shards, counts, strict=True))
+        and data_digest(options, moved, saved.shards) == saved.data
+    )
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    """Of all else in a state, whether it went through JSON or YAML. It finds damage; it isn't a signature."""
+    rest = {name: value for name, value in state.items() if name != "checksum"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
+
+
+def _check_intact(state: Any) -> None:
+    """Refuse anything but a state of a known format, unaltered."""
+    if not isinstance(state, Mapping) or "streamload_state" not in state:
+        raise StateMismatch(f"not a state of a loader, but a {type(state).__name__}")
+    version = state["streamload_state"]
+    if version not in (FORMAT, _WITHOUT_CHECKSUM):
+        is_shown = isinstance(version, int) and abs(version) < _MOST
+        shown = version if is_shown else f"of type {type(version).__name__}"
+        raise StateMismatch(
+            f"a state of format {shown}; this version of streamload reads {_WITHOUT_CHECKSUM} and {FORMAT}"
+        )
+    has_checksum = version == FORMAT or "checksum" in state
+    if has_checksum and state.get("checksum") != _checksum(state):
+        raise StateMismatch(
+            "not a valid state of a loader: it was altered or damaged after it was saved (its checksum "
+            "doesn't match). Give what state_dict() returned; options go to make_loader"
+        )
+
+
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the states of several ranks."""
+    merged = {**states[0], "at": {}}
+    for one in states:
+        compared = merged.keys() - {"at", "checksum", *_COUNTS}
+        if other := sorted(name for name in compared if one.get(name) != merged[name]):
+            raise StateMismatch(
+                f"the states are not of one moment of one run: they differ in {', '.join(other)}"
+            )
+        merged["at"] = {**one["at"], **merged["at"]}
+    return merged
+
+
+def _order_in(state: Mapping[str, Any]) -> OrderSpec:
+    sources = tuple(
+        (str(name), _whole_number(lanes, 1, WIDEST_LANES), _whole_number(window, 0, WIDEST_WINDOW))
+        for name, lanes, window in state["sources"]
+    )
+    sizes = state.get("sizes")
+    opens_after = tuple(
+        None if after is None else _whole_number(after)
+        for after in state.get("opens_after", [None] * len(sources))
+    )
+    if len(opens_after) != len(sources):
+        raise OptionError(f"opens_after of {len(opens_after)} sources, not of {len(sources)}")
+    return OrderSpec(
+        str(state["data"]),
+        tuple(str(part) for part in state["choice"]),
+        bool(state["train"]),
+        int(state["seed"]),
+        _whole_number(state["groups"], 1),
+        sources,
+        opens_after,
+        tuple(_whole_number(count) for count in state.get("shards", ())),
+        None if sizes is None else str(sizes),
+        bool(state.get("fitted", True)),
+    )
+
+
+def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
+    changes = tuple(changes_from(state["changes"]))
+    sources = len(order.sources)
+    for position, shares in changes:
+        _whole_number(position)
+        if len(shares) != sources or sum(_whole_number(share) for share in shares) != UNIT:
+            raise OptionError(f"shares of {sources} sources that don't add up")
+    weights = tuple(float(weight) for weight in state["weights"])
+    if not changes or len(weights) != sources or not all(0 <= weight < math.inf for weight in weights):
+        raise OptionError(f"not the weights and shares of {sources} sources")
+    groups = {int(number): GroupState.from_json(group) for number, group in state["at"].items()}
+    for group in groups.values():
+        for (_, lanes, window), own in zip(order.sources, group.sources, strict=True):
+            if own.cursor.skip > min(own.cursor.position, most_skipped(lanes, window)):
+                raise OptionError(f"a cursor that skips {own.cursor.skip} samples")
+    epoch, sequence, start, position = (
+        _whole_number(state[name]) for name in ("epoch", "sequence", "began", "position")
+    )
+    return Position(epoch, sequence, start, position, groups, changes, weights)
+
+
+def _whole_number(number: Any, least: int = 0, most: int = _MOST) -> int:
+    if type(number) is not int or not least <= number <= most:
+        raise OptionError(f"a {type(number).__name__} that is not a whole number from {least} to {most}")
+    return number
