@@ -903,8 +903,8 @@ def test_a_worker_that_is_killed_between_epochs_is_replaced(
 ) -> None:
     with make(urls(server), tmp_path, num_workers=2, multiprocessing_context=method) as loader:
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
-        assert loader._batches is not None
-        workers: Any = loader._batches._iterator
+        assert loader._pool is not None
+        workers: Any = loader._pool.batches._iterator
         with contextlib.suppress(RuntimeError):  # torch's word, wherever the process is when a worker dies
             os.kill(workers._workers[0].pid, signal.SIGKILL)
             time.sleep(1)
@@ -1025,8 +1025,8 @@ def test_torch_forgets_in_a_forked_process_whose_workers_it_was_to_watch(
 
     with make(urls(server), tmp_path, num_workers=1) as loader:
         keys_of(loader)
-        assert loader._batches is not None
-        address = id(loader._batches._iterator)
+        assert loader._pool is not None
+        address = id(loader._pool.batches._iterator)
         with pytest.raises(ValueError, match="only once"):
             is_forgotten(address)
         child = multiprocessing.get_context("fork").Process(target=is_forgotten, args=(address,))

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import pickle
-import signal
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from streamload.batches.collate import unnamed
 from streamload.device import Feed, feed_for
 from streamload.errors import OrderDiverged
-from streamload.ipc import ControlBlock, buffers_for, context_with_queues
+from streamload.ipc import ControlBlock
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, report_data_wait
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
-from streamload.loader.fork_safety import in_this_process, protect_workers
 from streamload.loader.groups import at_least
 from streamload.loader.options import LoaderOptions, read_device
-from streamload.loader.order_spec import OrderSpec
+from streamload.loader.pool import WorkerPool
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
-from streamload.loader.worker_config import counted_samples, worker_config_for
+from streamload.loader.worker_config import counted_samples
 from streamload.metrics import Counters, Snapshot, total
-from streamload.origins.origin import import_origins
-from streamload.torch_internals import running_iterator, shut_down_workers
-from streamload.transforms.plan import Statistics
-from streamload.worker import Batch, EpochStart, SkippedSample, StreamDataset
+from streamload.worker import Batch, EpochStart, SkippedSample
 
-_BATCHES_HELD = 3
-"""Batches of one worker that a training loop usually holds at a time, at most."""
 _MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
 """The values of a batch by the names that transformers' models use."""
-_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
-"""What pickling raises, depending on the object and on Python's version."""
 
 
 class Loader(DataLoaderInterface):
@@ -59,19 +46,14 @@ class Loader(DataLoaderInterface):
         """Lightning creates a second loader for prediction; its last three arguments change nothing."""
         self.options = options
         self._schedule = Schedule(options)
-        self._order: OrderSpec | None = None  # the workers'
-        self._batch = 0  # samples of a step, over all ranks
+        self._step_samples = 0  # over all ranks
         self._length: int | None = None  # batches of an epoch, as of the last call of num_batches
         self._counted_samples: int | None = None  # by the indexes in the cache
-        self._statistics: Statistics | None = None  # to normalise images that arrive as bytes
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
         self._epoch_start = 0.0, Snapshot(), 0  # its time, the counters then, and the epoch
-        self._dataset: StreamDataset | None = None
-        self._batches: DataLoader[Batch] | None = None
+        self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        self._finalizer: weakref.finalize[..., Loader] | None = None
-        self._close_tier: weakref.finalize[..., Loader] | None = None
         self._reset_process()
 
     def __repr__(self) -> str:
@@ -265,14 +247,11 @@ class Loader(DataLoaderInterface):
         The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch.
         """
         self._end_epoch("the loader was closed")
-        if self._finalizer is not None:
-            self._finalizer()
-        if self._close_tier is not None:
-            self._close_tier()
+        if self._pool is not None:
+            self._pool.close()
         if self._feed is not None:
             self._feed.close()
-        self._feed = None
-        self._dataset = self._batches = self._finalizer = self._close_tier = None
+        self._feed = self._pool = None
 
     def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
         """Step K: advance the state by a batch, and give the batch its output form.
@@ -288,7 +267,7 @@ class Loader(DataLoaderInterface):
         self._checks.check_order(batch)
         if batch.blocked:
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
-        self._schedule.tracker.advance(batch.position + self._batch, batch.groups)
+        self._schedule.tracker.advance(batch.position + self._step_samples, batch.groups)
         self._checks.count_skipped(batch)
         self._check_shards()
         if not batch.samples:
@@ -338,7 +317,7 @@ class Loader(DataLoaderInterface):
         if self._pid != os.getpid():  # forked from the process that made the loader
             self.close()
             self._reset_process()
-        source, schedule = self._start_workers(), self._schedule
+        pool, schedule = self._ready_pool(), self._schedule
         position = schedule.tracker.next()
         start = EpochStart(
             position.sequence,
@@ -351,20 +330,14 @@ class Loader(DataLoaderInterface):
         before = self.stats()  # before any worker starts on this epoch
         self._control.order.write(start.to_json())
         self._checks.start_epoch(self._control.order.generation)
-        try:
-            with _on_cpu(), _interrupts_held(source):
-                batches = iter(source)
-        except _UNPICKLABLE:
-            self.options.refuse_unpicklable()
-            raise
-        protect_workers(batches)
+        batches = pool.start_epoch()
         if self._feed is None:  # made after the workers: forked ones must not inherit a device context
-            self._feed = feed_for(self.options.device, self._statistics)
+            self._feed = feed_for(self.options.device, pool.statistics)
         schedule.tracker.start()
         self._epoch_start = started, before, position.epoch
         expected = None  # unless num_batches was read
         if self._length is not None and schedule.is_one_pass:
-            expected = self._length - (position.position - position.start) // self._batch
+            expected = self._length - (position.position - position.start) // self._step_samples
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
         monitor = None if ranks is None else RankMonitor(ranks, self._control)
@@ -382,37 +355,15 @@ class Loader(DataLoaderInterface):
         epoch = self._current() if self._current is not None else None
         return None if epoch is None or epoch.done else epoch
 
-    def _start_workers(self) -> DataLoader[Batch]:
-        """The DataLoader over the workers, made at the first call, and again when the order has changed."""
+    def _ready_pool(self) -> WorkerPool:
+        """The workers, made at the first call, and again when the order has changed."""
         order = self._schedule.settle()
-        if order != self._order:
+        if self._pool is not None and order != self._pool.order:
             self.close()
-        if self._batches is None:
-            options = self.options
-            config, placed = worker_config_for(options, self._schedule)
-            self._order, self._batch = self._schedule.order, config.split.batch
-            images = config.assembly.images if options.images.dtype == "float32" else None
-            self._statistics = None if images is None else images.unnormalised
-            self._close_tier = weakref.finalize(self, in_this_process(placed.close))
-            import_origins([*options.urls.kinds(), *([config.shared.url] if config.shared else [])])
-            buffers = buffers_for(options.num_workers, options.workers.prefetch_factor + _BATCHES_HELD)
-            self._dataset = StreamDataset(config, self._control, buffers)
-            several = options.num_workers > 0
-            self._batches = DataLoader(
-                self._dataset,
-                batch_size=None,
-                num_workers=options.num_workers,
-                collate_fn=_identity,
-                persistent_workers=several,
-                prefetch_factor=options.workers.prefetch_factor if several else None,
-                multiprocessing_context=context_with_queues(options.workers.multiprocessing_context)
-                if several
-                else None,
-            )
-            self._finalizer = weakref.finalize(
-                self, in_this_process(_stop), self._control, self._batches, self._dataset
-            )
-        return self._batches
+        if self._pool is None:
+            self._pool = WorkerPool(self, self.options, self._schedule, self._control)
+            self._step_samples = self._pool.step_samples
+        return self._pool
 
     def _shape(self, values: dict[str, Any]) -> Any:
         """A batch's values in the form of `output`."""
@@ -443,42 +394,3 @@ def gather_state(loader: Loader) -> dict[str, Any]:
             f"gather_state() on all of them after the same step"
         )
     return to_state(*from_state(states), counts_in(states))
-
-
-def _on_cpu() -> contextlib.AbstractContextManager[object]:
-    """Make the CPU torch's default device, which forked workers inherit.
-
-    Only if another one is the default: in workers forked under this, each torch call takes 1 µs more.
-    """
-    try:
-        is_default = torch.get_default_device().type == "cpu"
-    except AttributeError:  # torch 2.7, where another one was set and unset again
-        is_default = True
-    return contextlib.nullcontext() if is_default else torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
-    """Start workers with SIGINT blocked, which they inherit; a pending one is delivered afterwards."""
-    if running_iterator(source) is not None or not source.num_workers:
-        yield
-        return
-    if (source.multiprocessing_context or multiprocessing).get_start_method() != "fork":
-        resource_tracker.ensure_running()  # else the first worker would start it, which unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _stop(control: ControlBlock, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
-    """End a loader's workers, and the fills of this process."""
-    control.order.withdraw()
-    shut_down_workers(batches)
-    dataset.close()
-
-
-def _identity(batch: Any) -> Any:
-    """The collate_fn: workers yield whole batches."""
-    return batch
