@@ -146,12 +146,7 @@ class IndexWriter:
 
     def write(self, packed: Packed) -> None:
         """Write what was packed last."""
-        # Names first: a record that can be read has its names.
-        write_at(self._names, packed.names, self._names_bytes)
-        write_at(self._index, packed.records, self._index_bytes)
-        self._records.update(packed.records)
-        self._names_bytes += len(packed.names)
-        self._index_bytes += len(packed.records)
+        self._write(packed.names, packed.records)
         self.count, self._is_finished = packed.entries, packed.is_end
 
     def close(self) -> None:
@@ -167,3 +162,11 @@ class IndexWriter:
         if len(self._layouts) >= _LAYOUTS_LIMIT or sum(map(len, extensions)) > _LAYOUT_LIMIT_CHARACTERS:
             return OWN_LAYOUT
         return self._layouts.setdefault(extensions, len(self._layouts))
+
+    def _write(self, names: bytes | bytearray, records: bytes | bytearray) -> None:
+        """Write names first: a record that can be read has its names."""
+        write_at(self._names, names, self._names_bytes)
+        write_at(self._index, records, self._index_bytes)
+        self._records.update(records)
+        self._names_bytes += len(names)
+        self._index_bytes += len(records)
