@@ -257,7 +257,7 @@ def test_all_ranks_change_at_one_step_to_the_weights_of_rank_0(
     [
         ([("a", 1.0, 0.0), ("a", 1.0, 0.0)], {}, "two sources are named 'a'"),
         ([("a", -1.0, 0.0), ("b", 1.0, 0.0)], {}, "weight=-1.0; expected a number from 0"),
-        ([("a", float("nan"), 0.0)], {}, "weight=nan has to be"),
+        ([("a", float("nan"), 0.0)], {}, "weight=nan; expected"),
         ([("a", 1.0, 1.5)], {}, "floor=1.5; expected a number from 0 to 1"),
         ([("a", 1.0, 0.0)], {"upsampling_factors": "1"}, "a Source has a weight of its own"),
         ([("a", 1.0, 0.0), ("b", 1.0, 0.0)], {"train": False, "num_batches": None}, "mixed in training"),

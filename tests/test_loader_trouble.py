@@ -451,7 +451,7 @@ def test_options_that_cannot_be_used_say_which(options: dict[str, Any], says: st
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"shuffle": True}, "shuffle=True: give the number of samples"),
+        ({"shuffle": True}, "shuffle=True: give the number of positions"),
         ({"batch_size": True}, "batch_size=True"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"seed": "1"}, "seed='1'"),
@@ -1439,7 +1439,7 @@ def test_an_error_of_the_users_function_names_the_sample(
         ({"batch_size": None}, "give 1, and index the single sample"),
         ({"image_key": None}, "map_sample="),
         ({"text_key": 7}, "text_key=7"),
-        ({"device": "cuda:9"}, "sees 0 such devices"),
+        ({"device": "cuda:9"}, "finds 0 such devices"),
     ],
 )
 def test_an_argument_of_another_loader_says_what_takes_its_place(

@@ -77,7 +77,7 @@ class BatchInProgress(Protocol):
 
 
 BatchFactory = Callable[[int, Allocate], BatchInProgress]
-"""Makes an empty batch, given its most samples and an allocator for its tensors."""
+"""Makes an empty batch, given its capacity in samples and an allocator for its tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,13 +84,13 @@ class ImageAssembly:
 
     @property
     def unnormalised(self) -> Statistics | None:
-        """The statistics to normalise images with that are left as uint8; None: nothing to normalise."""
+        """The statistics for images that are left as uint8; None: nothing is left to normalise."""
         if self.as_bytes and isinstance(self.preprocess, ImagePlan):
             return self.preprocess.statistics
         return None
 
     def batch_factory(self) -> Callable[[int, Allocate], Images]:
-        """A function that makes the empty images of a batch, given its most samples and an allocator."""
+        """A function that makes the images of an empty batch, given its capacity and an allocator."""
         preprocess = self.preprocess
         if isinstance(preprocess, ImagePlan):
             transform, places = PlannedTransform(preprocess, self.as_bytes), _Places()
