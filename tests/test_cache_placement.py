@@ -193,7 +193,7 @@ def test_what_other_runs_need_of_the_memory_is_not_free(server: ShardServer, tmp
 
 def test_a_cache_dir_in_memory_is_the_place_of_the_tier_in_memory(shm: Path) -> None:
     given = read_settings(cache_dir=shm / "mine", cache="memory", memory_size="70MB")
-    placed = place_tier(given, shards(1), None)
+    placed = place_tier(given, shards(1))
     assert placed.tier.root == shm / "mine"
     assert placed.tier.limit_bytes == 70_000_000
     auto = read_settings(cache_dir=shm / "mine", cache="auto", memory_size="70MB")
@@ -204,12 +204,12 @@ def test_no_more_than_what_is_free_is_taken_whatever_was_asked_for(shm: Path) ->
     free_bytes = memory.free_memory().free_bytes
     for where in ("memory", "disk"):  # a directory in memory that was taken for a disk
         given = read_settings(cache_dir=shm / where, cache_size="900TB", cache=where, memory_size="900TB")
-        assert 0 < place_tier(given, shards(1), None).tier.limit_bytes < 0.95 * free_bytes
+        assert 0 < place_tier(given, shards(1)).tier.limit_bytes < 0.95 * free_bytes
 
 
 def test_the_tier_in_memory_keeps_its_limit_until_another_is_given(tmp_path: Path) -> None:
-    place_tier(settings(tmp_path, "memory", memory_size="80MB"), shards(1), None)
-    kept = place_tier(settings(tmp_path, "memory", memory_size=None), shards(1), None)
+    place_tier(settings(tmp_path, "memory", memory_size="80MB"), shards(1))
+    kept = place_tier(settings(tmp_path, "memory", memory_size=None), shards(1))
     assert kept.tier.limit_bytes == 80_000_000
 
 
@@ -238,7 +238,7 @@ def test_a_link_that_another_has_put_in_the_place_of_the_tier_is_refused(tmp_pat
     shm.chmod(0o1777)
     plant(memory_root(settings(tmp_path)), tmp_path / "elsewhere")
     with pytest.raises(CacheError, match="symbolic link"):
-        place_tier(settings(tmp_path, "memory"), shards(1), None)
+        place_tier(settings(tmp_path, "memory"), shards(1))
     assert decide(settings(tmp_path), shards(1), lambda shard: 1).where == "disk"
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -330,7 +330,7 @@ def check_volume(volume: Path) -> None:
         assert given.cache_dir == volume / f"streamload-{uid}"
         assert why_not_writable(given.cache_dir) == ""
         assert not given.cache_dir.exists()
-        tier = place_tier(given, shards(1), None).tier
+        tier = place_tier(given, shards(1)).tier
         assert tier.root == given.cache_dir
         assert tier.root.stat().st_mode & 0o777 == 0o700
         assert read_settings(cache_dir=tier.root, environ={}).cache_dir == tier.root
@@ -349,7 +349,7 @@ def test_a_cache_in_a_directory_that_is_opened_to_all_afterwards_is_refused(tmp_
     assert given.cache_dir == tmp_path / "tier"
     assert "others may write into" in why_not_writable(given.cache_dir)
     with pytest.raises(CacheError, match="others may write into"):
-        place_tier(given, shards(1), None)
+        place_tier(given, shards(1))
 
 
 def test_without_a_disk_auto_is_in_memory_whatever_the_size(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_container_with_64_mb_of_shared_memory(
         small_disk(shm, 64 << 20)
         given = settings(tmp_path, cache, memory_size=None)
         try:
-            placed = place_tier(given, [shard_of(url, None) for url in urls(server)], None)
+            placed = place_tier(given, [shard_of(url, None) for url in urls(server)])
         except CacheError as exc:
             return [str(exc), ""]
         placed.close()

@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from streamload.cache.directory import bytes_below
 from streamload.cache.part import reserved_bytes
@@ -202,13 +201,11 @@ class Measure:
 
     Args:
         tier: asked first, never changed.
-        storage_options: for origins.
         shared: the shared cache, asked before origins.
     """
 
-    def __init__(self, tier: Tier, storage_options: dict[str, Any] | None, shared: SharedOptions | None):
+    def __init__(self, tier: Tier, shared: SharedOptions | None):
         self.tier = tier
-        self._storage_options = storage_options
         self._shared = None if shared is None else shared.open_tier(Counters())
         self._stop = threading.Event()
 
@@ -278,4 +275,4 @@ class Measure:
         return bytes(head[:_HEAD_BYTES])
 
     def _origin(self, shard: Shard) -> Origin:
-        return open_origin(shard.url, self._storage_options, _BRIEF, stop=self._stop)
+        return open_origin(shard.url, shard.storage_options, _BRIEF, stop=self._stop)

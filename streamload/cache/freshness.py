@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from streamload import urls
 from streamload.cache.demand import VersionLog
@@ -298,13 +297,13 @@ def _version_at(path: Path) -> Version | None:
         return None
 
 
-def asker(storage_options: dict[str, Any] | None, options: OriginOptions, counts: Counts) -> Ask:
+def asker(options: OriginOptions, counts: Counts) -> Ask:
     """Asks origins, with less patience than a fill: the shard is here, and a training waits."""
     brief = replace(
         options, attempts=min(options.attempts, 3), outage_seconds=0.0, retry_after_limit_seconds=5.0
     )
 
     def ask(shard: Shard, stop: threading.Event) -> Version:
-        return open_origin(shard.url, storage_options, brief, counts, stop).version()
+        return open_origin(shard.url, shard.storage_options, brief, counts, stop).version()
 
     return ask

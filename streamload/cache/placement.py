@@ -9,7 +9,6 @@ deletes the file, and the next run decides again.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import xxhash
 
@@ -67,15 +66,12 @@ class Placed:
             self.agreement.close()
 
 
-def place_tier(
-    settings: Settings, shards: Sequence[Shard], storage_options: dict[str, Any] | None, nodes: int = 1
-) -> Placed:
+def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> Placed:
     """Open the tier of a run where `settings.cache` says; log where that is, and why.
 
     Args:
         settings: what was asked for.
         shards: all that the run reads.
-        storage_options: for their origins, of which "auto" asks some for sizes.
         nodes: that share the shards.
 
     Raises:
@@ -85,7 +81,7 @@ def place_tier(
     agreement = None
     if settings.cache == "auto":
         agreement = agreement_on(settings, shards)
-        ask = functools.partial(_origin_size, storage_options)
+        ask = _origin_size
         answer = agreement.join(lambda: decide(settings, shards, ask, nodes))
     else:
         answer = Answer(settings.cache, settings.sources["cache"])
@@ -282,10 +278,10 @@ def _taken_bytes(size_bytes: int) -> int:
     return size_bytes + size_bytes // _INDEX_SHARE + _INDEX_BYTES
 
 
-def _origin_size(storage_options: dict[str, Any] | None, shard: Shard) -> int | None:
+def _origin_size(shard: Shard) -> int | None:
     options = OriginOptions(connect_seconds=5.0, stall_seconds=5.0, attempts=2)
     with contextlib.suppress(OriginError):  # the reader of the shard will report it
-        return open_origin(shard.url, storage_options, options).version().size
+        return open_origin(shard.url, shard.storage_options, options).version().size
     return None
 
 

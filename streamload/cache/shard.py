@@ -40,6 +40,8 @@ class Shard:
     """Of a prepared shard: the tier has bytes made from the origin's. Empty: it has the origin's."""
     prepared: Shard | None = None
     """The prepared shard that is read instead, if it exists; None: none is looked for."""
+    storage_options: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+    """Of fsspec, to reach its origin."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -65,6 +67,7 @@ def shard_of(url: str, storage_options: dict[str, Any] | None, recipe: str = "")
         name=urls.redact(url),
         digest=urls.digest(url, storage_options),
         local=urls.local_path(url) if urls.is_local(url) else None,
+        storage_options=storage_options,
     )
     return replace(shard, prepared=prepared_form(shard, recipe)) if recipe else shard
 
@@ -98,11 +101,15 @@ class ShardList(Sequence[Shard]):
         listed: their URLs.
         storage_options: of fsspec.
         recipe: of the prepared shards to read if they exist; empty: none.
+
+    Attributes:
+        urls: as listed.
+        storage_options: as given.
     """
 
     def __init__(self, listed: UrlList, storage_options: dict[str, Any] | None, recipe: str = "") -> None:
         self.urls = listed
-        self._storage_options = storage_options
+        self.storage_options = storage_options
         self._recipe = recipe
         self._shard = functools.lru_cache(_KEPT)(self._made)
 
@@ -115,24 +122,24 @@ class ShardList(Sequence[Shard]):
     def __getitem__(self, place: slice) -> ShardList: ...
     def __getitem__(self, place: int | slice) -> Shard | ShardList:
         if isinstance(place, slice):
-            return ShardList(self.urls[place], self._storage_options, self._recipe)
+            return ShardList(self.urls[place], self.storage_options, self._recipe)
         return self._shard(place)
 
     def __iter__(self) -> Iterator[Shard]:
-        return (shard_of(url, self._storage_options, self._recipe) for url in self.urls)
+        return (shard_of(url, self.storage_options, self._recipe) for url in self.urls)
 
     def __repr__(self) -> str:
         return f"<ShardList of {len(self):,}>"
 
     def __reduce__(self) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None, str]]:
-        return ShardList, (self.urls, self._storage_options, self._recipe)
+        return ShardList, (self.urls, self.storage_options, self._recipe)
 
     def digest(self, place: int) -> str:
         """The name of a shard in the tier; caches nothing."""
-        return urls.digest(self.urls[place], self._storage_options)
+        return urls.digest(self.urls[place], self.storage_options)
 
     def _made(self, place: int) -> Shard:
-        return shard_of(self.urls[place], self._storage_options, self._recipe)
+        return shard_of(self.urls[place], self.storage_options, self._recipe)
 
 
 def spread(shards: Sequence[Shard]) -> Sequence[Shard]:

@@ -225,11 +225,11 @@ class _WarmUp:
         wanted = ListDemand(ShardList(listed, storage, prepare.name if prepare else ""), PrefetchWindow())
         self._shards = wanted.look(Sizes().of)
         with ExitStack() as stack:
-            placed = stack.enter_context(closing(place_tier(settings, ShardList(listed, storage), storage)))
+            placed = stack.enter_context(closing(place_tier(settings, ShardList(listed, storage))))
             self._tier = tier = placed.tier
             self._before = sum(tier.published(shard.digest).exists() for shard in self._shards)
             announcement = stack.enter_context(closing(_DemandFiles(tier.root / "runs")))
-            ask = None if settings.revalidate == "never" else asker(storage, OriginOptions(), counts)
+            ask = None if settings.revalidate == "never" else asker(OriginOptions(), counts)
             freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
             stack.callback(freshness.close)
             if ask is not None:

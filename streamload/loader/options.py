@@ -116,6 +116,11 @@ class LoaderOptions:
         """
         return read_settings(**{row.name: operator.attrgetter(row.argument)(self) for row in options()})
 
+    @property
+    def storage_options(self) -> dict[str, Any] | None:
+        """Of fsspec; None if there are none."""
+        return dict(self.shards.storage_options) if self.shards.storage_options else None
+
     def refuse_unpicklable(self) -> None:
         """Refuse the first argument that can't be pickled, if workers aren't forked.
 

@@ -163,7 +163,7 @@ def data_digest(
     Raises:
         OptionError: no shard has one of the new prefixes.
     """
-    storage = dict(options.shards.storage_options) if options.shards.storage_options else None
+    storage = options.storage_options
     digest = xxhash.xxh3_128()
     has_moved = not moved
     for place, source in enumerate(options.sources):

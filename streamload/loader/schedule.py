@@ -281,6 +281,6 @@ class Schedule:
         """
         if self._sizes is None:
             strict = (groups or self._groups()) > 1 and not can_compare(self.topology.world_size)
-            storage = dict(self._options.shards.storage_options or {}) or None
+            storage = self._options.storage_options
             self._sizes = [read_sizes(source.urls, storage, strict) for source in self._options.sources]
         return self._sizes

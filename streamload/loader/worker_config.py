@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from streamload.batches.assembly import BatchAssembly, Choose
 from streamload.batches.images import ImageAssembly, Preprocess
@@ -50,10 +49,10 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
     Raises:
         CacheError: the cache directory can't be used.
     """
-    settings, storage = options.settings(), _storage(options)
+    settings = options.settings()
     shards = _shards(options, settings)
-    warn_of_shared_headers(options.urls, storage)
-    placed = place_tier(settings, shards, storage, schedule.topology.nodes)
+    warn_of_shared_headers(options.urls, options.storage_options)
+    placed = place_tier(settings, shards, schedule.topology.nodes)
     try:
         return _worker_config(options, schedule, settings, shards, placed), placed
     except BaseException:
@@ -64,10 +63,10 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
 def _worker_config(
     options: LoaderOptions, schedule: Schedule, settings: Settings, shards: ShardList, placed: Placed
 ) -> WorkerConfig:
-    storage, topology, tier = _storage(options), schedule.topology, placed.tier
+    topology, tier = schedule.topology, placed.tier
     remove_unused(tier.root)
     shared = SharedOptions.of(settings, options.cache.shared_options)
-    with Measure(tier, storage, shared) as measure:
+    with Measure(tier, shared) as measure:
         schedule.fit(shards, measure)
     orders, split = schedule.source_orders(), schedule.split()
     lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
@@ -77,7 +76,6 @@ def _worker_config(
     groups = orders[0].groups
     return WorkerConfig(
         shards=shards,
-        storage_options=storage,
         origin=OriginOptions(outage_seconds=settings.origin_wait),
         tier_root=tier.root,
         tier_limit_bytes=tier.limit_bytes,
@@ -139,10 +137,6 @@ def _count_samples(cache: ShardCache) -> int | None:
     return samples
 
 
-def _storage(options: LoaderOptions) -> dict[str, Any] | None:
-    return dict(options.shards.storage_options) if options.shards.storage_options else None
-
-
 def _preparation(options: LoaderOptions, settings: Settings) -> Preparation | None:
     if options.images.prepare is None:
         return None
@@ -151,7 +145,7 @@ def _preparation(options: LoaderOptions, settings: Settings) -> Preparation | No
 
 def _shards(options: LoaderOptions, settings: Settings) -> ShardList:
     preparation = _preparation(options, settings)
-    return ShardList(options.urls, _storage(options), "" if preparation is None else preparation.name)
+    return ShardList(options.urls, options.storage_options, "" if preparation is None else preparation.name)
 
 
 def _sources(

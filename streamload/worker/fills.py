@@ -40,7 +40,7 @@ class Fills:
         self._closing = threading.Event()
         self.tier = _open_tier(config, counts)
         self.fallback_tier = FallbackTier(config.tier_root, counts)
-        ask = None if config.revalidate == "never" else asker(config.storage_options, config.origin, counts)
+        ask = None if config.revalidate == "never" else asker(config.origin, counts)
         self._sharing = Sharing(config.shared, counts, ask)
         each_epoch = config.revalidate != "start"
         self.freshness = Freshness(self.tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
@@ -123,7 +123,7 @@ class Fills:
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
         """The origin of a shard, behind the shared cache."""
         config = self._config
-        origin = open_origin(shard.url, config.storage_options, config.origin, self._counts, stop)
+        origin = open_origin(shard.url, shard.storage_options, config.origin, self._counts, stop)
         preparation = config.assembly.preparation
         if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
             origin = PreparedOrigin(origin, preparation)

@@ -41,7 +41,6 @@ class WorkerConfig:
     """What the processes of a rank read, and how; the same for all of them."""
 
     shards: ShardList
-    storage_options: dict[str, Any] | None = field(repr=False)
     origin: OriginOptions
     tier_root: Path
     tier_limit_bytes: int

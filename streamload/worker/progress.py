@@ -31,11 +31,11 @@ class ProgressPublisher:
         if config.shared is None or not config.train:
             return None
         sources = [PlannedSource(source.count, source.order) for source in config.sources]
-        shards, storage = config.shards.urls, config.storage_options
+        shards = config.shards
         prepare = "" if config.assembly.preparation is None else str(config.assembly.preparation)
         publisher = Publisher(
             config.shared.open_objects(),
-            lambda: plan_of(sources, config.one_pass, shards, storage, prepare),
+            lambda: plan_of(sources, config.one_pass, shards.urls, shards.storage_options, prepare),
         )
         return cls(config, publisher)
 
