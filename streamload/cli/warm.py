@@ -8,14 +8,17 @@ import typer
 
 from streamload.cli.options import (
     AsJson,
+    Cache,
     CacheDir,
     CacheSize,
     Concurrency,
+    MemorySize,
     RayAddress,
     RayCpus,
     SharedCache,
     SharedCacheOptions,
     StorageOptions,
+    WriteBack,
     preparation_of,
     storage_options_of,
 )
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
 
 
 Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
-Where = Annotated[str | None, typer.Option(help='Where: "disk", "memory" or "auto".')]
-MemorySize = Annotated[str | None, typer.Option(help='The most to keep in memory: "20GB", "50%".')]
-WriteBack = Annotated[bool | None, typer.Option(help="Store all of the shards in the shared cache, too.")]
 Prepare = Annotated[str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')]
 
 
@@ -38,7 +38,7 @@ def warm(
     urls: Urls,
     cache_dir: CacheDir = None,
     cache_size: CacheSize = None,
-    cache: Where = None,
+    cache: Cache = None,
     memory_size: MemorySize = None,
     shared_cache: SharedCache = None,
     shared_cache_options: SharedCacheOptions = None,
