@@ -2,7 +2,7 @@
 
 The arithmetic is pure; `forecast` applies it to what the tier holds now. `Measure` asks the tier, the shared
 cache or the origin for the size of a shard and its samples, when a run starts whose cache may be too small
-(loader/widths.py).
+(loader/order_spec.py).
 """
 
 from __future__ import annotations
