@@ -142,7 +142,7 @@ def test_a_child_that_goes_on_with_its_parents_view_is_refused_and_takes_nothing
     view = ShardView(tier, shard)
 
     def read() -> str:
-        with pytest.raises(CacheError, match="iterate the loader anew"):
+        with pytest.raises(CacheError, match="iterate the loader again"):
             view.read(0)
         return "refused"
 
