@@ -274,7 +274,7 @@ def test_a_plan_that_is_refused_is_looked_into_again_only_when_it_holds_other_by
         objects.write(name, bad)
         for _ in range(3):
             assert followed.look(lambda shard: 1.0) == []
-            assert "no JSON" in followed.describe()
+            assert "isn't JSON" in followed.describe()
     assert read == [b"{", b"[" * 5_000]
     assert len(caplog.records) == 2
     objects.write(name, plan().written())

@@ -81,7 +81,9 @@ class FillScheduler:
 
     def want(self, requests: Sequence[FillRequest]) -> None:
         """Set the requests, the most urgent first; replaces those set before."""
-        wanted = {request.shard.digest: request for request in requests}
+        wanted: dict[str, FillRequest] = {}
+        for request in requests:  # of several for one shard the most urgent counts
+            wanted.setdefault(request.shard.digest, request)
         with self._change:
             if list(wanted.values()) != list(self._requests.values()):
                 self._requests = wanted
