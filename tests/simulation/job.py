@@ -125,6 +125,9 @@ class Job:
                 if not any(self.world.truths[n].changes for n in in_use):
                     self._fail(f"DatasetChanged of {truth.shard.name}, which doesn't change")
                 self.changed += 1
+                reader = cache.view(number).reader
+                if reader is not None and reader.status == "DatasetChanged":
+                    break  # given up for that: samples of an index-only copy can't be read any more
                 cache.keep_open(())
                 reading = _Reading(truth)
             if reading.error:
