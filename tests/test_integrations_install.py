@@ -220,7 +220,7 @@ def test_our_flags_are_taken_out_of_a_command_line(
         (["--streamload-as-given=1"], "--streamload-as-given: "),
         (["--streamload-moved", "a"], "--streamload-moved: "),
         (["--streamload-moves", "a"], "unrecognized arguments: --streamload-moves"),
-        (["--streamload-save-steps", "5"], "a state newer than the weights.*--train-num-samples"),
+        (["--streamload-save-steps", "5"], "a state newer than them.*--train-num-samples"),
     ],
 )
 def test_a_flag_of_ours_that_cannot_be_used_is_named(

@@ -384,7 +384,11 @@ def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_besid
 
 def test_the_kubernetes_recipe_runs_as_no_root_in_an_empty_dir_of_roots_and_ends_in_its_grace(image, place):
     app, environ = image
-    (text,) = re.findall(r"```yaml\n(apiVersion.*?)```", (ROOT / "docs" / "daemon.md").read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```yaml\n(apiVersion.*?)```",
+        (ROOT / "docs" / "guides" / "prefetch-daemon.md").read_text(),
+        re.DOTALL,
+    )
     pod = yaml.safe_load(text)["spec"]["template"]["spec"]
     (container,), (volume,) = pod["containers"], pod["volumes"]
     assert pod["securityContext"]["runAsNonRoot"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.contenders import streamload_
 from benchmarks.contenders.workload import Job
-from streamload.batches import assembly
+from streamload.batches import images
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.cache import shard_copy
 from streamload.ipc import BufferPool
@@ -34,8 +34,11 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "checksum": [(shard_copy, "is_whole")],
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
-    "decode": [(assembly, "decode_there")],
-    "resize": [(resize._KERNELS, "bicubic"), *([(kernel, "resize_into")] if kernel.resize_into else [])],
+    "decode": [(images, "decode_there")],
+    "resize": [
+        (resize._TORCH_KERNELS, "bicubic"),
+        *([(kernel, "resize_into")] if kernel.resize_into else []),
+    ],
     "normalise": [(execute, "normalise_into")],
     "tokenize": [(BatchTokenizer, "__call__")],
     "hand-over": [(BufferPool, "empty"), (BufferPool, "hand_over")],
