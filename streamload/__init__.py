@@ -17,6 +17,9 @@ from streamload.errors import (
     DataError,
     DatasetChanged,
     DecodeError,
+    FeatureError,
+    FeatureMismatch,
+    FeatureNotCacheable,
     ImageTooLarge,
     LabelError,
     LoaderClosed,
@@ -49,6 +52,7 @@ from streamload.errors import (
 )
 
 if TYPE_CHECKING:
+    from streamload.derived.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
         Cache,
         Images,
@@ -69,12 +73,16 @@ __all__ = [
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
+    "CacheLevel",
     "CaptionError",
     "ClusterError",
     "DataError",
     "DatasetChanged",
     "DecodeError",
     "Entry",
+    "FeatureError",
+    "FeatureMismatch",
+    "FeatureNotCacheable",
     "ImageTooLarge",
     "Images",
     "LabelError",
@@ -111,6 +119,8 @@ __all__ = [
     "UrlError",
     "WorkerDied",
     "Workers",
+    "cache_info",
+    "cache_module",
     "gather_state",
     "make_loader",
 ]
@@ -121,10 +131,13 @@ _LATER = {
     "Order": "streamload.loader",
     "Images": "streamload.loader",
     "Cache": "streamload.loader",
+    "CacheLevel": "streamload.derived.module_cache",
     "Entry": "streamload.shards.samples",
     "Loader": "streamload.loader",
     "Snapshot": "streamload.metrics",
     "Source": "streamload.loader",
+    "cache_info": "streamload.derived.module_cache",
+    "cache_module": "streamload.derived.module_cache",
     "gather_state": "streamload.loader",
     "make_loader": "streamload.loader",
 }

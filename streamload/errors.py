@@ -175,6 +175,18 @@ class PlanError(DataError):
     """A plan file can't be followed: it is forged, cut, of another version, or of other shards."""
 
 
+class FeatureError(StreamloadError, ValueError):
+    """What a module computes can't be kept in a cache of rows, or a kept row can't be trusted."""
+
+
+class FeatureNotCacheable(FeatureError):
+    """A module's results depend on more than its inputs and what can be seen of it, or can't be stored."""
+
+
+class FeatureMismatch(FeatureError):
+    """A stored row is of another input than the one given with its key, or isn't what is computed now."""
+
+
 class NotSendable(StreamloadError, TypeError):
     """A batch can't be sent from its worker to the rank, because a value in it can't be pickled."""
 

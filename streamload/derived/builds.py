@@ -1,0 +1,229 @@
+"""What is known of a module before it is built: how it came out when it was built before.
+
+A module that isn't built has no weights to look at. Records of earlier builds, by what the build depends on,
+tell what they will be; a record is believed only if builds in different processes agreed, if the files that
+they read are the same files, and if random initialisation plays no part. Else the module is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import random
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamload.derived.code import Describer
+
+_KEPT = 8
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".h5", ".onnx", ".msgpack")
+_SYSTEM = ("/proc/", "/sys/", "/dev/")
+_LONGEST_PATH = 1024
+_MOST_SIBLINGS = 10_000
+
+
+@dataclass(frozen=True)
+class Build:
+    """How a module came out of a build.
+
+    Attributes:
+        process: in which it was built.
+        generators: a digest of the random generators' states before it.
+        draws: whether it drew from them.
+        is_closed: whether all that it read is known: no network, no other process.
+        files: what it read: path, size, time of change, inode.
+        parts: of the fingerprint (`fingerprint.built_parts`), and the code that was reached by then.
+        origins: of the project's classes among that code, where they are found.
+        device: where the module was then.
+    """
+
+    process: str
+    generators: str
+    draws: bool
+    is_closed: bool
+    files: list[list[Any]]
+    parts: dict[str, Any]
+    origins: dict[str, str]
+    device: str
+
+    def still_holds(self) -> bool:
+        """Whether the files are those that were read, and the classes' code is the same."""
+        if not self.is_closed or any(_identity(one[0]) != one for one in self.files):
+            return False
+        describer = Describer()
+        for origin, name in self.origins.items():
+            module, _, qualname = origin.partition(":")
+            found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
+            for step in qualname.split("."):
+                found = getattr(found, step, None)
+            if not isinstance(found, type):
+                return False
+            describer.reach(found, name)
+        return all(self.parts["code"].get(name) == digest for name, digest in describer.code.items())
+
+
+def read_builds(data: bytes | None) -> list[Build]:
+    """Read what `written` gave; nothing of what can't be read."""
+    try:
+        return [Build(**one) for one in json.loads(data or b"[]")]
+    except (ValueError, TypeError):
+        return []
+
+
+def written(builds: Sequence[Build], latest: Build) -> bytes:
+    """The records with one more, the last of its process."""
+    others = [one for one in builds if one.process != latest.process]
+    return json.dumps([asdict(one) for one in [*others, latest][-_KEPT:]]).encode()
+
+
+def believed(builds: Sequence[Build], generators: str, *, needed: int = 2) -> Build | None:
+    """The build that the next one will equal, if that is known.
+
+    Args:
+        builds: earlier ones by the same recipe.
+        generators: a digest of the random generators' states from which it would be built.
+        needed: in how many processes it must have come out the same.
+    """
+    if any(one.draws for one in builds) and not _agree(builds, needed, apart=True):
+        builds = [one for one in builds if one.generators == generators]
+    if not _agree(builds, needed):
+        return None
+    return builds[-1] if builds[-1].still_holds() else None
+
+
+def _agree(builds: Sequence[Build], needed: int, *, apart: bool = False) -> bool:
+    """Whether enough builds came out the same; `apart`: from different states of the generators, too."""
+    if len({one.process for one in builds}) < needed:
+        return False
+    if apart and len({one.generators for one in builds}) < 2:
+        return False
+    return all(one.parts == builds[0].parts for one in builds)
+
+
+class Generators:
+    """The states of the random generators of Python, numpy and torch at a moment; to be taken up again."""
+
+    def __init__(self) -> None:
+        self._states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Let the generators go on from here."""
+        python, legacy, cpu = self._states
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(cpu)
+        if self._cuda and torch.cuda.is_initialized() and len(self._cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    @property
+    def digest(self) -> str:
+        """32 digits by which states can be compared."""
+        python, legacy, cpu = self._states
+        digest = hashlib.blake2b(repr(python).encode(), digest_size=16)
+        digest.update(repr(legacy[0::2]).encode() + np.asarray(legacy[1]).tobytes())
+        for state in (cpu, *self._cuda):
+            digest.update(state.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def process_name() -> str:
+    """A name that no other process has."""
+    return _named(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _named(process: int) -> str:
+    return f"{process}-{uuid.uuid4().hex}"
+
+
+class Inputs:
+    """What a build reads.
+
+    Attributes:
+        paths: of files opened for reading.
+        is_closed: whether it asked neither the network nor another process.
+    """
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+        self.is_closed = True
+
+    def event(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Take note of an audit event."""
+        if name == "open":
+            path, mode = arguments[0], arguments[1]
+            if isinstance(path, (str, bytes)) and not (isinstance(mode, str) and set(mode) & set("wax")):
+                self.paths.add(os.path.realpath(os.fsdecode(path)))
+        elif name in ("socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn"):
+            self.is_closed = False
+
+    def files(self, strings: set[str]) -> list[list[Any]]:
+        """The identities of the files read, of those that strings name, and of weights beside either."""
+        named = {os.path.realpath(one) for one in strings if _may_be_path(one)}
+        paths = {one for one in self.paths | named if not one.startswith(_SYSTEM) and not _is_code(one)}
+        for folder in {one if os.path.isdir(one) else os.path.dirname(one) for one in paths}:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                beside = [entry.path for _, entry in zip(range(_MOST_SIBLINGS), entries, strict=False)]
+                paths |= {os.path.realpath(one) for one in beside if one.endswith(_WEIGHTS)}
+        return sorted(found for found in map(_identity, paths) if found[1] is not None)
+
+
+_watched = threading.local()
+
+
+def _hook(name: str, arguments: tuple[Any, ...]) -> None:
+    inputs = getattr(_watched, "inputs", None)
+    if inputs is not None:
+        inputs.event(name, arguments)
+
+
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_hook)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Inputs]:
+    """Note what this thread reads in the block."""
+    _listen()
+    before = getattr(_watched, "inputs", None)
+    inputs = _watched.inputs = Inputs()
+    try:
+        yield inputs
+    finally:
+        _watched.inputs = before
+
+
+def _may_be_path(text: str) -> bool:
+    has_form = 0 < len(text) < _LONGEST_PATH and "\0" not in text and ("/" in text or text.endswith(_WEIGHTS))
+    with contextlib.suppress(OSError, ValueError):
+        return has_form and text not in ("/", "./", "../") and os.path.exists(text)
+    return False
+
+
+def _is_code(path: str) -> bool:
+    return path.endswith((".py", ".pyc", ".so", ".pth.py")) or "/__pycache__/" in path
+
+
+def _identity(path: str) -> list[Any]:
+    try:
+        status = pathlib.Path(path).stat()
+    except OSError:
+        return [path, None, None, None]
+    if not os.path.isfile(path):
+        return [path, None, None, None]
+    return [path, status.st_size, status.st_mtime_ns, status.st_ino]
+
+

@@ -1,0 +1,423 @@
+"""What a module's results depend on besides weights and inputs: code, and values that code reads.
+
+Project code is followed from a class or function through the globals, closures, defaults and bases that it
+reaches, and digested by its bytecode: what runs counts, not the text of a file that may have been edited
+since, and neither comments, docstrings nor line numbers. Installed packages count by their version. A value
+that can't be described exactly is an error that names it, never a random digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import logging
+import pathlib
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from xxhash import xxh3_128
+
+from streamload.errors import FeatureNotCacheable
+
+_BOOKKEEPING = re.compile(
+    r"__(module|doc|dict|weakref|annotations|annotate(_func)?|annotations_cache|qualname|firstlineno|"
+    r"static_attributes|parameters|abstractmethods|orig_bases|slots|match_args|dataclass_params|hash|"
+    r"conditional_annotations|type_params)__|_abc_impl|_streamload_\w+"
+)
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(pathlib.Path(torch.__file__).parents[1])}
+)
+_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_ATTRIBUTES_ONLY = (argparse.Namespace, types.SimpleNamespace)
+"""Of such a global only the attributes that code reads count."""
+_SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
+
+
+class Describer:
+    """Describes values as JSON, and collects the code that they stand for.
+
+    Attributes:
+        code: of each function and class that was reached a digest of its bytecode; of each package its version.
+        origins: where each class of the project was found, as "module:qualname".
+        strings: all that code and values hold, some of which may name files.
+    """
+
+    def __init__(self) -> None:
+        self.code: dict[str, str] = {}
+        self.origins: dict[str, str] = {}
+        self.strings: set[str] = set()
+        self._known: dict[int, tuple[Any, str]] = {}
+        self._inside: list[int] = []
+
+    def value(self, value: Any, where: str) -> Any:
+        """Describe a value: equal descriptions, equal values.
+
+        Args:
+            value: numbers, text, containers, enums, paths, arrays, tensors, functions, classes, modules, and
+                objects made of these.
+            where: what it is, for an error.
+
+        Raises:
+            FeatureNotCacheable: it can't be described.
+        """
+        if value is None or type(value) is bool:
+            return value
+        kind = type(value)
+        if kind is str:
+            self.strings.add(value)
+            return value
+        if kind in (int, float, complex, bytes, type(Ellipsis), range, slice):
+            return [kind.__name__, value.hex() if kind in (float, bytes) else repr(value)]
+        if id(value) in self._inside:
+            return ["again", len(self._inside) - self._inside.index(id(value))]
+        self._inside.append(id(value))
+        try:
+            return self._object(value, where)
+        finally:
+            self._inside.pop()
+
+    def _object(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if kind in (list, tuple, torch.Size, collections.deque):
+            return [kind.__name__, [self.value(one, f"{where}[{at}]") for at, one in enumerate(value)]]
+        if kind in (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType):
+            pairs = [
+                [self.value(key, f"a key of {where}"), self.value(one, f"{where}[{key!r}]")]
+                for key, one in value.items()
+            ]
+            return [kind.__name__, pairs if kind is collections.OrderedDict else sorted(pairs, key=_text)]
+        if kind in (set, frozenset):
+            return [kind.__name__, sorted((self.value(one, f"a member of {where}") for one in value), key=_text)]
+        if isinstance(value, torch.Tensor):
+            return ["tensor", tensor_digest(value)]
+        if isinstance(value, (np.ndarray, np.generic)):
+            return self._array(np.asarray(value), where)
+        if isinstance(value, enum.Enum):
+            return ["enum", self.reach(kind, where), value.name]
+        if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype)):
+            return [kind.__name__, str(value)]
+        if isinstance(value, pathlib.PurePath):
+            self.strings.add(str(value))
+            return ["path", str(value)]
+        if isinstance(value, re.Pattern):
+            return ["pattern", self.value(value.pattern, where), value.flags]
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+            return ["code", self.reach(value, where)]
+        if isinstance(value, types.MethodType):
+            return ["method", self.reach(value.__func__, where), self.value(value.__self__, where)]
+        if isinstance(value, functools.partial):
+            return ["partial", *(self.value(one, where) for one in (value.func, value.args, value.keywords))]
+        if isinstance(value, _SAME_FOR_RESULTS):
+            return ["logger"]
+        if isinstance(value, (str, int, float, bytes, list, tuple, dict, set)):
+            return self._of_subclass(value, where)
+        return self._instance(value, where)
+
+    def _array(self, array: np.ndarray[Any, Any], where: str) -> Any:
+        if array.dtype.hasobject:
+            return ["array", list(array.shape), self.value(array.tolist(), where)]
+        data = xxh3_128(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+        return ["array", array.dtype.str, list(array.shape), data]
+
+    def _of_subclass(self, value: Any, where: str) -> Any:
+        plain = next(one for one in (str, int, float, bytes, list, tuple, dict, set) if isinstance(value, one))
+        return [
+            self.reach(type(value), where),
+            self.value(plain(value), where),
+            self.value(dict(getattr(value, "__dict__", {})), where),
+        ]
+
+    def _instance(self, value: Any, where: str) -> Any:
+        if isinstance(value, torch.nn.Module):
+            return ["module", *module_parts(value, self, where)]
+        if callable(value) and getattr(value, "__wrapped__", None) is not None:  # functools.lru_cache
+            return ["wrapped", self.value(value.__wrapped__, where)]
+        attributes = _attributes(value)
+        if attributes is None:
+            raise FeatureNotCacheable(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, of which nothing tells when "
+                f'it changes; pass what it is made of, or name the version yourself: cache_module(version="1")'
+            )
+        described = {
+            name: self.value(one, f"{where}.{name}")
+            for name, one in sorted(attributes.items())
+            if not isinstance(one, _SAME_FOR_RESULTS)
+        }
+        return ["object", self.reach(type(value), where), described]
+
+    def reach(self, value: Any, where: str) -> str:
+        """Take in the code of a function, class or module; return the name under which it counts."""
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        package = _package_of(value)
+        name = getattr(value, "__qualname__", getattr(value, "__name__", "code")).rpartition("<locals>.")[2]
+        if package is not None:
+            self.code[f"package {package}"] = _version(package)
+            name = f"{package}:{getattr(value, '__module__', '')}.{name}"
+            self._known[id(value)] = (value, name)
+            return name
+        self._known[id(value)] = (value, name)
+        if isinstance(value, types.ModuleType):
+            return name
+        digest = self._class(value, name) if isinstance(value, type) else self._function(value, name)
+        if self.code.setdefault(name, digest) != digest:
+            self.code[f"{name} {digest}"] = digest
+        return name
+
+    def _class(self, cls: type, name: str) -> str:
+        self.origins[f"{cls.__module__}:{cls.__qualname__}"] = name
+        found: list[Any] = [self.reach(base, name) for base in cls.__bases__ if not _is_transparent(base)]
+        for key, member in sorted(vars(cls).items()):
+            if _BOOKKEEPING.fullmatch(key) or isinstance(member, types.GetSetDescriptorType | types.MemberDescriptorType):
+                continue
+            found.append([key, self._member(member, f"{name}.{key}")])
+        return digest_of(found)
+
+    def _member(self, member: Any, where: str) -> Any:
+        if isinstance(member, (staticmethod, classmethod)):
+            return [type(member).__name__, self.value(member.__func__, where)]
+        if isinstance(member, property):
+            return ["property", *(self.value(one, where) for one in (member.fget, member.fset, member.fdel))]
+        if isinstance(member, functools.cached_property):
+            return ["property", self.value(member.func, where)]
+        if dataclasses.is_dataclass(member) and not isinstance(member, type):
+            return self.value(member, where)
+        if isinstance(member, dict) and where.endswith("__dataclass_fields__"):
+            return [[key, str(one.type), self.value(_default(one), where)] for key, one in member.items()]
+        return self.value(member, where)
+
+    def _function(self, function: Any, name: str) -> str:
+        code = getattr(function, "__code__", None)
+        if code is None:
+            raise FeatureNotCacheable(
+                f"the code of {name} can't be seen (a {type(function).__name__} of no installed package); name "
+                f'its version yourself: cache_module(version="1")'
+            )
+        self.strings.update(_strings(code))
+        found: list[Any] = [_bytecode(code)]
+        found.append(self.value(function.__defaults__, f"a default of {name}"))
+        found.append(self.value(function.__kwdefaults__, f"a default of {name}"))
+        if getattr(function, "__wrapped__", None) is not None:
+            found.append(self.value(function.__wrapped__, name))
+        for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if free != "__class__":
+                found.append([free, self.value(_content(cell), f"{free} in {name}")])
+        for chain, reached in _globals_of(code, function.__globals__):
+            found.append([chain, self.value(reached, f"{chain} in {name}")])
+        return digest_of(found)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """128 bits over dtype, shape and bytes; of a CPU tensor at about 9 GB/s.
+
+    Raises:
+        FeatureNotCacheable: it has no bytes of its own (meta, sharded, sparse).
+    """
+    plain = tensor.detach()
+    if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
+        raise FeatureNotCacheable(f"a {plain.device.type} tensor of layout {plain.layout} can't be digested")
+    digest = xxh3_128(f"{plain.dtype}{list(plain.shape)}".encode())
+    if plain.numel():
+        digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def module_parts(module: torch.nn.Module, describer: Describer, where: str) -> tuple[str, Any, Any]:
+    """What a built module computes with: a digest of parameters and buffers, attributes, its modules' classes.
+
+    Returns:
+        the digest; by module, its attributes that are no weights; by module, its class and its hooks.
+    """
+    digest = xxh3_128()
+    attributes: dict[str, Any] = {}
+    classes: dict[str, Any] = {}
+    for prefix, one in module.named_modules():
+        for name, tensor in (*one._parameters.items(), *one._buffers.items()):
+            if tensor is not None:
+                digest.update(f"{prefix}.{name} {tensor_digest(tensor)}".encode())
+        place = f"{where}.{prefix}" if prefix else where
+        found = {
+            name: describer.value(value, f"{place}.{name}")
+            for name, value in sorted(vars(one).items())
+            if name not in STRUCTURE and not name.startswith("_streamload_")
+        }
+        if found:
+            attributes[prefix] = found
+        hooks = [
+            describer.value(hook, f"a forward hook of {place}")
+            for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
+        ]
+        classes[prefix] = [describer.reach(type(one), place), *hooks]
+    return digest.hexdigest(), attributes, classes
+
+
+STRUCTURE = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
+"""What every module has in its `__dict__`: parameters, buffers, children, hooks, `training`."""
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What an object consists of; None: it hides it."""
+    state = getattr(value, "__dict__", None)
+    slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
+    if state is None and not slots:
+        return None
+    if _package_of(type(value)) is not None and not _is_python(type(value)):
+        return None
+    return {**(state or {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _is_python(cls: type) -> bool:
+    """Whether a class is written in Python to its root, so that its state is what its attributes hold."""
+    return all(one is object or one.__flags__ & (1 << 9) for one in cls.__mro__)  # Py_TPFLAGS_HEAPTYPE
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet bound
+        return None
+
+
+def _is_transparent(cls: type) -> bool:
+    """Whether a base adds nothing of its own to results."""
+    return cls is object or bool(vars(cls).get("_streamload_transparent"))
+
+
+def _globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The globals that code reads, in the order of its bytecode: of namespaces the attributes that it reads."""
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _globals_of(inner, names)
+    chain, value = "", None
+    imported = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            missing = object()
+            inner = getattr(value, step.argval, missing)
+            if inner is not missing and _is_namespace(value):
+                chain, value = f"{chain}.{step.argval}", inner
+                continue
+        if chain:
+            yield chain, value
+        chain, value = "", None
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in names:
+            chain, value = step.argval, names[step.argval]
+        elif step.opname == "IMPORT_NAME":
+            imported = _imported(step.argval, names)
+            if imported is not None:
+                yield step.argval, imported
+        elif step.opname == "IMPORT_FROM" and hasattr(imported, step.argval):
+            yield step.argval, getattr(imported, step.argval)
+    if chain:
+        yield chain, value
+
+
+def _is_namespace(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return _package_of(value) is None
+    return type(value) in _ATTRIBUTES_ONLY
+
+
+def _imported(name: str, names: dict[str, Any]) -> Any:
+    for full in (name, f"{names.get('__package__') or ''}.{name}"):
+        if full in sys.modules:
+            return sys.modules[full]
+    try:
+        return importlib.import_module(name)
+    except Exception:  # the function's own matter, when it runs
+        return None
+
+
+def _bytecode(code: types.CodeType) -> Any:
+    """The instructions of code with their operands; neither names of files nor lines."""
+    steps = [[step.opname, _operand(step.argval)] for step in dis.get_instructions(code)]
+    shape = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & 0xFF]
+    return [shape, list(code.co_varnames[: sum(shape[:3])]), steps, getattr(code, "co_exceptiontable", b"").hex()]
+
+
+def _strings(code: types.CodeType) -> Iterator[str]:
+    for value in code.co_consts:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, types.CodeType):
+            yield from _strings(value)
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, types.CodeType):
+        return _bytecode(value)
+    if isinstance(value, frozenset):
+        return ["frozenset", sorted(repr(one) for one in value)]
+    if isinstance(value, tuple):
+        return ["tuple", [_operand(one) for one in value]]
+    return [type(value).__name__, repr(value)]
+
+
+def _package_of(value: Any) -> str | None:
+    """The installed package that a function, class or module belongs to; None: it is of the project."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    if name is None:
+        owner = getattr(value, "__objclass__", getattr(value, "__self__", None))
+        name = getattr(owner, "__module__", None) or type(value).__module__
+    return _package(str(name))
+
+
+@functools.lru_cache(maxsize=4096)
+def _package(name: str) -> str | None:
+    top = name.partition(".")[0]
+    if top == "streamload" or top in sys.builtin_module_names:
+        return top
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        if name in ("__main__", "__mp_main__"):
+            return None
+        return top if top in sys.stdlib_module_names or getattr(sys.modules.get(name), "__spec__", None) else None
+    return top if file.startswith(_INSTALLED) else None
+
+
+@functools.cache
+def _version(package: str) -> str:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    if package in sys.builtin_module_names or (file.startswith(_STANDARD) and "-packages" not in file):
+        return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(version, str):
+        return version
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _text(described: Any) -> str:
+    return json.dumps(described, sort_keys=True)
+
+
+def digest_of(described: Any) -> str:
+    """128 bits of a description, as hexadecimal digits."""
+    return hashlib.blake2b(_text(described).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,195 @@
+"""What proves that a row is still right: everything but the input that the result of a module depends on.
+
+A fingerprint is 128 bits of a readable description: code, arguments, weights and buffers, attributes, flags,
+and the settings of torch under which it runs. Rows are stored under it, so a row of anything else isn't found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from xxhash import xxh3_64
+
+from streamload.derived.code import Describer, module_parts
+
+FORMAT = 1
+_SMALL_BYTES = 1 << 20
+"""So many bytes of weights are digested in 0.1 ms: at every call."""
+_SHARE = 0.01
+"""Of the time, for digesting larger ones while rows are only read."""
+_SAMPLED_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What the rows of a module depend on beside their inputs.
+
+    Attributes:
+        parts: as it can be written as JSON, by name.
+        digest: 16 bytes.
+    """
+
+    parts: Mapping[str, Any]
+    digest: bytes
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any]) -> Fingerprint:
+        """Digest the parts."""
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return cls(parts, hashlib.blake2b(text.encode(), digest_size=16).digest())
+
+    def __str__(self) -> str:
+        return self.digest.hex()
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], inside: str = "") -> list[str]:
+    """The names of the parts in which two fingerprints differ, such as "code.FeatureExtractor.forward"."""
+    found: list[str] = []
+    for name in sorted({*one, *other}):
+        before, after = one.get(name), other.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found += differences(before, after, f"{inside}{name}.")
+        elif before != after:
+            found.append(f"{inside}{name}")
+    return found
+
+
+def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]:
+    """What is known of a module only when it is built: weights, buffers, attributes, flags, where it is.
+
+    Raises:
+        FeatureNotCacheable: it has attributes that can't be described, or weights that aren't all here.
+    """
+    weights, attributes, classes = module_parts(module, describer, type(module).__name__)
+    flags = {prefix: one.training for prefix, one in module.named_modules()}
+    return {
+        "weights": weights,
+        "attributes": attributes,
+        "classes": classes,
+        "training": module.training if len(set(flags.values())) == 1 else flags,
+        "device": device_of(module).type,
+        "compiled": module._compiled_call_impl is not None,
+    }
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where the first weight of a built module is; the CPU if it has none."""
+    for one in module.modules():
+        for tensor in (*one._parameters.values(), *one._buffers.values()):
+            if tensor is not None:
+                return tensor.device
+    return torch.device("cpu")
+
+
+def torch_settings(device: str) -> tuple[Any, ...]:
+    """The settings of torch that change results on a type of device, now; about 2 µs."""
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+    return (
+        torch.__version__,
+        autocast,
+        torch.get_float32_matmul_precision(),
+        device == "cuda" and torch.backends.cudnn.allow_tf32,
+        str(torch.get_default_dtype()),
+    )
+
+
+Stamp = tuple[Any, ...]
+
+
+def stamp_of(module: torch.nn.Module) -> Stamp:
+    """What changes when a weight, buffer, attribute or flag is replaced or written through torch.
+
+    A digest of what the objects are, not of what they hold: about 1 µs a module. What is written through
+    `.data` or into a list isn't seen; that is for `Watch`.
+    """
+    found: list[Any] = []
+    stack = [module]
+    seen = set()
+    while stack:
+        one = stack.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        inner = vars(one)
+        found.append(tuple(map(id, inner.values())))
+        found.append(inner["training"])
+        found.append(len(inner["_forward_hooks"]) + len(inner["_forward_pre_hooks"]))
+        for tensor in (*inner["_parameters"].values(), *inner["_buffers"].values()):
+            if tensor is not None:
+                found.append((id(tensor), _version_of(tensor), tensor.data_ptr()))
+        stack += [child for child in inner["_modules"].values() if child is not None]
+    return tuple(found)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Watch:
+    """Notices what is written into weights unseen by torch, as through `.data`.
+
+    Small weights are looked at whole at every call; larger ones at some places, and whole before rows are
+    stored and for a hundredth of the time.
+
+    Args:
+        module: built; to be watched as long as its stamp stays the same.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        tensors = [
+            tensor.detach()
+            for one in module.modules()
+            for tensor in (*one._parameters.values(), *one._buffers.values())
+            if tensor is not None and tensor.numel()
+        ]
+        self._views = [_bytes_of(one) for one in tensors if one.device.type == "cpu" and one.is_contiguous()]
+        self._others = [one for one in tensors if not (one.device.type == "cpu" and one.is_contiguous())]
+        self._is_small = sum(len(view) for view in self._views) <= _SMALL_BYTES
+        self._whole = self._digest(whole=True)
+        self._sample = self._digest(whole=False)
+        self._due = 0.0
+
+    def is_unchanged(self, *, whole: bool) -> bool:
+        """Whether the weights hold what they held.
+
+        Args:
+            whole: look at every byte; else at some, unless all of them are due.
+        """
+        began = time.monotonic()
+        if not (whole or self._is_small or began >= self._due):
+            return self._digest(whole=False) == self._sample
+        same = self._digest(whole=True) == self._whole
+        now = time.monotonic()
+        self._due = now + (now - began) / _SHARE
+        return same
+
+    def _digest(self, *, whole: bool) -> tuple[int, tuple[int, ...]]:
+        digest = xxh3_64()
+        for view in self._views:
+            step = 1 if whole else -(-len(view) // _SAMPLED_BYTES) | 1
+            digest.update(view if step == 1 else np.ascontiguousarray(view[::step]))
+        others = tuple(_sums(self._others)) if whole or self._is_small else ()
+        return digest.intdigest(), others
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    view: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return view
+
+
+def _sums(tensors: list[torch.Tensor]) -> list[int]:
+    """Of each tensor, on its device: sums over its bytes at two strides."""
+    found = []
+    for tensor in tensors:
+        view = tensor.contiguous().reshape(-1).view(torch.uint8)
+        wide = view[: len(view) // 4 * 4].view(torch.int32) if len(view) % 4 == 0 else view
+        found += [wide.sum(dtype=torch.int64), wide[::3].sum(dtype=torch.int64)]
+    return [int(one) for one in found]

@@ -1,0 +1,252 @@
+"""A module that is built when something is first asked of it, as it would have been built at once.
+
+Calls of `train`, `eval`, `to`, `half` and the like before that are recorded and repeated after it, in their
+order; anything else builds it. It is built from the states that the random generators had when it was made, so
+that its weights are those of a module built at once; and the generators go on as if it hadn't been built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from streamload.derived.builds import Generators
+
+_PENDING = "_streamload_pending"
+_BUILDING = "_streamload_building"
+_building = threading.RLock()
+_PROBED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
+
+
+@dataclass
+class Pending:
+    """A module that isn't built: with what it will be, and what has been asked of it since.
+
+    Attributes:
+        arguments: of its `__init__`.
+        keywords: of its `__init__`.
+        generators: the random generators' states when it was made.
+        asked: of each method to be repeated its name, its arguments, and what it comes to, as text.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    generators: Generators
+    asked: list[tuple[str, tuple[Any, ...], str]] = field(default_factory=list)
+
+    def ask(self, method: str, arguments: tuple[Any, ...], meaning: str) -> None:
+        """Take note of a call; of calls of `train` in a row the last holds."""
+        if method == "train" and self.asked and self.asked[-1][0] == "train":
+            self.asked.pop()
+        self.asked.append((method, arguments, meaning))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module will be, as far as calls have said."""
+        probe = torch.empty(0)
+        for method, arguments, _ in self.asked:
+            if method == "_apply":
+                probe = arguments[0](probe)
+        return probe.device
+
+
+class Lazily(type):
+    """The metaclass of classes whose instances are built lazily."""
+
+    _streamload_eager: Callable[[], bool]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls._streamload_eager():
+            built = super().__call__(*args, **kwargs)
+            built._streamload_made(args, kwargs)
+            return built
+        inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
+        module = cls.__new__(cls, *args, **kwargs)
+        module.__dict__[_PENDING] = Pending(args, kwargs, Generators())
+        module.__dict__["training"] = True
+        return module
+
+
+@functools.cache
+def lazy_metaclass(of: type) -> type:
+    """A metaclass that builds lazily, for a class that has another already."""
+    return Lazily if of is type else type("Lazily", (Lazily, of), {})
+
+
+def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: dict[str, Any]) -> Any:
+    """The class as if it had been written with another base in place of `torch.nn.Module`.
+
+    Args:
+        cls: isn't used any more by anybody else.
+        base: a LazyModule.
+        members: that it has in addition.
+    """
+    bases = tuple(base if one is torch.nn.Module else one for one in cls.__bases__)
+    names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    bases = bases if base in bases else (base, *bases)
+    made = lazy_metaclass(type(cls))(cls.__name__, bases, {**names, **members})
+    made.__qualname__ = cls.__qualname__
+    for value in names.values():
+        _repoint(value, cls, made)
+    return made
+
+
+def _repoint(value: Any, old: type, new: type) -> None:
+    """Let `super()` and `__class__` in a function of a class mean another class."""
+    if isinstance(value, property):
+        for one in (value.fget, value.fset, value.fdel):
+            _repoint(one, old, new)
+    if isinstance(value, functools.cached_property):
+        _repoint(value.func, old, new)
+    function = inspect.unwrap(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value)
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not bound yet
+            if cell.cell_contents is old:
+                cell.cell_contents = new
+
+
+class LazyModule(torch.nn.Module):
+    """The methods of a module that is built lazily; a base of it."""
+
+    _streamload_transparent = True
+
+    @staticmethod
+    def _streamload_eager() -> bool:
+        return False
+
+    def _streamload_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called after the module was built at once, with the arguments of its `__init__`."""
+
+    def _streamload_build(self, pending: Pending) -> None:
+        """Run `__init__`, and what was asked of the module since it was made."""
+        self.__init__(*pending.arguments, **pending.keywords)  # type: ignore[misc]
+        for method, arguments, _ in pending.asked:
+            getattr(self, method)(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        if is_pending(self) and not (name.startswith("__") and name.endswith("__")):
+            build(self)
+            return getattr(self, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        build(self)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        build(self)
+        super().__delattr__(name)
+
+    def __dir__(self) -> list[str]:
+        build(self)
+        return list(super().__dir__())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(not built yet)" if is_pending(self) else super().__repr__()
+
+    def train(self, mode: bool = True) -> Any:
+        """As `torch.nn.Module.train`; before the build it is recorded."""
+        if not is_pending(self):
+            return super().train(mode)
+        pending_of(self).ask("train", (mode,), f"train {mode}")
+        self.__dict__["training"] = mode
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """As `torch.nn.Module.requires_grad_`; before the build it is recorded."""
+        if not is_pending(self):
+            return super().requires_grad_(requires_grad)
+        pending_of(self).ask("requires_grad_", (requires_grad,), "")
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        meaning = _meaning_of(fn) if is_pending(self) and recurse else None
+        if meaning is None:
+            build(self)
+            return super()._apply(fn, recurse)
+        pending_of(self).ask("_apply", (fn,), meaning)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_pending(self) and any(method == "_apply" for method, _, _ in pending_of(self).asked):
+            build(self)  # the function of `to` can't be pickled
+        return super().__reduce_ex__(protocol)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if _PENDING in state:
+            self.__dict__.update(state)
+        else:
+            super().__setstate__(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            twin.__dict__[name] = copy.copy(value) if name == _PENDING else copy.deepcopy(value, memo)
+        if is_pending(twin):
+            pending = pending_of(twin)
+            pending.arguments, pending.keywords = copy.deepcopy((pending.arguments, pending.keywords), memo)
+            pending.asked = list(pending.asked)
+        return twin
+
+
+def is_pending(module: Any) -> bool:
+    """Whether a module isn't built yet."""
+    return _PENDING in module.__dict__
+
+
+def pending_of(module: Any) -> Pending:
+    """What a module that isn't built is waiting with."""
+    pending: Pending = module.__dict__[_PENDING]
+    return pending
+
+
+def build(module: Any) -> None:
+    """Build a module, unless it is built; what its `__init__` raises is raised as it is.
+
+    Another thread that comes while it is being built waits.
+    """
+    if not is_pending(module) and _BUILDING not in module.__dict__:
+        return
+    with _building:
+        if not is_pending(module):
+            return
+        pending: Pending = module.__dict__.pop(_PENDING)
+        kept = dict(module.__dict__)
+        module.__dict__[_BUILDING] = True
+        now = Generators()
+        try:
+            pending.generators.restore()
+            try:
+                module._streamload_build(pending)
+            finally:
+                now.restore()
+        except BaseException:
+            module.__dict__.clear()
+            module.__dict__.update({**kept, _PENDING: pending})
+            raise
+        del module.__dict__[_BUILDING]
+
+
+def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """Where a function moves tensors and what types it gives them; None: it does something else to them."""
+    found = []
+    try:
+        with torch.no_grad():
+            for dtype in _PROBED:
+                probe = torch.tensor([0, 1], dtype=dtype)
+                made = fn(probe)
+                if not torch.equal(made.to("cpu", dtype), probe):
+                    return None
+                found.append(f"{made.dtype} {made.device.type}")
+    except Exception:
+        return None
+    return ", ".join(found)

@@ -1,0 +1,242 @@
+"""The keys of a call's rows, and which of its inputs belong to which row."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from xxhash import xxh3_64_intdigest
+
+from streamload.errors import OptionError
+
+_MOST_ELEMENTS = 8192
+"""Of an input's row that is looked at to tell inputs apart, spread evenly over it."""
+
+
+def keys_of(cache_key: Any, inputs: Any) -> list[Any] | None:
+    """The keys of rows, one each; None: it is one key.
+
+    A list, array or 1-D tensor is keys of rows; a tuple only if it is as long as the batch.
+
+    Args:
+        cache_key: as it was given.
+        inputs: of the call, the first of which says how large the batch is.
+
+    Raises:
+        OptionError: an array of more dimensions, or of no kind of key.
+    """
+    if isinstance(cache_key, (list, range)):
+        return list(cache_key)
+    if isinstance(cache_key, (torch.Tensor, np.ndarray)) and cache_key.ndim:
+        if cache_key.ndim > 1:
+            raise OptionError(f"cache_key has shape {list(cache_key.shape)}; expected one key a row: [N]")
+        return list(cache_key.tolist())
+    if type(cache_key) is tuple and len(cache_key) == batch_size(inputs):
+        return list(cache_key)
+    return None
+
+
+def batch_size(inputs: Any) -> int | None:
+    """How many rows the first tensor, array or list of inputs has; None: there is none."""
+    for value in inputs:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return int(value.shape[0]) if value.ndim else None
+        if type(value) is list:
+            return len(value)
+        if type(value) is dict and (inner := batch_size(value.values())) is not None:
+            return inner
+    return None
+
+
+def key_bytes(key: Any) -> bytes:
+    """A key, so that keys of other types or values are other bytes: 1, "1", True and (1,) all differ.
+
+    Raises:
+        OptionError: of a type that isn't known to stay the same.
+    """
+    if type(key) is str:
+        return b"s" + key.encode("utf-8", "surrogatepass")
+    if isinstance(key, (bool, np.bool_)):
+        return b"b1" if key else b"b0"
+    if isinstance(key, (int, np.integer)):
+        return b"i%d" % int(key)
+    if isinstance(key, (float, np.floating)):
+        return b"f" + float(key).hex().encode()
+    if isinstance(key, bytes):
+        return b"y" + key
+    if isinstance(key, tuple):
+        parts = [key_bytes(one) for one in key]
+        return b"(" + b"".join(b"%d:" % len(part) + part for part in parts)
+    if isinstance(key, str):
+        return b"s" + str(key).encode("utf-8", "surrogatepass")
+    if isinstance(key, (torch.Tensor, np.ndarray)) and key.ndim == 0:
+        return key_bytes(key.item())
+    if isinstance(key, os.PathLike):
+        return b"p" + os.fsencode(key)
+    if isinstance(key, uuid.UUID):
+        return b"u" + key.bytes
+    if isinstance(key, (datetime.datetime, datetime.date)):
+        return b"d" + key.isoformat().encode()
+    if key is None:
+        return b"n"
+    raise OptionError(
+        f"cache_key has a {type(key).__name__} in it; expected text, numbers, bytes, paths, or tuples of these"
+    )
+
+
+def row_key(fingerprint: bytes, context: bytes, key: Any, *, is_row: bool) -> bytes:
+    """Under what a row is stored, 32 bytes: its fingerprint, and a digest of all else that it depends on."""
+    digest = hashlib.blake2b(b"r" if is_row else b"w", digest_size=16)
+    digest.update(b"%d:" % len(context) + context + key_bytes(key))
+    return fingerprint + digest.digest()
+
+
+class Inputs:
+    """The arguments of a call, told apart: the input, which has a row for each key, and what is the same for all.
+
+    Of a call with one key the input is its first argument, whatever that is, and all tensors and arrays.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        rows: how many keys there are; None: all is of one key.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None):
+        self.args = args
+        self.kwargs = kwargs
+        self.rows = rows
+        self.leaves: list[Any] = []
+        """The input: tensors, arrays, lists of a row for each key; or whatever it is, of one key."""
+        self.context: list[Any] = []
+        """What else there is, for the key."""
+        for name, value in (*enumerate(args), *sorted(kwargs.items())):
+            if rows is None and name == 0 and type(value) not in (dict, tuple):
+                self.leaves.append(value)
+            else:
+                self._sort(name, value)
+
+    def _sort(self, name: Any, value: Any) -> None:
+        if value is None:
+            return
+        if self._is_row_wise(value):
+            self.leaves.append(value)
+        elif type(value) is dict:
+            for key, inner in value.items():
+                self._sort((name, key), inner)
+        elif type(value) is tuple or (type(value) is list and any(map(_is_array, value))):
+            for at, inner in enumerate(value):
+                self._sort((name, at), inner)
+        else:
+            self.context.append((name, value))
+
+    def _is_row_wise(self, value: Any) -> bool:
+        if _is_array(value):
+            return self.rows is None or (value.ndim > 0 and value.shape[0] == self.rows)
+        return self.rows is not None and type(value) is list and len(value) == self.rows
+
+    def of(self, places: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call for some of the rows, in an order."""
+        if self.rows is None or list(places) == list(range(self.rows)):
+            return self.args, self.kwargs
+        return (
+            tuple(self._taken(value, places) for value in self.args),
+            {name: self._taken(value, places) for name, value in self.kwargs.items()},
+        )
+
+    def _taken(self, value: Any, places: Sequence[int]) -> Any:
+        if self._is_row_wise(value):
+            if isinstance(value, torch.Tensor):
+                return value[torch.as_tensor(places, dtype=torch.long, device=value.device)]
+            return value[list(places)] if isinstance(value, np.ndarray) else [value[at] for at in places]
+        if type(value) is dict:
+            return {key: self._taken(inner, places) for key, inner in value.items()}
+        if type(value) is tuple:
+            return tuple(self._taken(inner, places) for inner in value)
+        if type(value) is list and any(map(_is_array, value)):
+            return [self._taken(inner, places) for inner in value]
+        return value
+
+    def digests(self, places: Sequence[int]) -> list[int]:
+        """A digest of the input of some rows, by which inputs are told apart; 0: it can't be seen."""
+        found = [0] * len(places)
+        for leaf in self.leaves if places else ():
+            for at, digest in enumerate(_digests(leaf, places, found, whole=self.rows is None)):
+                found[at] = digest
+        return found
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors among the leaves."""
+        return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def _digests(leaf: Any, places: Sequence[int], seeds: Sequence[int], *, whole: bool) -> list[int]:
+    if not whole and type(leaf) is list:
+        return [_digest_of(leaf[at], seed) for at, seed in zip(places, seeds, strict=True)]
+    if whole:
+        return [_digest_of(leaf, seeds[0])]
+    plain = _plain(leaf)
+    if plain is None:
+        return list(seeds)
+    if len(places) != plain.shape[0]:
+        plain = plain[torch.as_tensor(places, dtype=torch.long)]
+    return _digests_of_rows(plain, seeds)
+
+
+def _digest_of(value: Any, seed: int) -> int:
+    """A digest of one input; the seed itself where it can't be seen."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        plain = _plain(value)
+        return seed if plain is None else _digests_of_rows(plain.unsqueeze(0), [seed])[0]
+    if isinstance(value, str):
+        return _digest(b"s" + value.encode("utf-8", "surrogatepass"), seed)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _digest(value, _digest(b"y", seed))
+    if isinstance(value, (int, float)):
+        return _digest(repr(value).encode(), seed)
+    if isinstance(value, PIL.Image.Image) and not getattr(value, "tile", None):  # else it isn't decoded yet
+        return _digest(value.tobytes(), _digest(f"{value.mode}{value.size}".encode(), seed))
+    if type(value) in (list, tuple):
+        for one in value:
+            seed = _digest_of(one, seed)
+    return seed
+
+
+def _plain(value: Any) -> torch.Tensor | None:
+    """An array or tensor whose bytes can be seen, as a tensor."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc" or not value.size:
+            return torch.empty(value.shape) if not value.size else None
+        data = np.ascontiguousarray(value)
+        data = data if data.flags.writeable else data.copy()
+        return torch.from_numpy(data.view(np.uint8).reshape(*value.shape, -1))
+    plain = value.detach()
+    return plain if plain.layout is torch.strided and not plain.is_quantized else None
+
+
+def _digests_of_rows(rows: torch.Tensor, seeds: Sequence[int]) -> list[int]:
+    head = f"{rows.dtype}{list(rows.shape[1:])}".encode()
+    if not rows.numel():
+        return [_digest(head, seed) for seed in seeds]
+    flat = rows.reshape(len(rows), -1)
+    step = -(-flat.shape[1] // _MOST_ELEMENTS)
+    if step > 1:
+        flat = flat[:, :: step | 1]
+    data = flat.contiguous().cpu().view(torch.uint8).numpy()
+    return [_digest(row, _digest(head, seed)) for row, seed in zip(data, seeds, strict=True)]
+
+
+def _digest(data: Any, seed: int) -> int:
+    return int(xxh3_64_intdigest(data, seed)) or 1
