@@ -225,5 +225,3 @@ def _identity(path: str) -> list[Any]:
     if not os.path.isfile(path):
         return [path, None, None, None]
     return [path, status.st_size, status.st_mtime_ns, status.st_ino]
-
-

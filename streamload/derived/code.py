@@ -102,7 +102,10 @@ class Describer:
             ]
             return [kind.__name__, pairs if kind is collections.OrderedDict else sorted(pairs, key=_text)]
         if kind in (set, frozenset):
-            return [kind.__name__, sorted((self.value(one, f"a member of {where}") for one in value), key=_text)]
+            return [
+                kind.__name__,
+                sorted((self.value(one, f"a member of {where}") for one in value), key=_text),
+            ]
         if isinstance(value, torch.Tensor):
             return ["tensor", tensor_digest(value)]
         if isinstance(value, (np.ndarray, np.generic)):
@@ -135,7 +138,9 @@ class Describer:
         return ["array", array.dtype.str, list(array.shape), data]
 
     def _of_subclass(self, value: Any, where: str) -> Any:
-        plain = next(one for one in (str, int, float, bytes, list, tuple, dict, set) if isinstance(value, one))
+        plain = next(
+            one for one in (str, int, float, bytes, list, tuple, dict, set) if isinstance(value, one)
+        )
         return [
             self.reach(type(value), where),
             self.value(plain(value), where),
@@ -183,7 +188,9 @@ class Describer:
         self.origins[f"{cls.__module__}:{cls.__qualname__}"] = name
         found: list[Any] = [self.reach(base, name) for base in cls.__bases__ if not _is_transparent(base)]
         for key, member in sorted(vars(cls).items()):
-            if _BOOKKEEPING.fullmatch(key) or isinstance(member, types.GetSetDescriptorType | types.MemberDescriptorType):
+            if _BOOKKEEPING.fullmatch(key) or isinstance(
+                member, types.GetSetDescriptorType | types.MemberDescriptorType
+            ):
                 continue
             found.append([key, self._member(member, f"{name}.{key}")])
         return digest_of(found)
@@ -357,7 +364,12 @@ def _bytecode(code: types.CodeType) -> Any:
     """The instructions of code with their operands; neither names of files nor lines."""
     steps = [[step.opname, _operand(step.argval)] for step in dis.get_instructions(code)]
     shape = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & 0xFF]
-    return [shape, list(code.co_varnames[: sum(shape[:3])]), steps, getattr(code, "co_exceptiontable", b"").hex()]
+    return [
+        shape,
+        list(code.co_varnames[: sum(shape[:3])]),
+        steps,
+        getattr(code, "co_exceptiontable", b"").hex(),
+    ]
 
 
 def _strings(code: types.CodeType) -> Iterator[str]:
@@ -396,7 +408,11 @@ def _package(name: str) -> str | None:
     if file is None:
         if name in ("__main__", "__mp_main__"):
             return None
-        return top if top in sys.stdlib_module_names or getattr(sys.modules.get(name), "__spec__", None) else None
+        return (
+            top
+            if top in sys.stdlib_module_names or getattr(sys.modules.get(name), "__spec__", None)
+            else None
+        )
     return top if file.startswith(_INSTALLED) else None
 
 

@@ -23,7 +23,15 @@ from streamload.derived.builds import Generators
 _PENDING = "_streamload_pending"
 _BUILDING = "_streamload_building"
 _building = threading.RLock()
-_PROBED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
+_PROBED = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.bool,
+)
 
 
 @dataclass

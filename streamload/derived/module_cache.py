@@ -36,7 +36,15 @@ from streamload.derived.fingerprint import (
     stamp_of,
     torch_settings,
 )
-from streamload.derived.lazy import LazyModule, Pending, build, is_pending, lazy_metaclass, made_lazy, pending_of
+from streamload.derived.lazy import (
+    LazyModule,
+    Pending,
+    build,
+    is_pending,
+    lazy_metaclass,
+    made_lazy,
+    pending_of,
+)
 from streamload.derived.module_checks import Chance, is_close, refuse_module, row_of
 from streamload.derived.row_format import Result, Row, join, layout_of, seal
 from streamload.derived.row_keys import Inputs, keys_of, row_key
@@ -86,6 +94,8 @@ class Switches:
 
 
 switches = Switches()
+places: set[Place] = set()
+"""Where the rows of this process's decorated classes go."""
 
 
 @overload
@@ -146,6 +156,7 @@ def cache_module(
     """
     caller = sys._getframe(1).f_locals
     if isinstance(cache_path, type):
+        places.add(Place(""))
         return _decorated(cache_path, Options(Place(""), None, None, None, "error"), caller)
     if not (cache_path is None or isinstance(cache_path, str) or hasattr(cache_path, "__fspath__")):
         raise OptionError(f"cache_path={cache_path!r}: expected a directory, or None")
@@ -161,6 +172,7 @@ def cache_module(
     place = None if cache_path is None else Place(str(cache_path), cache_level, memory_bytes, cache_size)
     if place is not None:
         place.settings()  # what can't be read is said here
+        places.add(place)
     options = Options(place, cache_name, version, weights, on_mismatch)
     return lambda cls: _decorated(cls, options, caller)
 
@@ -394,10 +406,14 @@ def _fingerprint(module: Any, options: Options, store: RowStore) -> Fingerprint:
     if is_pending(module):
         known = _believed(module, options, store, description, proof)
         if known is not None:
-            return _with_settings(proof, (id(known), known.device), description, known.parts, known.parts["code"])
+            return _with_settings(
+                proof, (id(known), known.device), description, known.parts, known.parts["code"]
+            )
         build(module)
     built = _of_built(module, description, proof)
-    return _with_settings(proof, (id(built.parts), built.parts["device"]), description, built.parts, built.code)
+    return _with_settings(
+        proof, (id(built.parts), built.parts["device"]), description, built.parts, built.code
+    )
 
 
 def _of_version(module: Any, version: str, description: Description, proof: _Proof) -> Fingerprint:
@@ -551,15 +567,18 @@ class _Call:
         self.unique: list[bytes | None] = []
         self.first: list[int] = []
         for at, key in enumerate(self.keys):
-            name = None if key is None else row_key(
-                self.fingerprint.digest, context, key, is_row=self.rows is not None
+            name = (
+                None
+                if key is None
+                else row_key(self.fingerprint.digest, context, key, is_row=self.rows is not None)
             )
             place = places.setdefault(name if name is not None else (None, at), len(self.unique))
             if place == len(self.unique):
                 self.unique.append(name)
                 self.first.append(at)
             self.where.append(place)
-        rows = self.store.read([name for name in self.unique if name is not None])
+        names = [name for name in self.unique if name is not None]
+        rows = self.store.read(names, _label(self.module, self.options))
         unreadable = self._unreadable({row.layout for row in rows.values()})
         self.found: dict[int, Row] = {
             place: row
@@ -773,7 +792,9 @@ class _Call:
             if places:
                 found_layout, found = self._joined(places)
                 if found_layout != layout:
-                    raise FeatureNotCacheable("rows of this call have different shapes, so they can't be one batch")
+                    raise FeatureNotCacheable(
+                        "rows of this call have different shapes, so they can't be one batch"
+                    )
                 leaves = [_concatenated(one, other) for one, other in zip(found, leaves, strict=True)]
                 order = [*places, *order]
         if self.rows is not None:
@@ -784,7 +805,9 @@ class _Call:
         try:
             return layout_of(layout).build(leaves)
         except (TypeError, ValueError) as exc:
-            raise FeatureError(f"the result of {type(self.module).__name__} can't be made again: {exc}") from exc
+            raise FeatureError(
+                f"the result of {type(self.module).__name__} can't be made again: {exc}"
+            ) from exc
 
 
 def random_place(count: int) -> int:
@@ -799,8 +822,11 @@ _said: set[str] = set()
 def _concatenated(one: Any, other: Any) -> Any:
     if isinstance(one, np.ndarray):
         return np.concatenate([one, other])
-    return torch.cat([_as_bytes(one), _as_bytes(other)]).view(one.dtype).reshape(-1, *one.shape[1:]) \
-        if one.numel() and other.numel() else torch.cat([one, other])
+    return (
+        torch.cat([_as_bytes(one), _as_bytes(other)]).view(one.dtype).reshape(-1, *one.shape[1:])
+        if one.numel() and other.numel()
+        else torch.cat([one, other])
+    )
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -813,8 +839,12 @@ def _reordered(leaf: Any, wanted: list[int]) -> Any:
     index = torch.as_tensor(wanted, device=leaf.device)
     if not leaf.numel():
         return leaf[index]
-    return leaf.contiguous().reshape(len(leaf), -1).view(torch.uint8)[index].view(leaf.dtype).reshape(
-        len(wanted), *leaf.shape[1:]
+    return (
+        leaf.contiguous()
+        .reshape(len(leaf), -1)
+        .view(torch.uint8)[index]
+        .view(leaf.dtype)
+        .reshape(len(wanted), *leaf.shape[1:])
     )
 
 

@@ -78,7 +78,12 @@ class Chance:
 
     def _now(self) -> list[Any]:
         legacy = np.random.get_state()
-        states: list[Any] = [random.getstate(), np.asarray(legacy[1]).tobytes(), legacy[2], torch.get_rng_state()]
+        states: list[Any] = [
+            random.getstate(),
+            np.asarray(legacy[1]).tobytes(),
+            legacy[2],
+            torch.get_rng_state(),
+        ]
         if self._device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self._device))
         return states
@@ -90,7 +95,9 @@ def is_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _is_leaf_close(one: Any, other: Any) -> bool:
-    first, second = (leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(np.asarray(leaf)) for leaf in (one, other))
+    first, second = (
+        leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(np.asarray(leaf)) for leaf in (one, other)
+    )
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if not (first.dtype.is_floating_point or first.dtype.is_complex):

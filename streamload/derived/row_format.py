@@ -97,7 +97,9 @@ class Result:
         tree = self._node(value, "the result")
         self.layout = json.dumps(tree, separators=(",", ":")).encode()
         if len(self.layout) > _MOST_LAYOUT_BYTES:
-            raise FeatureNotCacheable(f"the layout of the result takes {len(self.layout):,} bytes; allowed: 1 MiB")
+            raise FeatureNotCacheable(
+                f"the layout of the result takes {len(self.layout):,} bytes; allowed: 1 MiB"
+            )
 
     @functools.cached_property
     def _arrays(self) -> list[np.ndarray[Any, Any]]:
@@ -130,14 +132,19 @@ class Result:
             return [kind, [self._node(one, f"{where}[{at}]") for at, one in enumerate(value)]]
         if type(value) in (dict, collections.OrderedDict):
             kind = "d" if type(value) is dict else "o"
-            return [kind, [[_name(key, where), self._node(one, f"{where}[{key!r}]")] for key, one in value.items()]]
+            return [
+                kind,
+                [[_name(key, where), self._node(one, f"{where}[{key!r}]")] for key, one in value.items()],
+            ]
         return self._record(value, where)
 
     def _record(self, value: Any, where: str) -> Any:
         cls = type(value)
         fields = _fields(cls)
         if fields is None or _class_named(_name_of(cls)) is not cls:
-            advice = "give such a call one key, not one a row" if type(value) in (bool, int, str, float) else ""
+            advice = (
+                "give such a call one key, not one a row" if type(value) in (bool, int, str, float) else ""
+            )
             raise FeatureNotCacheable(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which can't be stored; allowed: tensors, "
                 f"arrays, numbers, text and None in lists, tuples, dicts, NamedTuples and dataclasses "
@@ -188,7 +195,7 @@ def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
     return _HEAD.pack(_MAGIC, len(layout), input_digest, checksum) + layout + body
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """A stored row, checked.
 

@@ -25,7 +25,7 @@ from streamload.cache.directory import refuse_what_is_not_ours
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import nearest
 from streamload.derived.row_format import Row
-from streamload.derived.rows import RowCounts, Rows
+from streamload.derived.rows import DATABASE, RowCounts, Rows
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
 from streamload.settings import Settings, read_settings
@@ -100,7 +100,7 @@ class RowStore:
             except (CacheError, OSError) as exc:
                 _say_once(f"rows aren't kept in memory: {exc}")
 
-    def read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
+    def read(self, keys: Sequence[bytes], label: str) -> dict[bytes, Row]:
         """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
         began = time.perf_counter()
         found: dict[bytes, Row] = {}
@@ -111,7 +111,7 @@ class RowStore:
             sealed = self.disk.read_sealed(missing)
             found.update((key, row) for key, (row, _) in sealed.items())
             if self.copy is not None and sealed:
-                self.copy.write([(key, data) for key, (_, data) in sealed.items()], "")
+                self.copy.write([(key, data) for key, (_, data) in sealed.items()], label)
         self.counts.read_seconds += time.perf_counter() - began
         self.counts.bytes_read += sum(len(row.body) for row in found.values())
         return found
@@ -137,13 +137,13 @@ class RowStore:
         Returns:
             how many there were on disk.
         """
-        self.clear_memory()
+        self.clear_memory(label)
         return self.disk.clear(label)
 
-    def clear_memory(self) -> None:
-        """Empty the copy in memory: it holds rows of all labels, which are on disk still."""
+    def clear_memory(self, label: str | None = None) -> None:
+        """Delete the rows of a label, or all, from the copy in memory; they are on disk still."""
         if self.copy is not None:
-            self.copy.clear()
+            self.copy.clear(label)
 
     def close(self) -> None:
         """Close what is open; the last process that does removes the copy in memory."""
@@ -159,10 +159,14 @@ class RowStore:
         return [self.disk] if self.copy is None else [self.disk, self.copy]
 
     def _disk_limit(self, used_bytes: int) -> int:
-        disk = shutil.disk_usage(nearest(self.disk.root if hasattr(self, "disk") else self._settings.cache_dir))
+        disk = shutil.disk_usage(
+            nearest(self.disk.root if hasattr(self, "disk") else self._settings.cache_dir)
+        )
         limit_bytes = self._settings.cache_size.limit_bytes(disk.free, used_bytes)
         available_bytes = disk.free + used_bytes
-        return min(limit_bytes, available_bytes - self._settings.free_disk.floor_bytes(disk.total, available_bytes))
+        return min(
+            limit_bytes, available_bytes - self._settings.free_disk.floor_bytes(disk.total, available_bytes)
+        )
 
     def _open_copy(self, place: Place) -> None:
         home = memory.PLACE / f"streamload-rows-{os.geteuid()}"
@@ -185,7 +189,9 @@ class RowStore:
             if most_bytes < _LEAST_AUTO_BYTES or self.disk.used_bytes > most_bytes:
                 return
         if allowed_bytes < _LEAST_MEMORY_BYTES:
-            raise CacheError(f"there is too little memory for them at {home}: {format_bytes(max(0, allowed_bytes))}")
+            raise CacheError(
+                f"there is too little memory for them at {home}: {format_bytes(max(0, allowed_bytes))}"
+            )
         self._copy_lock = _hold(root)
         self.copy = Rows(root, limit, dataclasses.replace(self.counts))
 
@@ -234,9 +240,12 @@ def open_store(place: Place) -> RowStore | None:
     return store
 
 
-def open_stores(root: Path) -> list[RowStore]:
-    """Those of this process that are at a directory."""
-    return [store for store in _stores.values() if store is not None and store.disk.root == root]
+def stores_at(place: Place) -> list[RowStore]:
+    """The stores of this process at a place's directory, whatever their level; of what is there already."""
+    found = [store for store in _stores.values() if store is not None and store.disk.root == place.root]
+    if not found and (place.root / DATABASE).is_file():
+        found = [store] if (store := open_store(place)) is not None else []
+    return found
 
 
 def close_stores() -> None:

@@ -31,8 +31,8 @@ from streamload.errors import CacheCorrupt, CacheError, OptionError
 logger = logging.getLogger("streamload")
 
 KEY_BYTES = 32
-_NAME = "cache.db"
-_FILES = (_NAME, f"{_NAME}-wal", f"{_NAME}-shm")
+DATABASE = "cache.db"
+_FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 _WAIT_SECONDS = 20.0
 _PAGE_BYTES, _SMALL_PAGE_BYTES = 16384, 4096
 _SMALL_LIMIT_BYTES = 64 << 20
@@ -203,7 +203,9 @@ class Rows:
         stored = 0
         limit_bytes = self.limit_bytes
         for some in _in_portions(rows, _log_bytes(limit_bytes)):
-            stored += self._attempt(lambda opened, some=some: self._store(opened, some, label, limit_bytes), 0)
+            stored += self._attempt(
+                lambda opened, some=some: self._store(opened, some, label, limit_bytes), 0
+            )
         self.counts.refused += len(rows) - stored
         return stored
 
@@ -271,12 +273,16 @@ class Rows:
         if is_due:
             self.flush()
 
-    def _store(self, opened: _Opened, rows: Sequence[tuple[bytes, bytes]], label: str, limit_bytes: int) -> int:
+    def _store(
+        self, opened: _Opened, rows: Sequence[tuple[bytes, bytes]], label: str, limit_bytes: int
+    ) -> int:
         self.flush()
         with opened.cache.transact():
             evicted = opened.make_room(sum(len(data) for _, data in rows), len(rows), limit_bytes)
             if evicted is None:
-                _say_once(f"{self.root}: a limit of {limit_bytes:,} bytes has no room for rows: none are stored")
+                _say_once(
+                    f"{self.root}: a limit of {limit_bytes:,} bytes has no room for rows: none are stored"
+                )
                 return 0
             self.counts.evicted += evicted
             for key, data in rows:
@@ -349,7 +355,7 @@ class _Opened:
     """The database as one process has it open: diskcache's connections, and one a thread for reading."""
 
     def __init__(self, root: Path, limit_bytes: int):
-        self._path = root / _NAME
+        self._path = root / DATABASE
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         page_bytes = _SMALL_PAGE_BYTES if limit_bytes < _SMALL_LIMIT_BYTES else _PAGE_BYTES
@@ -494,7 +500,9 @@ def _clear(opened: _Opened, label: str | None) -> int:
     return int(count)
 
 
-def _in_portions(rows: Sequence[tuple[bytes, bytes]], most_bytes: int) -> Iterator[Sequence[tuple[bytes, bytes]]]:
+def _in_portions(
+    rows: Sequence[tuple[bytes, bytes]], most_bytes: int
+) -> Iterator[Sequence[tuple[bytes, bytes]]]:
     """Rows in transactions that don't make the log longer than it should be."""
     some: list[tuple[bytes, bytes]] = []
     size = 0

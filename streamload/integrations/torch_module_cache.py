@@ -1,0 +1,123 @@
+"""The names of Torch Module Cache 0.1, with streamload's cache behind them: change the import, nothing else.
+
+    from streamload.integrations.torch_module_cache import cache_module, CacheLevel
+
+What is stored differs: nothing is unpickled, rows of other weights, arguments or code are never returned, and
+both memory and disk are bounded. Rows that Torch Module Cache stored aren't read.
+"""
+
+from __future__ import annotations
+
+from streamload.derived.module_cache import cache_module, places, switches
+from streamload.derived.row_store import CacheLevel, Place, stores_at
+
+__all__ = [
+    "CacheLevel",
+    "cache_module",
+    "clear_cache",
+    "clear_disk_caches",
+    "clear_memory_caches",
+    "disable_global_cache",
+    "disable_inference_mode",
+    "enable_global_cache",
+    "enable_inference_mode",
+    "get_cache_size",
+    "is_global_cache_enabled",
+    "is_inference_mode",
+    "list_cache_entries",
+]
+
+
+def enable_global_cache() -> None:
+    """Read and store rows again, after `disable_global_cache`."""
+    switches.is_enabled = True
+
+
+def disable_global_cache() -> None:
+    """Compute always: cached modules of this process neither read nor store rows."""
+    switches.is_enabled = False
+
+
+def is_global_cache_enabled() -> bool:
+    """Whether rows are read and stored: neither disabled, nor in inference mode."""
+    return switches.is_enabled and not switches.is_inference
+
+
+def enable_inference_mode() -> None:
+    """Compute always, and build modules when they are made."""
+    switches.is_inference = True
+
+
+def disable_inference_mode() -> None:
+    """End inference mode; whether rows are read and stored is as it was before."""
+    switches.is_inference = False
+
+
+def is_inference_mode() -> bool:
+    """Whether inference mode is on."""
+    return switches.is_inference
+
+
+def clear_memory_caches(cache_name: str | None = None) -> None:
+    """Delete rows from the copies in memory; they are on disk still.
+
+    Args:
+        cache_name: only those of this name.
+    """
+    for place in places:
+        for store in stores_at(place):
+            store.clear_memory(cache_name)
+
+
+def clear_disk_caches(cache_name: str | None = None) -> None:
+    """Delete rows from disk and memory, of the default directory and of those that decorators here name.
+
+    Args:
+        cache_name: only those of this name.
+    """
+    for place in {*places, Place("")}:
+        for store in stores_at(place):
+            store.clear(cache_name)
+
+
+def clear_cache(
+    cache_path: str | None = None, cache_name: str | None = None, clear_memory: bool = True
+) -> None:
+    """Delete rows from a directory; files that aren't streamload's stay.
+
+    Args:
+        cache_path: the directory; None: the default.
+        cache_name: only those of this name.
+        clear_memory: delete them from the copy in memory, too.
+    """
+    for store in stores_at(Place(cache_path or "")):
+        store.disk.clear(cache_name)
+        if clear_memory:
+            store.clear_memory(cache_name)
+
+
+def get_cache_size(cache_path: str | None = None, cache_name: str | None = None) -> int:
+    """How many bytes rows take on disk.
+
+    Args:
+        cache_path: the directory; None: the default.
+        cache_name: only those of this name, without what the database takes beside them.
+    """
+    stores = stores_at(Place(cache_path or ""))
+    if not stores:
+        return 0
+    return stores[0].disk.used_bytes if cache_name is None else stores[0].disk.bytes_of(cache_name)
+
+
+def list_cache_entries(cache_path: str | None = None, cache_name: str | None = None) -> dict[str, list[str]]:
+    """The rows of a directory by name, each as 64 hexadecimal digits: its fingerprint, and its key's digest.
+
+    Args:
+        cache_path: the directory; None: the default.
+        cache_name: only those of this name.
+    """
+    stores = stores_at(Place(cache_path or ""))
+    found = stores[0].disk.labels() if stores else {}
+    return {
+        label: [key.hex() for key in keys] for label, keys in found.items() if cache_name in (None, label)
+    }
