@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import random
+import stat
 import sys
 import threading
 import uuid
@@ -173,7 +174,7 @@ class Inputs:
         """The identities of the files read, of those that strings name, and of weights beside either."""
         named = {os.path.realpath(one) for one in strings if _may_be_path(one)}
         paths = {one for one in self.paths | named if not one.startswith(_SYSTEM) and not _is_code(one)}
-        for folder in {one if os.path.isdir(one) else os.path.dirname(one) for one in paths}:
+        for folder in {one if one.is_dir() else one.parent for one in map(pathlib.Path, paths)}:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 beside = [entry.path for _, entry in zip(range(_MOST_SIBLINGS), entries, strict=False)]
                 paths |= {os.path.realpath(one) for one in beside if one.endswith(_WEIGHTS)}
@@ -209,7 +210,7 @@ def watched() -> Iterator[Inputs]:
 def _may_be_path(text: str) -> bool:
     has_form = 0 < len(text) < _LONGEST_PATH and "\0" not in text and ("/" in text or text.endswith(_WEIGHTS))
     with contextlib.suppress(OSError, ValueError):
-        return has_form and text not in ("/", "./", "../") and os.path.exists(text)
+        return has_form and text not in ("/", "./", "../") and pathlib.Path(text).exists()
     return False
 
 
@@ -222,6 +223,6 @@ def _identity(path: str) -> list[Any]:
         status = pathlib.Path(path).stat()
     except OSError:
         return [path, None, None, None]
-    if not os.path.isfile(path):
+    if not stat.S_ISREG(status.st_mode):
         return [path, None, None, None]
     return [path, status.st_size, status.st_mtime_ns, status.st_ino]

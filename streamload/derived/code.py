@@ -38,6 +38,7 @@ _BOOKKEEPING = re.compile(
     r"static_attributes|parameters|abstractmethods|orig_bases|slots|match_args|dataclass_params|hash|"
     r"conditional_annotations|type_params)__|_abc_impl|_streamload_\w+"
 )
+_Pair = collections.namedtuple("_Pair", ("first", "second"))
 _INSTALLED = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(pathlib.Path(torch.__file__).parents[1])}
@@ -45,6 +46,7 @@ _INSTALLED = tuple(
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _ATTRIBUTES_ONLY = (argparse.Namespace, types.SimpleNamespace)
 """Of such a global only the attributes that code reads count."""
+_SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
 
 
@@ -52,7 +54,7 @@ class Describer:
     """Describes values as JSON, and collects the code that they stand for.
 
     Attributes:
-        code: of each function and class that was reached a digest of its bytecode; of each package its version.
+        code: of each function and class reached, a digest of its bytecode; of each package its version.
         origins: where each class of the project was found, as "module:qualname".
         strings: all that code and values hold, some of which may name files.
     """
@@ -134,7 +136,7 @@ class Describer:
     def _array(self, array: np.ndarray[Any, Any], where: str) -> Any:
         if array.dtype.hasobject:
             return ["array", list(array.shape), self.value(array.tolist(), where)]
-        data = xxh3_128(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+        data = xxh3_128(np.ascontiguousarray(array).tobytes()).hexdigest()
         return ["array", array.dtype.str, list(array.shape), data]
 
     def _of_subclass(self, value: Any, where: str) -> Any:
@@ -155,8 +157,9 @@ class Describer:
         attributes = _attributes(value)
         if attributes is None:
             raise FeatureNotCacheable(
-                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, of which nothing tells when "
-                f'it changes; pass what it is made of, or name the version yourself: cache_module(version="1")'
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, of which nothing tells "
+                f"when it changes; pass what it is made of, or name the version yourself: "
+                f'cache_module(version="1")'
             )
         described = {
             name: self.value(one, f"{where}.{name}")
@@ -188,9 +191,7 @@ class Describer:
         self.origins[f"{cls.__module__}:{cls.__qualname__}"] = name
         found: list[Any] = [self.reach(base, name) for base in cls.__bases__ if not _is_transparent(base)]
         for key, member in sorted(vars(cls).items()):
-            if _BOOKKEEPING.fullmatch(key) or isinstance(
-                member, types.GetSetDescriptorType | types.MemberDescriptorType
-            ):
+            if _BOOKKEEPING.fullmatch(key) or isinstance(member, _SLOTS):
                 continue
             found.append([key, self._member(member, f"{name}.{key}")])
         return digest_of(found)
@@ -212,8 +213,8 @@ class Describer:
         code = getattr(function, "__code__", None)
         if code is None:
             raise FeatureNotCacheable(
-                f"the code of {name} can't be seen (a {type(function).__name__} of no installed package); name "
-                f'its version yourself: cache_module(version="1")'
+                f"the code of {name} can't be seen (a {type(function).__name__} of no installed package); "
+                f'name its version yourself: cache_module(version="1")'
             )
         self.strings.update(_strings(code))
         found: list[Any] = [_bytecode(code)]
@@ -240,12 +241,12 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         raise FeatureNotCacheable(f"a {plain.device.type} tensor of layout {plain.layout} can't be digested")
     digest = xxh3_128(f"{plain.dtype}{list(plain.shape)}".encode())
     if plain.numel():
-        digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(memoryview(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 
 def module_parts(module: torch.nn.Module, describer: Describer, where: str) -> tuple[str, Any, Any]:
-    """What a built module computes with: a digest of parameters and buffers, attributes, its modules' classes.
+    """What a built module computes with: parameters and buffers, attributes, the classes of its modules.
 
     Returns:
         the digest; by module, its attributes that are no weights; by module, its class and its hooks.
@@ -316,7 +317,7 @@ def _is_transparent(cls: type) -> bool:
 
 
 def _globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The globals that code reads, in the order of its bytecode: of namespaces the attributes that it reads."""
+    """The globals that code reads, in the order of its bytecode; of namespaces the attributes it reads."""
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _globals_of(inner, names)

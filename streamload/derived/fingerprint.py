@@ -1,14 +1,16 @@
 """What proves that a row is still right: everything but the input that the result of a module depends on.
 
-A fingerprint is 128 bits of a readable description: code, arguments, weights and buffers, attributes, flags,
-and the settings of torch under which it runs. Rows are stored under it, so a row of anything else isn't found.
+A fingerprint is 128 bits of a readable description: code, arguments, weights, buffers, attributes, flags, and
+the settings of torch under which it runs. Rows are stored under it, so a row of anything else isn't found.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import time
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from streamload.derived.code import Describer, module_parts
+from streamload.derived.code import STRUCTURE, Describer, digest_of, module_parts
 
 FORMAT = 1
 _SMALL_BYTES = 1 << 20
@@ -26,6 +28,11 @@ _SMALL_BYTES = 1 << 20
 _SHARE = 0.01
 """Of the time, for digesting larger ones while rows are only read."""
 _SAMPLED_BYTES = 512
+_LITTLE_SECONDS = 1e-4
+_IMMUTABLE = (
+    *(bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size),
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
+)
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,8 @@ Stamp = tuple[Any, ...]
 def stamp_of(module: torch.nn.Module) -> Stamp:
     """What changes when a weight, buffer, attribute or flag is replaced or written through torch.
 
-    A digest of what the objects are, not of what they hold: about 1 µs a module. What is written through
-    `.data` or into a list isn't seen; that is for `Watch`.
+    It is of what the objects are, not of what they hold: about 1 µs a module. What is written through `.data`
+    or into a list isn't seen; that is for `Watch`.
     """
     found: list[Any] = []
     stack = [module]
@@ -122,9 +129,11 @@ def stamp_of(module: torch.nn.Module) -> Stamp:
         found.append(tuple(map(id, inner.values())))
         found.append(inner["training"])
         found.append(len(inner["_forward_hooks"]) + len(inner["_forward_pre_hooks"]))
-        for tensor in (*inner["_parameters"].values(), *inner["_buffers"].values()):
-            if tensor is not None:
-                found.append((id(tensor), _version_of(tensor), tensor.data_ptr()))
+        found += [
+            (id(tensor), _version_of(tensor), tensor.data_ptr())
+            for tensor in (*inner["_parameters"].values(), *inner["_buffers"].values())
+            if tensor is not None
+        ]
         stack += [child for child in inner["_modules"].values() if child is not None]
     return tuple(found)
 
@@ -134,16 +143,17 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 class Watch:
-    """Notices what is written into weights unseen by torch, as through `.data`.
+    """Notices what changes unseen by torch: weights through `.data`, attributes in place, code and globals.
 
-    Small weights are looked at whole at every call; larger ones at some places, and whole before rows are
-    stored and for a hundredth of the time.
+    What takes little time to look at is looked at in every call. The rest (large weights, of which a sample
+    is looked at; many attributes; code) is looked at before rows are stored, and for a hundredth of the time.
 
     Args:
         module: built; to be watched as long as its stamp stays the same.
+        code: digests of code by name, which its classes had.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, code: Mapping[str, str]):
         tensors = [
             tensor.detach()
             for one in module.modules()
@@ -152,32 +162,63 @@ class Watch:
         ]
         self._views = [_bytes_of(one) for one in tensors if one.device.type == "cpu" and one.is_contiguous()]
         self._others = [one for one in tensors if not (one.device.type == "cpu" and one.is_contiguous())]
-        self._is_small = sum(len(view) for view in self._views) <= _SMALL_BYTES
-        self._whole = self._digest(whole=True)
-        self._sample = self._digest(whole=False)
+        self._is_small = not self._others and sum(map(len, self._views)) <= _SMALL_BYTES
+        self._whole, self._sample = self._digest(whole=True), self._digest(whole=False)
+        self._classes = {type(one) for one in module.modules()}
+        self._code = code
+        self._mutable = [
+            value
+            for one in module.modules()
+            for name, value in vars(one).items()
+            if name not in STRUCTURE and not name.startswith("_streamload_") and _is_mutable(value)
+        ]
+        began = time.perf_counter()
+        self._attributes = self._attributes_now()
+        self._has_few_attributes = time.perf_counter() - began < _LITTLE_SECONDS
         self._due = 0.0
 
     def is_unchanged(self, *, whole: bool) -> bool:
-        """Whether the weights hold what they held.
+        """Whether all is as it was.
 
         Args:
-            whole: look at every byte; else at some, unless all of them are due.
+            whole: look at everything; else at what takes little time, unless the rest is due.
         """
         began = time.monotonic()
-        if not (whole or self._is_small or began >= self._due):
+        if not whole and began < self._due:
+            if self._has_few_attributes and self._attributes_now() != self._attributes:
+                return False
+            if self._is_small:
+                return self._digest(whole=True) == self._whole
             return self._digest(whole=False) == self._sample
-        same = self._digest(whole=True) == self._whole
+        same = self._digest(whole=True) == self._whole and self._attributes_now() == self._attributes
+        same = same and self._has_same_code()
         now = time.monotonic()
         self._due = now + (now - began) / _SHARE
         return same
+
+    def _attributes_now(self) -> str:
+        return digest_of(Describer().value(self._mutable, "an attribute")) if self._mutable else ""
+
+    def _has_same_code(self) -> bool:
+        describer = Describer()
+        for cls in self._classes:
+            describer.reach(cls, cls.__name__)
+        return all(self._code.get(name) == digest for name, digest in describer.code.items())
 
     def _digest(self, *, whole: bool) -> tuple[int, tuple[int, ...]]:
         digest = xxh3_64()
         for view in self._views:
             step = 1 if whole else -(-len(view) // _SAMPLED_BYTES) | 1
             digest.update(view if step == 1 else np.ascontiguousarray(view[::step]))
-        others = tuple(_sums(self._others)) if whole or self._is_small else ()
+        others = tuple(_sums(self._others)) if whole else ()
         return digest.intdigest(), others
+
+
+def _is_mutable(value: Any) -> bool:
+    """Whether a value may change and stay the same object."""
+    if type(value) is tuple:
+        return any(map(_is_mutable, value))
+    return value is not None and not isinstance(value, _IMMUTABLE)
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

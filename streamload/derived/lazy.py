@@ -1,8 +1,8 @@
 """A module that is built when something is first asked of it, as it would have been built at once.
 
 Calls of `train`, `eval`, `to`, `half` and the like before that are recorded and repeated after it, in their
-order; anything else builds it. It is built from the states that the random generators had when it was made, so
-that its weights are those of a module built at once; and the generators go on as if it hadn't been built.
+order; anything else builds it. It is built from the states that the random generators had when it was made,
+so that its weights are those of a module built at once; and they go on as if it hadn't been built.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Lazily(type):
     _streamload_eager: Callable[[], bool]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance without calling its `__init__`, whose arguments are checked."""
         if cls._streamload_eager():
             built = super().__call__(*args, **kwargs)
             built._streamload_made(args, kwargs)

@@ -77,13 +77,9 @@ class Chance:
         )
 
     def _now(self) -> list[Any]:
-        legacy = np.random.get_state()
-        states: list[Any] = [
-            random.getstate(),
-            np.asarray(legacy[1]).tobytes(),
-            legacy[2],
-            torch.get_rng_state(),
-        ]
+        twister: Any = np.random.get_state(legacy=False)
+        numpy_state = (twister["state"]["key"].tobytes(), twister["state"]["pos"])
+        states: list[Any] = [random.getstate(), numpy_state, torch.get_rng_state()]
         if self._device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self._device))
         return states

@@ -86,9 +86,7 @@ def key_bytes(key: Any) -> bytes:
         return b"d" + key.isoformat().encode()
     if key is None:
         return b"n"
-    raise OptionError(
-        f"cache_key has a {type(key).__name__} in it; expected text, numbers, bytes, paths, or tuples of these"
-    )
+    raise OptionError(f"cache_key has a {type(key).__name__} in it; expected text, numbers, bytes or paths")
 
 
 def row_key(fingerprint: bytes, context: bytes, key: Any, *, is_row: bool) -> bytes:
@@ -99,7 +97,7 @@ def row_key(fingerprint: bytes, context: bytes, key: Any, *, is_row: bool) -> by
 
 
 class Inputs:
-    """The arguments of a call, told apart: the input, which has a row for each key, and what is the same for all.
+    """The arguments of a call: the input, which has a row for each key, and what is the same for all.
 
     Of a call with one key the input is its first argument, whatever that is, and all tensors and arrays.
 

@@ -25,10 +25,11 @@ from streamload.cache.directory import refuse_what_is_not_ours
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import nearest
 from streamload.derived.row_format import Row
-from streamload.derived.rows import DATABASE, RowCounts, Rows
+from streamload.derived.rows import RowCounts, Rows
+from streamload.derived.rows_database import DATABASE
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
-from streamload.settings import Settings, read_settings
+from streamload.options.settings import Settings, read_settings
 
 logger = logging.getLogger("streamload")
 

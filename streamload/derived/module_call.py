@@ -1,0 +1,387 @@
+"""One call of a cached module with keys, from inputs to rows.
+
+look up → spot check → compute what is missing → check → store → put together
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamload.derived.builds import Generators
+from streamload.derived.code import Describer
+from streamload.derived.fingerprint import device_of, differences
+from streamload.derived.lazy import build, is_pending, pending_of
+from streamload.derived.module_checks import Chance, is_close, refuse_module, row_of
+from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of
+from streamload.derived.row_format import Result, Row, join, layout_of, seal
+from streamload.derived.row_keys import Inputs, keys_of, row_key
+from streamload.derived.row_store import RowStore
+from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
+
+logger = logging.getLogger("streamload")
+
+
+class Call:
+    """One call with keys. Rows go by the places of their keys among `unique`, where each key is once.
+
+    Args:
+        module: that is called.
+        run: calls it without keys, once it is built.
+        options: of its class.
+        store: of its rows.
+        args: of the call.
+        kwargs: of the call.
+        cache_key: one key, or one a row.
+
+    Raises:
+        OptionError: keys that can't be used, or not one for each row.
+        FeatureNotCacheable: an input requires a gradient.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        run: Callable[..., Any],
+        options: Options,
+        store: RowStore,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cache_key: Any,
+    ):
+        self.module, self.run, self.options, self.store = module, run, options, store
+        self.counts = store.counts
+        given = [*args, *kwargs.values()]
+        keys = keys_of(cache_key, given)
+        self.rows = None if keys is None else len(keys)
+        self.keys: list[Any] = [cache_key] if keys is None else keys
+        self.inputs = Inputs(args, kwargs, self.rows)
+        self._refuse(given)
+        self.proof = proof_of(module)
+
+    def _refuse(self, given: Sequence[Any]) -> None:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs.tensors):
+            raise FeatureNotCacheable(
+                "an input requires a gradient, and stored rows have none: detach() it, or call the module "
+                "without cache_key"
+            )
+        first = next((value for value in given if isinstance(value, (torch.Tensor, np.ndarray))), None)
+        if self.rows is not None and first is not None and (not first.ndim or first.shape[0] != self.rows):
+            raise OptionError(
+                f"{self.rows} keys for an input of shape {list(first.shape)}; expected one key a row"
+            )
+
+    def result(self) -> Any:
+        """What the module returns for the inputs."""
+        if self.rows == 0:
+            return self._detached(*self.inputs.of([]))
+        self._look_up()
+        if self.missing and is_pending(self.module):
+            build(self.module)
+            if self._is_another():
+                self._look_up()
+        if self.found and not is_pending(self.module):
+            self._canaries()
+        return self._put_together(self._compute_missing() if self.missing else None)
+
+    def _look_up(self) -> None:
+        """Read the rows that are there."""
+        self.fingerprint = fingerprint_of(self.module, self.options, self.store)
+        context = self._context()
+        places: dict[Any, int] = {}
+        self.where: list[int] = []
+        self.unique: list[bytes | None] = []
+        self.first: list[int] = []
+        for at, key in enumerate(self.keys):
+            name = (
+                None
+                if key is None
+                else row_key(self.fingerprint.digest, context, key, is_row=self.rows is not None)
+            )
+            place = places.setdefault(name if name is not None else (None, at), len(self.unique))
+            if place == len(self.unique):
+                self.unique.append(name)
+                self.first.append(at)
+            self.where.append(place)
+        names = [name for name in self.unique if name is not None]
+        rows = self.store.read(names, label_of(self.module, self.options))
+        unreadable = self._unreadable({row.layout for row in rows.values()})
+        self.found: dict[int, Row] = {
+            place: row
+            for place, name in enumerate(self.unique)
+            if name is not None and (row := rows.get(name)) is not None and row.layout not in unreadable
+        }
+        self._spot_check()
+        self.missing = [place for place in range(len(self.unique)) if place not in self.found]
+        self.counts.hits += sum(place in self.found for place in self.where)
+        self.counts.misses += len(self.missing)
+        if is_pending(self.module):
+            self.proof.served = self.fingerprint if self.found else self.proof.served
+
+    def _unreadable(self, layouts: set[bytes]) -> set[bytes]:
+        """Layouts with a class in them that isn't imported here: such rows are computed again."""
+        found = set()
+        for layout in layouts:
+            try:
+                layout_of(layout)
+            except CacheCorrupt as exc:
+                _say_once(f"rows of {type(self.module).__name__} are computed again: {exc}")
+                found.add(layout)
+        return found
+
+    def _context(self) -> bytes:
+        if not self.inputs.context:
+            return b""
+        described = Describer().value([list(one) for one in self.inputs.context], "an argument")
+        return json.dumps(described, sort_keys=True).encode()
+
+    def _is_another(self) -> bool:
+        """Whether the module came out other than was believed before it was built."""
+        now = fingerprint_of(self.module, self.options, self.store)
+        if now.digest == self.fingerprint.digest:
+            return False
+        served, self.proof.served = self.proof.served, None
+        if served is not None and served.digest != now.digest:
+            self.counts.mismatches += 1
+            names = ", ".join(differences(served.parts, now.parts)[:5])
+            raise FeatureMismatch(
+                f"{type(self.module).__name__} was built otherwise than twice before ({names}), and rows of "
+                f"the other were returned already: its __init__ depends on what can't be seen; name the "
+                f'version yourself, cache_module(version="1"), and start anew'
+            )
+        return True
+
+    def _spot_check(self) -> None:
+        """Compare the input of one row with that which it was computed from; and of keys given twice."""
+        known = [place for place, row in self.found.items() if row.input_digest]
+        if known:
+            place = known[_random_place(len(known))]
+            (digest,) = self.inputs.digests([self.first[place]])
+            if digest not in (0, self.found[place].input_digest):
+                self._mismatch(place)
+        if len(self.unique) < len(self.keys):
+            digests = self.inputs.digests(range(len(self.keys)))
+            for at, place in enumerate(self.where):
+                if digests[at] != digests[self.first[place]]:
+                    raise FeatureMismatch(
+                        f"key {self.keys[at]!r} is given for two different inputs in one call: a key has to "
+                        f"name one input"
+                    )
+
+    def _mismatch(self, place: int) -> None:
+        self.counts.mismatches += 1
+        key = self.keys[self.first[place]]
+        if self.options.on_mismatch == "error":
+            raise FeatureMismatch(
+                f"the row of key {key!r} was computed from another input: two samples share the key, the "
+                f"sample has changed, or something random comes before the module; put what tells inputs "
+                f'apart into the key, or compute such rows again: cache_module(on_mismatch="recompute")'
+            )
+        digests = self.inputs.digests([self.first[one] for one in range(len(self.unique))])
+        stale = [one for one, row in self.found.items() if digests[one] not in (0, row.input_digest)]
+        for one in stale:
+            del self.found[one]
+
+    def _canaries(self) -> None:
+        """Compute some rows again, the first after a build, and compare."""
+        places = [] if not self.proof.canaries or not self.inputs.leaves else list(self.found)
+        digests = self.inputs.digests([self.first[place] for place in places])
+        places = [
+            place
+            for place, digest in zip(places, digests, strict=True)
+            if digest and digest == self.found[place].input_digest
+        ][: self.proof.canaries]
+        if not places:
+            return
+        self.proof.canaries -= len(places)
+        value = self._detached(*self.inputs.of([self.first[place] for place in places]))
+        computed = Result(value, None if self.rows is None else len(places))
+        _, stored = self._joined(places)
+        if not is_close(computed.leaves, stored):
+            self.counts.mismatches += 1
+            self.store.delete([name for place in places if (name := self.unique[place]) is not None])
+            key = self.keys[self.first[places[0]]]
+            raise FeatureMismatch(
+                f"the row of key {key!r} isn't what {type(self.module).__name__} computes now from the same "
+                f"input: its results depend on what can't be seen (a library, a file, chance); those rows "
+                f'are deleted; name the version yourself: cache_module(version="1")'
+            )
+
+    def _compute_missing(self) -> tuple[Result, list[int]]:
+        """Compute what is missing, and store what may be stored."""
+        places = self.missing
+        began = time.perf_counter()
+        value = self._detached(*self.inputs.of([self.first[place] for place in places]))
+        self.counts.compute_seconds += time.perf_counter() - began
+        self.counts.rows_computed += len(places)
+        result = Result(value, None if self.rows is None else len(places))
+        self._refuse_mixing(result, places)
+        now = fingerprint_of(self.module, self.options, self.store)
+        if now.digest != self.fingerprint.digest:
+            names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
+            _say_once(f"rows of {type(self.module).__name__} aren't stored, as computing changes it: {names}")
+        elif self.options.version is not None or self._weights_are_same():
+            self._store(result, places)
+        return result, places
+
+    def _weights_are_same(self) -> bool:
+        built = self.proof.built
+        return built is not None and built.watch.is_unchanged(whole=True)
+
+    def _store(self, result: Result, places: Sequence[int]) -> None:
+        digests = self.inputs.digests([self.first[place] for place in places])
+        sealed = [
+            (name, seal(name, result.layout, body, digest))
+            for place, body, digest in zip(places, result.bodies(), digests, strict=True)
+            if (name := self.unique[place]) is not None
+        ]
+        if not sealed:
+            return
+        label = label_of(self.module, self.options)
+        if self.fingerprint.digest not in self.proof.noted:
+            self.proof.noted.add(self.fingerprint.digest)
+            note = json.dumps(dict(self.fingerprint.parts), sort_keys=True).encode()
+            self.store.disk.write_note(b"parts" + self.fingerprint.digest, note, label)
+        self.store.write(sealed, label)
+
+    def _refuse_mixing(self, result: Result, places: Sequence[int]) -> None:
+        """Compute one row by itself: it has to be the same as among others."""
+        if self.proof.are_rows_apart or self.rows is None or len(places) < 2 or not self.inputs.leaves:
+            return
+        alone = Result(self._detached(*self.inputs.of([self.first[places[-1]]])), 1)
+        if not is_close(alone.leaves, row_of(result, len(places) - 1)):
+            raise FeatureNotCacheable(
+                f"{type(self.module).__name__} computes another result for a row by itself than among "
+                f"others: it mixes the rows of a batch (a norm or mean over dimension 0?), or something "
+                f"random is in it; give such calls one key for the whole batch"
+            )
+        self.proof.are_rows_apart = True
+
+    def _detached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute without gradients; what draws random numbers that matter is refused."""
+        module = self.module
+        build(module)
+        flags = (module.training, self.proof.built.stamp if self.proof.built is not None else None)
+        if self.proof.refused_at != flags:
+            refuse_module(module)
+            self.proof.refused_at = flags
+        with torch.no_grad():
+            if self.proof.is_chance_harmless:
+                return self.run(*args, **kwargs)
+            before, chance = Generators(), Chance(device_of(module))
+            value = self.run(*args, **kwargs)
+            if chance.was_used():
+                self._refuse_chance(value, before, args, kwargs)
+        return value
+
+    def _refuse_chance(
+        self, value: Any, before: Generators, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        after = Generators()
+        try:
+            before.restore()
+            torch.rand(1)
+            random.random()
+            np.random.random_sample()
+            again = self.run(*args, **kwargs)
+        finally:
+            after.restore()
+        if not is_close(Result(value, None).leaves, Result(again, None).leaves):
+            raise FeatureNotCacheable(
+                f"{type(self.module).__name__} draws random numbers, and its results depend on them: a "
+                f"stored row would repeat one draw for ever; move what is random out of the module"
+            )
+        self.proof.is_chance_harmless = True
+
+    def _joined(self, places: Sequence[int]) -> tuple[bytes, list[Any]]:
+        rows = [self.found[place] for place in places]
+        if any(row.layout != rows[0].layout for row in rows):
+            raise FeatureNotCacheable("rows of this call have different shapes, so they can't be one batch")
+        _, leaves = join(rows, self._device(), is_row=self.rows is not None)
+        return rows[0].layout, leaves
+
+    def _device(self) -> torch.device:
+        if is_pending(self.module):
+            known = self.proof.believed
+            return torch.device(known[1].device) if known is not None else pending_of(self.module).device
+        return self.proof.built.device if self.proof.built is not None else device_of(self.module)
+
+    def _put_together(self, computed: tuple[Result, list[int]] | None) -> Any:
+        """The result of all keys, in their order, out of stored rows and computed ones."""
+        places = list(self.found)
+        if computed is None:
+            layout, leaves = self._joined(places)
+            order = places
+        else:
+            result, order = computed
+            layout, leaves = result.layout, result.leaves
+            if places:
+                found_layout, found = self._joined(places)
+                if found_layout != layout:
+                    raise FeatureNotCacheable(
+                        "rows of this call have different shapes, so they can't be one batch"
+                    )
+                leaves = [_concatenated(one, other) for one, other in zip(found, leaves, strict=True)]
+                order = [*places, *order]
+        if self.rows is not None:
+            at = {place: number for number, place in enumerate(order)}
+            wanted = [at[place] for place in self.where]
+            if wanted != list(range(len(order))):
+                leaves = [_reordered(leaf, wanted) for leaf in leaves]
+        try:
+            return layout_of(layout).build(leaves)
+        except (TypeError, ValueError) as exc:
+            raise FeatureError(
+                f"the result of {type(self.module).__name__} can't be made again: {exc}"
+            ) from exc
+
+
+def _random_place(count: int) -> int:
+    """A place among so many, by a generator of its own: no seed of the user's is touched."""
+    return _places.randrange(count)
+
+
+_places = random.Random()
+_said: set[str] = set()
+
+
+def _concatenated(one: Any, other: Any) -> Any:
+    if isinstance(one, np.ndarray):
+        return np.concatenate([one, other])
+    return (
+        torch.cat([_as_bytes(one), _as_bytes(other)]).view(one.dtype).reshape(-1, *one.shape[1:])
+        if one.numel() and other.numel()
+        else torch.cat([one, other])
+    )
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _reordered(leaf: Any, wanted: list[int]) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf[wanted]
+    index = torch.as_tensor(wanted, device=leaf.device)
+    if not leaf.numel():
+        return leaf[index]
+    return (
+        leaf.contiguous()
+        .reshape(len(leaf), -1)
+        .view(torch.uint8)[index]
+        .view(leaf.dtype)
+        .reshape(len(wanted), *leaf.shape[1:])
+    )
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning("%s", message)

@@ -1,0 +1,264 @@
+"""The fingerprint of a module as it is now, built or not.
+
+What the class and its arguments tell is known at once; weights, buffers and attributes by the built module,
+or by records of earlier builds (builds.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from streamload.derived.builds import Build, Inputs, believed, process_name, read_builds, written
+from streamload.derived.code import Describer, digest_of
+from streamload.derived.fingerprint import (
+    FORMAT,
+    Fingerprint,
+    Stamp,
+    Watch,
+    built_parts,
+    device_of,
+    stamp_of,
+    torch_settings,
+)
+from streamload.derived.lazy import Pending, build, is_pending, pending_of
+from streamload.derived.row_store import Place, RowStore, open_store
+from streamload.errors import FeatureNotCacheable
+
+CANARIES = 4
+"""So many rows are computed again after a build."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the rows of a class are kept; the arguments of `cache_module`.
+
+    Attributes:
+        place: where; None: they aren't.
+        label: what they are listed and cleared by; None: the class's name.
+        version: stands for code and weights.
+        weights: a file that all weights come from.
+        on_mismatch: "error", or "recompute".
+    """
+
+    place: Place | None
+    label: str | None
+    version: str | None
+    weights: str | None
+    on_mismatch: str
+
+
+@dataclass
+class Description:
+    """What is known of a module before it is built.
+
+    Attributes:
+        parts: of its fingerprint: code and arguments.
+        strings: in them, some of which may name files.
+        error: why it can't be known; "": it is.
+    """
+
+    parts: dict[str, Any]
+    strings: set[str]
+    error: str = ""
+
+
+def describe(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Description:
+    """What a class and the arguments of its `__init__` tell."""
+    describer = Describer()
+    version = cls._streamload_options.version  # type: ignore[attr-defined]
+    try:
+        arguments = _bound(cls, args, kwargs)
+        described = {name: describer.value(value, f"{cls.__name__}({name}=)") for name, value in arguments}
+        if version is None:
+            describer.reach(cls, cls.__name__)
+    except FeatureNotCacheable as exc:
+        if version is None:
+            return Description({}, set(), str(exc))
+        described = {}
+    code = describer.code if version is None else {}
+    return Description({"arguments": described, "code": code, "class": cls.__name__}, describer.strings)
+
+
+def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Arguments by their names, with defaults: a call that says a default is the one that leaves it out."""
+    try:
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
+    except (TypeError, ValueError):
+        return [*((str(at), value) for at, value in enumerate(args)), *kwargs.items()]
+    bound.apply_defaults()
+    return list(bound.arguments.items())[1:]
+
+
+def description_of(module: Any) -> Description:
+    """What is known of a module whether it is built or not."""
+    description: Description | None = module.__dict__.get("_streamload_description")
+    if description is None:
+        if is_pending(module):
+            pending = pending_of(module)
+            description = describe(type(module), pending.arguments, pending.keywords)
+        else:  # made by something that isn't its class
+            description = Description({}, set(), f"how this {type(module).__name__} was made isn't known")
+        module.__dict__["_streamload_description"] = description
+    return description
+
+
+@dataclass
+class Built:
+    """What was last known of a built module."""
+
+    stamp: Stamp
+    watch: Watch
+    parts: dict[str, Any]
+    code: dict[str, str]
+    device: torch.device
+
+
+class Proof:
+    """What proves the rows of one module, in this process."""
+
+    def __init__(self) -> None:
+        self.built: Built | None = None
+        self.believed: tuple[list[str], Build] | None = None
+        self.fingerprints: dict[Any, Fingerprint] = {}
+        self.noted: set[bytes] = set()
+        self.served: Fingerprint | None = None
+        """The last by which rows were returned while the module wasn't built."""
+        self.canaries = CANARIES
+        self.are_rows_apart = False
+        self.is_chance_harmless = False
+        self.refused_at: Any = None
+
+
+_proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
+
+
+def proof_of(module: Any) -> Proof:
+    """The proof of a module in this process; it goes with it."""
+    proof = _proofs.get(module)
+    if proof is None:
+        proof = _proofs[module] = Proof()
+    return proof
+
+
+def fingerprint_of(module: Any, options: Options, store: RowStore) -> Fingerprint:
+    """The fingerprint of a module now; it is built if that is needed to know it.
+
+    Raises:
+        FeatureNotCacheable: it can't be known.
+    """
+    description = description_of(module)
+    if description.error:
+        raise FeatureNotCacheable(description.error)
+    proof = proof_of(module)
+    if options.version is not None:
+        return _of_version(module, options.version, description, proof)
+    if is_pending(module):
+        known = _believed(module, options, store, description, proof)
+        if known is not None:
+            return _with_settings(
+                proof, (id(known), known.device), description, known.parts, known.parts["code"]
+            )
+        build(module)
+    built = built_state(module, description, proof)
+    return _with_settings(
+        proof, (id(built.parts), built.parts["device"]), description, built.parts, built.code
+    )
+
+
+def _of_version(module: Any, version: str, description: Description, proof: Proof) -> Fingerprint:
+    device = pending_of(module).device if is_pending(module) else device_of(module)
+    parts = {"version": version, "training": module.training, "device": device.type}
+    return _with_settings(proof, (device.type, module.training), description, parts, {})
+
+
+def _with_settings(
+    proof: Proof, which: Any, description: Description, parts: dict[str, Any], code: dict[str, str]
+) -> Fingerprint:
+    settings = torch_settings(parts["device"])
+    known = proof.fingerprints.get((which, settings))
+    if known is None:
+        if len(proof.fingerprints) > 64:
+            proof.fingerprints.clear()
+        whole = {**description.parts, **parts, "code": code, "settings": list(settings), "format": FORMAT}
+        known = proof.fingerprints[which, settings] = Fingerprint.of(whole)
+    return known
+
+
+def _believed(
+    module: Any, options: Options, store: RowStore, description: Description, proof: Proof
+) -> Build | None:
+    pending = pending_of(module)
+    asked = [meaning for _, _, meaning in pending.asked]
+    if proof.believed is not None and proof.believed[0] == asked:
+        return proof.believed[1]
+    builds = read_builds(store.disk.read_note(_recipe(description, pending)))
+    known = believed(builds, pending.generators.digest, needed=1 if options.weights is not None else 2)
+    if known is not None:
+        proof.believed = (asked, known)
+    return known
+
+
+def _recipe(description: Description, pending: Pending) -> bytes:
+    """What a build depends on, as the key of its records."""
+    asked = [[method, meaning] for method, _, meaning in pending.asked if method != "requires_grad_"]
+    weights = [torch.__version__, sys.version_info[:2]]
+    return b"build" + digest_of([description.parts, asked, weights, str(torch.get_default_dtype())]).encode()
+
+
+def record_build(
+    module: Any, pending: Pending, description: Description, before: str, after: str, inputs: Inputs
+) -> None:
+    """Remember how a module came out, for those that aren't built."""
+    options = module._streamload_options
+    store = None if options.place is None else open_store(options.place)
+    if store is None or description.error or options.version is not None:
+        return
+    try:
+        built = built_state(module, description, proof_of(module))
+    except FeatureNotCacheable:
+        return  # it is said when a key is given
+    describer = Describer()
+    for one in module.modules():
+        describer.reach(type(one), type(one).__name__)
+    strings = description.strings | ({str(options.weights)} if options.weights is not None else set())
+    latest = Build(
+        process_name(),
+        before,
+        before != after,
+        inputs.is_closed or options.weights is not None,
+        inputs.files(strings),
+        {**built.parts, "code": built.code},
+        describer.origins,
+        str(built.device),
+    )
+    key = _recipe(description, pending)
+    builds = read_builds(store.disk.read_note(key))
+    store.disk.write_note(key, written(builds, latest), label_of(module, options))
+
+
+def built_state(module: Any, description: Description, proof: Proof) -> Built:
+    """What is known of a built module now; anew if something in it has changed."""
+    stamp = stamp_of(module)
+    built = proof.built
+    if built is not None and built.stamp == stamp and built.watch.is_unchanged(whole=False):
+        return built
+    describer = Describer()
+    parts = built_parts(module, describer)
+    code = {**description.parts["code"], **describer.code}
+    if built is not None and parts == built.parts and code == built.code:
+        parts, code = built.parts, built.code
+    elif built is not None:
+        proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
+    proof.built = Built(stamp, Watch(module, code), parts, code, device_of(module))
+    return proof.built
+
+
+def label_of(module: Any, options: Options) -> str:
+    """What the rows of a module are listed and cleared by."""
+    return options.label if options.label is not None else type(module).__name__

@@ -1,0 +1,253 @@
+"""The database of rows as one process has it open: by diskcache, which writes, and by SQLite, which reads.
+
+diskcache's own reading is a statement a row, and unpickles what it finds; here a batch is one statement, and
+what isn't bytes is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamload.errors import CacheCorrupt, OptionError
+
+KEY_BYTES = 32
+DATABASE = "cache.db"
+FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
+_WAIT_SECONDS = 20.0
+_PAGE_BYTES, _SMALL_PAGE_BYTES = 16384, 4096
+_SMALL_LIMIT_BYTES = 64 << 20
+_LOG_SHARE = 16
+"""A sixteenth of the limit is for the log."""
+_MOST_LOG_BYTES = 8 << 20
+_RAW = 1  # diskcache's MODE_RAW
+
+
+@functools.cache
+def diskcache() -> Any:
+    """The library, or the fork of it that is kept."""
+    for name in ("diskcache", "diskcache_community"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise OptionError("rows are kept by diskcache, which isn't installed: pip install diskcache")
+
+
+@functools.cache
+def _bytes_disk() -> type:
+    """A `Disk` of diskcache's for keys and values that are bytes: what isn't is refused, never unpickled."""
+    library = diskcache()
+
+    class BytesDisk(library.Disk):  # type: ignore[misc, name-defined]
+        def put(self, key: Any) -> tuple[Any, bool]:
+            if type(key) is not bytes:
+                raise TypeError(f"a key is bytes, got {type(key).__name__}")
+            return sqlite3.Binary(key), True
+
+        def get(self, key: Any, raw: Any) -> bytes:
+            if not raw or type(key) is not bytes:
+                raise CacheCorrupt("a key in the database isn't bytes")
+            return key
+
+        def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, Any]:
+            if type(value) is not bytes or read:
+                raise TypeError(f"a row is bytes, got {type(value).__name__}")
+            return 0, _RAW, None, sqlite3.Binary(value)
+
+        def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> bytes:
+            if mode != _RAW or filename is not None or type(value) is not bytes or read:
+                raise CacheCorrupt("a value in the database isn't bytes")
+            return value
+
+        def remove(self, file_path: str) -> None:
+            """Nothing is kept in files of its own, so none is deleted."""
+
+    return BytesDisk
+
+
+class Database:
+    """The database as one process has it open: diskcache's connections, and one a thread for reading."""
+
+    def __init__(self, root: Path, limit_bytes: int):
+        self._path = root / DATABASE
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        page_bytes = _SMALL_PAGE_BYTES if limit_bytes < _SMALL_LIMIT_BYTES else _PAGE_BYTES
+        if not self._path.exists():
+            _create(self._path, page_bytes)
+        self.cache = diskcache().Cache(
+            str(root),
+            timeout=_WAIT_SECONDS,
+            disk=_bytes_disk(),
+            eviction_policy="least-recently-used",  # for its index: what goes is decided here
+            cull_limit=0,
+            statistics=0,
+            tag_index=0,
+            sqlite_auto_vacuum=0,
+            sqlite_cache_size=-1024,
+            sqlite_mmap_size=0,
+            sqlite_journal_size_limit=0,
+            sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
+        )
+        self._status = self._path.stat()
+        self.execute("SELECT count(*) FROM (SELECT key, raw, tag, mode, filename, value FROM Cache LIMIT 1)")
+
+    def is_current(self) -> bool:
+        """Whether the file is still the one that was opened."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(self._path.stat(), self._status)
+        return False
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        """This thread's."""
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = sqlite3.connect(
+                self._path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            connection.execute("PRAGMA cache_size = -1024")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            self._local.connection = connection
+            self._connections.append(connection)
+        return connection
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows of an answer."""
+        return self.connection.execute(statement, values).fetchall()
+
+    def execute_many(self, statement: str, keys: Sequence[bytes], *before: Any) -> None:
+        """A statement for each key, in one transaction."""
+        with self._transaction() as connection:
+            connection.executemany(statement, [(*before, key) for key in keys])
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that rows were read now."""
+        self.execute_many("UPDATE Cache SET access_time = ? WHERE key = ?", keys, time.time())
+
+    def make_room(self, new_bytes: int, count: int, limit_bytes: int) -> int | None:
+        """Delete the rows that were not read for longest, within a transaction of `cache`.
+
+        Returns:
+            how many; None: there is no room for so much in an empty database.
+        """
+        (page_bytes,), (pages,), (free,) = (
+            self.execute(f"PRAGMA {name}")[0] for name in ("page_size", "page_count", "freelist_count")
+        )
+        fixed_bytes = max(log_bytes(limit_bytes), size_of(self._path.with_name(FILES[1])))
+        fixed_bytes += size_of(self._path.with_name(FILES[2]))
+        # Each row has its key in an index, too; a page may be half empty after rows went.
+        needed = (new_bytes + 200 * count) * page_bytes // (page_bytes - 200) + 2 * page_bytes
+        over = (pages - free) * page_bytes + needed + fixed_bytes - limit_bytes
+        if over <= 0:
+            return 0
+        if needed + fixed_bytes + 10 * page_bytes > limit_bytes:
+            return None
+        evicted, freed = 0, 0
+        victims = "SELECT key, length(value) FROM Cache ORDER BY access_time, rowid"
+        for key, size in self.connection.execute(victims):
+            if freed > over + over // 8:
+                break
+            self.cache.delete(key)
+            evicted, freed = evicted + 1, freed + size
+        return evicted
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self._connections:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+        with contextlib.suppress(sqlite3.Error):
+            self.cache.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        connection = self.connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+
+
+def _create(path: Path, page_bytes: int) -> None:
+    """Make an empty database whose pages have a size, which can't be changed later."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path, isolation_level=None)
+    with contextlib.closing(connection):
+        connection.execute(f"PRAGMA page_size = {page_bytes}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE IF NOT EXISTS Settings (key TEXT NOT NULL UNIQUE, value)")
+
+
+def select_rows(opened: Database, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """The keys and bytes of the rows that are there, unchecked; fewer than a thousand at once."""
+    marks = ",".join("?" * len(keys))
+    rows = opened.execute(
+        f"SELECT key, value FROM Cache WHERE key IN ({marks}) AND raw = 1 AND mode = {_RAW} "
+        "AND filename IS NULL AND typeof(value) = 'blob'",
+        keys,
+    )
+    return [(key, data) for key, data in rows if type(key) is bytes and type(data) is bytes]
+
+
+def select_labels(opened: Database) -> list[tuple[str, bytes]]:
+    """The labels and keys of all rows."""
+    rows = opened.execute("SELECT tag, key FROM Cache WHERE length(key) = ? ORDER BY rowid", (KEY_BYTES,))
+    return [(label, key) for label, key in rows if type(label) is str and type(key) is bytes]
+
+
+def bytes_of(opened: Database, label: str) -> int:
+    """The size of all that is stored under a label."""
+    ((size,),) = opened.execute("SELECT sum(length(value)) FROM Cache WHERE tag = ?", (label,))
+    return size or 0
+
+
+def clear(opened: Database, label: str | None) -> int:
+    """Delete what is stored under a label, or all; return how many rows that were."""
+    condition, values = ("tag = ?", (label,)) if label is not None else ("1", ())
+    ((count,),) = opened.execute(
+        f"SELECT count(*) FROM Cache WHERE {condition} AND length(key) = {KEY_BYTES}", values
+    )
+    opened.execute(f"DELETE FROM Cache WHERE {condition}", values)
+    with contextlib.suppress(sqlite3.OperationalError):  # somebody reads: the room is used again all the same
+        opened.execute("VACUUM")
+        opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return int(count)
+
+
+def log_bytes(limit_bytes: int) -> int:
+    """What of a limit is for the log."""
+    return min(_MOST_LOG_BYTES, limit_bytes // _LOG_SHARE)
+
+
+def size_of(path: Path) -> int:
+    """The size of a file; 0 of one that isn't there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def is_broken(error: Exception) -> bool:
+    """Whether a file is no database of rows, and never will be."""
+    text = str(error)
+    return isinstance(error, sqlite3.IntegrityError) or (
+        isinstance(error, sqlite3.DatabaseError)
+        and any(words in text for words in ("malformed", "not a database", "no such table", "no such column"))
+    )
+
+
+def unlink(root: Path) -> None:
+    """Remove the files of a database."""
+    for name in FILES:
+        (root / name).unlink(missing_ok=True)

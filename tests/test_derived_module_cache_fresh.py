@@ -1,0 +1,569 @@
+"""A row is found by the same code, arguments, weights and settings only, and a wrong one is found out."""
+
+import contextlib
+import copy
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from streamload import FeatureMismatch, FeatureNotCacheable, cache_info, cache_module
+from streamload.derived import builds, module_proof, row_store
+from streamload.derived.code import Describer
+from streamload.derived.fingerprint import Fingerprint, differences
+
+SOURCE = '''
+import enum
+import functools
+import torch
+from torch import nn
+from streamload import cache_module
+
+SCALE = 2.0
+TABLE = {"shift": 1.0, "names": ["a", "b"]}
+
+class Mode(enum.Enum):
+    FAST = 1
+    SLOW = 2
+
+def helper(x):
+    """Doc of the helper."""
+    return deeper(x) * SCALE
+
+def deeper(x):
+    return x + TABLE["shift"]
+
+def make(factor):
+    def by(x):
+        return x * factor
+    return by
+
+BY = make(1.0)
+
+class Inner(nn.Module):
+    def forward(self, x):
+        return x.relu()
+
+class Base(nn.Module):
+    bias = 0.5
+    def shift(self, x):
+        return x + self.bias
+
+@cache_module()
+class Extractor(Base):
+    """Doc."""
+    def __init__(self, width=4, act="relu", mode=Mode.FAST, step=None, path="weights.pt"):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = nn.Linear(4, width)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.randn(width, 4, generator=generator))
+            self.linear.bias.zero_()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("hidden", torch.zeros(1), persistent=False)
+        self.inner = Inner()
+        self.factor = 1.0
+        self.factors = [1.0, {"x": 1.0}]
+        self.step = step
+        self.offset = torch.zeros(1)
+
+    def forward(self, x, scale=1):
+        y = self.inner(self.shift(self.linear(x - self.mean.to(x.dtype))))
+        y = helper(y) * self.factor * self.factors[0] + self.hidden + self.offset
+        if self.step is not None:
+            y = self.step(y)
+        return BY(y) * scale
+'''
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(5))
+KEYS = ["a", "b"]
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    row_store.close_stores()
+    for name in [name for name in sys.modules if name.startswith("made_")]:
+        del sys.modules[name]
+
+
+def module_of(source):
+    """A module of that source, as another process would import it."""
+    made = types.ModuleType(f"made_{next(_numbers)}")
+    sys.modules[made.__name__] = made
+    exec(compile(source, f"{made.__name__}.py", "exec"), vars(made))
+    return made
+
+
+def extractor(source=SOURCE, *args, **kwargs):
+    return module_of(source).Extractor(*args, **kwargs)
+
+
+def is_hit(module, **kwargs):
+    before = cache_info(module)
+    with contextlib.suppress(RuntimeError):  # of another dtype than the input's
+        module(X, cache_key=KEYS, **kwargs)
+    after = cache_info(module)
+    assert after.mismatches == before.mismatches
+    return after.hits == before.hits + 2
+
+
+def edited(old, new):
+    assert SOURCE.count(old) >= 1, old
+    return lambda: extractor(SOURCE.replace(old, new))
+
+
+def changed(change, *args, **kwargs):
+    def make():
+        module = extractor(SOURCE, *args, **kwargs)
+        with torch.no_grad():
+            change(module)
+        return module
+
+    return make
+
+
+CHANGES = {
+    "code of forward": edited("self.mean.to(x.dtype))))", "self.mean.to(x.dtype) * 2)))"),
+    "code of a helper": edited("return deeper(x) * SCALE", "return deeper(x) / SCALE"),
+    "code of a helper's helper": edited('return x + TABLE["shift"]', 'return x - TABLE["shift"]'),
+    "a global number": edited("SCALE = 2.0", "SCALE = 3.0"),
+    "inside a global dict": edited('{"shift": 1.0', '{"shift": 2.0'),
+    "a global's key": edited('["a", "b"]', '["a", "c"]'),
+    "the content of a closure": edited("BY = make(1.0)", "BY = make(1.5)"),
+    "the code of a closure": edited("return x * factor", "return x * factor * 2"),
+    "the code of a base": edited("return x + self.bias", "return x - self.bias"),
+    "an attribute of a base class": edited("bias = 0.5", "bias = 0.25"),
+    "the code of a child": edited("return x.relu()", "return x.sigmoid()"),
+    "code of __init__": edited("self.factor = 1.0", "self.factor = 1.25"),
+    "a default argument of forward": edited("def forward(self, x, scale=1):", "def forward(self, x, scale=2):"),
+    "a default argument of __init__": edited("width=4", "width=5"),
+    "an enum's value": edited("FAST = 1", "FAST = 3"),
+    "an argument": lambda: extractor(SOURCE, 5),
+    "a text argument": lambda: extractor(SOURCE, act="gelu"),
+    "an enum argument": lambda: extractor(SOURCE, mode=module_of(SOURCE).Mode.SLOW),
+    "a function argument": lambda: extractor(SOURCE, step=torch.tanh),
+    "a lambda argument": lambda: extractor(SOURCE, step=lambda x: x + 1),
+    "another lambda": lambda: extractor(SOURCE, step=lambda x: x + 2),
+    "a path argument": lambda: extractor(SOURCE, path="other.pt"),
+    "a weight": changed(lambda module: module.linear.weight.mul_(2)),
+    "one element of a weight": changed(lambda module: module.linear.weight.view(-1)[3:4].add_(1)),
+    "a weight through .data": changed(lambda module: module.linear.weight.data.mul_(2)),
+    "a weight replaced": changed(lambda module: setattr(module.linear, "weight", nn.Parameter(torch.ones(4, 4)))),
+    "weights swapped": changed(lambda module: module.linear.weight.copy_(module.linear.weight.flip(0).clone())),
+    "a buffer": changed(lambda module: module.mean.add_(1)),
+    "a buffer that isn't saved": changed(lambda module: module.hidden.add_(1)),
+    "a buffer through .data": changed(lambda module: module.mean.data.add_(1)),
+    "a child replaced": changed(lambda module: setattr(module, "inner", nn.Identity())),
+    "a child's hook": changed(lambda module: module.inner.register_forward_hook(lambda *args: args[2] * 2)),
+    "an attribute": changed(lambda module: setattr(module, "factor", 3.0)),
+    "an attribute in place": changed(lambda module: module.factors.__setitem__(0, 3.0)),
+    "deep in an attribute": changed(lambda module: module.factors[1].__setitem__("x", 3.0)),
+    "a tensor that is no buffer": changed(lambda module: module.offset.add_(1)),
+    "double": changed(lambda module: module.double()),
+    "half": changed(lambda module: module.to(torch.bfloat16)),
+    "eval": changed(lambda module: module.eval()),
+    "eval of a child": changed(lambda module: module.inner.eval()),
+    "weights loaded": changed(
+        lambda module: module.load_state_dict({**module.state_dict(), "mean": torch.ones(4)})
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_another_row(what):
+    assert not is_hit(extractor())
+    assert is_hit(extractor())
+    assert not is_hit(CHANGES[what]())
+    assert is_hit(extractor())
+
+
+LATER = {
+    name: change
+    for name, change in {
+        "a weight": lambda module: module.linear.weight.mul_(2),
+        "a weight through .data": lambda module: module.linear.weight.data.mul_(2),
+        "a weight through numpy": lambda module: module.linear.weight.detach().numpy().__imul__(2),
+        "a buffer": lambda module: module.mean.add_(1),
+        "a parameter's storage": lambda module: setattr(module.linear.weight, "data", torch.ones(4, 4)),
+        "a child": lambda module: setattr(module, "inner", nn.Identity()),
+        "an attribute": lambda module: setattr(module, "factor", 3.0),
+        "an attribute in place": lambda module: module.factors.__setitem__(0, 3.0),
+        "a tensor that is no buffer": lambda module: module.offset.add_(1),
+        "a flag of a child": lambda module: module.inner.eval(),
+        "a dtype": lambda module: module.bfloat16(),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_change_between_two_calls_is_another_row(what):
+    module = extractor()
+    assert not is_hit(module)
+    assert is_hit(module)
+    with torch.no_grad():
+        LATER[what](module)
+    assert not is_hit(module)
+    fresh = extractor()
+    assert is_hit(fresh)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_settings_of_torch_are_other_rows(dtype):
+    module = extractor()
+    assert not is_hit(module)
+    with torch.autocast("cpu", dtype=dtype):
+        assert not is_hit(module)
+        assert is_hit(module)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert not is_hit(module)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert is_hit(module)
+    assert not is_hit(module, scale=3)
+
+
+def moved(module):
+    del sys.modules[module.__module__]
+    return module
+
+
+NO_CHANGES = {
+    "the same again": lambda: extractor(),
+    "a comment": edited("    return deeper(x) * SCALE", "    # says what it does\n    return deeper(x) * SCALE"),
+    "a docstring": edited('"""Doc of the helper."""', '"""Another text."""'),
+    "no docstring": edited('    """Doc."""\n', ""),
+    "a class's docstring": edited('"""Doc."""', '"""Another."""'),
+    "lines above": lambda: extractor("\n\n# above\n" + SOURCE),
+    "spaces": edited("return deeper(x) * SCALE", "return (deeper( x )\n        *  SCALE)"),
+    "an annotation": edited("def deeper(x):", "def deeper(x: torch.Tensor) -> torch.Tensor:"),
+    "other code in the file": lambda: extractor(SOURCE + "\nOTHER = 3\ndef unused(x):\n    return x\n"),
+    "an unused global": edited("class Mode", "UNUSED = object()\n\nclass Mode"),
+    "the order of a global dict": edited(
+        '{"shift": 1.0, "names": ["a", "b"]}', '{"names": ["a", "b"], "shift": 1.0}'
+    ),
+    "a default said": lambda: extractor(SOURCE, 4),
+    "a default named": lambda: extractor(SOURCE, width=4, act="relu", step=None),
+    "options of the cache": edited("@cache_module()", '@cache_module(cache_name="other", on_mismatch="recompute")'),
+    "eval and back": changed(lambda module: module.eval().train()),
+    "double and back": changed(lambda module: module.float()),
+    "a weight written as it was": changed(lambda module: module.linear.weight.mul_(1)),
+    "a state loaded as it was": changed(lambda module: module.load_state_dict(copy.deepcopy(module.state_dict()))),
+    "no gradient": changed(lambda module: module.requires_grad_(False)),
+    "a copy": lambda: copy.deepcopy(extractor()),
+    "a deleted source": lambda: moved(extractor()),
+    "another directory": lambda: (os.chdir("/"), extractor())[1],
+}
+
+
+@pytest.mark.parametrize("what", NO_CHANGES)
+def test_no_change_is_the_same_row(what, monkeypatch):
+    monkeypatch.chdir(os.getcwd())
+    assert not is_hit(extractor())
+    assert is_hit(NO_CHANGES[what]())
+
+
+def test_the_parts_that_differ_are_named():
+    one, other = extractor(), extractor(SOURCE.replace("SCALE = 2.0", "SCALE = 3.0"), 5)
+    found = []
+    for module in (one, other):
+        module(X, cache_key=KEYS)
+        store = row_store.open_store(module._streamload_options.place)
+        found.append(module_proof.fingerprint_of(module, module._streamload_options, store))
+    names = differences(found[0].parts, found[1].parts)
+    assert "arguments.width" in names
+    assert "code.helper" in names
+    assert "weights" in names
+    assert "code.deeper" not in names
+    assert Fingerprint.of(found[0].parts) == found[0]
+
+
+def test_what_cannot_be_described_is_an_error_that_names_it():
+    class Takes(nn.Module):
+        def __init__(self, what):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    takes = cache_module()(Takes)
+    for what in (open, (one for one in ()), iter([1])):  # a builtin is known
+        module = takes(what)
+        if what is open:
+            module(X, cache_key=KEYS)
+            continue
+        with pytest.raises(FeatureNotCacheable, match=r"Takes\(what=\) is a .*cache_module\(version="):
+            module(X, cache_key=KEYS)
+        assert cache_module(version="1")(Takes)(what)(X, cache_key=KEYS).shape == (2, 4)
+
+
+def test_an_attribute_that_cannot_be_described_is_an_error_that_names_it():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Identity()
+            self.child.source = iter([1])
+
+        def forward(self, x):
+            return x
+
+    with pytest.raises(FeatureNotCacheable, match=r"Holds.child.source is a builtins.list_iterator"):
+        cache_module()(Holds)()(X, cache_key=KEYS)
+
+
+def test_a_version_stands_for_code_and_weights():
+    one = extractor(SOURCE.replace("cache_module()", 'cache_module(version="1")'))
+    assert not is_hit(one)
+    torch.nn.init.ones_(one.linear.weight)
+    assert is_hit(one)
+    lazy = extractor(SOURCE.replace("cache_module()", 'cache_module(version="1")').replace("SCALE = 2", "SCALE = 9"))
+    with pytest.raises(FeatureMismatch, match="isn't what Extractor computes now"):
+        lazy(X[:1], cache_key=["new"])
+        is_hit(lazy)  # it is built by now: a canary
+    another = extractor(SOURCE.replace("cache_module()", 'cache_module(version="2")'))
+    assert not is_hit(another)
+
+
+def test_wrong_keys_are_found():
+    module = extractor()
+    module(X, cache_key=KEYS)
+    with pytest.raises(FeatureMismatch, match="'[ab]' was computed from another input"):
+        module(X.flip(0), cache_key=KEYS)
+    with pytest.raises(FeatureMismatch, match="'c' is given for two different inputs"):
+        module(X, cache_key=["c", "c"])
+    assert cache_info(module).mismatches == 1
+
+
+def test_random_inputs_are_found():
+    module = extractor()
+    torch.manual_seed(0)
+    with pytest.raises(FeatureMismatch, match="something random comes before the module"):
+        for _ in range(2):  # epochs
+            module(X + torch.randn_like(X), cache_key=KEYS)
+
+
+def test_rows_of_other_inputs_are_computed_again_where_that_is_wanted():
+    module = extractor(SOURCE.replace("cache_module()", 'cache_module(on_mismatch="recompute")'))
+    first = module(X, cache_key=KEYS)
+    for given in (X + 1, X + 2, X):
+        assert torch.equal(module(given, cache_key=KEYS), module(given))
+    assert torch.equal(module(X, cache_key=KEYS), first)
+    assert cache_info(module).mismatches == 3
+
+
+def test_forward_that_changes_its_module_is_not_stored(caplog):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x + self.calls
+
+    module = cache_module()(Counts)()
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 1)
+    assert "aren't stored, as computing changes it: attributes" in caplog.text
+    assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 2)
+    assert cache_info(module).stored == 0
+
+
+def test_code_that_is_replaced_while_it_runs_is_not_stored_as_the_old():
+    made = module_of(SOURCE)
+    module = made.Extractor()
+    module(X, cache_key=KEYS)
+    made.SCALE = 5.0
+    module(X, cache_key=["c", "d"])
+    fresh = extractor()
+    assert cache_info(fresh).hits == 0
+    fresh(X, cache_key=["c", "d"])
+    assert cache_info(fresh).hits == 0
+
+
+RUN = '''
+import json, sys, torch
+sys.path.insert(0, {folder!r})
+import made_here
+from streamload import cache_info
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(5))
+{before}
+module = made_here.Extractor({arguments})
+{after}
+result = module(X, cache_key={keys})
+info = cache_info(module)
+print(json.dumps([info.hits, info.rows_computed, info.builds, result.double().sum().item()]))
+'''
+
+
+class Runs:
+    """Runs of a training, each in a process of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.write(SOURCE)
+
+    def write(self, source):
+        (self.folder / "made_here.py").write_text(source)
+
+    def __call__(self, before="", after="", arguments="", keys=KEYS):
+        import json
+
+        script = RUN.format(
+            folder=str(self.folder), before=before, after=after, arguments=arguments, keys=repr(keys)
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return Runs(folder)
+
+
+def test_from_the_third_run_on_nothing_is_built(run):
+    first, second, third = run(), run(), run()
+    assert [one[:3] for one in (first, second, third)] == [[0, 2, 1], [2, 0, 1], [2, 0, 0]]
+    assert first[3] == second[3] == third[3]
+    assert run(after="module.eval()")[:3] == [0, 2, 1]  # another recipe
+    run.write(SOURCE.replace("SCALE = 2.0", "SCALE = 3.0"))
+    assert run()[:3] == [0, 2, 1]
+    run.write(SOURCE)
+    assert run()[:3] == [2, 0, 0]
+
+
+def test_an_unseeded_module_is_never_served(run):
+    run.write(SOURCE.replace("generator = torch.Generator().manual_seed(0)", "generator = None"))
+    results = [run() for _ in range(3)]
+    assert [one[:3] for one in results] == [[0, 2, 1]] * 3
+    assert len({one[3] for one in results}) == 3
+
+
+def test_a_seeded_module_is_served_for_its_seed_only(run):
+    run.write(SOURCE.replace("generator = torch.Generator().manual_seed(0)", "generator = None"))
+    seeded = [run(before="torch.manual_seed(0)") for _ in range(3)]
+    assert [one[:3] for one in seeded] == [[0, 2, 1], [2, 0, 1], [2, 0, 0]]
+    other = run(before="torch.manual_seed(1)")
+    assert other[:3] == [0, 2, 1]
+    assert other[3] != seeded[0][3]
+    assert run(before="torch.manual_seed(0)")[:3] == [2, 0, 0]
+
+
+LOADING = SOURCE.replace("self.linear.bias.zero_()", "self.linear.bias.copy_(torch.load(path))")
+
+
+def test_other_weights_in_a_file_are_seen_before_the_module_is_built(run):
+    run.write(LOADING)
+    path = run.folder / "weights.pt"
+    torch.save(torch.zeros(4), path)
+    arguments = f"path={str(path)!r}"
+    assert [run(arguments=arguments)[:3] for _ in range(3)] == [[0, 2, 1], [2, 0, 1], [2, 0, 0]]
+    os.utime(path)
+    assert run(arguments=arguments)[:3] == [2, 0, 1]  # who knows? it is built, and is the same
+    torch.save(torch.ones(4), path)
+    assert run(arguments=arguments)[:3] == [0, 2, 1]
+
+
+def test_a_named_file_of_weights_makes_one_build_enough(run):
+    path = run.folder / "weights.pt"
+    run.write(LOADING.replace("cache_module()", f"cache_module(weights={str(path)!r})"))
+    torch.save(torch.zeros(4), path)
+    arguments = f"path={str(path)!r}"
+    assert [run(arguments=arguments)[:3] for _ in range(2)] == [[0, 2, 1], [2, 0, 0]]
+    torch.save(torch.ones(4), path)
+    assert run(arguments=arguments)[:3] == [0, 2, 1]
+
+
+def test_a_build_that_asks_the_network_is_never_believed(run):
+    asking = "import socket; s = socket.socket(); s.connect_ex(('127.0.0.1', 9)); s.close()"
+    run.write(SOURCE.replace("        self.factor = 1.0\n", f"        self.factor = 1.0\n        {asking}\n"))
+    assert [run()[:3] for _ in range(3)] == [[0, 2, 1], [2, 0, 1], [2, 0, 1]]
+
+
+def test_a_build_by_an_environment_variable_is_found_out(run):
+    """Nothing tells that it was read: what is served before the build can't be taken back, but is said."""
+    run.write(
+        SOURCE.replace("import enum", "import enum, os").replace(
+            "self.factor = 1.0", 'self.factor = float(os.environ.get("FACTOR", "1"))'
+        )
+    )
+    assert [run()[:3] for _ in range(2)] == [[0, 2, 1], [2, 0, 1]]
+    script = "import os; os.environ['FACTOR'] = '2'"
+    assert run(before=script, after="module.linear")[:3] == [0, 2, 1]
+    code = RUN.format(folder=str(run.folder), before=script, after="", arguments="", keys=repr(KEYS))
+    code += "module(X, cache_key=['c', 'd'])\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (0, 1)
+    assert done.returncode == 0 or "was built otherwise than twice before (attributes" in done.stderr
+
+
+def test_records_that_cannot_be_read_are_none():
+    for data in (None, b"", b"{", b"[3]", b'[{"process": 1}]'):
+        assert builds.read_builds(data) == []
+
+
+def test_a_large_module_is_sampled_and_looked_at_whole_before_rows_are_stored():
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1024, 1024))
+
+        def forward(self, x):
+            return x @ self.weight[:4, :4]
+
+    module = cache_module()(Large)()
+    module(X, cache_key=KEYS)
+    module(X, cache_key=KEYS)
+    module.weight.data.mul_(2)  # a sample sees it
+    assert torch.equal(module(X, cache_key=KEYS), module(X).detach())
+    module.weight.data[0, 0] = 7.0  # one element, which no sample need see
+    made = module(X, cache_key=["c", "d"])
+    assert torch.equal(made, module(X).detach())
+    again = cache_module()(Large)()
+    again.weight.data.mul_(2)
+    assert torch.equal(again(X, cache_key=["c", "d"]), again(X).detach())
+
+
+def test_packages_count_by_version_and_the_project_by_code():
+    describer = Describer()
+    describer.reach(module_of(SOURCE).Extractor, "it")
+    assert describer.code["package torch"] == torch.__version__
+    assert {"Extractor", "Extractor.forward", "Base", "helper", "deeper", "Inner", "make.<locals>.by", "by"} & set(
+        describer.code
+    ) >= {"Extractor", "Extractor.forward", "Base", "helper", "deeper", "Inner", "by"}
+    assert not any("cache_module" in name for name in describer.code)
+
+
+def test_a_function_of_another_file_is_followed(tmp_path, monkeypatch):
+    (tmp_path / "made_elsewhere.py").write_text("RATE = 1.0\ndef rate(x):\n    return x * RATE\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = SOURCE.replace("import enum\n", "import enum\nimport made_elsewhere\n").replace(
+        "return deeper(x) * SCALE", "return made_elsewhere.rate(deeper(x)) * SCALE"
+    )
+    assert not is_hit(extractor(source))
+    assert is_hit(extractor(source))
+    sys.modules["made_elsewhere"].RATE = 2.0
+    assert not is_hit(extractor(source))
+    inside = textwrap.dedent(source).replace("import enum\nimport made_elsewhere\n", "import enum\n").replace(
+        "    return made_elsewhere.rate", "    import made_elsewhere\n    return made_elsewhere.rate"
+    )
+    assert not is_hit(extractor(inside))
+    assert is_hit(extractor(inside))
+    sys.modules["made_elsewhere"].RATE = 3.0
+    assert not is_hit(extractor(inside))
