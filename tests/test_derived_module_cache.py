@@ -151,7 +151,7 @@ def test_the_calls_of_the_readme_run_unchanged(tmp_path):
         def forward(self, x):
             with torch.no_grad():
                 features = self.vit(x)
-            return features
+            return features  # noqa: RET504 — as it stands there
 
     class Classifier(nn.Module):
         def __init__(self):
@@ -289,7 +289,9 @@ def test_results_keep_their_structure(kind):
     assert same(module(X, kind=kind, cache_key=keys(8)), expected)
     assert same(module(X, kind=kind, cache_key=keys(8)), expected)
     order = [3, 0, 7, 3]
-    assert same(module(X[order], kind=kind, cache_key=[keys(8)[at] for at in order]), Tree()(X[order], kind=kind))
+    assert same(
+        module(X[order], kind=kind, cache_key=[keys(8)[at] for at in order]), Tree()(X[order], kind=kind)
+    )
 
 
 def test_a_whole_result_may_hold_numbers_and_text():
@@ -342,7 +344,14 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize(
     "some",
-    [list(range(8)), torch.arange(8), np.arange(8), range(8), tuple(range(8)), [np.int64(at) for at in range(8)]],
+    [
+        list(range(8)),
+        torch.arange(8),
+        np.arange(8),
+        range(8),
+        tuple(range(8)),
+        [np.int64(at) for at in range(8)],
+    ],
     ids=lambda some: type(some).__name__,
 )
 def test_keys_may_be_given_in_any_sequence(some):
@@ -364,7 +373,7 @@ def test_a_tuple_that_is_no_batch_is_one_key():
 
 @pytest.mark.parametrize("key", [object(), {1: 2}, {1}, [object()], torch.zeros(2, 2), [["nested"]]])
 def test_a_key_of_no_stable_kind_fails(key):
-    with pytest.raises(OptionError, match="cache_key|keys for an input"):
+    with pytest.raises(OptionError, match=r"cache_key|keys for an input"):
         Cached()(X[:1], cache_key=key)
 
 
@@ -452,7 +461,9 @@ def test_a_gradient_for_the_input_is_refused():
         Cached()(X.clone().requires_grad_(), cache_key=keys(8))
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(10), nn.RNN(10, 4, 2, dropout=0.1, batch_first=True)], ids=repr)
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5), nn.BatchNorm1d(10), nn.RNN(10, 4, 2, dropout=0.1, batch_first=True)], ids=repr
+)
 def test_a_module_in_train_mode_whose_results_vary_is_refused(layer):
     class Varies(nn.Module):
         def __init__(self):
@@ -605,7 +616,9 @@ def test_building_later_draws_the_same_weights_and_disturbs_no_draw():
 
 
 @pytest.mark.parametrize("is_built", [False, True])
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
 def test_copies_and_pickles_are_the_same_module(twin, is_built):
     module = seeded(Cached)
     module.eval()
@@ -685,9 +698,7 @@ def test_threads_build_once_and_get_equal_rows():
 
     module = cache_module(version="1")(Slow)()
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(module(X, cache_key=keys(8)))) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(module(X, cache_key=keys(8)))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -740,7 +751,9 @@ def test_rows_can_be_listed_measured_and_cleared_by_name(tmp_path):
     two(X[:3], cache_key=keys(3, 100))
     listed = torch_module_cache.list_cache_entries(where)
     assert {name: len(some) for name, some in listed.items()} == {"one": 8, "two/../..": 3}
-    assert 0 < torch_module_cache.get_cache_size(where, "two/../..") < torch_module_cache.get_cache_size(where)
+    assert (
+        0 < torch_module_cache.get_cache_size(where, "two/../..") < torch_module_cache.get_cache_size(where)
+    )
     foreign = tmp_path / "here" / "notes.txt"
     foreign.write_text("mine")
     (tmp_path / "here" / "rows" / "link").symlink_to(foreign)
@@ -772,7 +785,7 @@ def test_an_option_that_cannot_be_used_fails(options, words):
 
 
 def test_only_modules_can_be_decorated():
-    with pytest.raises(TypeError, match="decorates a class of torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"decorates a class of torch\.nn\.Module"):
         cache_module()(dict)
     with pytest.raises(TypeError, match="no module that cache_module decorates"):
         cache_info(nn.Linear(1, 1))

@@ -2,20 +2,24 @@
 
 import contextlib
 import copy
+import importlib
 import itertools
 import logging
+import multiprocessing
 import os
-import subprocess
+import shutil
+import socket
 import sys
 import textwrap
 import types
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from streamload import FeatureMismatch, FeatureNotCacheable, cache_info, cache_module
-from streamload.derived import builds, module_proof, row_store
+from streamload.derived import builds, code, module_proof, row_store
 from streamload.derived.code import Describer
 from streamload.derived.fingerprint import Fingerprint, differences
 
@@ -144,7 +148,9 @@ CHANGES = {
     "an attribute of a base class": edited("bias = 0.5", "bias = 0.25"),
     "the code of a child": edited("return x.relu()", "return x.sigmoid()"),
     "code of __init__": edited("self.factor = 1.0", "self.factor = 1.25"),
-    "a default argument of forward": edited("def forward(self, x, scale=1):", "def forward(self, x, scale=2):"),
+    "a default argument of forward": edited(
+        "def forward(self, x, scale=1):", "def forward(self, x, scale=2):"
+    ),
     "a default argument of __init__": edited("width=4", "width=5"),
     "an enum's value": edited("FAST = 1", "FAST = 3"),
     "an argument": lambda: extractor(SOURCE, 5),
@@ -157,8 +163,12 @@ CHANGES = {
     "a weight": changed(lambda module: module.linear.weight.mul_(2)),
     "one element of a weight": changed(lambda module: module.linear.weight.view(-1)[3:4].add_(1)),
     "a weight through .data": changed(lambda module: module.linear.weight.data.mul_(2)),
-    "a weight replaced": changed(lambda module: setattr(module.linear, "weight", nn.Parameter(torch.ones(4, 4)))),
-    "weights swapped": changed(lambda module: module.linear.weight.copy_(module.linear.weight.flip(0).clone())),
+    "a weight replaced": changed(
+        lambda module: setattr(module.linear, "weight", nn.Parameter(torch.ones(4, 4)))
+    ),
+    "weights swapped": changed(
+        lambda module: module.linear.weight.copy_(module.linear.weight.flip(0).clone())
+    ),
     "a buffer": changed(lambda module: module.mean.add_(1)),
     "a buffer that isn't saved": changed(lambda module: module.hidden.add_(1)),
     "a buffer through .data": changed(lambda module: module.mean.data.add_(1)),
@@ -186,9 +196,8 @@ def test_a_change_is_another_row(what):
     assert is_hit(extractor())
 
 
-LATER = {
-    name: change
-    for name, change in {
+LATER = dict(
+    {
         "a weight": lambda module: module.linear.weight.mul_(2),
         "a weight through .data": lambda module: module.linear.weight.data.mul_(2),
         "a weight through numpy": lambda module: module.linear.weight.detach().numpy().__imul__(2),
@@ -201,7 +210,7 @@ LATER = {
         "a flag of a child": lambda module: module.inner.eval(),
         "a dtype": lambda module: module.bfloat16(),
     }.items()
-}
+)
 
 
 @pytest.mark.parametrize("what", LATER)
@@ -240,7 +249,9 @@ def moved(module):
 
 NO_CHANGES = {
     "the same again": lambda: extractor(),
-    "a comment": edited("    return deeper(x) * SCALE", "    # says what it does\n    return deeper(x) * SCALE"),
+    "a comment": edited(
+        "    return deeper(x) * SCALE", "    # says what it does\n    return deeper(x) * SCALE"
+    ),
     "a docstring": edited('"""Doc of the helper."""', '"""Another text."""'),
     "no docstring": edited('    """Doc."""\n', ""),
     "a class's docstring": edited('"""Doc."""', '"""Another."""'),
@@ -254,11 +265,15 @@ NO_CHANGES = {
     ),
     "a default said": lambda: extractor(SOURCE, 4),
     "a default named": lambda: extractor(SOURCE, width=4, act="relu", step=None),
-    "options of the cache": edited("@cache_module()", '@cache_module(cache_name="other", on_mismatch="recompute")'),
+    "options of the cache": edited(
+        "@cache_module()", '@cache_module(cache_name="other", on_mismatch="recompute")'
+    ),
     "eval and back": changed(lambda module: module.eval().train()),
     "double and back": changed(lambda module: module.float()),
     "a weight written as it was": changed(lambda module: module.linear.weight.mul_(1)),
-    "a state loaded as it was": changed(lambda module: module.load_state_dict(copy.deepcopy(module.state_dict()))),
+    "a state loaded as it was": changed(
+        lambda module: module.load_state_dict(copy.deepcopy(module.state_dict()))
+    ),
     "no gradient": changed(lambda module: module.requires_grad_(False)),
     "a copy": lambda: copy.deepcopy(extractor()),
     "a deleted source": lambda: moved(extractor()),
@@ -325,12 +340,13 @@ def test_an_attribute_that_cannot_be_described_is_an_error_that_names_it():
 def test_a_version_stands_for_code_and_weights():
     one = extractor(SOURCE.replace("cache_module()", 'cache_module(version="1")'))
     assert not is_hit(one)
-    torch.nn.init.ones_(one.linear.weight)
     assert is_hit(one)
-    lazy = extractor(SOURCE.replace("cache_module()", 'cache_module(version="1")').replace("SCALE = 2", "SCALE = 9"))
+    lazy = extractor(
+        SOURCE.replace("cache_module()", 'cache_module(version="1")').replace("SCALE = 2", "SCALE = 9")
+    )
+    lazy(X[:1], cache_key=["new"])  # is built for it
     with pytest.raises(FeatureMismatch, match="isn't what Extractor computes now"):
-        lazy(X[:1], cache_key=["new"])
-        is_hit(lazy)  # it is built by now: a canary
+        is_hit(lazy)  # a canary
     another = extractor(SOURCE.replace("cache_module()", 'cache_module(version="2")'))
     assert not is_hit(another)
 
@@ -338,7 +354,7 @@ def test_a_version_stands_for_code_and_weights():
 def test_wrong_keys_are_found():
     module = extractor()
     module(X, cache_key=KEYS)
-    with pytest.raises(FeatureMismatch, match="'[ab]' was computed from another input"):
+    with pytest.raises(FeatureMismatch, match=r"'[ab]' was computed from another input"):
         module(X.flip(0), cache_key=KEYS)
     with pytest.raises(FeatureMismatch, match="'c' is given for two different inputs"):
         module(X, cache_key=["c", "c"])
@@ -348,9 +364,9 @@ def test_wrong_keys_are_found():
 def test_random_inputs_are_found():
     module = extractor()
     torch.manual_seed(0)
+    module(X + torch.randn_like(X), cache_key=KEYS)
     with pytest.raises(FeatureMismatch, match="something random comes before the module"):
-        for _ in range(2):  # epochs
-            module(X + torch.randn_like(X), cache_key=KEYS)
+        module(X + torch.randn_like(X), cache_key=KEYS)  # in the second epoch
 
 
 def test_rows_of_other_inputs_are_computed_again_where_that_is_wanted():
@@ -392,42 +408,41 @@ def test_code_that_is_replaced_while_it_runs_is_not_stored_as_the_old():
     assert cache_info(fresh).hits == 0
 
 
-RUN = '''
-import json, sys, torch
-sys.path.insert(0, {folder!r})
-import made_here
-from streamload import cache_info
-X = torch.randn(2, 4, generator=torch.Generator().manual_seed(5))
-{before}
-module = made_here.Extractor({arguments})
-{after}
-result = module(X, cache_key={keys})
-info = cache_info(module)
-print(json.dumps([info.hits, info.rows_computed, info.builds, result.double().sum().item()]))
-'''
-
-
 class Runs:
-    """Runs of a training, each in a process of its own."""
+    """Runs of a training, each in a process of its own with generators of its own."""
 
     def __init__(self, folder):
         self.folder = folder
-        self.write(SOURCE)
+        self.source = SOURCE
 
     def write(self, source):
-        (self.folder / "made_here.py").write_text(source)
+        self.source = source
 
-    def __call__(self, before="", after="", arguments="", keys=KEYS):
-        import json
+    def __call__(self, before=torch.seed, after=lambda module: None, keys=KEYS, **arguments):
+        """Hits, computed rows and builds, and a sum over the result; or the error."""
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=self._run, args=(there, before, after, keys, arguments))
+        process.start()
+        there.close()
+        found = here.recv()
+        process.join()
+        here.close()
+        return found
 
-        script = RUN.format(
-            folder=str(self.folder), before=before, after=after, arguments=arguments, keys=repr(keys)
-        )
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+    def _run(self, there, before, after, keys, arguments):
+        torch.set_num_threads(1)
+        try:
+            before()
+            module = extractor(self.source, **arguments)
+            after(module)
+            result = module(X, cache_key=keys)
+            info = cache_info(module)
+            found = [info.hits, info.rows_computed, info.builds]
+            module(X, cache_key=["c", "d"])  # from here on it is built
+            there.send((*found, result.double().sum().item()))
+        except Exception as exc:
+            there.send(repr(exc))
 
 
 @pytest.fixture
@@ -437,32 +452,38 @@ def run(tmp_path):
     return Runs(folder)
 
 
+FIRST, BUILT, LAZY = (0, 2, 1), (2, 0, 1), (2, 0, 0)
+
+
 def test_from_the_third_run_on_nothing_is_built(run):
-    first, second, third = run(), run(), run()
-    assert [one[:3] for one in (first, second, third)] == [[0, 2, 1], [2, 0, 1], [2, 0, 0]]
-    assert first[3] == second[3] == third[3]
-    assert run(after="module.eval()")[:3] == [0, 2, 1]  # another recipe
+    results = [run() for _ in range(4)]
+    assert [one[:3] for one in results] == [FIRST, BUILT, LAZY, LAZY]
+    assert len({one[3] for one in results}) == 1
+    assert run(after=lambda module: module.eval())[:3] == FIRST  # another recipe
     run.write(SOURCE.replace("SCALE = 2.0", "SCALE = 3.0"))
-    assert run()[:3] == [0, 2, 1]
+    assert run()[:3] == FIRST
     run.write(SOURCE)
-    assert run()[:3] == [2, 0, 0]
+    assert run()[:3] == LAZY
+
+
+UNSEEDED = SOURCE.replace("generator = torch.Generator().manual_seed(0)", "generator = None")
 
 
 def test_an_unseeded_module_is_never_served(run):
-    run.write(SOURCE.replace("generator = torch.Generator().manual_seed(0)", "generator = None"))
-    results = [run() for _ in range(3)]
-    assert [one[:3] for one in results] == [[0, 2, 1]] * 3
-    assert len({one[3] for one in results}) == 3
+    run.write(UNSEEDED)
+    results = [run() for _ in range(4)]
+    assert [one[:3] for one in results] == [FIRST] * 4
+    assert len({one[3] for one in results}) == 4
 
 
 def test_a_seeded_module_is_served_for_its_seed_only(run):
-    run.write(SOURCE.replace("generator = torch.Generator().manual_seed(0)", "generator = None"))
-    seeded = [run(before="torch.manual_seed(0)") for _ in range(3)]
-    assert [one[:3] for one in seeded] == [[0, 2, 1], [2, 0, 1], [2, 0, 0]]
-    other = run(before="torch.manual_seed(1)")
-    assert other[:3] == [0, 2, 1]
+    run.write(UNSEEDED)
+    seeded = [run(before=lambda: torch.manual_seed(0)) for _ in range(3)]
+    assert [one[:3] for one in seeded] == [FIRST, BUILT, LAZY]
+    other = run(before=lambda: torch.manual_seed(1))
+    assert other[:3] == FIRST
     assert other[3] != seeded[0][3]
-    assert run(before="torch.manual_seed(0)")[:3] == [2, 0, 0]
+    assert run(before=lambda: torch.manual_seed(0))[:3] == LAZY
 
 
 LOADING = SOURCE.replace("self.linear.bias.zero_()", "self.linear.bias.copy_(torch.load(path))")
@@ -470,47 +491,51 @@ LOADING = SOURCE.replace("self.linear.bias.zero_()", "self.linear.bias.copy_(tor
 
 def test_other_weights_in_a_file_are_seen_before_the_module_is_built(run):
     run.write(LOADING)
-    path = run.folder / "weights.pt"
+    path = str(run.folder / "weights.pt")
     torch.save(torch.zeros(4), path)
-    arguments = f"path={str(path)!r}"
-    assert [run(arguments=arguments)[:3] for _ in range(3)] == [[0, 2, 1], [2, 0, 1], [2, 0, 0]]
+    assert [run(path=path)[:3] for _ in range(3)] == [FIRST, BUILT, LAZY]
     os.utime(path)
-    assert run(arguments=arguments)[:3] == [2, 0, 1]  # who knows? it is built, and is the same
+    assert run(path=path)[:3] == BUILT  # who knows? it is built, and is the same
     torch.save(torch.ones(4), path)
-    assert run(arguments=arguments)[:3] == [0, 2, 1]
+    assert run(path=path)[:3] == FIRST
 
 
 def test_a_named_file_of_weights_makes_one_build_enough(run):
-    path = run.folder / "weights.pt"
-    run.write(LOADING.replace("cache_module()", f"cache_module(weights={str(path)!r})"))
+    path = str(run.folder / "weights.pt")
+    run.write(LOADING.replace("cache_module()", f"cache_module(weights={path!r})"))
     torch.save(torch.zeros(4), path)
-    arguments = f"path={str(path)!r}"
-    assert [run(arguments=arguments)[:3] for _ in range(2)] == [[0, 2, 1], [2, 0, 0]]
+    assert [run(path=path)[:3] for _ in range(2)] == [FIRST, LAZY]
     torch.save(torch.ones(4), path)
-    assert run(arguments=arguments)[:3] == [0, 2, 1]
+    assert run(path=path)[:3] == FIRST
 
 
-def test_a_build_that_asks_the_network_is_never_believed(run):
-    asking = "import socket; s = socket.socket(); s.connect_ex(('127.0.0.1', 9)); s.close()"
+def test_a_build_that_asks_the_network_is_never_believed(run, monkeypatch):
+    monkeypatch.setattr(
+        module_proof, "asked", lambda: socket.socket().connect_ex(("127.0.0.1", 9)), raising=False
+    )
+    asking = "from streamload.derived import module_proof; module_proof.asked()"
     run.write(SOURCE.replace("        self.factor = 1.0\n", f"        self.factor = 1.0\n        {asking}\n"))
-    assert [run()[:3] for _ in range(3)] == [[0, 2, 1], [2, 0, 1], [2, 0, 1]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        assert [run()[:3] for _ in range(3)] == [FIRST, BUILT, BUILT]
 
 
 def test_a_build_by_an_environment_variable_is_found_out(run):
-    """Nothing tells that it was read: what is served before the build can't be taken back, but is said."""
+    """Nothing tells that it was read: what is served before the build can't be taken back, but it is said."""
     run.write(
         SOURCE.replace("import enum", "import enum, os").replace(
             "self.factor = 1.0", 'self.factor = float(os.environ.get("FACTOR", "1"))'
         )
     )
-    assert [run()[:3] for _ in range(2)] == [[0, 2, 1], [2, 0, 1]]
-    script = "import os; os.environ['FACTOR'] = '2'"
-    assert run(before=script, after="module.linear")[:3] == [0, 2, 1]
-    code = RUN.format(folder=str(run.folder), before=script, after="", arguments="", keys=repr(KEYS))
-    code += "module(X, cache_key=['c', 'd'])\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode in (0, 1)
-    assert done.returncode == 0 or "was built otherwise than twice before (attributes" in done.stderr
+    assert [run(keys=keys)[:3] for keys in (KEYS, KEYS, KEYS)] == [FIRST, BUILT, LAZY]
+    found = run(before=lambda: os.environ.update(FACTOR="2"), keys=["a", "b"], after=lambda module: None)
+    assert found[:3] == LAZY  # "c" and "d" are there, too
+    row_store.open_store(row_store.Place("")).disk.delete(
+        list(row_store.open_store(row_store.Place("")).disk.labels()["Extractor"])[2:]
+    )
+    found = run(before=lambda: os.environ.update(FACTOR="2"))
+    assert "FeatureMismatch" in found
+    assert "Extractor was built otherwise than twice before (attributes..factor)" in found
 
 
 def test_records_that_cannot_be_read_are_none():
@@ -544,9 +569,16 @@ def test_packages_count_by_version_and_the_project_by_code():
     describer = Describer()
     describer.reach(module_of(SOURCE).Extractor, "it")
     assert describer.code["package torch"] == torch.__version__
-    assert {"Extractor", "Extractor.forward", "Base", "helper", "deeper", "Inner", "make.<locals>.by", "by"} & set(
-        describer.code
-    ) >= {"Extractor", "Extractor.forward", "Base", "helper", "deeper", "Inner", "by"}
+    assert {
+        "Extractor",
+        "Extractor.forward",
+        "Base",
+        "helper",
+        "deeper",
+        "Inner",
+        "make.<locals>.by",
+        "by",
+    } & set(describer.code) >= {"Extractor", "Extractor.forward", "Base", "helper", "deeper", "Inner", "by"}
     assert not any("cache_module" in name for name in describer.code)
 
 
@@ -560,10 +592,44 @@ def test_a_function_of_another_file_is_followed(tmp_path, monkeypatch):
     assert is_hit(extractor(source))
     sys.modules["made_elsewhere"].RATE = 2.0
     assert not is_hit(extractor(source))
-    inside = textwrap.dedent(source).replace("import enum\nimport made_elsewhere\n", "import enum\n").replace(
-        "    return made_elsewhere.rate", "    import made_elsewhere\n    return made_elsewhere.rate"
+    inside = (
+        textwrap.dedent(source)
+        .replace("import enum\nimport made_elsewhere\n", "import enum\n")
+        .replace(
+            "    return made_elsewhere.rate", "    import made_elsewhere\n    return made_elsewhere.rate"
+        )
     )
     assert not is_hit(extractor(inside))
     assert is_hit(extractor(inside))
     sys.modules["made_elsewhere"].RATE = 3.0
     assert not is_hit(extractor(inside))
+
+
+def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path, monkeypatch):
+    site = tmp_path / "site-packages"
+    (site / "made_package-1.0.dist-info").mkdir(parents=True)
+    (site / "made_package-1.0.dist-info" / "METADATA").write_text("Name: made_package\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(code, "_INSTALLED", (str(site),))
+    source = SOURCE.replace("import enum\n", "import enum\nimport made_package\n").replace(
+        "return deeper(x) * SCALE", "return made_package.by(deeper(x)) * SCALE"
+    )
+    for origin, is_followed in ((None, False), ('{"url": "file:///x", "dir_info": {}}', True)):
+        if origin is not None:
+            (site / "made_package-1.0.dist-info" / "direct_url.json").write_text(origin)
+        found = []
+        for rate in (1.0, 2.0):
+            for cached in (code._package, code._direct_url, code._version):
+                cached.cache_clear()
+            sys.modules.pop("made_package", None)
+            shutil.rmtree(site / "__pycache__", ignore_errors=True)
+            (site / "made_package.py").write_text(f"def by(x):\n    return x * {rate}\n")
+            importlib.invalidate_caches()
+            describer = Describer()
+            describer.reach(module_of(source).helper, "it")
+            found.append(describer.code)
+        assert (found[0] != found[1]) is is_followed
+        assert ("package made_package" in found[0]) is not is_followed
+    for cached in (code._package, code._direct_url, code._version):
+        cached.cache_clear()
+    del sys.modules["made_package"]

@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,8 +40,8 @@ class Build:
 
     Attributes:
         process: in which it was built.
-        generators: a digest of the random generators' states before it.
-        draws: whether it drew from them.
+        generators: of each random generator a digest of its state before it.
+        draws: which of them it drew from.
         is_closed: whether all that it read is known: no network, no other process.
         files: what it read: path, size, time of change, inode.
         parts: of the fingerprint (`fingerprint.built_parts`), and the code that was reached by then.
@@ -50,8 +50,8 @@ class Build:
     """
 
     process: str
-    generators: str
-    draws: bool
+    generators: dict[str, str]
+    draws: list[str]
     is_closed: bool
     files: list[list[Any]]
     parts: dict[str, Any]
@@ -88,55 +88,66 @@ def written(builds: Sequence[Build], latest: Build) -> bytes:
     return json.dumps([asdict(one) for one in [*others, latest][-_KEPT:]]).encode()
 
 
-def believed(builds: Sequence[Build], generators: str, *, needed: int = 2) -> Build | None:
+def believed(
+    builds: Sequence[Build], generators: Mapping[str, str], *, has_weights: bool = False
+) -> Build | None:
     """The build that the next one will equal, if that is known.
 
     Args:
         builds: earlier ones by the same recipe.
-        generators: a digest of the random generators' states from which it would be built.
-        needed: in how many processes it must have come out the same.
+        generators: of the random generators from which it would be built, as in `Build`.
+        has_weights: all weights come from files that are known: one build is enough, and chance has no part.
     """
-    if any(one.draws for one in builds) and not _agree(builds, needed, apart=True):
-        builds = [one for one in builds if one.generators == generators]
-    if not _agree(builds, needed):
-        return None
-    return builds[-1] if builds[-1].still_holds() else None
+    drawn = {name for one in builds for name in one.draws}
+    needed = 1 if has_weights else 2
+    if not has_weights and drawn and not (_agree(builds, needed) and _are_apart(builds, drawn)):
+        builds = [one for one in builds if all(one.generators[name] == generators[name] for name in drawn)]
+    return builds[-1] if _agree(builds, needed) and builds[-1].still_holds() else None
 
 
-def _agree(builds: Sequence[Build], needed: int, *, apart: bool = False) -> bool:
-    """Whether enough builds came out the same; `apart`: from different states of the generators, too."""
-    if len({one.process for one in builds}) < needed:
-        return False
-    if apart and len({one.generators for one in builds}) < 2:
-        return False
-    return all(one.parts == builds[0].parts for one in builds)
+def _agree(builds: Sequence[Build], needed: int) -> bool:
+    """Whether builds in enough processes came out, all the same."""
+    are_enough = len({one.process for one in builds}) >= needed
+    return are_enough and all(one.parts == builds[0].parts for one in builds)
+
+
+def _are_apart(builds: Sequence[Build], drawn: set[str]) -> bool:
+    """Whether builds began from different states of each generator that any of them drew from."""
+    return all(len({one.generators[name] for one in builds}) > 1 for name in drawn)
+
+
+def _has_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class Generators:
     """The states of the random generators of Python, numpy and torch at a moment; to be taken up again."""
 
     def __init__(self) -> None:
-        self._states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        twister: Any = np.random.get_state(legacy=False)
+        self._states = (random.getstate(), twister, torch.get_rng_state())
+        self._cuda = torch.cuda.get_rng_state_all() if _has_cuda() else []
 
     def restore(self) -> None:
         """Let the generators go on from here."""
-        python, legacy, cpu = self._states
+        python, twister, cpu = self._states
         random.setstate(python)
-        np.random.set_state(legacy)
+        np.random.set_state(twister)
         torch.set_rng_state(cpu)
-        if self._cuda and torch.cuda.is_initialized() and len(self._cuda) == torch.cuda.device_count():
+        if self._cuda and _has_cuda() and len(self._cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self._cuda)
 
     @property
-    def digest(self) -> str:
-        """32 digits by which states can be compared."""
-        python, legacy, cpu = self._states
-        digest = hashlib.blake2b(repr(python).encode(), digest_size=16)
-        digest.update(repr(legacy[0::2]).encode() + np.asarray(legacy[1]).tobytes())
-        for state in (cpu, *self._cuda):
-            digest.update(state.numpy().tobytes())
-        return digest.hexdigest()
+    def digests(self) -> dict[str, str]:
+        """By generator, 32 digits by which states can be compared."""
+        python, twister, cpu = self._states
+        states = {
+            "python": repr(python).encode(),
+            "numpy": twister["state"]["key"].tobytes() + repr(twister["state"]["pos"]).encode(),
+            "torch": cpu.numpy().tobytes(),
+            "cuda": b"".join(state.numpy().tobytes() for state in self._cuda),
+        }
+        return {name: hashlib.blake2b(state, digest_size=16).hexdigest() for name, state in states.items()}
 
 
 def process_name() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import dis
 import enum
@@ -136,7 +137,7 @@ class Describer:
     def _array(self, array: np.ndarray[Any, Any], where: str) -> Any:
         if array.dtype.hasobject:
             return ["array", list(array.shape), self.value(array.tolist(), where)]
-        data = xxh3_128(np.ascontiguousarray(array).tobytes()).hexdigest()
+        data = xxh3_128(array.tobytes()).hexdigest()
         return ["array", array.dtype.str, list(array.shape), data]
 
     def _of_subclass(self, value: Any, where: str) -> Any:
@@ -181,6 +182,7 @@ class Describer:
             return name
         self._known[id(value)] = (value, name)
         if isinstance(value, types.ModuleType):
+            self.code[f"file of {name}"] = _file_digest(value)
             return name
         digest = self._class(value, name) if isinstance(value, type) else self._function(value, name)
         if self.code.setdefault(name, digest) != digest:
@@ -323,6 +325,8 @@ def _globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[s
             yield from _globals_of(inner, names)
     chain, value = "", None
     imported = None
+    local: dict[str, Any] = {}  # modules that are imported inside
+    before = ""
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             missing = object()
@@ -335,14 +339,27 @@ def _globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[s
         chain, value = "", None
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in names:
             chain, value = step.argval, names[step.argval]
+        elif step.opname.startswith("LOAD_FAST") and step.argval in local:
+            chain, value = step.argval, local[step.argval]
         elif step.opname == "IMPORT_NAME":
             imported = _imported(step.argval, names)
-            if imported is not None:
+            if imported is not None and not _is_namespace(imported):
                 yield step.argval, imported
-        elif step.opname == "IMPORT_FROM" and hasattr(imported, step.argval):
-            yield step.argval, getattr(imported, step.argval)
+        elif step.opname == "IMPORT_FROM" and imported is not None:
+            yield step.argval, getattr(imported, step.argval, imported)
+        elif step.opname == "STORE_FAST" and before == "IMPORT_NAME" and imported is not None:
+            local[step.argval] = sys.modules.get(imported.__name__.partition(".")[0], imported)
+        before = step.opname
     if chain:
         yield chain, value
+
+
+def _file_digest(module: types.ModuleType) -> str:
+    """Of a module that is passed around as a whole the text of its file counts."""
+    file = getattr(module, "__file__", None)
+    with contextlib.suppress(OSError):
+        return "" if file is None else xxh3_128(pathlib.Path(file).read_bytes()).hexdigest()
+    return ""
 
 
 def _is_namespace(value: Any) -> bool:
@@ -403,18 +420,25 @@ def _package_of(value: Any) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _package(name: str) -> str | None:
     top = name.partition(".")[0]
+    if top in ("__main__", "__mp_main__"):
+        return None
     if top == "streamload" or top in sys.builtin_module_names:
         return top
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
-        if name in ("__main__", "__mp_main__"):
-            return None
-        return (
-            top
-            if top in sys.stdlib_module_names or getattr(sys.modules.get(name), "__spec__", None)
-            else None
-        )
-    return top if file.startswith(_INSTALLED) else None
+        is_known = top in sys.stdlib_module_names or getattr(sys.modules.get(name), "__spec__", None)
+        return top if is_known else None
+    if not file.startswith(_INSTALLED):
+        return None
+    return None if '"dir_info"' in _direct_url(top) else top
+
+
+@functools.cache
+def _direct_url(package: str) -> str:
+    """From where a package was installed, if not from an index: a folder, which may change, or a commit."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        return importlib.metadata.distribution(package).read_text("direct_url.json") or ""
+    return ""
 
 
 @functools.cache
@@ -423,12 +447,13 @@ def _version(package: str) -> str:
     if package in sys.builtin_module_names or (file.startswith(_STANDARD) and "-packages" not in file):
         return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     version = getattr(sys.modules.get(package), "__version__", None)
-    if isinstance(version, str):
-        return version
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    if not isinstance(version, str):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+    origin = _direct_url(package)
+    return f"{version} {digest_of(origin)[:8]}" if origin else version
 
 
 def _text(described: Any) -> str:

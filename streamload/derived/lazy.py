@@ -23,6 +23,7 @@ from streamload.derived.builds import Generators
 _PENDING = "_streamload_pending"
 _BUILDING = "_streamload_building"
 _building = threading.RLock()
+_metaclasses: dict[type, type] = {}
 _PROBED = (
     torch.float64,
     torch.float32,
@@ -78,16 +79,20 @@ class Lazily(type):
             built._streamload_made(args, kwargs)
             return built
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
-        module = cls.__new__(cls, *args, **kwargs)
+        make: Any = cls.__new__
+        module = make(cls, *args, **kwargs)
         module.__dict__[_PENDING] = Pending(args, kwargs, Generators())
         module.__dict__["training"] = True
         return module
 
 
-@functools.cache
 def lazy_metaclass(of: type) -> type:
     """A metaclass that builds lazily, for a class that has another already."""
-    return Lazily if of is type else type("Lazily", (Lazily, of), {})
+    if of is type or issubclass(of, Lazily):
+        return Lazily if of is type else of
+    if of not in _metaclasses:
+        _metaclasses[of] = type("Lazily", (Lazily, of), {})
+    return _metaclasses[of]
 
 
 def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: dict[str, Any]) -> Any:
@@ -156,7 +161,7 @@ class LazyModule(torch.nn.Module):
 
     def __dir__(self) -> list[str]:
         build(self)
-        return list(super().__dir__())
+        return list(super().__dir__())  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(not built yet)" if is_pending(self) else super().__repr__()
@@ -180,7 +185,7 @@ class LazyModule(torch.nn.Module):
         meaning = _meaning_of(fn) if is_pending(self) and recurse else None
         if meaning is None:
             build(self)
-            return super()._apply(fn, recurse)
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         pending_of(self).ask("_apply", (fn,), meaning)
         return self
 
@@ -193,7 +198,7 @@ class LazyModule(torch.nn.Module):
         if _PENDING in state:
             self.__dict__.update(state)
         else:
-            super().__setstate__(state)
+            super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = type(self).__new__(type(self))

@@ -177,11 +177,11 @@ class Cached(LazyModule):
             type(self), pending.arguments, pending.keywords
         )
         with watched() as inputs:
-            before = Generators().digest
+            before = Generators().digests
             super()._streamload_build(pending)
         self.__dict__["_streamload_description"] = description
         _count(self, "builds")
-        record_build(self, pending, description, before, Generators().digest, inputs)
+        record_build(self, pending, description, before, inputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache_key = kwargs.pop("cache_key", None)
@@ -227,12 +227,17 @@ def _decorated(cls: type[torch.nn.Module], options: Options, names: dict[str, An
     return made_lazy(cls, Cached, {"_streamload_options": options})
 
 
-@functools.cache
 def _subclass(cls: type[torch.nn.Module], options: Options) -> Any:
+    if (cls, options) in _subclasses:
+        return _subclasses[cls, options]
     bases = (cls,) if issubclass(cls, Cached) else (Cached, cls)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     made = {**names, "_streamload_options": options, "_streamload_wrapped": cls}
-    return lazy_metaclass(type(cls))(cls.__name__, bases, made)
+    _subclasses[cls, options] = lazy_metaclass(type(cls))(cls.__name__, bases, made)
+    return _subclasses[cls, options]
+
+
+_subclasses: dict[tuple[type, Options], Any] = {}
 
 
 def _unwrapped(cls: type[torch.nn.Module], options: Options) -> Any:

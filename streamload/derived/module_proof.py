@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from streamload.derived.builds import Build, Inputs, believed, process_name, read_builds, written
+from streamload.derived.builds import Build, Generators, Inputs, believed, process_name, read_builds, written
 from streamload.derived.code import Describer, digest_of
 from streamload.derived.fingerprint import (
     FORMAT,
@@ -198,7 +198,7 @@ def _believed(
     if proof.believed is not None and proof.believed[0] == asked:
         return proof.believed[1]
     builds = read_builds(store.disk.read_note(_recipe(description, pending)))
-    known = believed(builds, pending.generators.digest, needed=1 if options.weights is not None else 2)
+    known = believed(builds, pending.generators.digests, has_weights=options.weights is not None)
     if known is not None:
         proof.believed = (asked, known)
     return known
@@ -212,7 +212,7 @@ def _recipe(description: Description, pending: Pending) -> bytes:
 
 
 def record_build(
-    module: Any, pending: Pending, description: Description, before: str, after: str, inputs: Inputs
+    module: Any, pending: Pending, description: Description, before: dict[str, str], inputs: Inputs
 ) -> None:
     """Remember how a module came out, for those that aren't built."""
     options = module._streamload_options
@@ -230,7 +230,7 @@ def record_build(
     latest = Build(
         process_name(),
         before,
-        before != after,
+        [name for name, state in Generators().digests.items() if state != before[name]],
         inputs.is_closed or options.weights is not None,
         inputs.files(strings),
         {**built.parts, "code": built.code},

@@ -191,7 +191,7 @@ def _as_bytes(leaf: Any, rows: int) -> np.ndarray[Any, Any]:
 
 def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
     """A row as it is stored under a key; `input_digest` is 0 where the input isn't known."""
-    checksum = _checksum(key, input_digest, layout + body)
+    checksum = _checksum(key, len(layout), input_digest, layout + body)
     return _HEAD.pack(_MAGIC, len(layout), input_digest, checksum) + layout + body
 
 
@@ -219,14 +219,14 @@ def unseal(key: bytes, data: bytes) -> Row:
     if len(data) < _HEAD.size or data[:4] != _MAGIC:
         raise CacheCorrupt(f"the row {key.hex()} has no head")
     _, layout_bytes, input_digest, checksum = _HEAD.unpack_from(data)
-    if checksum != _checksum(key, input_digest, memoryview(data)[_HEAD.size :]):
+    if checksum != _checksum(key, layout_bytes, input_digest, memoryview(data)[_HEAD.size :]):
         raise CacheCorrupt(f"the row {key.hex()} fails its checksum")
     start = _HEAD.size + layout_bytes
     return Row(data[_HEAD.size : start], memoryview(data)[start:], input_digest)
 
 
-def _checksum(key: bytes, input_digest: int, rest: bytes | memoryview) -> int:
-    seed = xxh3_64_intdigest(key, input_digest)
+def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:
+    seed = xxh3_64_intdigest(b"%d:%b" % (layout_bytes, key), input_digest)
     return int(xxh3_64_intdigest(rest, seed))
 
 

@@ -33,6 +33,7 @@ from streamload.derived.rows_database import (
     diskcache,
     is_broken,
     log_bytes,
+    rows_at_once,
     select_labels,
     select_rows,
     size_of,
@@ -163,10 +164,9 @@ class Rows:
         """
         stored = 0
         limit_bytes = self.limit_bytes
-        for some in _in_portions(rows, log_bytes(limit_bytes)):
-            stored += self._attempt(
-                lambda opened, some=some: self._store(opened, some, label, limit_bytes), 0
-            )
+        for some in _in_portions(rows, rows_at_once(limit_bytes), log_bytes(limit_bytes) // 2):
+            store = functools.partial(self._store, rows=some, label=label, limit_bytes=limit_bytes)
+            stored += self._attempt(store, 0)
         self.counts.refused += len(rows) - stored
         return stored
 
@@ -313,13 +313,13 @@ class Rows:
 
 
 def _in_portions(
-    rows: Sequence[tuple[bytes, bytes]], most_bytes: int
+    rows: Sequence[tuple[bytes, bytes]], most: int, most_bytes: int
 ) -> Iterator[Sequence[tuple[bytes, bytes]]]:
-    """Rows in transactions that don't make the log longer than it should be."""
+    """Rows in transactions of at most so many, and of so many bytes but for one row."""
     some: list[tuple[bytes, bytes]] = []
     size = 0
     for row in rows:
-        if some and size + len(row[1]) > most_bytes // 2:
+        if some and (size + len(row[1]) > most_bytes or len(some) == most):
             yield some
             some, size = [], 0
         some.append(row)

@@ -25,8 +25,10 @@ FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 _WAIT_SECONDS = 20.0
 _PAGE_BYTES, _SMALL_PAGE_BYTES = 16384, 4096
 _SMALL_LIMIT_BYTES = 64 << 20
-_LOG_SHARE = 16
-"""A sixteenth of the limit is for the log."""
+_LOG_SHARE = 8
+"""An eighth of the limit is for the log."""
+_PAGES_PER_ROW = 8
+"""So many a transaction may write for a row and one that goes for it: its own, and those of indexes."""
 _MOST_LOG_BYTES = 8 << 20
 _RAW = 1  # diskcache's MODE_RAW
 
@@ -79,7 +81,7 @@ class Database:
         self._path = root / DATABASE
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
-        page_bytes = _SMALL_PAGE_BYTES if limit_bytes < _SMALL_LIMIT_BYTES else _PAGE_BYTES
+        page_bytes = _page_bytes(limit_bytes)
         if not self._path.exists():
             _create(self._path, page_bytes)
         self.cache = diskcache().Cache(
@@ -223,6 +225,15 @@ def clear(opened: Database, label: str | None) -> int:
         opened.execute("VACUUM")
         opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return int(count)
+
+
+def _page_bytes(limit_bytes: int) -> int:
+    return _SMALL_PAGE_BYTES if limit_bytes < _SMALL_LIMIT_BYTES else _PAGE_BYTES
+
+
+def rows_at_once(limit_bytes: int) -> int:
+    """How many rows a transaction may have so that the log stays as long as it should be."""
+    return max(1, log_bytes(limit_bytes) // _page_bytes(limit_bytes) // _PAGES_PER_ROW)
 
 
 def log_bytes(limit_bytes: int) -> int:

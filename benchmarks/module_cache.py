@@ -1,0 +1,209 @@
+"""Rows of a module that are there: what reading them takes, and their bytes, beside Torch Module Cache.
+
+Question: features of 3 KB lie on disk; how much CPU time does a row take in batches of 64, by streamload's
+`cache_module`, by Torch Module Cache and by a pickle a sample? How many bytes do they take on disk, by the
+batch in which they were computed? And what does the first pass take that stores them?
+
+Command: python -m benchmarks.module_cache
+
+The module is a linear layer, so that nearly all of a pass over stored rows is the cache. Each contender is
+a process of its own a round, which first stores all rows, in batches of 1, 64 or 256, and then passes over
+them in batches of 64, in another order; the time is the CPU time of the last pass of three. "compute" is the
+module without a cache. Storing is measured against computing by a ViT-tiny of seeded weights: CPU time of a
+first pass with and without the cache. Torch Module Cache runs as it is; "singly" its rows are computed one by
+one, so that each file holds one row; as it writes batches, each file holds all of its batch.
+
+Result: results/module_cache.json
+
+Explanation: a batch here is one statement to SQLite and two checksums a row. A file a row costs an open, a
+zip directory and an unpickling.
+"""
+
+import argparse
+import json
+import pickle
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import turns
+from benchmarks.turns import Contender
+
+WIDTH = 768
+"""Numbers of a row: 3 KB."""
+CONTENDERS = [
+    Contender("streamload", "", {"kind": "streamload", "stored_in": 64}),
+    Contender("streamload, batches of 1", "", {"kind": "streamload", "stored_in": 1}),
+    Contender("streamload, batches of 256", "", {"kind": "streamload", "stored_in": 256}),
+    Contender("streamload, memory", "", {"kind": "streamload", "stored_in": 64, "level": "MEMORY"}),
+    Contender("torch-module-cache", "", {"kind": "peer", "stored_in": 64}, "torch_module_cache"),
+    Contender("torch-module-cache, singly", "", {"kind": "peer", "stored_in": 1}, "torch_module_cache"),
+    Contender("a pickle a sample", "", {"kind": "pickle", "stored_in": 64}),
+    Contender("compute", "", {"kind": "none", "stored_in": 64}),
+    Contender("ViT-tiny", "", {"kind": "none", "stored_in": 64, "model": "vit"}),
+    Contender("ViT-tiny, stored", "", {"kind": "streamload", "stored_in": 64, "model": "vit"}),
+]
+ROWS, QUICK_ROWS = 4096, 256
+VIT_ROWS, QUICK_VIT_ROWS = 128, 8
+PASSES, BATCH = 3, 64
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(one(**json.loads(sys.argv[2]))))
+        return
+    given = turns.arguments(__doc__, rounds=5, names=[contender.name for contender in CONTENDERS])
+    contenders = turns.chosen(given, CONTENDERS)
+    rows: list[dict[str, Any]] = []
+    with turns.scratch() as directory:
+        for round_ in range(given.rounds):
+            for contender in turns.rotated(contenders, round_):
+                with turns.empty_directory(directory) as empty:
+                    rows.append(measure(contender, given, str(empty), round_))
+    medians = turns.medians(rows)
+    hit = {name: turns.ratio(medians, "hit_cpu_us", name, "streamload") for name in medians}
+    turns.write(
+        given,
+        "module_cache",
+        {
+            "settings": {"row_bytes": 4 * WIDTH, "rows": ROWS, "batch": BATCH, "vit_rows": VIT_ROWS},
+            "seeds": list(range(given.rounds)),
+            "rounds": rows,
+            "medians": medians,
+            "ratios": {"CPU time of a row": hit},
+            "targets": [
+                turns.target(
+                    "CPU of a hit: its files singly ÷ ours",
+                    hit.get("torch-module-cache, singly"),
+                    at_least=10,
+                ),
+                turns.target(
+                    "CPU of a hit: its files as written ÷ ours", hit.get("torch-module-cache"), at_least=20
+                ),
+                *(
+                    turns.target(f"{name}: bytes on disk ÷ payload", row["disk_ratio"], at_most=1.5)
+                    for name, row in medians.items()
+                    if name.startswith("streamload") and "memory" not in name
+                ),
+                turns.target(
+                    "ViT-tiny: a first pass that stores ÷ one that doesn't",
+                    turns.ratio(medians, "first_cpu_us", "ViT-tiny, stored", "ViT-tiny"),
+                    at_most=1.02,
+                ),
+            ],
+        },
+    )
+
+
+def measure(contender: Contender, given: argparse.Namespace, directory: str, seed: int) -> dict[str, Any]:
+    """One contender in a process of its own."""
+    is_vit = contender.job.get("model") == "vit"
+    rows = (QUICK_VIT_ROWS if given.quick else VIT_ROWS) if is_vit else (QUICK_ROWS if given.quick else ROWS)
+    job = {**contender.job, "directory": directory, "rows": rows, "seed": seed}
+    python = turns.interpreters(given).of(contender)
+    done = subprocess.run(
+        [str(python), "-m", "benchmarks.module_cache", "--one", json.dumps(job)],
+        cwd=turns.ROOT,
+        env={**turns.environment(), "STREAMLOAD_CACHE_SIZE": "50GB"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=turns.LIMIT_SECONDS,
+    )
+    return {"contender": contender.name, "round": seed, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def one(
+    kind: str,
+    stored_in: int,
+    directory: str,
+    rows: int,
+    seed: int,
+    level: str = "DISK",
+    model: str = "linear",
+) -> dict[str, Any]:
+    """Store all rows, read them, and say what that took."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    is_vit = model == "vit"
+    inputs = torch.randn(rows, 3, 224, 224) if is_vit else torch.randn(rows, 32)
+    call = caller(kind, directory, level, is_vit)
+    began = time.process_time()
+    for start in range(0, rows, stored_in):
+        call(inputs[start : start + stored_in], list(range(start, min(rows, start + stored_in))))
+    first_us = (time.process_time() - began) / rows * 1e6
+    order = list(range(rows))
+    random.Random(seed).shuffle(order)
+    hit_us = 0.0
+    for _ in range(0 if is_vit else PASSES):
+        began = time.process_time()
+        for start in range(0, rows, BATCH):
+            some = order[start : start + BATCH]
+            call(inputs[some], some)
+        hit_us = (time.process_time() - began) / rows * 1e6
+    taken = sum(path.stat().st_blocks * 512 for path in Path(directory).rglob("*") if path.is_file())
+    return {"first_cpu_us": first_us, "hit_cpu_us": hit_us, "disk_ratio": taken / (rows * 4 * WIDTH)}
+
+
+def caller(kind: str, directory: str, level: str, is_vit: bool) -> Any:
+    """A function of inputs and keys, by one of the caches."""
+    import torch
+    from torch import nn
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    class Vit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            from transformers import ViTConfig, ViTModel
+
+            config = ViTConfig(
+                hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768
+            )
+            self.vit = ViTModel(config).eval()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.vit(x).last_hidden_state[:, 0]
+            return found
+
+    cls = Vit if is_vit else Linear
+    if kind == "streamload":
+        import streamload
+
+        module = streamload.cache_module(directory, cache_level=getattr(streamload.CacheLevel, level))(
+            cls
+        )().eval()
+        return lambda x, keys: module(x, cache_key=keys)
+    if kind == "peer":
+        import torch_module_cache
+
+        peer = torch_module_cache.cache_module(cache_path=directory)(cls)()
+        return lambda x, keys: peer(x, cache_key=keys)
+    plain = cls().eval()
+    if kind == "none":
+        return torch.no_grad()(lambda x, keys: plain(x))
+
+    def pickled(x: torch.Tensor, keys: list[int]) -> torch.Tensor:
+        paths = [Path(directory) / f"{key}.pkl" for key in keys]
+        if not paths[0].exists():
+            with torch.no_grad():
+                for path, row in zip(paths, plain(x).numpy(), strict=True):
+                    path.write_bytes(pickle.dumps(row))
+        return torch.stack([torch.from_numpy(pickle.loads(path.read_bytes())) for path in paths])
+
+    return pickled
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,595 @@
+"""The store of rows: bounded, shared by processes, whole after kills, and never fooled by damaged bytes."""
+
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from streamload import CacheError, CacheLevel, cache_info, cache_module
+from streamload.cache import memory
+from streamload.derived import row_store, rows, rows_database
+from streamload.derived.row_format import Result, join, layout_of, seal, unseal
+from streamload.derived.row_store import Place, RowStore
+from streamload.derived.rows import RowCounts, Rows
+from streamload.errors import CacheCorrupt
+
+KIB = 1 << 10
+KILLS = int(os.environ.get("KILLS", "25"))
+"""So many writers are killed in a test."""
+START_METHODS = ["fork", "spawn", "forkserver"]
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    rows._SAID.clear()
+    row_store._said.clear()
+    yield
+    row_store.close_stores()
+
+
+@pytest.fixture(params=["diskcache", "diskcache_community"])
+def library(request, monkeypatch):
+    """Each of the libraries that can keep the rows."""
+    made = pytest.importorskip(request.param)
+    monkeypatch.setattr(rows_database, "diskcache", lambda: made)
+    monkeypatch.setattr(rows, "diskcache", lambda: made)
+    rows_database._bytes_disk.cache_clear()
+    yield made
+    rows_database._bytes_disk.cache_clear()
+
+
+@contextlib.contextmanager
+def opened(root, limit_bytes=1 << 30):
+    found = Rows(root, lambda used_bytes: limit_bytes, RowCounts())
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def key(number):
+    return number.to_bytes(32, "big")
+
+
+def row(number, size=100, seed=0):
+    body = random.Random(f"{seed} {number}").randbytes(size)
+    return key(number), seal(key(number), b'["v",null]', body, number)
+
+
+def bodies(found, numbers):
+    return {at: bytes(found[key(at)].body) for at in numbers if key(at) in found}
+
+
+def expected(numbers, size=100):
+    return {at: random.Random(f"0 {at}").randbytes(size) for at in numbers}
+
+
+def test_rows_come_back_as_they_were(library, tmp_path):
+    with opened(tmp_path / "rows") as store:
+        assert store.write([row(at) for at in range(700)], "label") == 700
+        found = store.read([key(at) for at in range(1200)])
+        assert bodies(found, range(1200)) == expected(range(700))
+        assert found[key(3)].input_digest == 3
+        assert store.labels() == {"label": [key(at) for at in range(700)]}
+        store.delete([key(0), key(1)])
+        store.write_note(b"note", b"text", "other")
+        assert store.read_note(b"note") == b"text"
+        assert store.read_note(b"none") is None
+    with opened(tmp_path / "rows") as store:
+        assert len(store.read([key(at) for at in range(700)])) == 698
+        assert store.clear("label") == 698
+        assert store.labels() == {}
+        assert store.read_note(b"note") == b"text"
+        assert store.clear() == 0
+        assert store.read_note(b"note") is None
+    assert os.stat(tmp_path / "rows").st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "rows").iterdir()} == {0o600}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 2**64 - 1), st.data())
+def test_any_flipped_bit_or_cut_is_found(body, digest, data):
+    sealed = seal(key(1), b'["v",1]', body, digest)
+    assert bytes(unseal(key(1), sealed).body) == body
+    at = data.draw(st.integers(0, 8 * len(sealed) - 1))
+    flipped = bytearray(sealed)
+    flipped[at // 8] ^= 1 << at % 8
+    for bad in (bytes(flipped), sealed[: data.draw(st.integers(0, len(sealed) - 1))], sealed + b"\0"):
+        with pytest.raises(CacheCorrupt):
+            unseal(key(1), bad)
+    with pytest.raises(CacheCorrupt):
+        unseal(key(2), sealed)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b'["t","float99",[2]]',
+        b'["c","os:system",[]]',
+        b'["c","subprocess:Popen",[["args",["v","id"]]]]',
+        b'["c","builtins:list",[]]',
+        b'["c","nowhere:Nothing",[]]',
+        b'["q",1]',
+        b"[" * 5000,
+    ],
+)
+def test_a_layout_that_is_none_or_names_no_record_is_corrupt(text):
+    with pytest.raises(CacheCorrupt):
+        layout_of(text)
+
+
+@given(
+    st.lists(st.sampled_from([torch.float32, torch.int8, torch.bfloat16, torch.bool]), max_size=4),
+    st.integers(1, 5),
+)
+def test_rows_of_any_tensors_join_to_what_they_were(dtypes, count):
+    value = tuple(torch.randn(count, at, 2).to(dtype) for at, dtype in enumerate(dtypes))
+    result = Result(value, count)
+    stored = [
+        unseal(key(at), seal(key(at), result.layout, body, 1)) for at, body in enumerate(result.bodies())
+    ]
+    layout, leaves = join(stored, torch.device("cpu"), is_row=True)
+    for one, other in zip(layout.build(leaves), value, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("size", "limit_bytes"), [(200, 512 * KIB), (3000, 512 * KIB), (40_000, 3000 * KIB)])
+def test_what_it_takes_stays_below_its_limit(library, tmp_path, limit_bytes, size):
+    root = tmp_path / "rows"
+    total = 2 * limit_bytes // size
+    with opened(root, limit_bytes) as store:
+        most = 0
+        for start in range(0, total, 64):
+            store.write([row(at, size) for at in range(start, min(total, start + 64))], "it")
+            most = max(most, sum(path.stat().st_size for path in root.iterdir()))
+            store.read([key(0)])
+        assert most <= 1.05 * limit_bytes
+        kept = [at for at in range(total) if key(at) in store.read([key(at)])]
+        assert len(kept) * size > (0.4 if size > 1000 else 0.15) * limit_bytes
+        assert store.counts.evicted + store.counts.refused >= total - len(kept)
+        assert bodies(store.read([key(at) for at in kept]), kept) == expected(kept, size)
+
+
+def test_what_was_not_read_for_longest_goes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_FULL_ENOUGH", 0.0)
+    with opened(tmp_path / "rows", 1000 * KIB) as store:
+        for start in range(0, 600, 20):
+            store.write([row(at, 3000) for at in range(start, start + 20)], "it")
+            assert key(3) in store.read([key(3)])
+        assert store.counts.evicted > 200
+        assert key(4) not in store.read([key(4)])
+
+
+def test_a_limit_below_one_row_stores_nothing_and_says_so_once(tmp_path, caplog):
+    with opened(tmp_path / "rows", 100 * KIB) as store, caplog.at_level(logging.WARNING):
+        for at in range(5):
+            assert store.write([row(at, 200_000)], "it") == 0
+        assert store.counts.refused == 5
+        assert len([one for one in caplog.records if "no room" in one.message]) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 64, 256])
+@pytest.mark.parametrize("size", [1536, 3072])
+def test_bytes_on_disk_are_close_to_the_payload_whatever_the_batch(tmp_path, batch, size):
+    class Wide(nn.Module):
+        def forward(self, x):
+            return x.expand(len(x), size // 4)
+
+    module = cache_module(cache_path=str(tmp_path / "here"))(Wide)()
+    given = torch.arange(1024.0)[:, None]
+    for start in range(0, 1024, batch):
+        module(given[start : start + batch], cache_key=list(range(start, start + batch)))
+    row_store.close_stores()
+    taken = sum(path.stat().st_size for path in (tmp_path / "here" / "rows").iterdir())
+    assert taken <= 1.5 * 1024 * size
+
+
+def damage(path, at, data):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_flipped_bits_in_a_row_are_a_miss_and_counted(library, tmp_path, caplog):
+    root = tmp_path / "rows"
+    with opened(root) as store:
+        store.write([row(at, 3000) for at in range(20)], "it")
+    content = bytearray((root / "cache.db").read_bytes())
+    for at, body in expected([3, 7], 3000).items():
+        place = content.index(body) + 10 * at
+        damage(root / "cache.db", place, bytes([content[place] ^ 4]))
+    with opened(root) as store, caplog.at_level(logging.WARNING):
+        found = store.read([key(at) for at in range(20)])
+        assert set(found) == {key(at) for at in range(20) if at not in (3, 7)}
+        assert store.counts.corrupt == 2
+        store.write([row(3, 3000)], "it")
+        assert bodies(store.read([key(3)]), [3]) == expected([3], 3000)
+    assert "fails its checksum" in caplog.text
+
+
+def test_rows_that_were_swapped_are_misses(tmp_path):
+    with opened(tmp_path / "rows") as store:
+        store.write([row(1), row(2)], "it")
+    with contextlib.closing(sqlite3.connect(tmp_path / "rows" / "cache.db")) as connection, connection:
+        connection.execute("UPDATE Cache SET key = ? WHERE key = ?", (key(3), key(1)))
+        connection.execute("UPDATE Cache SET key = ? WHERE key = ?", (key(1), key(2)))
+    with opened(tmp_path / "rows") as store:
+        assert store.read([key(1), key(2), key(3)]) == {}
+        assert store.counts.corrupt == 2
+
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/streamload-planted",)
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3, 4, "x", None])
+def test_a_planted_pickle_is_never_loaded(library, tmp_path, mode):
+    root = tmp_path / "rows"
+    with opened(root) as store:
+        store.write([row(at) for at in range(4)], "it")
+    planted = pickle.dumps(Planted())
+    (root / "planted.val").write_bytes(planted)
+    with contextlib.closing(sqlite3.connect(root / "cache.db")) as connection, connection:
+        connection.execute("UPDATE Cache SET mode = ?, value = ? WHERE key = ?", (mode, planted, key(0)))
+        connection.execute(
+            "UPDATE Cache SET mode = ?, value = NULL, filename = 'planted.val' WHERE key = ?", (mode, key(1))
+        )
+        connection.execute("UPDATE Cache SET key = ?, raw = 0 WHERE key = ?", (planted, key(2)))
+    with opened(root) as store:
+        assert set(store.read([key(at) for at in range(4)])) == {key(3)}
+        cache = store._open().cache
+        for bad in (key(0), key(1)):
+            with contextlib.suppress(CacheCorrupt, KeyError):
+                cache[bad]
+        with contextlib.suppress(CacheCorrupt):
+            list(cache)
+        with pytest.raises(TypeError, match="a row is bytes"):
+            cache.set(key(9), Planted())
+        with pytest.raises(TypeError, match="a key is bytes"):
+            cache.set(("tuple",), b"")
+        store.clear()
+    assert not os.path.exists("/tmp/streamload-planted")
+    assert (root / "planted.val").exists()  # whoever made it
+
+
+def test_no_module_of_ours_unpickles():
+    folder = os.path.dirname(rows.__file__)
+    for name in os.listdir(folder):
+        if name.endswith(".py"):
+            with open(os.path.join(folder, name)) as file:
+                text = file.read()
+            assert "import pickle" not in text
+            assert "torch.load" not in text
+
+
+@pytest.mark.parametrize("content", [b"no database at all" * 1000, b"", b"SQLite format 3\0" + bytes(5000)])
+def test_a_broken_database_is_replaced_by_an_empty_one(library, tmp_path, content, caplog):
+    root = tmp_path / "rows"
+    with opened(root) as store:
+        store.write([row(1)], "it")
+    for name in ("cache.db-wal", "cache.db-shm"):
+        (root / name).unlink(missing_ok=True)
+    (root / "cache.db").write_bytes(content)
+    with caplog.at_level(logging.WARNING), opened(root) as store:
+        assert store.read([key(1)]) == {}
+        assert store.write([row(1)], "it") == 1
+        assert key(1) in store.read([key(1)])
+
+
+def test_a_database_that_breaks_while_it_is_open_is_replaced(tmp_path, caplog):
+    root = tmp_path / "rows"
+    with opened(root) as store, opened(root) as other, caplog.at_level(logging.WARNING):
+        store.write([row(at, 3000) for at in range(400)], "it")
+        store._open().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        size = (root / "cache.db").stat().st_size
+        for at in range(0, size, 4096):
+            damage(root / "cache.db", at, os.urandom(64))
+        for one in (store, other):
+            for at in range(0, 400, 50):
+                assert bodies(one.read([key(at)]), [at]) in ({}, expected([at], 3000))
+        assert store.write([row(1)], "it") == 1
+        assert bodies(store.read([key(1)]), [1]) == expected([1])
+        assert bodies(other.read([key(1)]), [1]) in ({}, expected([1]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(places=st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 255)), min_size=1, max_size=40))
+def test_whatever_bytes_are_damaged_no_wrong_row_is_read(tmp_path_factory, places):
+    root = tmp_path_factory.mktemp("damaged") / "rows"
+    with opened(root) as store:
+        store.write([row(at, 700) for at in range(60)], "it")
+    content = bytearray((root / "cache.db").read_bytes())
+    for place, change in places:
+        content[int(place * len(content))] ^= change
+    (root / "cache.db").write_bytes(content)
+    with opened(root) as store:
+        found = bodies(store.read([key(at) for at in range(60)]), range(60))
+        assert found.items() <= expected(range(60), 700).items()
+        store.write([row(at, 700) for at in range(60)], "it")
+        found = bodies(store.read([key(at) for at in range(60)]), range(60))
+        assert found.items() <= expected(range(60), 700).items()
+
+
+def test_a_directory_that_cannot_be_used_is_said_once_and_training_goes_on(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    module = cache_module(cache_path=str(tmp_path / "file"))(Doubles)()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert torch.equal(module(torch.ones(2, 2), cache_key=["a", "b"]), 2 * torch.ones(2, 2))
+    assert len(caplog.records) == 1
+    assert "rows are neither read nor stored" in caplog.text
+
+
+def test_a_directory_of_others_fails(tmp_path):
+    root = tmp_path / "rows"
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(CacheError, match="others may write"), opened(root):
+        pass
+    root.chmod(0o700)
+    (root / "cache.db").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheError, match="symbolic link"), opened(root):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_stores_nothing_and_rows_are_read_on(tmp_path, caplog):
+    with opened(tmp_path / "rows") as store, caplog.at_level(logging.WARNING):
+        store.write([row(1)], "it")
+        for connection in (store._open().cache._con,):
+            pages = connection.execute("PRAGMA page_count").fetchone()[0]
+            connection.execute(f"PRAGMA max_page_count = {pages}")
+        assert store.write([row(at, 5000) for at in range(2, 100)], "it") == 0
+        assert "full" in caplog.text
+        assert key(1) in store.read([key(1)])
+        assert store.write([row(2)], "it") == 1  # there is room again
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def write_for_ever(root, seed, limit_bytes, is_ready):
+    generator = random.Random(seed)
+    with opened(root, limit_bytes) as store:
+        while True:
+            numbers = generator.sample(range(400), 16)
+            found = store.read([key(at) for at in numbers])
+            assert bodies(found, numbers) == expected([at for at in numbers if key(at) in found], 2000)
+            store.write([row(at, 2000) for at in numbers], "it")
+            is_ready.set()
+
+
+def start_writer(root, seed, limit_bytes):
+    context = multiprocessing.get_context("fork")
+    is_ready = context.Event()
+    writer = context.Process(target=write_for_ever, args=(root, seed, limit_bytes, is_ready))
+    writer.start()
+    assert is_ready.wait(60)
+    return writer
+
+
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 600 * KIB])
+def test_writers_that_are_killed_leave_whole_rows_and_no_garbage(tmp_path, limit_bytes):
+    root = tmp_path / "rows"
+    writers = [start_writer(root, seed, limit_bytes) for seed in range(4)]
+    generator = random.Random(4)
+    try:
+        with opened(root, limit_bytes) as store:
+            for kill in range(KILLS):
+                deadline = time.monotonic() + generator.uniform(0.0, 0.1)
+                while time.monotonic() < deadline:
+                    found = bodies(store.read([key(at) for at in range(0, 400, 7)]), range(400))
+                    assert found.items() <= expected(range(0, 400, 7), 2000).items()
+                victim = writers.pop(0)
+                assert victim.is_alive()
+                victim.kill()
+                victim.join()
+                writers.append(start_writer(root, 10 + kill, limit_bytes))
+            assert store.counts.corrupt == 0
+            assert len(store.read([key(at) for at in range(400)])) > 30
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.join()
+    assert {path.name for path in root.iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm", "lock"}
+    with opened(root, limit_bytes) as store:
+        assert store._open().execute("PRAGMA integrity_check") == [("ok",)]
+        found = bodies(store.read([key(at) for at in range(400)]), range(400))
+        assert found.items() <= expected(range(400), 2000).items()
+        assert store.counts.corrupt == 0
+        if limit_bytes < 1 << 30:
+            assert store.used_bytes <= 1.05 * limit_bytes
+
+
+@cache_module(cache_level=CacheLevel.MEMORY, max_memory_cache_size_mb=8)
+class Extractor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 64)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.arange(256.0).reshape(64, 4))
+            self.linear.bias.zero_()
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Samples(torch.utils.data.Dataset):
+    """The article's: preprocessing that is cached, by sample."""
+
+    def __init__(self):
+        self.processor = Extractor()
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, at):
+        row = self.processor(torch.full((4,), float(at)), cache_key=f"sample {at}")
+        info = cache_info(self.processor)
+        return at, row, info.hits, info.rows_computed, os.getpid()
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("is_built", [False, True])
+def test_workers_of_every_kind_compute_each_sample_once(shm, method, is_built):
+    dataset = Samples()
+    if is_built:
+        dataset.processor.linear  # noqa: B018
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for epoch in range(2):
+            loader = torch.utils.data.DataLoader(
+                dataset, batch_size=4, num_workers=2, multiprocessing_context=method, timeout=120
+            )
+            hits, counts = {}, {}
+            for numbers, made, hit, calculated, process in loader:
+                want = (numbers[:, None, None] * torch.arange(256.0).reshape(64, 4)).sum(-1)
+                assert torch.equal(made, want.float())
+                for at in range(4):
+                    hits[int(process[at])] = int(hit[at])
+                    counts[int(process[at])] = int(calculated[at])
+            assert os.getpid() not in hits
+            assert sum(counts.values()) == (24 if epoch == 0 else 0)
+            assert sum(hits.values()) == (0 if epoch == 0 else 24)
+
+
+def test_the_copy_in_memory_is_one_for_the_node_and_goes_with_its_last_process(shm, tmp_path):
+    module = Extractor()
+    module(torch.ones(8, 4), cache_key=list(range(8)))
+    store = row_store.open_store(Extractor._streamload_options.place)
+    assert store.copy is not None
+    home = store.copy.root.parent
+    assert home.parent == shm
+    found = []
+    for _ in range(2):
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        process = context.Process(target=_count_hits, args=(queue,))
+        process.start()
+        found.append(queue.get(timeout=60))
+        process.join()
+        queue.close()
+        queue.join_thread()
+    assert found == [(8, 0), (8, 0)]
+    assert len(list(home.iterdir())) == 1
+    store.disk.clear()
+    assert torch.equal(
+        module(torch.ones(8, 4), cache_key=list(range(8))), Extractor()(torch.ones(8, 4)).detach()
+    )
+    assert cache_info(module).hits == 8
+    row_store.close_stores()
+    assert list(home.iterdir()) == []
+
+
+def _count_hits(queue):
+    module = Extractor()
+    before = cache_info(module)
+    module(torch.ones(8, 4), cache_key=list(range(8)))
+    queue.put(
+        (cache_info(module).hits - before.hits, cache_info(module).rows_computed - before.rows_computed)
+    )
+
+
+def test_a_copy_that_a_killed_process_left_is_removed(shm):
+    place = Extractor._streamload_options.place
+    left = shm / f"streamload-rows-{os.geteuid()}" / "left"
+    left.mkdir(parents=True)
+    left.parent.chmod(0o700)
+    (left / "users").touch()
+    (left / "cache.db").touch()
+    row_store.open_store(place)
+    assert not left.exists()
+
+
+def test_memory_stays_within_its_limit(shm):
+    limited = cache_module(cache_level=CacheLevel.MEMORY, max_memory_cache_size_mb=0.5)(Widens)
+    module = limited()
+    for start in range(0, 1024, 64):
+        module(torch.arange(float(start), start + 64)[:, None], cache_key=list(range(start, start + 64)))
+    taken = sum(path.stat().st_size for path in shm.rglob("*") if path.is_file())
+    assert 0.2 * 2**20 < taken <= 1.05 * 0.5 * 2**20
+    made = module(torch.arange(1024.0)[:, None], cache_key=list(range(1024)))
+    assert torch.equal(made, torch.arange(1024.0)[:, None].expand(-1, 768))
+    assert cache_info(module).hits == 1024  # the others are on disk
+
+
+class Widens(nn.Module):
+    def forward(self, x):
+        return x.expand(len(x), 768)
+
+
+def test_too_little_memory_is_said_and_the_disk_is_used(shm, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "free_memory", lambda place: memory.Free(1000, "/dev/shm"))
+    with caplog.at_level(logging.WARNING):
+        module = Extractor()
+        module(torch.ones(8, 4), cache_key=list(range(8)))
+    assert "rows aren't kept in memory: there is too little memory" in caplog.text
+    assert cache_info(module).stored == 8
+
+
+@pytest.mark.parametrize(("free_bytes", "is_copied"), [(1 << 30, True), (1 << 20, False)])
+def test_auto_is_in_memory_where_the_rows_fit(shm, monkeypatch, free_bytes, is_copied):
+    monkeypatch.setattr(memory, "free_memory", lambda place: memory.Free(free_bytes, "/dev/shm"))
+    store = RowStore(Place("", CacheLevel.AUTO))
+    assert (store.copy is not None) is is_copied
+    store.close()
+
+
+def test_a_forked_child_leaves_its_parents_connections_alone(tmp_path):
+    module = cache_module(cache_path=str(tmp_path / "here"))(Doubles)()
+    module(torch.ones(2, 2), cache_key=["a", "b"])
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                ok = torch.equal(module(torch.ones(2, 2), cache_key=["a", "b"]), 2 * torch.ones(2, 2))
+                module(torch.ones(1, 2), cache_key=[os.getpid()])
+                code = 0 if ok and cache_info(module).hits == 2 else 2
+            os._exit(code)
+        module(torch.ones(1, 2), cache_key=["of the parent"])
+        assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(module(torch.ones(2, 2), cache_key=["a", "b"]), 2 * torch.ones(2, 2))
+
+
+def test_nothing_is_left_open(tmp_path, no_leaks):
+    def once(name):
+        module = cache_module(cache_path=str(tmp_path / name))(Doubles)()
+        module(torch.ones(2, 2), cache_key=["a", "b"])
+        row_store.close_stores()
+
+    once("first")
+    with no_leaks():
+        once("second")
+
+
+def test_it_is_imported_only_when_rows_are_kept():
+    script = (
+        "import sys, streamload; streamload.cache_module; print(*({'diskcache', 'ray'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["False"]
+    assert importlib.util.find_spec("diskcache") or importlib.util.find_spec("diskcache_community")
