@@ -34,17 +34,20 @@ from benchmarks.turns import Contender
 
 WIDTH = 768
 """Numbers of a row: 3 KB."""
+ANY = {"preprocess": "none"}
 CONTENDERS = [
-    Contender("streamload", "", {"kind": "streamload", "stored_in": 64}),
-    Contender("streamload, batches of 1", "", {"kind": "streamload", "stored_in": 1}),
-    Contender("streamload, batches of 256", "", {"kind": "streamload", "stored_in": 256}),
-    Contender("streamload, memory", "", {"kind": "streamload", "stored_in": 64, "level": "MEMORY"}),
-    Contender("torch-module-cache", "", {"kind": "peer", "stored_in": 64}, "torch_module_cache"),
-    Contender("torch-module-cache, singly", "", {"kind": "peer", "stored_in": 1}, "torch_module_cache"),
-    Contender("a pickle a sample", "", {"kind": "pickle", "stored_in": 64}),
-    Contender("compute", "", {"kind": "none", "stored_in": 64}),
-    Contender("ViT-tiny", "", {"kind": "none", "stored_in": 64, "model": "vit"}),
-    Contender("ViT-tiny, stored", "", {"kind": "streamload", "stored_in": 64, "model": "vit"}),
+    Contender("streamload", "", {**ANY, "kind": "streamload", "stored_in": 64}),
+    Contender("streamload, batches of 1", "", {**ANY, "kind": "streamload", "stored_in": 1}),
+    Contender("streamload, batches of 256", "", {**ANY, "kind": "streamload", "stored_in": 256}),
+    Contender("streamload, memory", "", {**ANY, "kind": "streamload", "stored_in": 64, "level": "MEMORY"}),
+    Contender("torch-module-cache", "", {**ANY, "kind": "peer", "stored_in": 64}, "torch_module_cache"),
+    Contender(
+        "torch-module-cache, singly", "", {**ANY, "kind": "peer", "stored_in": 1}, "torch_module_cache"
+    ),
+    Contender("a pickle a sample", "", {**ANY, "kind": "pickle", "stored_in": 64}),
+    Contender("compute", "", {**ANY, "kind": "none", "stored_in": 64}),
+    Contender("ViT-tiny", "", {**ANY, "kind": "none", "stored_in": 64, "model": "vit"}),
+    Contender("ViT-tiny, stored", "", {**ANY, "kind": "streamload", "stored_in": 64, "model": "vit"}),
 ]
 ROWS, QUICK_ROWS = 4096, 256
 VIT_ROWS, QUICK_VIT_ROWS = 128, 8
@@ -103,6 +106,7 @@ def measure(contender: Contender, given: argparse.Namespace, directory: str, see
     is_vit = contender.job.get("model") == "vit"
     rows = (QUICK_VIT_ROWS if given.quick else VIT_ROWS) if is_vit else (QUICK_ROWS if given.quick else ROWS)
     job = {**contender.job, "directory": directory, "rows": rows, "seed": seed}
+    del job["preprocess"]
     python = turns.interpreters(given).of(contender)
     done = subprocess.run(
         [str(python), "-m", "benchmarks.module_cache", "--one", json.dumps(job)],

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -358,7 +359,7 @@ def test_a_full_disk_stores_nothing_and_rows_are_read_on(tmp_path, caplog):
         for connection in (store._open().cache._con,):
             pages = connection.execute("PRAGMA page_count").fetchone()[0]
             connection.execute(f"PRAGMA max_page_count = {pages}")
-        assert store.write([row(at, 5000) for at in range(2, 100)], "it") == 0
+        assert store.write([row(at, 5000) for at in range(2, 50)], "it") == 0
         assert "full" in caplog.text
         assert key(1) in store.read([key(1)])
         assert store.write([row(2)], "it") == 1  # there is room again
@@ -453,6 +454,7 @@ class Samples(torch.utils.data.Dataset):
 @pytest.mark.parametrize("method", START_METHODS)
 @pytest.mark.parametrize("is_built", [False, True])
 def test_workers_of_every_kind_compute_each_sample_once(shm, method, is_built):
+    multiprocessing.forkserver._forkserver._stop()  # one of an earlier test has the variables of that
     dataset = Samples()
     if is_built:
         dataset.processor.linear  # noqa: B018
@@ -585,9 +587,7 @@ def test_nothing_is_left_open(tmp_path, no_leaks):
 
 
 def test_it_is_imported_only_when_rows_are_kept():
-    script = (
-        "import sys, streamload; streamload.cache_module; print(*({'diskcache', 'ray'} & {*sys.modules}))"
-    )
+    script = "import sys, streamload; streamload.cache_module; print('diskcache' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )

@@ -248,6 +248,7 @@ class Rows:
             self.counts.evicted += evicted
             for key, data in rows:
                 opened.cache.set(key, data, tag=label)
+        opened.shorten_log(limit_bytes)
         return len(rows)
 
     def _attempt(self, action: Callable[[Database], Any], otherwise: Any) -> Any:

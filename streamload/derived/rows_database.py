@@ -23,6 +23,7 @@ KEY_BYTES = 32
 DATABASE = "cache.db"
 FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 _WAIT_SECONDS = 20.0
+_LOG_WAIT_MILLISECONDS = 200
 _PAGE_BYTES, _SMALL_PAGE_BYTES = 16384, 4096
 _SMALL_LIMIT_BYTES = 64 << 20
 _LOG_SHARE = 8
@@ -160,6 +161,16 @@ class Database:
             self.cache.delete(key)
             evicted, freed = evicted + 1, freed + size
         return evicted
+
+    def shorten_log(self, limit_bytes: int) -> None:
+        """Empty the log if it is longer than it should be: readers in many processes may have kept it."""
+        if size_of(self._path.with_name(FILES[1])) <= log_bytes(limit_bytes):
+            return
+        self.execute(f"PRAGMA busy_timeout = {_LOG_WAIT_MILLISECONDS}")
+        try:
+            self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            self.execute(f"PRAGMA busy_timeout = {int(_WAIT_SECONDS * 1000)}")
 
     def close(self) -> None:
         """Close all connections."""
