@@ -390,10 +390,22 @@ def test_forward_that_changes_its_module_is_not_stored(caplog):
 
     module = cache_module()(Counts)()
     with caplog.at_level(logging.WARNING):
-        assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 1)
+        assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 2)
     assert "aren't stored, as computing changes it: attributes" in caplog.text
-    assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 2)
+    assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 3)
     assert cache_info(module).stored == 0
+
+
+def test_what_the_first_computation_completes_is_known_in_later_runs(run):
+    run.write(
+        SOURCE.replace(
+            "    def forward(self, x, scale=1):\n",
+            "    def forward(self, x, scale=1):\n        self.table = torch.ones(3)\n",
+        )
+    )
+    results = [run() for _ in range(3)]
+    assert [one[:2] for one in results[:2]] == [(0, 4), (2, 2)]  # it is computed to be completed
+    assert results[2][:3] == LAZY
 
 
 def test_code_that_is_replaced_while_it_runs_is_not_stored_as_the_old():

@@ -413,7 +413,13 @@ def test_writers_that_are_killed_leave_whole_rows_and_no_garbage(tmp_path, limit
         for writer in writers:
             writer.kill()
             writer.join()
-    assert {path.name for path in root.iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm", "lock"}
+    assert {path.name for path in root.iterdir()} <= {
+        "cache.db",
+        "cache.db-wal",
+        "cache.db-shm",
+        "lock",
+        "writing",
+    }
     with opened(root, limit_bytes) as store:
         assert store._open().execute("PRAGMA integrity_check") == [("ok",)]
         found = bodies(store.read([key(at) for at in range(400)]), range(400))

@@ -243,7 +243,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         raise FeatureNotCacheable(f"a {plain.device.type} tensor of layout {plain.layout} can't be digested")
     digest = xxh3_128(f"{plain.dtype}{list(plain.shape)}".encode())
     if plain.numel():
-        digest.update(memoryview(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -424,9 +424,13 @@ def _package(name: str) -> str | None:
         return None
     if top == "streamload" or top in sys.builtin_module_names:
         return top
-    file = getattr(sys.modules.get(name), "__file__", None)
+    modules = [
+        sys.modules.get(name),
+        sys.modules.get(top),
+    ]  # the modules of C code have no file: torch._C._nn
+    file = next((found for one in modules if (found := getattr(one, "__file__", None))), None)
     if file is None:
-        is_known = top in sys.stdlib_module_names or getattr(sys.modules.get(name), "__spec__", None)
+        is_known = top in sys.stdlib_module_names or any(getattr(one, "__spec__", None) for one in modules)
         return top if is_known else None
     if not file.startswith(_INSTALLED):
         return None

@@ -209,7 +209,7 @@ class Watch:
         digest = xxh3_64()
         for view in self._views:
             step = 1 if whole else -(-len(view) // _SAMPLED_BYTES) | 1
-            digest.update(memoryview(view if step == 1 else np.ascontiguousarray(view[::step])))
+            digest.update((view if step == 1 else np.ascontiguousarray(view[::step])).data)
         others = tuple(_sums(self._others)) if whole else ()
         return digest.intdigest(), others
 

@@ -20,7 +20,7 @@ from streamload.derived.code import Describer
 from streamload.derived.fingerprint import device_of, differences
 from streamload.derived.lazy import build, is_pending, pending_of
 from streamload.derived.module_checks import Chance, is_close, refuse_module, row_of
-from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of
+from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of, record_settled
 from streamload.derived.row_format import Result, Row, join, layout_of, seal
 from streamload.derived.row_keys import Inputs, keys_of, row_key
 from streamload.derived.row_store import RowStore
@@ -89,7 +89,11 @@ class Call:
                 self._look_up()
         if self.found and not is_pending(self.module):
             self._canaries()
-        return self._put_together(self._compute_missing() if self.missing else None)
+        computed = self._compute_missing() if self.missing else None
+        if computed is not None and self._has_settled():
+            self._look_up()  # the first computation has completed the module
+            computed = self._compute_missing() if self.missing else None
+        return self._put_together(computed)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
@@ -225,11 +229,24 @@ class Call:
         self._refuse_mixing(result, places)
         now = fingerprint_of(self.module, self.options, self.store)
         if now.digest != self.fingerprint.digest:
-            names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
-            _say_once(f"rows of {type(self.module).__name__} aren't stored, as computing changes it: {names}")
+            if self.proof.has_settled:
+                names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
+                name = type(self.module).__name__
+                _say_once(f"rows of {name} aren't stored, as computing changes it: {names}")
         elif self.options.version is not None or self._weights_are_same():
             self._store(result, places)
         return result, places
+
+    def _has_settled(self) -> bool:
+        """Whether the first computation after a build has changed the module, as by a table it made."""
+        if self.proof.has_settled:
+            return False
+        self.proof.has_settled = True
+        now = fingerprint_of(self.module, self.options, self.store)
+        if now.digest == self.fingerprint.digest:
+            return False
+        record_settled(self.module, self.store, self.fingerprint)
+        return True
 
     def _weights_are_same(self) -> bool:
         built = self.proof.built

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,6 +130,10 @@ class Proof:
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
         self.canaries = CANARIES
+        self.recorded: tuple[bytes, Build] | None = None
+        """The record of the build, and its key."""
+        self.has_settled = False
+        """Whether the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
         self.refused_at: Any = None
@@ -238,8 +242,28 @@ def record_build(
         str(built.device),
     )
     key = _recipe(description, pending)
+    proof_of(module).recorded = (key, latest)
     builds = read_builds(store.disk.read_note(key))
     store.disk.write_note(key, written(builds, latest), label_of(module, options))
+
+
+def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
+    """Remember that a module came out of its first computation other than it went in.
+
+    Args:
+        module: which has computed once.
+        store: of its rows.
+        before: its fingerprint before that; unless it was the one of its build, nothing is known of builds.
+    """
+    proof = proof_of(module)
+    if proof.recorded is None or proof.built is None:
+        return
+    key, build_ = proof.recorded
+    if {**before.parts, **build_.parts} != dict(before.parts):
+        return
+    settled = replace(build_, parts={**proof.built.parts, "code": proof.built.code})
+    builds = read_builds(store.disk.read_note(key))
+    store.disk.write_note(key, written(builds, settled), label_of(module, module._streamload_options))
 
 
 def built_state(module: Any, description: Description, proof: Proof) -> Built:

@@ -188,7 +188,9 @@ def _digests(leaf: Any, places: Sequence[int], seeds: Sequence[int], *, whole: b
     plain = _plain(leaf)
     if plain is None:
         return list(seeds)
-    if len(places) != plain.shape[0]:
+    if len(places) == 1:
+        plain = plain[places[0] : places[0] + 1]
+    elif len(places) != plain.shape[0]:
         plain = plain[torch.as_tensor(places, dtype=torch.long)]
     return _digests_of_rows(plain, seeds)
 

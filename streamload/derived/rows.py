@@ -5,7 +5,8 @@ transaction: what a killed process was writing isn't there. Limits count the pag
 log; the rows that weren't read for longest go first. What fails its checksum is a miss.
 
     ROOT/cache.db, cache.db-wal, cache.db-shm      the database, by SQLite
-    ROOT/lock                                      held while the database is made or replaced
+    ROOT/lock, ROOT/writing                        held while the database is made or replaced; while rows
+                                                   are written
 """
 
 from __future__ import annotations
@@ -238,6 +239,14 @@ class Rows:
         self, opened: Database, rows: Sequence[tuple[bytes, bytes]], label: str, limit_bytes: int
     ) -> int:
         self.flush()
+        with exclusive(self.root / "writing"):
+            return self._store_alone(opened, rows, label, limit_bytes)
+
+    def _store_alone(
+        self, opened: Database, rows: Sequence[tuple[bytes, bytes]], label: str, limit_bytes: int
+    ) -> int:
+        if not opened.shorten_log(limit_bytes):
+            return 0
         with opened.cache.transact():
             evicted = opened.make_room(sum(len(data) for _, data in rows), len(rows), limit_bytes)
             if evicted is None:

@@ -144,8 +144,7 @@ class Database:
         (page_bytes,), (pages,), (free,) = (
             self.execute(f"PRAGMA {name}")[0] for name in ("page_size", "page_count", "freelist_count")
         )
-        fixed_bytes = max(log_bytes(limit_bytes), size_of(self._path.with_name(FILES[1])))
-        fixed_bytes += size_of(self._path.with_name(FILES[2]))
+        fixed_bytes = log_bytes(limit_bytes) + size_of(self._path.with_name(FILES[2]))
         # Each row has its key in an index, too; a page may be half empty after rows went.
         needed = (new_bytes + 200 * count) * page_bytes // (page_bytes - 200) + 2 * page_bytes
         over = (pages - free) * page_bytes + needed + fixed_bytes - limit_bytes
@@ -162,13 +161,17 @@ class Database:
             evicted, freed = evicted + 1, freed + size
         return evicted
 
-    def shorten_log(self, limit_bytes: int) -> None:
-        """Empty the log if it is longer than it should be: readers in many processes may have kept it."""
-        if size_of(self._path.with_name(FILES[1])) <= log_bytes(limit_bytes):
-            return
+    def shorten_log(self, limit_bytes: int) -> bool:
+        """Empty the log if it is longer than it should be, as somebody always reads; no other may write now.
+
+        Returns:
+            whether it is short now.
+        """
+        if size_of(self._path.with_name(FILES[1])) <= log_bytes(limit_bytes) // 2:
+            return True
         self.execute(f"PRAGMA busy_timeout = {_LOG_WAIT_MILLISECONDS}")
         try:
-            self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            return self.execute("PRAGMA wal_checkpoint(TRUNCATE)")[0][0] == 0
         finally:
             self.execute(f"PRAGMA busy_timeout = {int(_WAIT_SECONDS * 1000)}")
 
