@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from streamload.derived.code import STRUCTURE, Describer, digest_of, module_parts
+from streamload.derived.code import STRUCTURE, Describer, module_parts
 
 FORMAT = 1
 _SMALL_BYTES = 1 << 20
@@ -28,7 +28,8 @@ _SMALL_BYTES = 1 << 20
 _SHARE = 0.01
 """Of the time, for digesting larger ones while rows are only read."""
 _SAMPLED_BYTES = 512
-_LITTLE_SECONDS = 1e-4
+_FEW_CHARACTERS = 2000
+"""A description of attributes that is shorter takes about 0.1 ms: at every call."""
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
@@ -172,9 +173,9 @@ class Watch:
             for name, value in vars(one).items()
             if name not in STRUCTURE and not name.startswith("_streamload_") and _is_mutable(value)
         ]
-        began = time.perf_counter()
         self._attributes = self._attributes_now()
-        self._has_few_attributes = time.perf_counter() - began < _LITTLE_SECONDS
+        large = sum(map(_size_of, self._mutable)) > _SMALL_BYTES
+        self._has_few_attributes = len(self._attributes) <= _FEW_CHARACTERS and not large
         self._due = 0.0
 
     def is_unchanged(self, *, whole: bool) -> bool:
@@ -197,7 +198,7 @@ class Watch:
         return same
 
     def _attributes_now(self) -> str:
-        return digest_of(Describer().value(self._mutable, "an attribute")) if self._mutable else ""
+        return json.dumps(Describer().value(self._mutable, "an attribute")) if self._mutable else ""
 
     def _has_same_code(self) -> bool:
         describer = Describer()
@@ -212,6 +213,15 @@ class Watch:
             digest.update((view if step == 1 else np.ascontiguousarray(view[::step])).data)
         others = tuple(_sums(self._others)) if whole else ()
         return digest.intdigest(), others
+
+
+def _size_of(value: Any) -> int:
+    """Of the tensors and arrays in an attribute."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return int(value.nbytes)
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size_of, value))
+    return sum(map(_size_of, value.values())) if isinstance(value, dict) else 0
 
 
 def _is_mutable(value: Any) -> bool:

@@ -171,7 +171,7 @@ class Database:
             return True
         self.execute(f"PRAGMA busy_timeout = {_LOG_WAIT_MILLISECONDS}")
         try:
-            return self.execute("PRAGMA wal_checkpoint(TRUNCATE)")[0][0] == 0
+            return bool(self.execute("PRAGMA wal_checkpoint(TRUNCATE)")[0][0] == 0)
         finally:
             self.execute(f"PRAGMA busy_timeout = {int(_WAIT_SECONDS * 1000)}")
 
