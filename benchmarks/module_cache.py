@@ -49,7 +49,7 @@ CONTENDERS = [
     Contender("ViT-tiny", "", {**ANY, "kind": "none", "stored_in": 64, "model": "vit"}),
     Contender("ViT-tiny, stored", "", {**ANY, "kind": "streamload", "stored_in": 64, "model": "vit"}),
 ]
-ROWS, QUICK_ROWS = 4096, 256
+ROWS, QUICK_ROWS = 2048, 256
 VIT_ROWS, QUICK_VIT_ROWS = 128, 8
 PASSES, BATCH = 3, 64
 
@@ -117,7 +117,7 @@ def measure(contender: Contender, given: argparse.Namespace, directory: str, see
         check=True,
         timeout=turns.LIMIT_SECONDS,
     )
-    return {"contender": contender.name, "round": seed, **json.loads(done.stdout.splitlines()[-1])}
+    return {"label": contender.name, "round": seed, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def one(

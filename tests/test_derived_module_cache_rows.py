@@ -22,6 +22,9 @@ from torch import nn
 
 from streamload import CacheError, CacheLevel, cache_info, cache_module
 from streamload.cache import memory
+from streamload.cache.garbage import clear
+from streamload.cache.inventory import foreign
+from streamload.cache.tier import Tier
 from streamload.derived import row_store, rows, rows_database
 from streamload.derived.row_format import Result, join, layout_of, seal, unseal
 from streamload.derived.row_store import Place, RowStore
@@ -579,6 +582,25 @@ def test_a_forked_child_leaves_its_parents_connections_alone(tmp_path):
         module(torch.ones(1, 2), cache_key=["of the parent"])
         assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(module(torch.ones(2, 2), cache_key=["a", "b"]), 2 * torch.ones(2, 2))
+
+
+def test_rows_and_shards_share_a_directory(tmp_path):
+    module = cache_module()(Doubles)()
+    module(torch.ones(2, 2), cache_key=["a", "b"])
+    tier = Tier(tmp_path / "cache", 1 << 30)
+    assert list(foreign(tier)) == []
+    clear(tier)
+    module(torch.ones(2, 2), cache_key=["a", "b"])
+    assert cache_info(module).hits == 2
+
+
+def test_a_directory_for_all_gets_one_of_the_user_s_own(tmp_path):
+    tmp_path.chmod(0o777)
+    if os.geteuid() == 0:
+        assert Place(str(tmp_path)).root == tmp_path / "streamload-0" / "rows"
+    module = cache_module(cache_path=str(tmp_path))(Doubles)()
+    module(torch.ones(2, 2), cache_key=["a", "b"])
+    assert cache_info(module).stored == (2 if os.geteuid() == 0 else 0)
 
 
 def test_nothing_is_left_open(tmp_path, no_leaks):

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -248,6 +249,15 @@ def build(module: Any) -> None:
             module.__dict__.update({**kept, _PENDING: pending})
             raise
         del module.__dict__[_BUILDING]
+
+
+def _new_lock() -> None:
+    """In a forked child: the thread that was building stayed with the parent."""
+    global _building
+    _building = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
 
 
 def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:

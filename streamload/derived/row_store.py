@@ -29,6 +29,7 @@ from streamload.derived.rows import RowCounts, Rows
 from streamload.derived.rows_database import DATABASE
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
+from streamload.options.directories import own_directory
 from streamload.options.settings import Settings, read_settings
 
 logger = logging.getLogger("streamload")
@@ -76,7 +77,7 @@ class Place:
         """Of the rows on disk."""
         if not self.path:
             return self.settings().cache_dir / "rows"
-        return Path.cwd() / Path(self.path).expanduser() / "rows"
+        return own_directory(Path.cwd() / Path(self.path).expanduser()) / "rows"
 
 
 class RowStore:

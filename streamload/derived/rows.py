@@ -292,7 +292,8 @@ class Rows:
                 self._left.append(opened[1])
                 self._touched = set()
             refuse_what_is_not_ours(self.root)
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for directory in (self.root.parent, self.root):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_what_is_not_ours(self.root)
             with exclusive(self.root / "lock"):
                 fresh = self._make()
