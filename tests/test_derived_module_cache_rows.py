@@ -551,7 +551,7 @@ class Widens(nn.Module):
 
 
 def test_too_little_memory_is_said_and_the_disk_is_used(shm, monkeypatch, caplog):
-    monkeypatch.setattr(memory, "free_memory", lambda place: memory.Free(1000, "/dev/shm"))
+    monkeypatch.setattr(memory, "free_memory", lambda place: memory.FreeMemory(1000, "/dev/shm"))
     with caplog.at_level(logging.WARNING):
         module = Extractor()
         module(torch.ones(8, 4), cache_key=list(range(8)))
@@ -561,7 +561,7 @@ def test_too_little_memory_is_said_and_the_disk_is_used(shm, monkeypatch, caplog
 
 @pytest.mark.parametrize(("free_bytes", "is_copied"), [(1 << 30, True), (1 << 20, False)])
 def test_auto_is_in_memory_where_the_rows_fit(shm, monkeypatch, free_bytes, is_copied):
-    monkeypatch.setattr(memory, "free_memory", lambda place: memory.Free(free_bytes, "/dev/shm"))
+    monkeypatch.setattr(memory, "free_memory", lambda place: memory.FreeMemory(free_bytes, "/dev/shm"))
     store = RowStore(Place("", CacheLevel.AUTO))
     assert (store.copy is not None) is is_copied
     store.close()

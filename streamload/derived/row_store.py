@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamload.cache import memory
-from streamload.cache.directory import refuse_what_is_not_ours
+from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
-from streamload.cache.placement import nearest
+from streamload.cache.memory import nearest
 from streamload.derived.row_format import Row
 from streamload.derived.rows import RowCounts, Rows
 from streamload.derived.rows_database import DATABASE
@@ -172,9 +172,9 @@ class RowStore:
 
     def _open_copy(self, place: Place) -> None:
         home = memory.PLACE / f"streamload-rows-{os.geteuid()}"
-        refuse_what_is_not_ours(home)
+        check_owner(home)
         home.mkdir(mode=0o700, exist_ok=True)
-        refuse_what_is_not_ours(home)
+        check_owner(home)
         _sweep(home)
         root = home / hashlib.blake2b(str(self.disk.root).encode(), digest_size=12).hexdigest()
 

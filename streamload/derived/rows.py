@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from streamload.cache.directory import refuse_what_is_not_ours
+from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
 from streamload.derived.row_format import Row, seal, unseal
 from streamload.derived.rows_database import (
@@ -291,10 +291,10 @@ class Rows:
             if opened is not None:
                 self._left.append(opened[1])
                 self._touched = set()
-            refuse_what_is_not_ours(self.root)
+            check_owner(self.root)
             for directory in (self.root.parent, self.root):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refuse_what_is_not_ours(self.root)
+            check_owner(self.root)
             with exclusive(self.root / "lock"):
                 fresh = self._make()
             self._opened = (os.getpid(), fresh)
