@@ -11,9 +11,11 @@ import shutil
 import socket
 import sys
 import textwrap
+import threading
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -321,6 +323,20 @@ def test_what_cannot_be_described_is_an_error_that_names_it():
         with pytest.raises(FeatureNotCacheable, match=r"Takes\(what=\) is a .*cache_module\(version="):
             module(X, cache_key=KEYS)
         assert cache_module(version="1")(Takes)(what)(X, cache_key=KEYS).shape == (2, 4)
+
+
+def test_a_state_that_c_code_hides_is_none_that_can_be_described():
+    class Hides(np.random.RandomState):
+        pass
+
+    class Shows:
+        def __init__(self):
+            self.inner = {"a": Hides}
+
+    Describer().value(Shows(), "it")
+    for value in (Hides(3), np.random.default_rng(3), torch.Generator(), threading.Lock()):
+        with pytest.raises(FeatureNotCacheable, match="of which nothing tells when it changes"):
+            Describer().value(value, "it")
 
 
 def test_an_attribute_that_cannot_be_described_is_an_error_that_names_it():

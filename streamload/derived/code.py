@@ -47,6 +47,7 @@ _INSTALLED = tuple(
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _ATTRIBUTES_ONLY = (argparse.Namespace, types.SimpleNamespace)
 """Of such a global only the attributes that code reads count."""
+_OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
 
@@ -286,7 +287,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
     if state is None and not slots:
         return None
-    if _package_of(type(value)) is not None and not _is_python(type(value)):
+    if not _is_python(type(value)):
         return None
     return {**(state or {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
 
@@ -299,7 +300,8 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 def _is_python(cls: type) -> bool:
     """Whether a class is written in Python to its root, so that its state is what its attributes hold."""
-    return all(one is object or one.__flags__ & (1 << 9) for one in cls.__mro__)  # Py_TPFLAGS_HEAPTYPE
+    members = (member for one in cls.__mro__ if one is not object for member in vars(one).values())
+    return not any(isinstance(member, _OF_C) for member in members)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
