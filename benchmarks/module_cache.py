@@ -50,7 +50,7 @@ CONTENDERS = [
     Contender("ViT-tiny, stored", "", {**ANY, "kind": "streamload", "stored_in": 64, "model": "vit"}),
 ]
 ROWS, QUICK_ROWS = 2048, 256
-VIT_ROWS, QUICK_VIT_ROWS = 128, 8
+VIT_ROWS, QUICK_VIT_ROWS = 512, 8
 PASSES, BATCH = 3, 64
 
 

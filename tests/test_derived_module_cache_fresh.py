@@ -420,7 +420,7 @@ def test_what_the_first_computation_completes_is_known_in_later_runs(run):
         )
     )
     results = [run() for _ in range(3)]
-    assert [one[:2] for one in results[:2]] == [(0, 4), (2, 2)]  # it is computed to be completed
+    assert [one[:3] for one in results[:2]] == [FIRST, BUILT]  # a row is computed to complete it
     assert results[2][:3] == LAZY
 
 

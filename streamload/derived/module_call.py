@@ -22,7 +22,7 @@ from streamload.derived.lazy import build, is_pending, pending_of
 from streamload.derived.module_checks import Chance, is_close, refuse_module, row_of
 from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of, record_settled
 from streamload.derived.row_format import Result, Row, join, layout_of, seal
-from streamload.derived.row_keys import Inputs, keys_of, row_key
+from streamload.derived.row_keys import Inputs, Naming, keys_of
 from streamload.derived.row_store import RowStore
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
 
@@ -89,26 +89,20 @@ class Call:
                 self._look_up()
         if self.found and not is_pending(self.module):
             self._canaries()
-        computed = self._compute_missing() if self.missing else None
-        if computed is not None and self._has_settled():
-            self._look_up()  # the first computation has completed the module
-            computed = self._compute_missing() if self.missing else None
-        return self._put_together(computed)
+        if self.missing and not self.proof.has_settled:
+            self._settle()
+        return self._put_together(self._compute_missing() if self.missing else None)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
         self.fingerprint = fingerprint_of(self.module, self.options, self.store)
-        context = self._context()
+        naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
         places: dict[Any, int] = {}
         self.where: list[int] = []
         self.unique: list[bytes | None] = []
         self.first: list[int] = []
         for at, key in enumerate(self.keys):
-            name = (
-                None
-                if key is None
-                else row_key(self.fingerprint.digest, context, key, is_row=self.rows is not None)
-            )
+            name = None if key is None else naming.name(key)
             place = places.setdefault(name if name is not None else (None, at), len(self.unique))
             if place == len(self.unique):
                 self.unique.append(name)
@@ -229,24 +223,20 @@ class Call:
         self._refuse_mixing(result, places)
         now = fingerprint_of(self.module, self.options, self.store)
         if now.digest != self.fingerprint.digest:
-            if self.proof.has_settled:
-                names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
-                name = type(self.module).__name__
-                _say_once(f"rows of {name} aren't stored, as computing changes it: {names}")
+            names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
+            _say_once(f"rows of {type(self.module).__name__} aren't stored, as computing changes it: {names}")
         elif self.options.version is not None or self._weights_are_same():
             self._store(result, places)
         return result, places
 
-    def _has_settled(self) -> bool:
-        """Whether the first computation after a build has changed the module, as by a table it made."""
-        if self.proof.has_settled:
-            return False
+    def _settle(self) -> None:
+        """Compute one row after a build: that may complete the module, as by a table made when needed."""
+        self._detached(*self.inputs.of([self.first[self.missing[0]]]))
         self.proof.has_settled = True
         now = fingerprint_of(self.module, self.options, self.store)
-        if now.digest == self.fingerprint.digest:
-            return False
-        record_settled(self.module, self.store, self.fingerprint)
-        return True
+        if now.digest != self.fingerprint.digest:
+            record_settled(self.module, self.store, self.fingerprint)
+            self._look_up()
 
     def _weights_are_same(self) -> bool:
         built = self.proof.built

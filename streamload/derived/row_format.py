@@ -26,6 +26,7 @@ from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
 _HEAD = struct.Struct("<4sIQQ")
 _MAGIC = b"SLr1"
+_ODD, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in vars(torch).values()
@@ -226,7 +227,7 @@ def unseal(key: bytes, data: bytes) -> Row:
 
 
 def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:
-    seed = xxh3_64_intdigest(b"%d:%b" % (layout_bytes, key), input_digest)
+    seed = xxh3_64_intdigest(key, (input_digest + layout_bytes * _ODD) & _64_BITS)
     return int(xxh3_64_intdigest(rest, seed))
 
 

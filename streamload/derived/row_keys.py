@@ -89,11 +89,24 @@ def key_bytes(key: Any) -> bytes:
     raise OptionError(f"cache_key has a {type(key).__name__} in it; expected text, numbers, bytes or paths")
 
 
-def row_key(fingerprint: bytes, context: bytes, key: Any, *, is_row: bool) -> bytes:
-    """Under what a row is stored, 32 bytes: its fingerprint, and a digest of all else that it depends on."""
-    digest = hashlib.blake2b(b"r" if is_row else b"w", digest_size=16)
-    digest.update(b"%d:" % len(context) + context + key_bytes(key))
-    return fingerprint + digest.digest()
+class Naming:
+    """Under what rows are stored: 32 bytes, a fingerprint and a digest of all else that a row depends on.
+
+    Args:
+        fingerprint: 16 bytes.
+        context: arguments that are the same for all rows.
+        is_row: whether a key stands for a row, or for a whole result.
+    """
+
+    def __init__(self, fingerprint: bytes, context: bytes, *, is_row: bool):
+        self._fingerprint = fingerprint
+        self._prefix = hashlib.blake2b(b"%c%d:%b" % (b"wr"[is_row], len(context), context), digest_size=16)
+
+    def name(self, key: Any) -> bytes:
+        """The name of a key's row; about 1 µs."""
+        digest = self._prefix.copy()
+        digest.update(key_bytes(key))
+        return self._fingerprint + digest.digest()
 
 
 class Inputs:
