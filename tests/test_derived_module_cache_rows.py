@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import random
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from streamload.derived.rows import RowCounts, Rows
 from streamload.errors import CacheCorrupt
 
 KIB = 1 << 10
+HOME = "0"
+"""The directory of a store's first database."""
 KILLS = int(os.environ.get("KILLS", "25"))
 """So many writers are killed in a test."""
 START_METHODS = ["fork", "spawn", "forkserver"]
@@ -64,6 +67,10 @@ def opened(root, limit_bytes=1 << 30):
         yield found
     finally:
         found.close()
+
+
+def bytes_below(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def key(number):
@@ -102,7 +109,8 @@ def test_rows_come_back_as_they_were(library, tmp_path):
         assert store.clear() == 0
         assert store.read_note(b"note") is None
     assert os.stat(tmp_path / "rows").st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "rows").iterdir()} == {0o600}
+    modes = {path.is_dir(): path.stat().st_mode & 0o777 for path in (tmp_path / "rows").rglob("*")}
+    assert modes == {True: 0o700, False: 0o600}
 
 
 @settings(max_examples=40, deadline=None)
@@ -163,7 +171,7 @@ def test_what_it_takes_stays_below_its_limit(library, tmp_path, limit_bytes, siz
         most = 0
         for start in range(0, total, 64):
             store.write([row(at, size) for at in range(start, min(total, start + 64))], "it")
-            most = max(most, sum(path.stat().st_size for path in root.iterdir()))
+            most = max(most, bytes_below(root))
             store.read([key(0)])
         assert most <= 1.05 * limit_bytes
         kept = [at for at in range(total) if key(at) in store.read([key(at)])]
@@ -202,7 +210,7 @@ def test_bytes_on_disk_are_close_to_the_payload_whatever_the_batch(tmp_path, bat
     for start in range(0, 1024, batch):
         module(given[start : start + batch], cache_key=list(range(start, start + batch)))
     row_store.close_stores()
-    taken = sum(path.stat().st_size for path in (tmp_path / "here" / "rows").iterdir())
+    taken = bytes_below(tmp_path / "here" / "rows")
     assert taken <= 1.5 * 1024 * size
 
 
@@ -216,10 +224,10 @@ def test_flipped_bits_in_a_row_are_a_miss_and_counted(library, tmp_path, caplog)
     root = tmp_path / "rows"
     with opened(root) as store:
         store.write([row(at, 3000) for at in range(20)], "it")
-    content = bytearray((root / "cache.db").read_bytes())
+    content = bytearray((root / HOME / "cache.db").read_bytes())
     for at, body in expected([3, 7], 3000).items():
         place = content.index(body) + 10 * at
-        damage(root / "cache.db", place, bytes([content[place] ^ 4]))
+        damage(root / HOME / "cache.db", place, bytes([content[place] ^ 4]))
     with opened(root) as store, caplog.at_level(logging.WARNING):
         found = store.read([key(at) for at in range(20)])
         assert set(found) == {key(at) for at in range(20) if at not in (3, 7)}
@@ -232,7 +240,7 @@ def test_flipped_bits_in_a_row_are_a_miss_and_counted(library, tmp_path, caplog)
 def test_rows_that_were_swapped_are_misses(tmp_path):
     with opened(tmp_path / "rows") as store:
         store.write([row(1), row(2)], "it")
-    with contextlib.closing(sqlite3.connect(tmp_path / "rows" / "cache.db")) as connection, connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / "rows" / HOME / "cache.db")) as connection, connection:
         connection.execute("UPDATE Cache SET key = ? WHERE key = ?", (key(3), key(1)))
         connection.execute("UPDATE Cache SET key = ? WHERE key = ?", (key(1), key(2)))
     with opened(tmp_path / "rows") as store:
@@ -251,8 +259,8 @@ def test_a_planted_pickle_is_never_loaded(library, tmp_path, mode):
     with opened(root) as store:
         store.write([row(at) for at in range(4)], "it")
     planted = pickle.dumps(Planted())
-    (root / "planted.val").write_bytes(planted)
-    with contextlib.closing(sqlite3.connect(root / "cache.db")) as connection, connection:
+    (root / HOME / "planted.val").write_bytes(planted)
+    with contextlib.closing(sqlite3.connect(root / HOME / "cache.db")) as connection, connection:
         connection.execute("UPDATE Cache SET mode = ?, value = ? WHERE key = ?", (mode, planted, key(0)))
         connection.execute(
             "UPDATE Cache SET mode = ?, value = NULL, filename = 'planted.val' WHERE key = ?", (mode, key(1))
@@ -272,7 +280,7 @@ def test_a_planted_pickle_is_never_loaded(library, tmp_path, mode):
             cache.set(("tuple",), b"")
         store.clear()
     assert not os.path.exists("/tmp/streamload-planted")
-    assert (root / "planted.val").exists()  # whoever made it
+    assert (root / HOME / "planted.val").exists()  # whoever made it
 
 
 def test_no_module_of_ours_unpickles():
@@ -291,8 +299,8 @@ def test_a_broken_database_is_replaced_by_an_empty_one(library, tmp_path, conten
     with opened(root) as store:
         store.write([row(1)], "it")
     for name in ("cache.db-wal", "cache.db-shm"):
-        (root / name).unlink(missing_ok=True)
-    (root / "cache.db").write_bytes(content)
+        (root / HOME / name).unlink(missing_ok=True)
+    (root / HOME / "cache.db").write_bytes(content)
     with caplog.at_level(logging.WARNING), opened(root) as store:
         assert store.read([key(1)]) == {}
         assert store.write([row(1)], "it") == 1
@@ -304,9 +312,9 @@ def test_a_database_that_breaks_while_it_is_open_is_replaced(tmp_path, caplog):
     with opened(root) as store, opened(root) as other, caplog.at_level(logging.WARNING):
         store.write([row(at, 3000) for at in range(400)], "it")
         store._open().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        size = (root / "cache.db").stat().st_size
+        size = (root / HOME / "cache.db").stat().st_size
         for at in range(0, size, 4096):
-            damage(root / "cache.db", at, os.urandom(64))
+            damage(root / HOME / "cache.db", at, os.urandom(64))
         for one in (store, other):
             for at in range(0, 400, 50):
                 assert bodies(one.read([key(at)]), [at]) in ({}, expected([at], 3000))
@@ -321,10 +329,10 @@ def test_whatever_bytes_are_damaged_no_wrong_row_is_read(tmp_path_factory, place
     root = tmp_path_factory.mktemp("damaged") / "rows"
     with opened(root) as store:
         store.write([row(at, 700) for at in range(60)], "it")
-    content = bytearray((root / "cache.db").read_bytes())
+    content = bytearray((root / HOME / "cache.db").read_bytes())
     for place, change in places:
         content[int(place * len(content))] ^= change
-    (root / "cache.db").write_bytes(content)
+    (root / HOME / "cache.db").write_bytes(content)
     with opened(root) as store:
         found = bodies(store.read([key(at) for at in range(60)]), range(60))
         assert found.items() <= expected(range(60), 700).items()
@@ -350,7 +358,8 @@ def test_a_directory_of_others_fails(tmp_path):
     with pytest.raises(CacheError, match="others may write"), opened(root):
         pass
     root.chmod(0o700)
-    (root / "cache.db").symlink_to(tmp_path / "elsewhere")
+    (root / HOME).mkdir(mode=0o700)
+    (root / HOME / "cache.db").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheError, match="symbolic link"), opened(root):
         pass
     assert not (tmp_path / "elsewhere").exists()
@@ -359,11 +368,14 @@ def test_a_directory_of_others_fails(tmp_path):
 def test_a_full_disk_stores_nothing_and_rows_are_read_on(tmp_path, caplog):
     with opened(tmp_path / "rows") as store, caplog.at_level(logging.WARNING):
         store.write([row(1)], "it")
-        for connection in (store._open().cache._con,):
-            pages = connection.execute("PRAGMA page_count").fetchone()[0]
-            connection.execute(f"PRAGMA max_page_count = {pages}")
-        assert store.write([row(at, 5000) for at in range(2, 50)], "it") == 0
-        assert "full" in caplog.text
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200 * KIB, limits[1]))
+        try:
+            assert store.write([row(at, 5000) for at in range(2, 90)], "it") == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert len(caplog.records) == 1
+        assert "can't be read or stored for now" in caplog.text
         assert key(1) in store.read([key(1)])
         assert store.write([row(2)], "it") == 1  # there is room again
 
@@ -416,13 +428,8 @@ def test_writers_that_are_killed_leave_whole_rows_and_no_garbage(tmp_path, limit
         for writer in writers:
             writer.kill()
             writer.join()
-    assert {path.name for path in root.iterdir()} <= {
-        "cache.db",
-        "cache.db-wal",
-        "cache.db-shm",
-        "lock",
-        "writing",
-    }
+    assert {path.name for path in root.iterdir()} == {HOME, "lock", "writing"}
+    assert {path.name for path in (root / HOME).iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm"}
     with opened(root, limit_bytes) as store:
         assert store._open().execute("PRAGMA integrity_check") == [("ok",)]
         found = bodies(store.read([key(at) for at in range(400)]), range(400))
@@ -538,7 +545,7 @@ def test_memory_stays_within_its_limit(shm):
     module = limited()
     for start in range(0, 1024, 64):
         module(torch.arange(float(start), start + 64)[:, None], cache_key=list(range(start, start + 64)))
-    taken = sum(path.stat().st_size for path in shm.rglob("*") if path.is_file())
+    taken = bytes_below(shm)
     assert 0.2 * 2**20 < taken <= 1.05 * 0.5 * 2**20
     made = module(torch.arange(1024.0)[:, None], cache_key=list(range(1024)))
     assert torch.equal(made, torch.arange(1024.0)[:, None].expand(-1, 768))

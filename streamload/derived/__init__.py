@@ -1,1 +1,1 @@
-"""What is computed once from a shard and kept in its place: shards with prepared images."""
+"""What is computed once: shards with prepared images, in place of a shard; rows of what modules compute."""

@@ -91,6 +91,8 @@ class Call:
             self._canaries()
         if self.missing and not self.proof.has_settled:
             self._settle()
+        self.counts.hits += sum(place in self.found for place in self.where)
+        self.counts.misses += len(self.missing)
         return self._put_together(self._compute_missing() if self.missing else None)
 
     def _look_up(self) -> None:
@@ -118,8 +120,6 @@ class Call:
         }
         self._spot_check()
         self.missing = [place for place in range(len(self.unique)) if place not in self.found]
-        self.counts.hits += sum(place in self.found for place in self.where)
-        self.counts.misses += len(self.missing)
         if is_pending(self.module):
             self.proof.served = self.fingerprint if self.found else self.proof.served
 

@@ -223,7 +223,6 @@ def _sweep(home: Path) -> None:
 
 
 _stores: dict[Place, RowStore | None] = {}
-_of_parents: list[dict[Place, RowStore | None]] = []
 _said: set[str] = set()
 
 
@@ -245,7 +244,7 @@ def open_store(place: Place) -> RowStore | None:
 def stores_at(place: Place) -> list[RowStore]:
     """The stores of this process at a place's directory, whatever their level; of what is there already."""
     found = [store for store in _stores.values() if store is not None and store.disk.root == place.root]
-    if not found and (place.root / DATABASE).is_file():
+    if not found and any(place.root.glob(f"*/{DATABASE}")):
         found = [store] if (store := open_store(place)) is not None else []
     return found
 
@@ -265,10 +264,8 @@ def _say_once(message: str) -> None:
 
 
 def _forget_parents() -> None:
-    """In a forked child: what the parent has open is neither used nor closed."""
-    if _stores:
-        _of_parents.append(dict(_stores))
-        _stores.clear()
+    """In a forked child: it holds the copy in memory by a lock of its own, and counts for itself."""
+    _stores.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parents)

@@ -4,7 +4,7 @@ diskcache keeps them, behind a `Disk` that stores bytes as they are and never un
 transaction: what a killed process was writing isn't there. Limits count the pages of the database and its
 log; the rows that weren't read for longest go first. What fails its checksum is a miss.
 
-    ROOT/cache.db, cache.db-wal, cache.db-shm      the database, by SQLite
+    ROOT/NUMBER/cache.db, cache.db-wal, …          the database, by SQLite; if it breaks, the next one
     ROOT/lock, ROOT/writing                        held while the database is made or replaced; while rows
                                                    are written
 """
@@ -18,6 +18,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,11 +35,11 @@ from streamload.derived.rows_database import (
     diskcache,
     is_broken,
     log_bytes,
+    remove,
     rows_at_once,
     select_labels,
     select_rows,
     size_of,
-    unlink,
 )
 from streamload.errors import CacheCorrupt, CacheError
 
@@ -93,7 +94,7 @@ class RowCounts:
 
 
 class Rows:
-    """The rows of one directory. Safe among threads and processes; a forked child opens its own connections.
+    """The rows of one directory. Safe among threads and processes; it may be used across a fork.
 
     Args:
         root: of the directory, which is made with mode 0700.
@@ -108,14 +109,20 @@ class Rows:
         self.root = root
         self.counts = counts
         self._limit = limit
-        self._opened: tuple[int, Database] | None = None
-        self._left: list[Database] = []  # of a parent process: neither used nor closed here
+        self._database: Database | None = None
+        self._number = 0
         self._touched: set[bytes] = set()
         self._touched_at = time.monotonic()
         self._fills_up = (0.0, False)
-        self._lock = threading.RLock()
         try:
-            self._open()
+            with _use:
+                try:
+                    self._open()
+                except sqlite3.Error as exc:
+                    if not is_broken(exc):
+                        raise
+                    self._replace(exc)
+                    self._open()
         except (OSError, sqlite3.Error) as exc:
             if isinstance(exc, CacheError):
                 raise
@@ -127,7 +134,7 @@ class Rows:
     @property
     def used_bytes(self) -> int:
         """What the files take on disk."""
-        return sum(size_of(self.root / name) for name in FILES)
+        return sum(size_of(self.root / str(self._number) / name) for name in FILES)
 
     @property
     def limit_bytes(self) -> int:
@@ -207,7 +214,7 @@ class Rows:
 
     def flush(self) -> None:
         """Note when the rows were read that were read since it was noted last."""
-        with self._lock:
+        with _use:
             keys, self._touched = list(self._touched), set()
             self._touched_at = time.monotonic()
         if keys:
@@ -215,11 +222,9 @@ class Rows:
 
     def close(self) -> None:
         """Close the connections of this process; once is enough."""
-        with self._lock:
-            opened, self._opened = self._opened, None
+        with _use:
             self._touched = set()
-        if opened is not None and opened[0] == os.getpid():
-            opened[1].close()
+            self._close()
 
     def _touch(self, keys: Any) -> None:
         now = time.monotonic()
@@ -229,7 +234,7 @@ class Rows:
             self._fills_up = (now, fills_up)
         if not fills_up:
             return
-        with self._lock:
+        with _use:
             self._touched.update(keys)
             is_due = time.monotonic() - self._touched_at > _TOUCH_SECONDS
         if is_due:
@@ -240,7 +245,10 @@ class Rows:
     ) -> int:
         self.flush()
         with exclusive(self.root / "writing"):
-            return self._store_alone(opened, rows, label, limit_bytes)
+            try:
+                return self._store_alone(opened, rows, label, limit_bytes)
+            finally:
+                opened.cache.close()
 
     def _store_alone(
         self, opened: Database, rows: Sequence[tuple[bytes, bytes]], label: str, limit_bytes: int
@@ -265,62 +273,75 @@ class Rows:
 
         A database that is broken is replaced by an empty one.
         """
-        for _ in range(2):
-            opened = None
-            try:
-                opened = self._open()
-                return action(opened)
-            except (OSError, sqlite3.Error, diskcache().Timeout) as exc:
-                if not is_broken(exc):
-                    _say_once(f"{self.root}: rows can't be read or stored for now: {exc!r}")
-                    self.close()  # a transaction that failed at its end would stand in the way
-                    return otherwise
-                self.counts.corrupt += 1
-                _say_once(f"{self.root}: the database is broken ({exc}): it is replaced by an empty one")
-                self._replace(opened)
-        return otherwise
+        with _use:
+            for _ in range(2):
+                try:
+                    return action(self._open())
+                except (OSError, sqlite3.Error, diskcache().Timeout) as exc:
+                    if not is_broken(exc):
+                        _say_once(f"{self.root}: rows can't be read or stored for now: {exc!r}")
+                        self._close()  # a transaction that failed at its end would stand in the way
+                        return otherwise
+                    self._replace(exc)
+            return otherwise
 
     def _open(self) -> Database:
-        opened = self._opened
-        if opened is not None and opened[0] == os.getpid():
-            return opened[1]
-        with self._lock:
-            opened = self._opened
-            if opened is not None and opened[0] == os.getpid():
-                return opened[1]
-            if opened is not None:
-                self._left.append(opened[1])
-                self._touched = set()
-            check_owner(self.root)
-            for directory in (self.root.parent, self.root):
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_owner(self.root)
-            with exclusive(self.root / "lock"):
-                fresh = self._make()
-            self._opened = (os.getpid(), fresh)
-            return fresh
+        if self._database is not None and self._database.is_current():
+            return self._database
+        self._close()
+        check_owner(self.root)
+        for directory in (self.root.parent, self.root):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owner(self.root)
+        with exclusive(self.root / "lock"):
+            for number in self._numbers()[:-1]:  # one that was being replaced
+                remove(self.root / str(number))
+            self._number = max(self._numbers(), default=0)
+            home = self.root / str(self._number)
+            home.mkdir(mode=0o700, exist_ok=True)
+            if any(path.is_symlink() for path in (home, *(home / name for name in FILES))):
+                raise CacheError(f"{home} has a symbolic link in place of a database: it isn't followed")
+            self._database = Database(home, self.limit_bytes)
+        _open_rows.add(self)
+        return self._database
 
-    def _make(self) -> Database:
-        if any((self.root / name).is_symlink() for name in FILES):
-            raise CacheError(f"{self.root} has a symbolic link in place of a database: it isn't followed")
-        try:
-            return Database(self.root, self.limit_bytes)
-        except sqlite3.Error as exc:
-            if not is_broken(exc):
-                raise
-            self.counts.corrupt += 1
-            _say_once(f"{self.root}: the database is broken ({exc}): it is replaced by an empty one")
-            unlink(self.root)
-            return Database(self.root, self.limit_bytes)
+    def _numbers(self) -> list[int]:
+        """Of the databases: the last is the one in use. Each has a directory of its own.
 
-    def _replace(self, opened: Database | None) -> None:
-        with self._lock:
-            self._opened = None
-            with exclusive(self.root / "lock"):
-                if opened is None or opened.is_current():
-                    unlink(self.root)
-            if opened is not None:
-                opened.close()
+        A process that still has an old one open deletes its log by name when it closes it.
+        """
+        found = (entry.name for entry in os.scandir(self.root))
+        return sorted(int(name) for name in found if name.isascii() and name.isdigit())
+
+    def _replace(self, error: Exception) -> None:
+        """Begin an empty database in place of one that is broken, unless another process has."""
+        self.counts.corrupt += 1
+        _say_once(f"{self.root}: the database is broken ({error}): it is replaced by an empty one")
+        self._close()
+        with exclusive(self.root / "lock"):
+            if self._number == max(self._numbers(), default=0):
+                (self.root / str(self._number + 1)).mkdir(mode=0o700)
+                remove(self.root / str(self._number))
+
+    def _close(self) -> None:
+        database, self._database = self._database, None
+        _open_rows.discard(self)
+        if database is not None:
+            database.close()
+
+
+_use = threading.RLock()
+"""Held while this process uses a database, and while it forks: a child inherits none that is open."""
+_open_rows: weakref.WeakSet[Rows] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    _use.acquire()
+    for rows in list(_open_rows):
+        rows._close()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_use.release, after_in_child=_use.release)
 
 
 def _in_portions(

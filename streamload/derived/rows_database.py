@@ -11,7 +11,6 @@ import functools
 import importlib
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,17 +75,23 @@ def _bytes_disk() -> type:
 
 
 class Database:
-    """The database as one process has it open: diskcache's connections, and one a thread for reading."""
+    """The database as one process has it open, for one thread at a time.
 
-    def __init__(self, root: Path, limit_bytes: int):
-        self._path = root / DATABASE
-        self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+    A child must not inherit it from a fork: SQLite's locks are those of a process, and what it knows of them
+    would be copied.
+
+    Args:
+        home: the directory of the database.
+        limit_bytes: by which the size of pages and of the log is chosen.
+    """
+
+    def __init__(self, home: Path, limit_bytes: int):
+        self._path = home / DATABASE
         page_bytes = _page_bytes(limit_bytes)
         if not self._path.exists():
             _create(self._path, page_bytes)
         self.cache = diskcache().Cache(
-            str(root),
+            str(home),
             timeout=_WAIT_SECONDS,
             disk=_bytes_disk(),
             eviction_policy="least-recently-used",  # for its index: what goes is decided here
@@ -99,28 +104,24 @@ class Database:
             sqlite_journal_size_limit=0,
             sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
         )
+        self.cache.close()  # its connections are of a thread; each transaction opens one
         self._status = self._path.stat()
-        self.execute("SELECT count(*) FROM (SELECT key, raw, tag, mode, filename, value FROM Cache LIMIT 1)")
+        self.connection = sqlite3.connect(
+            self._path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self.execute("PRAGMA cache_size = -1024")
+            self.execute("PRAGMA synchronous = NORMAL")
+            self.execute("SELECT * FROM (SELECT key, raw, tag, mode, filename, value FROM Cache LIMIT 0)")
+        except BaseException:
+            self.connection.close()
+            raise
 
     def is_current(self) -> bool:
         """Whether the file is still the one that was opened."""
         with contextlib.suppress(OSError):
             return os.path.samestat(self._path.stat(), self._status)
         return False
-
-    @property
-    def connection(self) -> sqlite3.Connection:
-        """This thread's."""
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = sqlite3.connect(
-                self._path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
-            )
-            connection.execute("PRAGMA cache_size = -1024")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            self._local.connection = connection
-            self._connections.append(connection)
-        return connection
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of an answer."""
@@ -176,10 +177,9 @@ class Database:
             self.execute(f"PRAGMA busy_timeout = {int(_WAIT_SECONDS * 1000)}")
 
     def close(self) -> None:
-        """Close all connections."""
-        for connection in self._connections:
-            with contextlib.suppress(sqlite3.Error):
-                connection.close()
+        """Close it; once is enough."""
+        with contextlib.suppress(sqlite3.Error):
+            self.connection.close()
         with contextlib.suppress(sqlite3.Error):
             self.cache.close()
 
@@ -272,7 +272,9 @@ def is_broken(error: Exception) -> bool:
     )
 
 
-def unlink(root: Path) -> None:
-    """Remove the files of a database."""
+def remove(home: Path) -> None:
+    """Remove a database and its directory, if nothing else is in it; who has it open goes on with it."""
     for name in FILES:
-        (root / name).unlink(missing_ok=True)
+        (home / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        home.rmdir()
