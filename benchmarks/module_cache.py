@@ -188,6 +188,7 @@ def caller(kind: str, directory: str, level: str, is_vit: bool) -> Any:
         module = streamload.cache_module(directory, cache_level=getattr(streamload.CacheLevel, level))(
             cls
         )().eval()
+        module.state_dict()  # builds it
         return lambda x, keys: module(x, cache_key=keys)
     if kind == "peer":
         import torch_module_cache
