@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import charts, machine, overview, peer_tables, turns
+from benchmarks import charts, machine, module_cache, overview, peer_tables, turns
 from benchmarks.contenders.workload import Job, Kept, train
 from benchmarks.environments import build
 from benchmarks.peers import LITDATA, OPEN_CLIP, PEERS, SPDL, STREAMLOAD
@@ -35,7 +35,7 @@ def pins(tmp_path, monkeypatch):
 
 
 def test_every_peer_has_an_environment_and_every_environment_an_adapter():
-    wanted = {peer.environment for peer in PEERS} - {"own", "open_clip"}
+    wanted = {peer.environment for peer in (*PEERS, *module_cache.CONTENDERS)} - {"own", "open_clip"}
     assert wanted == set(build.names())
     for peer in PEERS:
         assert (ROOT / f"benchmarks/contenders/{peer.adapter}.py").is_file()
