@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import flat
 import pytest
 import torch
 from transformers import TrainingArguments
@@ -14,7 +15,6 @@ from transformers import TrainingArguments
 import streamload
 from streamload.integrations.transformers import STATE_NAME, Trainer
 from streamload.testing.shards import write_shards
-from tests import flat
 
 COUNTS = [20, 30, 25]
 
