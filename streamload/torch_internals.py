@@ -29,6 +29,9 @@ NAMES = (
     f"{_ITERATORS}._MultiProcessingDataLoaderIter._get_data",
     f"{_ITERATORS}._MultiProcessingDataLoaderIter._try_get_data",
     f"{_ITERATORS}._MultiProcessingDataLoaderIter._shutdown_workers",
+    "torch.nn.modules.batchnorm._NormBase",
+    "torch.nn.modules.dropout._DropoutNd",
+    "torch.nn.modules.instancenorm._InstanceNorm",
     "multiprocessing.process._children",
 )
 
@@ -53,13 +56,19 @@ def require(names: tuple[str, ...] = NAMES) -> None:
 
 require()
 from torch._utils import ExceptionWrapper  # noqa: E402
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: E402
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # noqa: E402
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase  # noqa: E402
 
 upsample_bicubic: Callable[..., torch.Tensor] = torch._C._nn._upsample_bicubic2d_aa
 upsample_bilinear: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa
 """The kernels of F.interpolate(antialias=True), which take `out`."""
 
 __all__ = [
+    "DropoutBase",
     "ExceptionWrapper",
+    "InstanceNormBase",
+    "NormBase",
     "abandon_workers",
     "next_batch",
     "next_if_arrived",

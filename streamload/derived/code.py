@@ -429,7 +429,7 @@ def _package(name: str) -> str | None:
     modules = [
         sys.modules.get(name),
         sys.modules.get(top),
-    ]  # the modules of C code have no file: torch._C._nn
+    ]  # the modules of C code have no file
     file = next((found for one in modules if (found := getattr(one, "__file__", None))), None)
     if file is None:
         is_known = top in sys.stdlib_module_names or any(getattr(one, "__spec__", None) for one in modules)

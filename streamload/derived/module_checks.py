@@ -16,12 +16,13 @@ import torch
 
 from streamload.derived.row_format import Result
 from streamload.errors import FeatureNotCacheable
+from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase
 
 _TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-6, torch.complex128: 1e-6}
 _TOLERANCE = 2e-3
 """Of other types: kernels for batches of another size add up in another order."""
-_NORMS = (torch.nn.modules.batchnorm._NormBase,)  # of instances only where it keeps statistics
-_DROPOUTS = (torch.nn.modules.dropout._DropoutNd,)
+_NORMS = (NormBase,)  # of instances only where it keeps statistics
+_DROPOUTS = (DropoutBase,)
 
 
 def refuse_module(module: torch.nn.Module) -> None:
@@ -52,8 +53,8 @@ def refuse_module(module: torch.nn.Module) -> None:
             )
 
 
-def _is_per_row(norm: torch.nn.modules.batchnorm._NormBase) -> bool:
-    is_of_instance = isinstance(norm, torch.nn.modules.instancenorm._InstanceNorm)
+def _is_per_row(norm: NormBase) -> bool:
+    is_of_instance = isinstance(norm, InstanceNormBase)
     return is_of_instance and not norm.track_running_stats
 
 
