@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 import streamload.loader
+
+sys.path.append(str(Path(__file__).parents[2]))  # this is run as a program, from anywhere
 from benchmarks.torchvision_stub import define_torchvision_schemas
 
 
