@@ -17,6 +17,7 @@ from streamload.derived.preparation import Preparation
 from streamload.errors import OptionError
 from streamload.loader.sources import Factors
 from streamload.options import Eviction, Option, Revalidate, Where, options
+from streamload.options.values import parse_choice
 
 ImageDtype = Literal["float32", "uint8"]
 
@@ -98,7 +99,7 @@ class Images:
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        one_of("dtype", self.dtype, ("float32", "uint8"))
+        parse_choice(self.dtype, ("float32", "uint8"), "dtype")
         if self.prepare is not None:
             Preparation.parse(self.prepare)
         _check_settings(self, "images")
@@ -198,7 +199,7 @@ class Workers:
         at_least(1, prefetch_factor=self.prefetch_factor)
         if self.multiprocessing_context is not None:
             methods = tuple(multiprocessing.get_all_start_methods())
-            one_of("multiprocessing_context", self.multiprocessing_context, methods)
+            parse_choice(self.multiprocessing_context, methods, "multiprocessing_context")
         if self.collate is not None and not callable(self.collate):
             raise OptionError(
                 f"collate is a {type(self.collate).__name__}; expected a function from a list of dicts to a "
@@ -219,16 +220,6 @@ GROUPS: dict[str, type] = {
     "workers": Workers,
 }
 """The classes of the groups by the names of make_loader's arguments."""
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that isn't allowed.
-
-    Raises:
-        OptionError: it names the argument and what is allowed.
-    """
-    if value not in allowed:
-        raise OptionError(f"{name}={value!r}; expected one of {', '.join(map(repr, allowed))}")
 
 
 def at_least(least: int, **values: int | None) -> None:

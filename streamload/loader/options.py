@@ -15,9 +15,10 @@ import torch
 
 from streamload.batches.images import Preprocess
 from streamload.errors import OptionError
-from streamload.loader.groups import GROUPS, Cache, Images, Order, Shards, Workers, at_least, one_of
+from streamload.loader.groups import GROUPS, Cache, Images, Order, Shards, Workers, at_least
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
+from streamload.options.values import parse_choice
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
 from streamload.urls import UrlList
@@ -94,8 +95,8 @@ class LoaderOptions:
             )
         at_least(1, batch_size=self.batch_size, num_samples=self.num_samples, num_batches=self.num_batches)
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle)
-        one_of("output", self.output, get_args(Output))
-        one_of("on_error", self.on_error, get_args(OnError))
+        parse_choice(self.output, get_args(Output), "output")
+        parse_choice(self.on_error, get_args(OnError), "on_error")
         if self.tokenizer is not None and not callable(self.tokenizer):
             raise OptionError(
                 f"tokenizer is a {type(self.tokenizer).__name__}; expected open_clip's, one of "
