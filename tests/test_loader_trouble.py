@@ -169,6 +169,25 @@ def test_a_run_that_gives_up_more_than_a_few_shards_says_so_and_ends(
         assert len(keys_of(loader)) == 18 * 8  # one or two may be any accident
 
 
+def test_shards_that_an_earlier_run_had_and_that_are_gone_say_nothing_about_their_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another data set of the same server, in the cache but for a shard that is missing."""
+    write_shards(tmp_path / "removed", [5] * 8)
+    write_shards(tmp_path / "data", [5] * 5)
+    with (
+        ShardServer(tmp_path / "removed") as server,
+        make(f"{server.url}/{{00006..00007}}.tar", tmp_path, num_workers=0) as loader,
+    ):
+        assert len(keys_of(loader)) == 10
+    with ShardServer(tmp_path / "data", port=int(server.url.rpartition(":")[2])) as server:
+        server.misbehave("00000.tar", Fault(status=404))
+        for _ in range(2):
+            with make(f"{server.url}/{{00000..00004}}.tar", tmp_path, origin_wait=1.0) as loader:
+                assert len(keys_of(loader)) == 20
+    assert "is down" not in caplog.text
+
+
 def test_a_share_of_shards_that_were_given_up_is_judged_across_states() -> None:
     def judged(given_up: int, whole: int, before: list[int], most: float | None = 0.1) -> bool:
         checks = ShardChecks(most)

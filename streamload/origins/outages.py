@@ -2,8 +2,8 @@
 
 A shard that fails alone is given up. If the whole endpoint is down, that would cost one shard for each
 transfer that runs out of retries. So the endpoint is probed for a byte of a shard that it served before
-(known to this process and its forks). An outage belongs to the endpoint: all transfers that wait for it
-share one deadline, and after it none waits again.
+(known to this process and its forks, as long as it reads anything). An outage belongs to the endpoint: all
+transfers that wait for it share one deadline, and after it none waits again.
 """
 
 from __future__ import annotations
@@ -67,13 +67,21 @@ def outages() -> dict[str, Outage]:
 
 
 def listen(listener: Callable[[], None]) -> Callable[[], None]:
-    """Call `listener` from any thread when an outage begins or ends. Return a function that stops it."""
+    """Call `listener` from any thread when an outage begins or ends. Return a function that stops it.
+
+    When the last listener of this process stops, what is known of endpoints is forgotten: shards that were
+    served long ago, to another run, may have been removed on purpose since.
+    """
     entry = (os.getpid(), listener)
     _listeners.append(entry)
 
     def end() -> None:
-        if entry in _listeners:
-            _listeners.remove(entry)
+        if entry not in _listeners:
+            return
+        _listeners.remove(entry)
+        if entry[0] not in (pid for pid, _ in _listeners):
+            for known in (_served, _away, _failing):
+                known.clear()
 
     return end
 
