@@ -177,12 +177,14 @@ def scratch() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def photographs(samples: int, samples_per_shard: int) -> Iterator[tuple[Path, int]]:
+def photographs(
+    samples: int, samples_per_shard: int, members: Sequence[str] = ("jpg", "txt")
+) -> Iterator[tuple[Path, int]]:
     """Shards of photographs in a temporary directory, and their bytes."""
     from examples.photograph_shards import write_photograph_shards
 
     with scratch() as directory:
-        paths = write_photograph_shards(directory / "shards", samples, samples_per_shard)
+        paths = write_photograph_shards(directory / "shards", samples, samples_per_shard, members=members)
         yield directory, sum(path.stat().st_size for path in paths)
 
 

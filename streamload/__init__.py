@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from streamload.derived.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
         Cache,
+        Features,
         Images,
         Loader,
         Order,
@@ -83,6 +84,7 @@ __all__ = [
     "FeatureError",
     "FeatureMismatch",
     "FeatureNotCacheable",
+    "Features",
     "ImageTooLarge",
     "Images",
     "LabelError",
@@ -132,6 +134,7 @@ _LATER = {
     "Images": "streamload.loader",
     "Cache": "streamload.loader",
     "CacheLevel": "streamload.derived.module_cache",
+    "Features": "streamload.loader",
     "Entry": "streamload.shards.samples",
     "Loader": "streamload.loader",
     "Snapshot": "streamload.metrics",

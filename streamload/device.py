@@ -88,7 +88,7 @@ class Direct:
             name: value.to(self._device) if isinstance(value, torch.Tensor) else value
             for name, value in values.items()
         }
-        if self._statistics is not None:
+        if self._statistics is not None and "image" in moved:
             moved["image"] = normalise_batch(moved["image"], *self._statistics)
         return moved
 
@@ -177,7 +177,7 @@ def _send(values: Values, slot: _Slot, stream: torch.Stream, statistics: Statist
     for name, value in moved.items():
         if isinstance(value, torch.Tensor):
             moved[name] = value.to(stream.device)
-    if statistics is not None:
+    if statistics is not None and "image" in moved:
         moved["image"] = normalise_batch(moved["image"], *statistics)
     return _Sent(moved, stream.record_event())
 

@@ -54,6 +54,10 @@ COUNTERS: dict[str, str] = {
     "samples_yielded": "samples in the batches that the training loop took",
     **{f"samples_skipped_{cause}": f"samples skipped because {why}" for cause, why in CAUSES.items()},
     **{f"samples_replaced_{cause}": f"samples replaced because {why}" for cause, why in CAUSES.items()},
+    "feature_rows_read": "rows of features that were stored, and came with batches",
+    "feature_rows_computed": "rows of features that weren't, and were computed in the training's process",
+    "feature_read_ns": "time that workers spent reading rows of features, summed over workers",
+    "feature_compute_ns": "time that the training's process spent computing and storing rows of features",
     "batches_yielded": "batches that the training loop took",
     "fresh_tensors": "tensors allocated because all pooled buffers were still in use",
     "data_wait_ns": "time for which the training loop waited for a batch",
@@ -167,6 +171,8 @@ class Snapshot:
     shards_given_up: int = 0
     range_reads: int = 0
     checksum_failures: int = 0
+    feature_rows_read: int = 0
+    feature_rows_computed: int = 0
     samples_yielded: int = 0
     samples_skipped: dict[str, int] = field(default_factory=_zeros)
     samples_replaced: dict[str, int] = field(default_factory=_zeros)
@@ -177,6 +183,8 @@ class Snapshot:
     seconds_to_first_batch: float | None = None
     bytes_wait_seconds: float = 0.0
     transform_seconds: float = 0.0
+    feature_read_seconds: float = 0.0
+    feature_compute_seconds: float = 0.0
     source_samples: dict[str, int] = field(default_factory=dict)
     source_wait_seconds: dict[str, float] = field(default_factory=dict)
     shard_wait_seconds: dict[str, float] = field(default_factory=dict)
@@ -206,6 +214,8 @@ class Snapshot:
             seconds_to_first_batch=total["first_batch_ns"] / 1e9 or None,
             bytes_wait_seconds=total["bytes_wait_ns"] / 1e9,
             transform_seconds=total["transform_ns"] / 1e9,
+            feature_read_seconds=total["feature_read_ns"] / 1e9,
+            feature_compute_seconds=total["feature_compute_ns"] / 1e9,
             source_samples={name: int(samples) for name, (samples, _) in sources.items()},
             source_wait_seconds={name: int(waited_ns) / 1e9 for name, (_, waited_ns) in sources.items()},
             shard_wait_seconds={name: waited_ns / 1e9 for name, waited_ns in shards.items()},

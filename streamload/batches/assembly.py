@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
+from streamload.batches.features import FeatureAssembly, FeatureInProgress, ParsedFeature
 from streamload.batches.images import ImageAssembly, Images
 from streamload.batches.tokenize import BatchTokenizer
+from streamload.derived.feature_rows import FeatureStart
 from streamload.derived.preparation import Preparation
 from streamload.errors import BlankCaption, add_note
 from streamload.transforms.user import SeededGenerators
@@ -34,6 +37,8 @@ class Sample(NamedTuple):
     members: dict[str, memoryview]
     prepared: str = ""
     """The extension of the prepared image; empty: there is none."""
+    checksum: int | None = None
+    """xxh3_64 of the payloads in order; None: it isn't in the index."""
 
 
 class Members(NamedTuple):
@@ -86,7 +91,7 @@ class BatchAssembly:
 
     Attributes:
         image: chooses the image from a sample's extensions.
-        images: decodes and transforms images; None: map_sample gets their bytes.
+        images: decodes and transforms images; None: map_sample gets their bytes, or features come instead.
         text: chooses the caption, and its field in a JSON member; None: no captions.
         tokenizer: captions to ids; None leaves them as strings.
         blank_captions: whether samples are used whose caption is only white space.
@@ -96,6 +101,7 @@ class BatchAssembly:
         collate: the results of `map_sample` for a batch to the batch: a dict or a tuple of values; None:
             values are stacked.
         as_model_inputs: keep all values that the tokenizer returns (such as an `attention_mask`).
+        features: what comes from stored rows.
     """
 
     image: Choose
@@ -107,11 +113,15 @@ class BatchAssembly:
     map_sample: MapSample | None = None
     collate: Collate | None = None
     as_model_inputs: bool = False
+    features: tuple[FeatureAssembly, ...] = ()
 
     @property
     def preparation(self) -> Preparation | None:
         """The preparation of the images; None: there is none."""
-        return None if self.images is None else self.images.preparation
+        for images in (self.images, *(feature.images for feature in self.features)):
+            if images is not None:
+                return images.preparation
+        return None
 
     def members_of(self, sample: Sample) -> Members:
         """The members to use; a sample without them isn't usable by its index entry, and doesn't get here."""
@@ -123,15 +133,24 @@ class BatchAssembly:
             raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
         return Members(image[0], text, label)
 
-    def batch_factory(self) -> BatchFactory:
-        """A function that makes empty batches, one at a time; what they share is set up once."""
+    def batch_factory(self, features: Mapping[str, FeatureStart] = MappingProxyType({})) -> BatchFactory:
+        """A function that makes empty batches, one at a time; what they share is set up once.
+
+        Args:
+            features: what is known of the features in this epoch, by name.
+        """
         images, map_sample = None if self.images is None else self.images.batch_factory(), self.map_sample
         if map_sample is not None:
             return lambda size, allocate: _MappedBatch(
                 map_sample, self, None if images is None else images(size, allocate), allocate
             )
-        assert images is not None
-        return lambda size, allocate: _CaptionedBatch(images(size, allocate), self, allocate)
+        made = [feature.batch_factory(features[feature.name]) for feature in self.features]
+        return lambda size, allocate: _CaptionedBatch(
+            None if images is None else images(size, allocate),
+            [feature(size, allocate) for feature in made],
+            self,
+            allocate,
+        )
 
 
 class _Captioned(NamedTuple):
@@ -143,13 +162,21 @@ class _Captioned(NamedTuple):
     label: int | None
     image: Any
     seed: int
+    features: list[ParsedFeature | None]
 
 
 class _CaptionedBatch:
-    """Images with captions and labels: `image`, `text`, `label`, and the tokenizer's other values."""
+    """Images with captions and labels: `image`, `text`, `label`, the tokenizer's other values, features."""
 
-    def __init__(self, images: Images, assembly: BatchAssembly, allocate: Allocate):
+    def __init__(
+        self,
+        images: Images | None,
+        features: Sequence[FeatureInProgress],
+        assembly: BatchAssembly,
+        allocate: Allocate,
+    ):
         self._images = images
+        self._features = features
         self._assembly = assembly
         self._allocate = allocate
         self._allows_blank = assembly.blank_captions
@@ -169,13 +196,36 @@ class _CaptionedBatch:
             member, field = members.label
             label = read_label(sample.members[member], field)
         is_prepared = sample.prepared == members.image
-        image = self._images.parse(sample.members[members.image], is_prepared, seed)
-        return _Captioned(sample.key, sample.url, caption, label, image, seed)
+        image, data = None, sample.members[members.image]
+        if self._images is not None:
+            image = self._images.parse(data, is_prepared, seed)
+        payloads = list(sample.members.values()) if self._features else ()
+        features = [
+            feature.parse(sample.key, sample.checksum, payloads, data, is_prepared, seed)
+            for feature in self._features
+        ]
+        return _Captioned(sample.key, sample.url, caption, label, image, seed, features)
 
     def add(self, parsed: _Captioned) -> None:
         """See BatchInProgress."""
-        self._images.add(parsed.image)
+        if self._images is not None:
+            self._images.add(parsed.image)
+        if self._features:
+            self._add_features(parsed.features)
         self._added.append(parsed)
+
+    def _add_features(self, parsed: Sequence[ParsedFeature | None]) -> None:
+        added: list[FeatureInProgress] = []
+        try:
+            for feature, one in zip(self._features, parsed, strict=True):
+                feature.add(one)
+                added.append(feature)
+        except BaseException:
+            for feature in added:
+                feature.drop_last()
+            if self._images is not None:
+                self._images.drop_last()
+            raise
 
     def _members_of(self, sample: Sample) -> Members:
         extensions = tuple(sample.members)
@@ -194,7 +244,8 @@ class _CaptionedBatch:
         return {**values, "__key__": keys, "__url__": urls}
 
     def _values(self, keys: Sequence[str]) -> dict[str, Any]:
-        assembly, values = self._assembly, self._images.finish(keys)
+        assembly = self._assembly
+        values = {} if self._images is None else self._images.finish(keys)
         if assembly.text is not None:
             values["text"] = captions = [one.caption for one in self._added if one.caption is not None]
             if assembly.tokenizer is not None and captions:
@@ -205,10 +256,15 @@ class _CaptionedBatch:
         if assembly.label is not None:
             labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
+        for feature in self._features:
+            values |= feature.finish(values.get("text"))
         return values
 
     def close(self) -> None:
-        self._images.close()
+        for feature in self._features:
+            feature.close()
+        if self._images is not None:
+            self._images.close()
 
 
 class _Mapped(NamedTuple):

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
 from streamload.derived.code import STRUCTURE, Describer, module_parts
+from streamload.errors import FeatureNotCacheable
 
 FORMAT = 1
 _SMALL_BYTES = 1 << 20
@@ -140,6 +142,10 @@ def stamp_of(module: torch.nn.Module) -> Stamp:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
+    if is_lazy(tensor):
+        raise FeatureNotCacheable(
+            "the module has weights that only its first call makes (as LazyLinear's): call it once before"
+        )
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -14,11 +14,13 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
 
 from streamload.derived.builds import Generators, watched
+from streamload.derived.feature_rows import rows_of
 from streamload.derived.lazy import (
     LazyModule,
     Pending,
@@ -130,7 +132,10 @@ def cache_module(
         memory_bytes = int(max_memory_cache_size_mb * (1 << 20))
         if memory_bytes <= 0:
             raise OptionError(f"max_memory_cache_size_mb={max_memory_cache_size_mb!r}; expected more than 0")
-    place = None if cache_path is None else Place(str(cache_path), cache_level, memory_bytes, cache_size)
+    place = None
+    if cache_path is not None:  # of a process that changes its directory, all forks have one store
+        path = str(Path(cache_path).expanduser().absolute()) if str(cache_path) else ""
+        place = Place(path, cache_level, memory_bytes, cache_size)
     if place is not None:
         place.settings()  # what can't be read is said here
         places.add(place)
@@ -187,6 +192,8 @@ class Cached(LazyModule):
         cache_key = kwargs.pop("cache_key", None)
         if cache_key is None:
             args, cache_key = _key_by_position(type(self), args)
+            if cache_key is None and not kwargs and (rows := rows_of(self, args)) is not None:
+                return rows.result()
         options = self._streamload_options
         if cache_key is None or options.place is None or not switches.is_enabled or switches.is_inference:
             return self._streamload_run(*args, **kwargs)

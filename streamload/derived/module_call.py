@@ -9,7 +9,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from streamload.derived.builds import Generators
 from streamload.derived.code import Describer
-from streamload.derived.fingerprint import device_of, differences
+from streamload.derived.fingerprint import Fingerprint, device_of, differences
 from streamload.derived.lazy import build, is_pending, pending_of
 from streamload.derived.module_checks import Chance, is_close, refuse_module, row_of
 from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of, record_settled
@@ -40,6 +40,7 @@ class Call:
         args: of the call.
         kwargs: of the call.
         cache_key: one key, or one a row.
+        made_by: what makes the input, if a key stands for that, too: a part of the fingerprint.
 
     Raises:
         OptionError: keys that can't be used, or not one for each row.
@@ -55,8 +56,10 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         cache_key: Any,
+        made_by: Mapping[str, Any] | None = None,
     ):
         self.module, self.run, self.options, self.store = module, run, options, store
+        self._made_by = made_by
         self.counts = store.counts
         given = [*args, *kwargs.values()]
         keys = keys_of(cache_key, given)
@@ -95,9 +98,12 @@ class Call:
         self.counts.misses += len(self.missing)
         return self._put_together(self._compute_missing() if self.missing else None)
 
+    def _now(self) -> Fingerprint:
+        return fingerprint_of(self.module, self.options, self.store, self._made_by)
+
     def _look_up(self) -> None:
         """Read the rows that are there."""
-        self.fingerprint = fingerprint_of(self.module, self.options, self.store)
+        self.fingerprint = self._now()
         naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
         places: dict[Any, int] = {}
         self.where: list[int] = []
@@ -142,7 +148,7 @@ class Call:
 
     def _is_another(self) -> bool:
         """Whether the module came out other than was believed before it was built."""
-        now = fingerprint_of(self.module, self.options, self.store)
+        now = self._now()
         if now.digest == self.fingerprint.digest:
             return False
         served, self.proof.served = self.proof.served, None
@@ -221,7 +227,7 @@ class Call:
         self.counts.rows_computed += len(places)
         result = Result(value, None if self.rows is None else len(places))
         self._refuse_mixing(result, places)
-        now = fingerprint_of(self.module, self.options, self.store)
+        now = self._now()
         if now.digest != self.fingerprint.digest:
             names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
             _say_once(f"rows of {type(self.module).__name__} aren't stored, as computing changes it: {names}")
@@ -233,7 +239,7 @@ class Call:
         """Compute one row after a build: that may complete the module, as by a table made when needed."""
         self._detached(*self.inputs.of([self.first[self.missing[0]]]))
         self.proof.has_settled = True
-        now = fingerprint_of(self.module, self.options, self.store)
+        now = self._now()
         if now.digest != self.fingerprint.digest:
             record_settled(self.module, self.store, self.fingerprint)
             self._look_up()

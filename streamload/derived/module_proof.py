@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from streamload.errors import FeatureNotCacheable
 
 CANARIES = 4
 """So many rows are computed again after a build."""
+_FINGERPRINTS_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,17 @@ class Proof:
         self.are_rows_apart = False
         self.is_chance_harmless = False
         self.refused_at: Any = None
+        self._with_inputs: dict[tuple[bytes, int], tuple[Mapping[str, Any], Fingerprint]] = {}
+
+    def with_inputs(self, fingerprint: Fingerprint, inputs: Mapping[str, Any]) -> Fingerprint:
+        """A fingerprint that covers what makes the module's input, too."""
+        which = (fingerprint.digest, id(inputs))
+        if which not in self._with_inputs:
+            if len(self._with_inputs) > _FINGERPRINTS_KEPT:
+                self._with_inputs.clear()
+            whole = Fingerprint.of({**fingerprint.parts, "inputs": dict(inputs)})
+            self._with_inputs[which] = inputs, whole  # held, so that no other object gets its id
+        return self._with_inputs[which][1]
 
 
 _proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
@@ -150,8 +163,16 @@ def proof_of(module: Any) -> Proof:
     return proof
 
 
-def fingerprint_of(module: Any, options: Options, store: RowStore) -> Fingerprint:
+def fingerprint_of(
+    module: Any, options: Options, store: RowStore, inputs: Mapping[str, Any] | None = None
+) -> Fingerprint:
     """The fingerprint of a module now; it is built if that is needed to know it.
+
+    Args:
+        module: which.
+        options: of its class.
+        store: of its rows.
+        inputs: what makes its input from a sample, for rows that are found without the input.
 
     Raises:
         FeatureNotCacheable: it can't be known.
@@ -160,6 +181,13 @@ def fingerprint_of(module: Any, options: Options, store: RowStore) -> Fingerprin
     if description.error:
         raise FeatureNotCacheable(description.error)
     proof = proof_of(module)
+    found = _of_module(module, options, store, description, proof)
+    return found if inputs is None else proof.with_inputs(found, inputs)
+
+
+def _of_module(
+    module: Any, options: Options, store: RowStore, description: Description, proof: Proof
+) -> Fingerprint:
     if options.version is not None:
         return _of_version(module, options.version, description, proof)
     if is_pending(module):
@@ -187,7 +215,7 @@ def _with_settings(
     settings = torch_settings(parts["device"])
     known = proof.fingerprints.get((which, settings))
     if known is None:
-        if len(proof.fingerprints) > 64:
+        if len(proof.fingerprints) > _FINGERPRINTS_KEPT:
             proof.fingerprints.clear()
         whole = {**description.parts, **parts, "code": code, "settings": list(settings), "format": FORMAT}
         known = proof.fingerprints[which, settings] = Fingerprint.of(whole)

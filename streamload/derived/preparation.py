@@ -141,6 +141,11 @@ class Preparation:
         return data
 
 
+def pixels_name() -> str:
+    """A name of all that decoded and resized pixels depend on beside the image, on this machine."""
+    return f"{_libraries()}-{_digest_of_example(Preparation(256))}"
+
+
 @functools.cache
 def _libraries() -> str:
     torch_version = torch.__version__.partition("+")[0]

@@ -49,6 +49,11 @@ class Leaf:
     start: int
     stop: int
 
+    @property
+    def dtype_of_torch(self) -> torch.dtype | None:
+        """Of a tensor; None: it is an array."""
+        return None if self.kind == "n" else _DTYPES[self.dtype]
+
     def join(self, bodies: Sequence[memoryview], device: torch.device, *, is_row: bool) -> Any:
         """The leaf of several rows as one, in memory of its own; of one whole result, as it was."""
         shape = (len(bodies), *self.shape) if is_row else self.shape

@@ -6,13 +6,14 @@ which stay until `close()` and continue to fill between two epochs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from streamload.batches.images import Preprocess
+from streamload.derived.features import Features, read_features
 from streamload.loader.groups import Cache, Images, Order, Shards, Workers
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import (
@@ -29,6 +30,7 @@ from streamload.urls import Urls
 
 __all__ = [
     "Cache",
+    "Features",
     "Images",
     "Loader",
     "LoaderOptions",
@@ -40,6 +42,8 @@ __all__ = [
     "make_loader",
 ]
 
+_TAKEN = ("image", "text", "label", "pixel_values", "input_ids", "attention_mask", "labels")
+"""Names of other values of a batch."""
 _SHARDS, _IMAGES, _ORDER, _CACHE, _WORKERS = Shards(), Images(), Order(), Cache(), Workers()
 
 
@@ -66,6 +70,7 @@ def make_loader(
     order: Order = _ORDER,
     cache: Cache = _CACHE,
     workers: Workers = _WORKERS,
+    features: Mapping[str, torch.nn.Module | Features] | None = None,
     **unknown: NoReturn,
 ) -> Loader:
     """A loader of image-caption batches from tar shards, which are used while their bytes arrive.
@@ -113,6 +118,8 @@ def make_loader(
         order: the order of samples, and how ranks share them, beside `seed` and `shuffle`.
         cache: what the cache holds and where, beside `cache_dir` and `cache_size`.
         workers: what worker processes run, and how they are started.
+        features: what frozen modules return for each sample, computed once, by name: `{"vit": module}`, or
+            Features for more. `module(batch)` is its result for a batch (docs/guides/compute-once.md).
         unknown: refused; the error names the group that has the argument, or what to use instead.
 
     Returns:
@@ -124,6 +131,7 @@ def make_loader(
     given = dict(locals())
     refuse_arguments(given.pop("unknown"), given)
     refuse_other_groups(given)
+    given["features"] = read_features(features, _TAKEN)
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
     given["device"] = None if device is None else read_device(device)
     given["seed"] = whole_number("seed", seed)

@@ -21,6 +21,7 @@ from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, repor
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
+from streamload.loader.features import take_features
 from streamload.loader.groups import at_least
 from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.pool import WorkerPool
@@ -326,6 +327,7 @@ class Loader(DataLoaderInterface):
             list(position.changes),
             dict(position.groups),
             changes_generation=self._control.changes.generation,
+            features={name: one.start() for name, one in pool.features.items()},
         )
         before = self.stats()  # before any worker starts on this epoch
         self._control.order.write(start.to_json())
@@ -368,6 +370,8 @@ class Loader(DataLoaderInterface):
     def _shape(self, values: dict[str, Any]) -> Any:
         """A batch's values in the form of `output`."""
         options = self.options
+        if options.features and self._pool is not None:
+            values |= take_features(values, self._pool.features, self._counts)
         extra = {name: values.pop(name) for name in ("__key__", "__url__")} if options.with_keys else {}
         if options.workers.map_sample is not None:
             return unnamed(values, extra)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from streamload.batches.images import Preprocess
+from streamload.derived.features import Features
 from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS, Cache, Images, Order, Shards, Workers, at_least
 from streamload.loader.sources import SourceOptions
@@ -82,6 +83,7 @@ class LoaderOptions:
     order: Order
     cache: Cache
     workers: Workers
+    features: Mapping[str, Features]
 
     def __post_init__(self) -> None:
         if isinstance(self.shuffle, bool):
@@ -108,6 +110,7 @@ class LoaderOptions:
             raise OptionError("prepare= is for images that streamload decodes: map_sample= gets their bytes")
         if self.images.dtype == "uint8":
             self._refuse_uint8_of_given()
+        self._refuse_unusable_features()
 
     def settings(self) -> Settings:
         """The options that variables can set, too, resolved now.
@@ -163,6 +166,18 @@ class LoaderOptions:
             )
         if self.order.groups is not None and not self.train:
             raise OptionError("groups= is for training: in an evaluation each rank has a group of its own")
+
+    def _refuse_unusable_features(self) -> None:
+        """Refuse features of what batches don't have, or in batches without names."""
+        if not self.features:
+            return
+        if self.output == "tuple":
+            raise OptionError('features= is for output="dict" or "hf", whose values have names')
+        if self.workers.map_sample is not None:
+            raise OptionError("features= is for images and texts, and map_sample= makes the whole example")
+        for name, one in self.features.items():
+            if one.inputs != "image" and self.shards.text_key is None:
+                raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
 
     def _refuse_uint8_of_given(self) -> None:
         """Refuse a transform whose images can't be had as uint8: one that isn't compiled."""

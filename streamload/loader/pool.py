@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
+from streamload.loader.features import bound_features
 from streamload.loader.fork_safety import in_this_process, protect_workers
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
@@ -43,6 +44,7 @@ class WorkerPool:
         order: by which the workers read.
         step_samples: samples of a step, over all ranks.
         statistics: by which images that arrive as bytes are to be normalised, if any.
+        features: of its batches, by name.
 
     Raises:
         CacheError: the cache directory can't be used.
@@ -52,6 +54,7 @@ class WorkerPool:
         config, placed = worker_config_for(options, schedule)
         self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
         self.order, self.step_samples = schedule.order, config.split.batch
+        self.features = bound_features(options, config.assembly.features)
         images = config.assembly.images if options.images.dtype == "float32" else None
         self.statistics: Statistics | None = None if images is None else images.unnormalised
         self._options = options

@@ -19,6 +19,7 @@ from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.preparation import Preparation
 from streamload.errors import StreamloadError
+from streamload.loader.features import feature_assemblies
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
@@ -29,8 +30,8 @@ from streamload.origins.origin import OriginOptions
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
-from streamload.transforms.compile import compile_transform
-from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
+from streamload.transforms.compile import plan_or_given
+from streamload.transforms.plan import ImagePlan, clip_plan
 from streamload.worker import SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
@@ -186,6 +187,10 @@ def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixe
             as_model_inputs=options.output == "hf",
         )
     shards = options.shards
+    features = feature_assemblies(options, images)
+    keeps_images = any(one.images is True for one in options.features.values())
+    if any(one.images is not None for one in features) and not keeps_images:
+        images = None
     return BatchAssembly(
         image=KeySpec.parse(shards.image_key).choose,
         images=images,
@@ -196,6 +201,7 @@ def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixe
         map_sample=options.workers.map_sample,
         collate=options.workers.collate,
         as_model_inputs=options.output == "hf",
+        features=features,
     )
 
 
@@ -216,12 +222,4 @@ def _transform(options: LoaderOptions) -> ImagePlan | Preprocess | None:
         _warn_of_missing_kernel()
     if options.preprocess is None:
         return None if options.workers.map_sample is not None else clip_plan(options.train)
-    if not options.images.compile:
-        return options.preprocess
-    try:
-        plan = compile_transform(options.preprocess)
-    except NotRecognised as exc:
-        logger.info("preprocess= runs as given: %s", exc)
-        return options.preprocess
-    logger.info("preprocess= is compiled: %s", plan)
-    return plan
+    return plan_or_given(options.preprocess, options.images.compile)

@@ -8,6 +8,7 @@ a plan.
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from streamload.transforms.plan import (
 )
 from streamload.transforms.processors import image_processor_of, plan_of
 from streamload.transforms.resize import Filter
+
+logger = logging.getLogger("streamload")
 
 _TORCHVISION = "torchvision.transforms.transforms"
 _AUTOAUGMENT = "torchvision.transforms.autoaugment"
@@ -60,6 +63,19 @@ _KEEP_SIZE = {
 }
 """Functions from an RGB Pillow image to another one of the same size."""
 _OF_SEVERAL = {(_TORCHVISION, name) for name in ("Compose", "RandomApply", "RandomChoice", "RandomOrder")}
+
+
+def plan_or_given(preprocess: Callable[[Any], Any], is_wanted: bool) -> ImagePlan | Callable[[Any], Any]:
+    """The plan of a function on Pillow images, or the function itself if it isn't compiled; logs which."""
+    if not is_wanted:
+        return preprocess
+    try:
+        plan = compile_transform(preprocess)
+    except NotRecognised as exc:
+        logger.info("preprocess= runs as given: %s", exc)
+        return preprocess
+    logger.info("preprocess= is compiled: %s", plan)
+    return plan
 
 
 def compile_transform(transform: Any) -> ImagePlan:

@@ -161,6 +161,12 @@ class ImagePlan:
     rounds_down: bool = False
     on_tensors: bool = False
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the steps that are known draw random numbers that matter."""
+        drawn = [step for step in self.colour if isinstance(step, Flip) or step.drawn_by is not None]
+        return isinstance(self.fit, RandomCrop) or any(0 < step.probability < 1 for step in drawn)
+
 
 def clip_plan(train: bool, size: int = 224) -> ImagePlan:
     """Return open_clip's default: in training a random crop of most of the image, otherwise a centre crop."""

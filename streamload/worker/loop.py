@@ -19,7 +19,7 @@ import numpy.random  # noqa: F401
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streamload.batches.assembly import BatchInProgress, Sample
+from streamload.batches.assembly import BatchFactory, BatchInProgress, Sample
 from streamload.cache.locks import allow_many_files
 from streamload.cache.shard_copy import ReadMemory
 from streamload.errors import (
@@ -125,7 +125,6 @@ class WorkerLoop:
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
         self._reader = Reader(config, control, self._counts, worker, workers)
         self._slots = buffers
-        self._begin = config.assembly.batch_factory()
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._fresh = shared_empty if workers else own_empty
 
@@ -135,6 +134,7 @@ class WorkerLoop:
         if self._slots is not None:
             self._slots.take_back()
         sampler = Sampler(self._config, self._reader, start)
+        begin = self._config.assembly.batch_factory(start.features)
         numbers = range(start.steps) if start.steps is not None else itertools.count()
         changes_generation = start.changes_generation
         try:
@@ -150,7 +150,9 @@ class WorkerLoop:
                 if self._reader.reads_ranges:
                     later = position + (self._workers or 1) * self._config.split.batch
                     self._reader.want_ranges(sampler.coming(later))
-                made = self._make(start.epoch, step.size, step.visits())  # B, C, D while F, G go on; H, I, J
+                made = self._make(
+                    begin, start.epoch, step.size, step.visits()
+                )  # B, C, D while F, G go on; H, I, J
                 if made is None:
                     self._check_end(number, start)
                     return
@@ -199,11 +201,11 @@ class WorkerLoop:
             )
 
     def _make(
-        self, epoch: int, size: int, visits: Iterator[list[Visit] | None]
+        self, begin: BatchFactory, epoch: int, size: int, visits: Iterator[list[Visit] | None]
     ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
-        batch = self._begin(size, self._empty)
+        batch = begin(size, self._empty)
         skipped: list[SkippedSample] = []
         found = 0
         with contextlib.closing(batch), _one_thread():

@@ -13,6 +13,7 @@ from streamload.cache.checkpoint import CheckpointShard
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import Selection
 from streamload.cache.shared.sharing import SharedOptions
+from streamload.derived.feature_rows import FeatureStart
 from streamload.errors import OptionError
 from streamload.options import Eviction, FreeDisk, Revalidate
 from streamload.order.cursor import Cursor
@@ -179,6 +180,8 @@ class EpochStart(NamedTuple):
     """Of each group, by its number among all; none at the beginning of a sequence."""
     changes_generation: int
     """The generation of the control block's changes that are among these."""
+    features: dict[str, FeatureStart]
+    """What is known of each feature, by its name."""
     generation: int = 0
     """The generation of this start in the control block."""
 
@@ -191,13 +194,16 @@ class EpochStart(NamedTuple):
             "changes": self.changes,
             "groups": {str(number): state.to_json() for number, state in self.groups.items()},
             "changes_generation": self.changes_generation,
+            "features": self.features,
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> EpochStart:
         """The start that `to_json` wrote, with the control block's generation."""
         groups = {int(number): GroupState.from_json(state) for number, state in value["groups"].items()}
-        return cls(**{**value, "changes": changes_from(value["changes"]), "groups": groups})
+        features = {name: FeatureStart(*start) for name, start in value["features"].items()}
+        changes = changes_from(value["changes"])
+        return cls(**{**value, "changes": changes, "groups": groups, "features": features})
 
 
 def changes_from(value: list[Any]) -> list[Change]:

@@ -182,7 +182,8 @@ class Reader:
         first = entry.start
         members = {extension: data[at - first : at - first + size] for extension, at, size in entry.members}
         prepared = entry.prepared[0] if entry.prepared is not None else ""
-        return Sample(entry.key, self._config.shards[shard].name, members, prepared)
+        url = self._config.shards[shard].name
+        return Sample(entry.key, url, members, prepared, entry.checksum)
 
     def raise_if_unusable(self) -> None:
         """Raise NoValidSamples if no usable sample has been seen: no more will come."""

@@ -1,0 +1,276 @@
+"""The features of a batch, in a worker: rows that are stored are read, of the others the inputs are made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from streamload.batches.collate import Allocate
+from streamload.batches.images import ImageAssembly, Images
+from streamload.derived.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
+from streamload.derived.features import FeatureInputs
+from streamload.derived.row_format import Row, layout_of
+from streamload.derived.row_keys import Naming
+from streamload.derived.row_store import Place, open_store
+from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
+
+ROWS, INPUTS, READ = " rows", " inputs", " read"
+"""What a feature's values in a batch are called after its name: rows, inputs of others, FeaturesRead."""
+_CHECKED = 4
+"""Of so many images an epoch a worker checks that they don't depend on a seed."""
+_OTHER_SEED = 0xA076_1D64_78BD_642F
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureAssembly:
+    """How a worker makes a feature.
+
+    Attributes:
+        name: of the feature.
+        inputs: what the module takes.
+        images: how images become its inputs; None: it takes texts.
+        place: where rows are; None: nowhere.
+        label: of the rows.
+        variants: how many random variants of an image have rows.
+    """
+
+    name: str
+    inputs: FeatureInputs
+    images: ImageAssembly | None
+    place: Place | None
+    label: str
+    variants: int
+
+    def batch_factory(self, start: FeatureStart) -> Callable[[int, Allocate], FeatureInProgress]:
+        """A function that makes the feature of an empty batch, for an epoch."""
+        images = None if self.images is None else self.images.batch_factory()
+        reading = _Reading(self, start)
+        return lambda size, allocate: FeatureInProgress(self, reading, images, size, allocate)
+
+
+class _Reading:
+    """The rows of an epoch, as a worker looks them up."""
+
+    def __init__(self, assembly: FeatureAssembly, start: FeatureStart):
+        self.fingerprint = start.fingerprint
+        self.canaries = start.canaries
+        self.checks = 0 if assembly.variants > 1 else _CHECKED
+        self.ns = 0
+        self._assembly = assembly
+        self._naming = Naming(bytes.fromhex(start.fingerprint), b"", is_row=True)
+        self._unreadable: dict[bytes, bool] = {}
+
+    def read(self, keys: Sequence[RowKey]) -> list[Row | None]:
+        """The rows that there are for some keys."""
+        place = self._assembly.place
+        store = None if place is None or not self.fingerprint else open_store(place)
+        if store is None or not keys:
+            return [None] * len(keys)
+        began = time.monotonic_ns()
+        names = [self._naming.name(key) for key in keys]
+        found = store.read(names, self._assembly.label)
+        rows = [row if (row := found.get(name)) and self._is_readable(row) else None for name in names]
+        self.ns += time.monotonic_ns() - began
+        return rows
+
+    def _is_readable(self, row: Row) -> bool:
+        """Whether the layout is known here: a class in it may be of a module that isn't imported."""
+        known = self._unreadable.get(row.layout)
+        if known is None:
+            try:
+                known = layout_of(row.layout).body_bytes == len(row.body)
+            except CacheCorrupt:
+                known = False
+            self._unreadable[row.layout] = known
+        return known
+
+
+class ParsedFeature:
+    """One sample's part of a feature, until its row is known or its input is made."""
+
+    __slots__ = ("data", "is_known", "is_prepared", "key", "row", "seed")
+
+    def __init__(self, key: RowKey, data: memoryview, is_prepared: bool, seed: int):
+        self.key, self.data, self.is_prepared, self.seed = key, data, is_prepared, seed
+        self.row: Row | None = None
+        self.is_known = False
+
+
+class FeatureInProgress:
+    """A feature of a batch to which samples are added one by one, each parsed first."""
+
+    def __init__(
+        self,
+        assembly: FeatureAssembly,
+        reading: _Reading,
+        images: Callable[[int, Allocate], Images] | None,
+        size: int,
+        allocate: Allocate,
+    ):
+        self.name = assembly.name
+        self._inputs = assembly.inputs
+        self._variants = assembly.variants
+        self._reading = reading
+        self._make_images = images
+        self._size, self._allocate = size, allocate
+        self._images: Images | None = None  # of the rows that are missing; made for the first
+        self._parsed: list[ParsedFeature] = []  # not looked up yet
+        self._keys: list[RowKey] = []
+        self._rows: list[Row | None] = []
+        self._places: list[int] = []  # of those whose inputs are made
+
+    def parse(
+        self, key: str, checksum: int | None, payloads: Sequence[memoryview], data: memoryview,
+        is_prepared: bool, seed: int,
+    ) -> ParsedFeature | None:  # fmt: skip
+        """What a sample's row is found by; None where that is known only with the whole batch.
+
+        Args:
+            key: of the sample.
+            checksum: of its payloads, xxh3_64; None: it wasn't computed.
+            payloads: of all its members, in order.
+            data: of its image.
+            is_prepared: whether that is a prepared image.
+            seed: uint64, of the sample's random choices in this pass.
+        """
+        if self._make_images is None:
+            return None
+        if checksum is None:
+            digest = xxh3_64()
+            for payload in payloads:
+                digest.update(payload)
+            checksum = digest.intdigest()
+        variant = seed % self._variants
+        row_key = (key, checksum) if self._variants == 1 else (key, checksum, variant)
+        fixed = xxh3_64_intdigest(f"{checksum} {variant}".encode())
+        parsed = ParsedFeature(row_key, data, is_prepared, fixed)
+        self._parsed.append(parsed)
+        return parsed
+
+    def add(self, parsed: ParsedFeature | None) -> None:
+        """Add a sample: its row if there is one, else its input.
+
+        Raises:
+            SampleError: its image can't be used; the batch is unchanged.
+        """
+        if parsed is None:
+            return
+        if not parsed.is_known:
+            self._look_up()
+        place, row = len(self._rows), parsed.row
+        if row is None:
+            self._decode(parsed)
+            self._places.append(place)
+        elif self._reading.canaries > 0:
+            try:
+                self._decode(parsed)
+            except SampleError:  # its row is there, nevertheless
+                pass
+            else:
+                self._reading.canaries -= 1
+                self._places.append(place)
+        self._rows.append(row)
+        self._keys.append(parsed.key)
+
+    def drop_last(self) -> None:
+        """Remove the sample that was added last."""
+        if self._make_images is None:
+            return
+        self._rows.pop()
+        self._keys.pop()
+        if self._places and self._places[-1] == len(self._rows):
+            self._places.pop()
+            assert self._images is not None
+            self._images.drop_last()
+
+    def finish(self, texts: Any) -> dict[str, Any]:
+        """The values of the samples that were added.
+
+        Args:
+            texts: of the batch: a tensor of ids, or a list.
+        """
+        inputs: Any = None
+        if self._make_images is None:
+            self._keys = [_key_of_text(text) for text in texts]
+            self._rows = self._reading.read(self._keys)
+            self._places = [place for place, row in enumerate(self._rows) if row is None]
+            stored = [place for place, row in enumerate(self._rows) if row is not None]
+            self._places += stored[: self._canaries()]
+            inputs = _taken(texts, self._places)
+        elif self._images is not None:
+            inputs = self._images.finish([str(self._keys[place][0]) for place in self._places])["image"]
+        layout, bodies = stacked(self._rows, self._allocate)
+        missing = [place for place, row in enumerate(self._rows) if row is None]
+        keys = [self._keys[place] for place in self._places]
+        read_ns, self._reading.ns = self._reading.ns, 0
+        read = FeaturesRead(
+            self._reading.fingerprint, layout, missing, keys, self._places, len(self._rows), read_ns
+        )
+        values: dict[str, Any] = {f"{self.name}{READ}": read}
+        if bodies is not None:
+            values[f"{self.name}{ROWS}"] = bodies
+        if self._places:
+            values[f"{self.name}{INPUTS}"] = inputs
+            if self._inputs == "sample":
+                values[f"{self.name}{INPUTS} text"] = _taken(texts, self._places)
+        return values
+
+    def close(self) -> None:
+        """Restore the random generators. Idempotent."""
+        if self._images is not None:
+            self._images.close()
+
+    def _canaries(self) -> int:
+        count, self._reading.canaries = self._reading.canaries, 0
+        return count
+
+    def _look_up(self) -> None:
+        """Read the rows of all samples that were parsed since the last time: one query for many."""
+        rows = self._reading.read([parsed.key for parsed in self._parsed])
+        for parsed, row in zip(self._parsed, rows, strict=True):
+            parsed.row, parsed.is_known = row, True
+        self._parsed.clear()
+
+    def _decode(self, parsed: ParsedFeature) -> None:
+        if self._images is None:
+            assert self._make_images is not None
+            self._images = self._make_images(self._size, self._allocate)
+        images = self._images
+        images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed))
+        if self._reading.checks > 0 and len(self._places) + 1 < self._size:
+            self._reading.checks -= 1
+            self._refuse_chance(images, parsed)
+
+    def _refuse_chance(self, images: Images, parsed: ParsedFeature) -> None:
+        """Make the same input under another seed; it has to be the same.
+
+        Raises:
+            FeatureNotCacheable: it isn't.
+        """
+        first = torch.as_tensor(images.last_image()).clone()
+        images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed ^ _OTHER_SEED))
+        second = torch.as_tensor(images.last_image())
+        images.drop_last()
+        if not torch.equal(first, second):
+            raise FeatureNotCacheable(
+                f"the images of the feature {self.name!r} are random: a stored row would repeat one draw for "
+                f"ever; give Features a preprocess= without random steps, or variants=K for rows of K draws"
+            )
+
+
+def _key_of_text(text: Any) -> RowKey:
+    if isinstance(text, str):
+        return "text", text
+    data = text.contiguous()
+    return "ids", str(data.dtype), xxh3_64_intdigest(data.view(torch.uint8).numpy())
+
+
+def _taken(texts: Any, places: Sequence[int]) -> Any:
+    if isinstance(texts, torch.Tensor):
+        return texts[torch.as_tensor(places, dtype=torch.long)]
+    return [texts[place] for place in places]

@@ -1,0 +1,228 @@
+"""Features in a batch: the rows that came with it, and the inputs of those that are computed in the rank.
+
+Worker and rank name a row alike: by the fingerprint of the module and of what makes its input, by the
+sample's key and the checksum of its bytes. So an edited sample gets a new row, and moved or re-sharded data
+keeps its rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from streamload.derived.row_format import Layout, Result, Row, layout_of
+from streamload.errors import CacheCorrupt, FeatureMismatch, FeatureNotCacheable
+from streamload.metrics import Counts
+
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+RowKey = tuple[Any, ...]
+
+
+class FeatureStart(NamedTuple):
+    """What the workers of an epoch know of a feature.
+
+    Attributes:
+        fingerprint: under which rows are found, as hexadecimal digits; "": none are read.
+        canaries: of how many stored rows each worker sends the inputs as well, to be computed again.
+    """
+
+    fingerprint: str
+    canaries: int
+
+
+class FeaturesRead(NamedTuple):
+    """What a worker has found for a batch.
+
+    Attributes:
+        fingerprint: under which rows were looked for.
+        layout: of the rows; empty if there are none.
+        missing: the places in the batch of those that aren't there.
+        keys: of the rows whose inputs came with the batch: the missing ones, then canaries.
+        places: of these in the batch.
+        samples: of the batch.
+        read_ns: the time it took to read rows.
+    """
+
+    fingerprint: str
+    layout: bytes
+    missing: list[int]
+    keys: list[RowKey]
+    places: list[int]
+    samples: int
+    read_ns: int
+
+
+def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torch.Tensor | None]:
+    """The bodies of rows of one layout: uint8[N, bytes]; where a row is None the memory is left as it is.
+
+    Raises:
+        FeatureNotCacheable: they are of several layouts.
+        CacheCorrupt: a body isn't as long as the layout says.
+    """
+    known = [row for row in rows if row is not None]
+    if not known:
+        return b"", None
+    text, size = known[0].layout, layout_of(known[0].layout).body_bytes
+    bodies = allocate((len(rows), size), torch.uint8)
+    memory = bodies.numpy()
+    for place, row in enumerate(rows):
+        if row is None:
+            continue
+        if row.layout != text:
+            raise FeatureNotCacheable("rows of this batch have different shapes, so they can't be one batch")
+        if len(row.body) != size:
+            raise CacheCorrupt("a row isn't as long as its layout says")
+        memory[place] = np.frombuffer(row.body, np.uint8)
+    return text, bodies
+
+
+def leaves_in(bodies: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The tensors of stacked rows, each [N, …]; of arrays their bytes."""
+    found = []
+    for leaf in layout.leaves:
+        part = bodies[:, leaf.start : leaf.stop]
+        if leaf.dtype_of_torch is None:
+            found.append(part)
+        elif not part.numel():
+            found.append(torch.empty((len(bodies), *leaf.shape), dtype=leaf.dtype_of_torch))
+        else:
+            typed = part.contiguous().view(leaf.dtype_of_torch)
+            found.append(typed.reshape(len(bodies), *leaf.shape))
+    return found
+
+
+class Computes(Protocol):
+    """What computes rows of a feature (features.BoundFeatures).
+
+    Attributes:
+        module: that computes them.
+    """
+
+    module: Any
+
+    def fingerprint(self) -> str:
+        """Under which rows are found now."""
+        ...
+
+    def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str]:
+        """Compute and store rows; returns them, and under which fingerprint."""
+        ...
+
+
+class FeatureRows:
+    """A feature of a batch, as it came from a worker; `result()` is what the module returns for the batch.
+
+    Args:
+        of: the feature of the loader.
+        read: what the worker has found.
+        bodies: uint8[N, bytes]: the rows, stacked; those that are missing are undefined. None: all are.
+        inputs: of the missing rows and canaries, in the order of `read.keys`; None: there are none.
+        counts: of the rank.
+    """
+
+    def __init__(
+        self,
+        of: Computes,
+        read: FeaturesRead,
+        bodies: torch.Tensor | None,
+        inputs: Any,
+        counts: Counts,
+    ):
+        self._of, self._read = of, read
+        self._bodies, self._inputs = bodies, inputs
+        self._counts = counts
+        self._result: Any = None
+        self._is_made = False
+
+    def __repr__(self) -> str:
+        return f"<FeatureRows {len(self)} samples, {len(self.missing)} missing>"
+
+    def __len__(self) -> int:
+        return self._read.samples
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The places of the rows that weren't stored when the batch was made."""
+        return tuple(self._read.missing)
+
+    def belongs_to(self, module: Any) -> bool:
+        """Whether they are of this module."""
+        return self._of.module is module
+
+    def result(self) -> Any:
+        """What the module returns for the batch: missing rows are computed and stored now. Once.
+
+        Raises:
+            FeatureError: as by calls of a cached module with `cache_key`.
+        """
+        if not self._is_made:
+            self._result, self._is_made = self._made(), True
+            self._bodies = self._inputs = None
+        return self._result
+
+    def _made(self) -> Any:
+        read, of = self._read, self._of
+        if not read.keys:
+            self._refuse_if_other(of.fingerprint())
+            return _built(layout_of(read.layout), self._leaves(), len(self))
+        began = time.monotonic_ns()
+        value, fingerprint = of.compute(self._inputs, read.keys)
+        computed = Result(value, len(read.keys))
+        self._counts.add("feature_compute_ns", time.monotonic_ns() - began)
+        self._counts.add("feature_rows_computed", len(read.missing))
+        if self._bodies is None:
+            return value
+        self._refuse_if_other(fingerprint)
+        if computed.layout != read.layout:
+            raise FeatureNotCacheable("rows of this batch have different shapes, so they can't be one batch")
+        return _built(layout_of(read.layout), self._filled(computed), len(self))
+
+    def _leaves(self) -> list[torch.Tensor]:
+        assert self._bodies is not None
+        return leaves_in(self._bodies, layout_of(self._read.layout))
+
+    def _filled(self, computed: Result) -> list[torch.Tensor]:
+        """The leaves of all rows: stored ones, and the computed ones in the places of the missing."""
+        is_missing = set(self._read.missing)
+        from_ = [at for at, place in enumerate(self._read.places) if place in is_missing]
+        to = [place for place in self._read.places if place in is_missing]
+        leaves = self._leaves()
+        if not to:
+            return leaves
+        for leaf, own in zip(leaves, computed.leaves, strict=True):
+            if isinstance(own, np.ndarray):
+                own = torch.from_numpy(np.ascontiguousarray(own).reshape(len(own), -1).view(np.uint8))
+            if leaf.numel():
+                flat = leaf.reshape(len(leaf), -1).view(torch.uint8)
+                flat[to] = own.reshape(len(own), -1).contiguous().view(torch.uint8)[from_].to(leaf.device)
+        return leaves
+
+    def _refuse_if_other(self, fingerprint: str) -> None:
+        if fingerprint != self._read.fingerprint:
+            raise FeatureMismatch(
+                "the module of these features has changed since the epoch began, and the batch has rows of "
+                "the one before: iterate the loader again"
+            )
+
+
+def _built(layout: Layout, leaves: Sequence[torch.Tensor], samples: int) -> Any:
+    made = [
+        leaf.cpu().contiguous().numpy().view(of.dtype).reshape(samples, *of.shape)
+        if of.dtype_of_torch is None
+        else leaf
+        for leaf, of in zip(leaves, layout.leaves, strict=True)
+    ]
+    return layout.build(made)
+
+
+def rows_of(module: Any, args: Sequence[Any]) -> FeatureRows | None:
+    """The rows of a module in the batch that it is called with, if it is one."""
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        for value in args[0].values():
+            if isinstance(value, FeatureRows) and value.belongs_to(module):
+                return value
+    return None

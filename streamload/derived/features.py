@@ -1,0 +1,227 @@
+"""What a frozen module computes from samples, in place of samples: features of a loader.
+
+fingerprint (rank, each epoch) → rows that are there (worker) → missing ones computed, stored (rank)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from streamload.derived.feature_rows import FeatureRows, FeatureStart, RowKey
+from streamload.derived.fingerprint import device_of
+from streamload.derived.lazy import build, is_pending
+from streamload.derived.module_cache import Cached, switches
+from streamload.derived.module_call import Call
+from streamload.derived.module_proof import Description, Options, fingerprint_of, label_of, proof_of
+from streamload.derived.row_format import leaves_of
+from streamload.derived.row_store import Place, RowStore, open_store
+from streamload.errors import OptionError
+
+FeatureInputs = Literal["image", "text", "sample"]
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Features:
+    """What a frozen module returns for each sample, computed once: a value of `make_loader`'s `features`.
+
+    A batch has `FeatureRows` under the feature's name. Calling this (or the module itself, if it is decorated
+    by `cache_module`) with the batch gives what the module returns for its samples: stored rows came with the
+    batch; missing ones are computed then, and stored for all later epochs, ranks and runs.
+
+    Args:
+        module: of a class that `cache_module` decorates; or any built module, whose rows go into `rows` in
+            streamload's cache directory. It is called with the input of several samples.
+        inputs: "image": float32[N, 3, H, W] of `preprocess`; "text": the batch's texts; "sample": a dict of
+            both.
+        preprocess: of this module's images, as make_loader's; None: the loader's own, or open_clip's default
+            of evaluation if that has none. It has to be the same for a sample at each time, unless there are
+            variants.
+        dtype: to which floating results are cast before they are stored; None: as computed.
+        variants: how many random variants of each image have rows, if `preprocess` is random: a sample's
+            variant changes from pass to pass.
+        images: "auto": batches have no "image", and only images of missing rows are decoded; True: they have
+            it as always.
+
+    Raises:
+        OptionError: a value that can't be used.
+        TypeError: it isn't a module.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        inputs: FeatureInputs = "image",
+        preprocess: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        variants: int = 1,
+        images: bool | Literal["auto"] = "auto",
+    ):
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"features are of a torch.nn.Module, got a {type(module).__name__}")
+        if inputs not in get_args(FeatureInputs):
+            raise OptionError(f"inputs={inputs!r}; expected one of {', '.join(get_args(FeatureInputs))}")
+        if dtype is not None and dtype not in _DTYPES:
+            raise OptionError(f"dtype={dtype!r}; expected one of {', '.join(map(str, _DTYPES))}")
+        if isinstance(variants, bool) or not isinstance(variants, int) or variants < 1:
+            raise OptionError(f"variants={variants!r}; expected a whole number of at least 1")
+        if images not in (True, "auto"):
+            raise OptionError(f'images={images!r}; expected True or "auto"')
+        if inputs == "text" and (preprocess is not None or variants > 1):
+            raise OptionError("preprocess= and variants= are for features of images, not of texts")
+        self.module: Any = module if isinstance(module, Cached) else _Built(module)
+        self.inputs: FeatureInputs = inputs
+        self.preprocess = preprocess
+        self.dtype = dtype
+        self.variants = variants
+        self.images = images
+
+    def __repr__(self) -> str:
+        return f"Features({self.label}, inputs={self.inputs!r})"
+
+    def __call__(self, batch: Mapping[str, Any]) -> Any:
+        """What the module returns for the samples of a loader's batch.
+
+        Args:
+            batch: of a loader that has this as one of its features.
+
+        Raises:
+            TypeError: it is no such batch.
+            FeatureError: as by calls of a cached module with `cache_key`.
+        """
+        for value in batch.values() if isinstance(batch, Mapping) else ():
+            if isinstance(value, FeatureRows) and value.belongs_to(self.module):
+                return value.result()
+        raise TypeError(f"{self!r} is called with a batch of a loader that was given it in features=")
+
+    @property
+    def options(self) -> Options:
+        """How its rows are kept."""
+        options: Options = self.module._streamload_options
+        return options
+
+    @property
+    def label(self) -> str:
+        """What its rows are listed and cleared by."""
+        return label_of(self.module, self.options)
+
+
+class _Built(Cached):
+    """A module of any class, with rows; what proves them is what it consists of."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+        label = type(module).__name__
+        self.__dict__["_streamload_options"] = Options(Place(""), label, None, None, "error")
+        self.__dict__["_streamload_description"] = Description(
+            {"arguments": {}, "code": {}, "class": label}, set()
+        )
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+class BoundFeatures:
+    """A feature of one loader, in the rank.
+
+    Args:
+        features: which.
+        parts: what makes the module's input, as far as rows depend on it; part of their fingerprint.
+        device: where results are put.
+    """
+
+    def __init__(self, features: Features, parts: Mapping[str, Any], device: torch.device):
+        self.features = features
+        self.module = features.module
+        self._device = device
+        cast = None if features.dtype is None else str(features.dtype)
+        self._parts = {**parts, "inputs": features.inputs, "dtype": cast}
+
+    def start(self) -> FeatureStart:
+        """What the workers of an epoch that begins now know of it.
+
+        Raises:
+            FeatureNotCacheable: what proves its rows can't be known.
+        """
+        module = self.module
+        if self._store() is None:
+            return FeatureStart("", 0)
+        fingerprint = self.fingerprint()
+        return FeatureStart(fingerprint, 0 if is_pending(module) else proof_of(module).canaries)
+
+    def fingerprint(self) -> str:
+        """Under which rows are found now; "": rows are neither read nor stored."""
+        store = self._store()
+        if store is None:
+            return ""
+        module, options = self.module, self.features.options
+        return str(fingerprint_of(module, options, store, self._parts))
+
+    def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str]:
+        """Compute rows, and store them.
+
+        Returns:
+            what the module returns, on the loader's device; the fingerprint under which it was stored.
+        """
+        module, store = self.module, self._store()
+        if store is None:
+            with torch.no_grad():
+                return self._placed(self._run(inputs)), ""
+        call = Call(module, self._run, self.features.options, store, (inputs,), {}, list(keys), self._parts)
+        value = call.result()
+        return self._placed(value), str(call.fingerprint)
+
+    def _store(self) -> RowStore | None:
+        place = self.features.options.place
+        is_off = place is None or not switches.is_enabled or switches.is_inference
+        return None if is_off or place is None else open_store(place)
+
+    def _run(self, inputs: Any) -> Any:
+        module = self.module
+        build(module)
+        value = module._streamload_run(_to(inputs, device_of(module)))
+        return value if self.features.dtype is None else _mapped(value, self._cast)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.features.dtype) if tensor.is_floating_point() else tensor
+
+    def _placed(self, value: Any) -> Any:
+        if all(tensor.device == self._device for tensor in leaves_of(value)):
+            return value
+        return _to(value, self._device)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return _mapped(value, lambda tensor: tensor.to(device))
+
+
+def _mapped(value: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tree of lists, tuples, dicts and dataclasses, with each of its tensors replaced."""
+    return torch.utils._pytree.tree_map(lambda one: act(one) if isinstance(one, torch.Tensor) else one, value)
+
+
+def read_features(given: Mapping[str, Any] | None, taken: Sequence[str]) -> dict[str, Features]:
+    """The features of a loader by name; modules are wrapped.
+
+    Args:
+        given: the argument.
+        taken: names of other values of a batch.
+
+    Raises:
+        OptionError: a name that can't be used.
+        TypeError: something else than modules and Features.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f'features={given!r}; expected a dict, such as {{"vit": module}}')
+    found: dict[str, Features] = {}
+    for name, value in (given or {}).items():
+        if not isinstance(name, str) or not name or name in taken:
+            raise OptionError(f"features has the name {name!r}; expected text other than {', '.join(taken)}")
+        found[name] = value if isinstance(value, Features) else Features(value)
+    if len({id(one.module) for one in found.values()}) < len(found):
+        raise OptionError("features has a module twice: give each module one name")
+    return found

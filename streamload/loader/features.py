@@ -1,0 +1,111 @@
+"""Features of a loader: how workers make them, and how a batch's values become FeatureRows in the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from streamload.batches.features import INPUTS, READ, ROWS, FeatureAssembly
+from streamload.batches.images import ImageAssembly
+from streamload.batches.tokenize import adapt_tokenizer
+from streamload.derived.code import Describer
+from streamload.derived.feature_rows import FeatureRows, FeaturesRead
+from streamload.derived.features import BoundFeatures, Features
+from streamload.derived.preparation import pixels_name
+from streamload.errors import FeatureNotCacheable
+from streamload.loader.options import LoaderOptions
+from streamload.metrics import Counts
+from streamload.transforms.compile import plan_or_given
+from streamload.transforms.plan import ImagePlan, clip_plan
+
+_PROBES = ["a photo of a dog", "Zwei Männer, 3 \u2603 and 'quotes' — at 12:30!", "x" * 300]
+"""What a tokenizer makes of these tells it from others."""
+
+
+def feature_assemblies(options: LoaderOptions, images: ImageAssembly | None) -> tuple[FeatureAssembly, ...]:
+    """How the workers make the features of a loader.
+
+    Args:
+        options: of the loader.
+        images: how it makes its own images.
+
+    Raises:
+        FeatureNotCacheable: the images of a feature are random.
+    """
+    return tuple(_assembly(name, one, images, options) for name, one in options.features.items())
+
+
+def _assembly(
+    name: str, features: Features, images: ImageAssembly | None, options: LoaderOptions
+) -> FeatureAssembly:
+    if features.inputs == "text":
+        images = None
+    elif images is not None:
+        preprocess = images.preprocess
+        if features.preprocess is not None:
+            preprocess = plan_or_given(features.preprocess, options.images.compile)
+        elif options.preprocess is None and features.variants == 1:
+            preprocess = clip_plan(train=False)
+        if isinstance(preprocess, ImagePlan) and preprocess.is_random and features.variants == 1:
+            raise FeatureNotCacheable(
+                f"the images of the feature {name!r} are random, and a stored row would repeat one draw for "
+                f"ever: give Features a preprocess= without random steps, or variants=K for rows of K draws"
+            )
+        images = replace(images, preprocess=preprocess, as_bytes=False)
+    place, label = features.options.place, features.label
+    return FeatureAssembly(name, features.inputs, images, place, label, features.variants)
+
+
+def bound_features(
+    options: LoaderOptions, assemblies: tuple[FeatureAssembly, ...]
+) -> dict[str, BoundFeatures]:
+    """The features of a loader as the rank uses them, by name.
+
+    Raises:
+        FeatureNotCacheable: a transform can't be described.
+    """
+    device = options.device or torch.device("cpu")
+    return {
+        one.name: BoundFeatures(options.features[one.name], _parts_of(one, options), device)
+        for one in assemblies
+    }
+
+
+def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any]:
+    """What makes the input of a feature, where a row is found by its sample."""
+    images = feature.images
+    if images is None:
+        return {}  # rows are found by the input itself
+    describer = Describer()
+    parts: dict[str, Any] = {
+        "image_key": options.shards.image_key,
+        "prepared": "" if images.preparation is None else images.preparation.name,
+        "pixels": pixels_name(),
+        "transform": describer.value(images.preprocess, f"preprocess= of the feature {feature.name!r}"),
+        "code of the transform": describer.code,
+    }
+    if feature.inputs == "sample":
+        tokenizer = adapt_tokenizer(options.tokenizer)
+        ids = None if tokenizer is None else tokenizer(_PROBES, [0] * len(_PROBES)).ids
+        parts["tokenizer"] = describer.value(ids, "the tokenizer's result")
+        parts["text_key"] = options.shards.text_key
+    return parts
+
+
+def take_features(
+    values: dict[str, Any], features: Mapping[str, BoundFeatures], counts: Counts
+) -> dict[str, FeatureRows]:
+    """Take what belongs to features out of a batch's values, and put it together, by name."""
+    made: dict[str, FeatureRows] = {}
+    for name, of in features.items():
+        read: FeaturesRead = values.pop(f"{name}{READ}")
+        bodies, inputs = values.pop(f"{name}{ROWS}", None), values.pop(f"{name}{INPUTS}", None)
+        if of.features.inputs == "sample" and inputs is not None:
+            inputs = {"image": inputs, "text": values.pop(f"{name}{INPUTS} text")}
+        counts.add("feature_rows_read", read.samples - len(read.missing))
+        counts.add("feature_read_ns", read.read_ns)
+        made[name] = FeatureRows(of, read, bodies, inputs, counts)
+    return made
