@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from streamload import FeatureMismatch, FeatureNotCacheable, cache_info, cache_module
-from streamload.derived import builds, code, module_proof, row_store
+from streamload.derived import builds, code, module_proof, packages, row_store
 from streamload.derived.code import Describer
 from streamload.derived.fingerprint import Fingerprint, differences
 
@@ -638,7 +638,7 @@ def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path,
     (site / "made_package-1.0.dist-info").mkdir(parents=True)
     (site / "made_package-1.0.dist-info" / "METADATA").write_text("Name: made_package\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(code, "_INSTALLED", (str(site),))
+    monkeypatch.setattr(packages, "_INSTALLED", (str(site),))
     source = SOURCE.replace("import enum\n", "import enum\nimport made_package\n").replace(
         "return deeper(x) * SCALE", "return made_package.by(deeper(x)) * SCALE"
     )
@@ -647,7 +647,7 @@ def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path,
             (site / "made_package-1.0.dist-info" / "direct_url.json").write_text(origin)
         found = []
         for rate in (1.0, 2.0):
-            for cached in (code._package, code._direct_url, code._version):
+            for cached in (packages._package, packages.direct_url, code._version):
                 cached.cache_clear()
             sys.modules.pop("made_package", None)
             shutil.rmtree(site / "__pycache__", ignore_errors=True)
@@ -658,6 +658,6 @@ def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path,
             found.append(describer.code)
         assert (found[0] != found[1]) is is_followed
         assert ("package made_package" in found[0]) is not is_followed
-    for cached in (code._package, code._direct_url, code._version):
+    for cached in (packages._package, packages.direct_url, code._version):
         cached.cache_clear()
     del sys.modules["made_package"]

@@ -8,15 +8,12 @@ that can't be described exactly is an error that names it, never a random digest
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
-import dis
 import enum
 import functools
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import logging
@@ -25,13 +22,14 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from xxhash import xxh3_128
 
+from streamload.derived.bytecode import bytecode, globals_of, strings
+from streamload.derived.packages import direct_url, package_of
 from streamload.errors import FeatureNotCacheable
 
 _BOOKKEEPING = re.compile(
@@ -40,13 +38,7 @@ _BOOKKEEPING = re.compile(
     r"conditional_annotations|type_params)__|_abc_impl|_streamload_\w+"
 )
 _Pair = collections.namedtuple("_Pair", ("first", "second"))
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(pathlib.Path(torch.__file__).parents[1])}
-)
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-_ATTRIBUTES_ONLY = (argparse.Namespace, types.SimpleNamespace)
-"""Of such a global only the attributes that code reads count."""
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
@@ -174,7 +166,7 @@ class Describer:
         """Take in the code of a function, class or module; return the name under which it counts."""
         if id(value) in self._known:
             return self._known[id(value)][1]
-        package = _package_of(value)
+        package = package_of(value)
         name = getattr(value, "__qualname__", getattr(value, "__name__", "code")).rpartition("<locals>.")[2]
         if package is not None:
             self.code[f"package {package}"] = _version(package)
@@ -219,8 +211,8 @@ class Describer:
                 f"the code of {name} can't be seen (a {type(function).__name__} of no installed package); "
                 f'name its version yourself: cache_module(version="1")'
             )
-        self.strings.update(_strings(code))
-        found: list[Any] = [_bytecode(code)]
+        self.strings.update(strings(code))
+        found: list[Any] = [bytecode(code)]
         found.append(self.value(function.__defaults__, f"a default of {name}"))
         found.append(self.value(function.__kwdefaults__, f"a default of {name}"))
         if getattr(function, "__wrapped__", None) is not None:
@@ -228,7 +220,7 @@ class Describer:
         for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if free != "__class__":
                 found.append([free, self.value(_content(cell), f"{free} in {name}")])
-        for chain, reached in _globals_of(code, function.__globals__):
+        for chain, reached in globals_of(code, function.__globals__):
             found.append([chain, self.value(reached, f"{chain} in {name}")])
         return digest_of(found)
 
@@ -320,130 +312,11 @@ def _is_transparent(cls: type) -> bool:
     return cls is object or bool(vars(cls).get("_streamload_transparent"))
 
 
-def _globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The globals that code reads, in the order of its bytecode; of namespaces the attributes it reads."""
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _globals_of(inner, names)
-    chain, value = "", None
-    imported = None
-    local: dict[str, Any] = {}  # modules that are imported inside
-    before = ""
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
-            missing = object()
-            inner = getattr(value, step.argval, missing)
-            if inner is not missing and _is_namespace(value):
-                chain, value = f"{chain}.{step.argval}", inner
-                continue
-        if chain:
-            yield chain, value
-        chain, value = "", None
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in names:
-            chain, value = step.argval, names[step.argval]
-        elif step.opname.startswith("LOAD_FAST") and step.argval in local:
-            chain, value = step.argval, local[step.argval]
-        elif step.opname == "IMPORT_NAME":
-            imported = _imported(step.argval, names)
-            if imported is not None and not _is_namespace(imported):
-                yield step.argval, imported
-        elif step.opname == "IMPORT_FROM" and imported is not None:
-            yield step.argval, getattr(imported, step.argval, imported)
-        elif step.opname == "STORE_FAST" and before == "IMPORT_NAME" and imported is not None:
-            local[step.argval] = sys.modules.get(imported.__name__.partition(".")[0], imported)
-        before = step.opname
-    if chain:
-        yield chain, value
-
-
 def _file_digest(module: types.ModuleType) -> str:
     """Of a module that is passed around as a whole the text of its file counts."""
     file = getattr(module, "__file__", None)
     with contextlib.suppress(OSError):
         return "" if file is None else xxh3_128(pathlib.Path(file).read_bytes()).hexdigest()
-    return ""
-
-
-def _is_namespace(value: Any) -> bool:
-    if isinstance(value, types.ModuleType):
-        return _package_of(value) is None
-    return type(value) in _ATTRIBUTES_ONLY
-
-
-def _imported(name: str, names: dict[str, Any]) -> Any:
-    for full in (name, f"{names.get('__package__') or ''}.{name}"):
-        if full in sys.modules:
-            return sys.modules[full]
-    try:
-        return importlib.import_module(name)
-    except Exception:  # the function's own matter, when it runs
-        return None
-
-
-def _bytecode(code: types.CodeType) -> Any:
-    """The instructions of code with their operands; neither names of files nor lines."""
-    steps = [[step.opname, _operand(step.argval)] for step in dis.get_instructions(code)]
-    shape = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & 0xFF]
-    return [
-        shape,
-        list(code.co_varnames[: sum(shape[:3])]),
-        steps,
-        getattr(code, "co_exceptiontable", b"").hex(),
-    ]
-
-
-def _strings(code: types.CodeType) -> Iterator[str]:
-    for value in code.co_consts:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, types.CodeType):
-            yield from _strings(value)
-
-
-def _operand(value: Any) -> Any:
-    if isinstance(value, types.CodeType):
-        return _bytecode(value)
-    if isinstance(value, frozenset):
-        return ["frozenset", sorted(repr(one) for one in value)]
-    if isinstance(value, tuple):
-        return ["tuple", [_operand(one) for one in value]]
-    return [type(value).__name__, repr(value)]
-
-
-def _package_of(value: Any) -> str | None:
-    """The installed package that a function, class or module belongs to; None: it is of the project."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    if name is None:
-        owner = getattr(value, "__objclass__", getattr(value, "__self__", None))
-        name = getattr(owner, "__module__", None) or type(value).__module__
-    return _package(str(name))
-
-
-@functools.lru_cache(maxsize=4096)
-def _package(name: str) -> str | None:
-    top = name.partition(".")[0]
-    if top in ("__main__", "__mp_main__"):
-        return None
-    if top == "streamload" or top in sys.builtin_module_names:
-        return top
-    modules = [
-        sys.modules.get(name),
-        sys.modules.get(top),
-    ]  # the modules of C code have no file
-    file = next((found for one in modules if (found := getattr(one, "__file__", None))), None)
-    if file is None:
-        is_known = top in sys.stdlib_module_names or any(getattr(one, "__spec__", None) for one in modules)
-        return top if is_known else None
-    if not file.startswith(_INSTALLED):
-        return None
-    return None if '"dir_info"' in _direct_url(top) else top
-
-
-@functools.cache
-def _direct_url(package: str) -> str:
-    """From where a package was installed, if not from an index: a folder, which may change, or a commit."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        return importlib.metadata.distribution(package).read_text("direct_url.json") or ""
     return ""
 
 
@@ -458,7 +331,7 @@ def _version(package: str) -> str:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
-    origin = _direct_url(package)
+    origin = direct_url(package)
     return f"{version} {digest_of(origin)[:8]}" if origin else version
 
 
