@@ -27,6 +27,7 @@ from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
 from streamload.derived import row_store, rows, rows_database
+from streamload.derived.log_once import log_once
 from streamload.derived.row_format import Result, join, layout_of, seal, unseal
 from streamload.derived.row_store import Place, RowStore
 from streamload.derived.rows import RowCounts, Rows
@@ -43,8 +44,7 @@ START_METHODS = ["fork", "spawn", "forkserver"]
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
-    rows._SAID.clear()
-    row_store._said.clear()
+    log_once.cache_clear()
     yield
     row_store.close_stores()
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
-import logging
 import multiprocessing.util
 import os
 import shutil
@@ -24,6 +23,7 @@ from streamload.cache import memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
 from streamload.cache.memory import nearest
+from streamload.derived.log_once import log_once
 from streamload.derived.row_format import Row
 from streamload.derived.rows import RowCounts, Rows
 from streamload.derived.rows_database import DATABASE
@@ -31,8 +31,6 @@ from streamload.errors import CacheError
 from streamload.metrics import format_bytes
 from streamload.options.directories import own_directory
 from streamload.options.settings import Settings, read_settings
-
-logger = logging.getLogger("streamload")
 
 _LEAST_MEMORY_BYTES = 256 << 10
 _LEAST_AUTO_BYTES = 64 << 20
@@ -100,7 +98,7 @@ class RowStore:
             try:
                 self._open_copy(place)
             except (CacheError, OSError) as exc:
-                _say_once(f"rows aren't kept in memory: {exc}")
+                log_once(f"rows aren't kept in memory: {exc}")
 
     def read(self, keys: Sequence[bytes], label: str) -> dict[bytes, Row]:
         """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
@@ -223,7 +221,6 @@ def _sweep(home: Path) -> None:
 
 
 _stores: dict[Place, RowStore | None] = {}
-_said: set[str] = set()
 
 
 def open_store(place: Place) -> RowStore | None:
@@ -234,7 +231,7 @@ def open_store(place: Place) -> RowStore | None:
         store = RowStore(place)
     except CacheError as exc:
         store = None
-        _say_once(f"rows are neither read nor stored: {exc}")
+        log_once(f"rows are neither read nor stored: {exc}")
     if not _stores:
         multiprocessing.util.Finalize(None, close_stores, exitpriority=10)
     _stores[place] = store
@@ -255,12 +252,6 @@ def close_stores() -> None:
         _, store = _stores.popitem()
         if store is not None:
             store.close()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.warning("%s", message)
 
 
 def _forget_parents() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sqlite3
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
+from streamload.derived.log_once import log_once
 from streamload.derived.row_format import Row, seal, unseal
 from streamload.derived.rows_database import (
     FILES,
@@ -43,14 +43,11 @@ from streamload.derived.rows_database import (
 )
 from streamload.errors import CacheCorrupt, CacheError
 
-logger = logging.getLogger("streamload")
-
 _ASKED_AT_ONCE = 500
 """SQLite allows 999 values in a statement."""
 _TOUCH_SECONDS = 10.0
 _FULL_ENOUGH = 0.7
 """From this part of the limit on it is noted when rows are read."""
-_SAID: set[str] = set()
 
 
 @dataclass(slots=True)
@@ -155,7 +152,7 @@ class Rows:
                     found[key] = (unseal(key, data), data)
                 except CacheCorrupt as exc:
                     self.counts.corrupt += 1
-                    _say_once(f"{self.root}: {exc}; it is computed again")
+                    log_once(f"{self.root}: {exc}; it is computed again")
         if found:
             self._touch(found)
         return found
@@ -258,7 +255,7 @@ class Rows:
         with opened.cache.transact():
             evicted = opened.make_room(sum(len(data) for _, data in rows), len(rows), limit_bytes)
             if evicted is None:
-                _say_once(
+                log_once(
                     f"{self.root}: a limit of {limit_bytes:,} bytes has no room for rows: none are stored"
                 )
                 return 0
@@ -279,7 +276,7 @@ class Rows:
                     return action(self._open())
                 except (OSError, sqlite3.Error, diskcache().Timeout) as exc:
                     if not is_broken(exc):
-                        _say_once(f"{self.root}: rows can't be read or stored for now: {exc!r}")
+                        log_once(f"{self.root}: rows can't be read or stored for now: {exc!r}")
                         self._close()  # a transaction that failed at its end would stand in the way
                         return otherwise
                     self._replace(exc)
@@ -316,7 +313,7 @@ class Rows:
     def _replace(self, error: Exception) -> None:
         """Begin an empty database in place of one that is broken, unless another process has."""
         self.counts.corrupt += 1
-        _say_once(f"{self.root}: the database is broken ({error}): it is replaced by an empty one")
+        log_once(f"{self.root}: the database is broken ({error}): it is replaced by an empty one")
         self._close()
         with exclusive(self.root / "lock"):
             if self._number == max(self._numbers(), default=0):
@@ -358,9 +355,3 @@ def _in_portions(
         size += len(row[1])
     if some:
         yield some
-
-
-def _say_once(message: str) -> None:
-    if message not in _SAID:
-        _SAID.add(message)
-        logger.warning("%s", message)
