@@ -28,7 +28,8 @@ from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
 from streamload.derived import row_store, rows, rows_database
 from streamload.derived.log_once import log_once
-from streamload.derived.row_format import Result, join, layout_of, seal, unseal
+from streamload.derived.row_format import Result, join, layout_of
+from streamload.derived.row_seal import seal, unseal
 from streamload.derived.row_store import Place, RowStore
 from streamload.derived.rows import RowCounts, Rows
 from streamload.errors import CacheCorrupt

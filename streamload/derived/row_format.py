@@ -1,8 +1,7 @@
 """A result as bytes: tensors, arrays, numbers and text in tuples, lists, dicts and dataclasses. No pickle.
 
-A row is `magic, length of the layout, digest of the input, checksum`, then the layout as JSON, then the bytes
-of its tensors. The checksum covers the row's key, too, so that a row under another key is found out. Of a
-layout only classes are made again that are imported already, and that are plain records of fields.
+A row is the layout as JSON and the bytes of its tensors, sealed (row_seal.py). Of a layout only classes are
+made again that are imported already, and that are plain records of fields.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import dataclasses
 import functools
 import json
 import math
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from xxhash import xxh3_64_intdigest
 
+from streamload.derived.row_seal import Row, seal
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
-_HEAD = struct.Struct("<4sIQQ")
-_MAGIC = b"SLr1"
-_ODD, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
+__all__ = ["Result", "Row", "join", "layout_of", "leaves_of", "seal"]
+
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in vars(torch).values()
@@ -193,47 +190,6 @@ def _as_bytes(leaf: Any, rows: int) -> np.ndarray[Any, Any]:
     else:
         flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
     return flat.reshape(rows, -1) if flat.size else np.empty((rows, 0), np.uint8)
-
-
-def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
-    """A row as it is stored under a key; `input_digest` is 0 where the input isn't known."""
-    checksum = _checksum(key, len(layout), input_digest, layout + body)
-    return _HEAD.pack(_MAGIC, len(layout), input_digest, checksum) + layout + body
-
-
-@dataclass(slots=True)
-class Row:
-    """A stored row, checked.
-
-    Attributes:
-        layout: what it looks like, as it is stored.
-        body: the bytes of its leaves.
-        input_digest: of the input that it was computed from; 0: unknown.
-    """
-
-    layout: bytes
-    body: memoryview
-    input_digest: int
-
-
-def unseal(key: bytes, data: bytes) -> Row:
-    """Check and read what `seal` gave.
-
-    Raises:
-        CacheCorrupt: it is no row, or not the one of this key, or not what was written.
-    """
-    if len(data) < _HEAD.size or data[:4] != _MAGIC:
-        raise CacheCorrupt(f"the row {key.hex()} has no head")
-    _, layout_bytes, input_digest, checksum = _HEAD.unpack_from(data)
-    if checksum != _checksum(key, layout_bytes, input_digest, memoryview(data)[_HEAD.size :]):
-        raise CacheCorrupt(f"the row {key.hex()} fails its checksum")
-    start = _HEAD.size + layout_bytes
-    return Row(data[_HEAD.size : start], memoryview(data)[start:], input_digest)
-
-
-def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:
-    seed = xxh3_64_intdigest(key, (input_digest + layout_bytes * _ODD) & _64_BITS)
-    return int(xxh3_64_intdigest(rest, seed))
 
 
 @functools.lru_cache(maxsize=256)

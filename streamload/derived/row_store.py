@@ -24,9 +24,9 @@ from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
 from streamload.cache.memory import nearest
 from streamload.derived.log_once import log_once
-from streamload.derived.row_format import Row
+from streamload.derived.row_seal import Row
 from streamload.derived.rows import RowCounts, Rows
-from streamload.derived.rows_database import DATABASE
+from streamload.derived.rows_table import DATABASE
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
 from streamload.options.directories import own_directory

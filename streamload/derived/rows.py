@@ -26,17 +26,16 @@ from typing import Any
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
 from streamload.derived.log_once import log_once
-from streamload.derived.row_format import Row, seal, unseal
-from streamload.derived.rows_database import (
+from streamload.derived.row_seal import Row, seal, unseal
+from streamload.derived.rows_database import Database, diskcache, log_bytes, rows_at_once
+from streamload.derived.rows_table import (
     FILES,
-    Database,
     bytes_of,
     clear,
-    diskcache,
     is_broken,
-    log_bytes,
+    numbers,
+    refuse_links,
     remove,
-    rows_at_once,
     select_labels,
     select_rows,
     size_of,
@@ -188,7 +187,8 @@ class Rows:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete rows."""
-        self._attempt(lambda opened: opened.execute_many("DELETE FROM Cache WHERE key = ?", keys), None)
+        values = [(key,) for key in keys]
+        self._attempt(lambda opened: opened.execute_many("DELETE FROM Cache WHERE key = ?", values), None)
 
     def labels(self) -> dict[str, list[bytes]]:
         """The keys of all rows, by label."""
@@ -291,24 +291,15 @@ class Rows:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(self.root)
         with exclusive(self.root / "lock"):
-            for number in self._numbers()[:-1]:  # one that was being replaced
+            for number in numbers(self.root)[:-1]:  # one that was being replaced
                 remove(self.root / str(number))
-            self._number = max(self._numbers(), default=0)
+            self._number = max(numbers(self.root), default=0)
             home = self.root / str(self._number)
             home.mkdir(mode=0o700, exist_ok=True)
-            if any(path.is_symlink() for path in (home, *(home / name for name in FILES))):
-                raise CacheError(f"{home} has a symbolic link in place of a database: it isn't followed")
+            refuse_links(home)
             self._database = Database(home, self.limit_bytes)
         _open_rows.add(self)
         return self._database
-
-    def _numbers(self) -> list[int]:
-        """Of the databases: the last is the one in use. Each has a directory of its own.
-
-        A process that still has an old one open deletes its log by name when it closes it.
-        """
-        found = (entry.name for entry in os.scandir(self.root))
-        return sorted(int(name) for name in found if name.isascii() and name.isdigit())
 
     def _replace(self, error: Exception) -> None:
         """Begin an empty database in place of one that is broken, unless another process has."""
@@ -316,7 +307,7 @@ class Rows:
         log_once(f"{self.root}: the database is broken ({error}): it is replaced by an empty one")
         self._close()
         with exclusive(self.root / "lock"):
-            if self._number == max(self._numbers(), default=0):
+            if self._number == max(numbers(self.root), default=0):
                 (self.root / str(self._number + 1)).mkdir(mode=0o700)
                 remove(self.root / str(self._number))
 

@@ -12,16 +12,13 @@ import importlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from streamload.derived.rows_table import DATABASE, FILES, RAW, WAIT_SECONDS, Table, size_of
 from streamload.errors import CacheCorrupt, OptionError
 
-KEY_BYTES = 32
-DATABASE = "cache.db"
-FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
-_WAIT_SECONDS = 20.0
 _LOG_WAIT_MILLISECONDS = 200
 _PAGE_BYTES, _SMALL_PAGE_BYTES = 16384, 4096
 _SMALL_LIMIT_BYTES = 64 << 20
@@ -30,7 +27,6 @@ _LOG_SHARE = 8
 _PAGES_PER_ROW = 8
 """So many a transaction may write for a row and one that goes for it: its own, and those of indexes."""
 _MOST_LOG_BYTES = 8 << 20
-_RAW = 1  # diskcache's MODE_RAW
 
 
 @functools.cache
@@ -61,10 +57,10 @@ def _bytes_disk() -> type:
         def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, Any]:
             if type(value) is not bytes or read:
                 raise TypeError(f"a row is bytes, got {type(value).__name__}")
-            return 0, _RAW, None, sqlite3.Binary(value)
+            return 0, RAW, None, sqlite3.Binary(value)
 
         def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> bytes:
-            if mode != _RAW or filename is not None or type(value) is not bytes or read:
+            if mode != RAW or filename is not None or type(value) is not bytes or read:
                 raise CacheCorrupt("a value in the database isn't bytes")
             return value
 
@@ -74,7 +70,7 @@ def _bytes_disk() -> type:
     return BytesDisk
 
 
-class Database:
+class Database(Table):
     """The database as one process has it open, for one thread at a time.
 
     A child must not inherit it from a fork: SQLite's locks are those of a process, and what it knows of them
@@ -86,13 +82,13 @@ class Database:
     """
 
     def __init__(self, home: Path, limit_bytes: int):
-        self._path = home / DATABASE
+        path = home / DATABASE
         page_bytes = _page_bytes(limit_bytes)
-        if not self._path.exists():
-            _create(self._path, page_bytes)
+        if not path.exists():
+            _create(path, page_bytes)
         self.cache = diskcache().Cache(
             str(home),
-            timeout=_WAIT_SECONDS,
+            timeout=WAIT_SECONDS,
             disk=_bytes_disk(),
             eviction_policy="least-recently-used",  # for its index: what goes is decided here
             cull_limit=0,
@@ -105,9 +101,10 @@ class Database:
             sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
         )
         self.cache.close()  # its connections are of a thread; each transaction opens one
-        self._status = self._path.stat()
-        self.connection = sqlite3.connect(
-            self._path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
+        self._status = path.stat()
+        super().__init__(
+            path,
+            sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False),
         )
         try:
             self.execute("PRAGMA cache_size = -1024")
@@ -123,18 +120,10 @@ class Database:
             return os.path.samestat(self._path.stat(), self._status)
         return False
 
-    def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of an answer."""
-        return self.connection.execute(statement, values).fetchall()
-
-    def execute_many(self, statement: str, keys: Sequence[bytes], *before: Any) -> None:
-        """A statement for each key, in one transaction."""
-        with self._transaction() as connection:
-            connection.executemany(statement, [(*before, key) for key in keys])
-
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that rows were read now."""
-        self.execute_many("UPDATE Cache SET access_time = ? WHERE key = ?", keys, time.time())
+        now = time.time()
+        self.execute_many("UPDATE Cache SET access_time = ? WHERE key = ?", [(now, key) for key in keys])
 
     def make_room(self, new_bytes: int, count: int, limit_bytes: int) -> int | None:
         """Delete the rows that were not read for longest, within a transaction of `cache`.
@@ -174,25 +163,13 @@ class Database:
         try:
             return bool(self.execute("PRAGMA wal_checkpoint(TRUNCATE)")[0][0] == 0)
         finally:
-            self.execute(f"PRAGMA busy_timeout = {int(_WAIT_SECONDS * 1000)}")
+            self.execute(f"PRAGMA busy_timeout = {int(WAIT_SECONDS * 1000)}")
 
     def close(self) -> None:
         """Close it; once is enough."""
-        with contextlib.suppress(sqlite3.Error):
-            self.connection.close()
+        super().close()
         with contextlib.suppress(sqlite3.Error):
             self.cache.close()
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        connection = self.connection
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield connection
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        connection.execute("COMMIT")
 
 
 def _create(path: Path, page_bytes: int) -> None:
@@ -203,42 +180,6 @@ def _create(path: Path, page_bytes: int) -> None:
         connection.execute(f"PRAGMA page_size = {page_bytes}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("CREATE TABLE IF NOT EXISTS Settings (key TEXT NOT NULL UNIQUE, value)")
-
-
-def select_rows(opened: Database, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The keys and bytes of the rows that are there, unchecked; fewer than a thousand at once."""
-    marks = ",".join("?" * len(keys))
-    rows = opened.execute(
-        f"SELECT key, value FROM Cache WHERE key IN ({marks}) AND raw = 1 AND mode = {_RAW} "
-        "AND filename IS NULL AND typeof(value) = 'blob'",
-        keys,
-    )
-    return [(key, data) for key, data in rows if type(key) is bytes and type(data) is bytes]
-
-
-def select_labels(opened: Database) -> list[tuple[str, bytes]]:
-    """The labels and keys of all rows."""
-    rows = opened.execute("SELECT tag, key FROM Cache WHERE length(key) = ? ORDER BY rowid", (KEY_BYTES,))
-    return [(label, key) for label, key in rows if type(label) is str and type(key) is bytes]
-
-
-def bytes_of(opened: Database, label: str) -> int:
-    """The size of all that is stored under a label."""
-    ((size,),) = opened.execute("SELECT sum(length(value)) FROM Cache WHERE tag = ?", (label,))
-    return size or 0
-
-
-def clear(opened: Database, label: str | None) -> int:
-    """Delete what is stored under a label, or all; return how many rows that were."""
-    condition, values = ("tag = ?", (label,)) if label is not None else ("1", ())
-    ((count,),) = opened.execute(
-        f"SELECT count(*) FROM Cache WHERE {condition} AND length(key) = {KEY_BYTES}", values
-    )
-    opened.execute(f"DELETE FROM Cache WHERE {condition}", values)
-    with contextlib.suppress(sqlite3.OperationalError):  # somebody reads: the room is used again all the same
-        opened.execute("VACUUM")
-        opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return int(count)
 
 
 def _page_bytes(limit_bytes: int) -> int:
@@ -253,28 +194,3 @@ def rows_at_once(limit_bytes: int) -> int:
 def log_bytes(limit_bytes: int) -> int:
     """What of a limit is for the log."""
     return min(_MOST_LOG_BYTES, limit_bytes // _LOG_SHARE)
-
-
-def size_of(path: Path) -> int:
-    """The size of a file; 0 of one that isn't there."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def is_broken(error: Exception) -> bool:
-    """Whether a file is no database of rows, and never will be."""
-    text = str(error)
-    return isinstance(error, sqlite3.IntegrityError) or (
-        isinstance(error, sqlite3.DatabaseError)
-        and any(words in text for words in ("malformed", "not a database", "no such table", "no such column"))
-    )
-
-
-def remove(home: Path) -> None:
-    """Remove a database and its directory, if nothing else is in it; who has it open goes on with it."""
-    for name in FILES:
-        (home / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        home.rmdir()

@@ -1,0 +1,58 @@
+"""A stored row as bytes: a head with a checksum, the layout, the body. It starts without torch.
+
+The checksum covers the row's key, too, so that a row under another key is found out.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from streamload.errors import CacheCorrupt
+
+_HEAD = struct.Struct("<4sIQQ")
+_MAGIC = b"SLr1"
+_ODD, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Row:
+    """A stored row, checked.
+
+    Attributes:
+        layout: what it looks like, as it is stored.
+        body: the bytes of its leaves.
+        input_digest: of the input that it was computed from; 0: unknown.
+    """
+
+    layout: bytes
+    body: memoryview
+    input_digest: int
+
+
+def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
+    """A row as it is stored under a key; `input_digest` is 0 where the input isn't known."""
+    checksum = _checksum(key, len(layout), input_digest, layout + body)
+    return _HEAD.pack(_MAGIC, len(layout), input_digest, checksum) + layout + body
+
+
+def unseal(key: bytes, data: bytes) -> Row:
+    """Check and read what `seal` gave.
+
+    Raises:
+        CacheCorrupt: it is no row, or not the one of this key, or not what was written.
+    """
+    if len(data) < _HEAD.size or data[:4] != _MAGIC:
+        raise CacheCorrupt(f"the row {key.hex()} has no head")
+    _, layout_bytes, input_digest, checksum = _HEAD.unpack_from(data)
+    if checksum != _checksum(key, layout_bytes, input_digest, memoryview(data)[_HEAD.size :]):
+        raise CacheCorrupt(f"the row {key.hex()} fails its checksum")
+    start = _HEAD.size + layout_bytes
+    return Row(data[_HEAD.size : start], memoryview(data)[start:], input_digest)
+
+
+def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:
+    seed = xxh3_64_intdigest(key, (input_digest + layout_bytes * _ODD) & _64_BITS)
+    return int(xxh3_64_intdigest(rest, seed))
