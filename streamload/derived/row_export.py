@@ -1,0 +1,141 @@
+"""Rows of a fingerprint as plain numpy files, for programs that don't know streamload.
+
+    OUT/fingerprint.json          the fingerprint and its readable parts
+    OUT/layout-0/layout.json      what the results look like, and of each leaf its file, dtype and shape
+    OUT/layout-0/names.npy        S64[rows]: the rows' names, hexadecimal digits
+    OUT/layout-0/leaf-0.npy       [rows, …]: a tensor or array of the results, in the order of the names
+
+One pass: each row is appended, and the number of rows is put into the headers at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from streamload.derived.row_catalog import Catalog
+from streamload.derived.row_layout import StoredLeaf, read_row
+from streamload.derived.rows_table import KEY_BYTES
+from streamload.errors import CacheCorrupt, OptionError
+
+_MOST_LAYOUTS = 64
+
+
+@dataclass
+class Exported:
+    """What was written.
+
+    Attributes:
+        layouts: rows by layout, in the order of their folders.
+        damaged: rows that were left out, as they fail a check.
+    """
+
+    layouts: list[int]
+    damaged: int
+
+
+def export(catalog: Catalog, fingerprint: bytes, out: Path) -> Exported:
+    """Write the rows of a fingerprint into a new folder, which appears once it is whole.
+
+    Raises:
+        OptionError: there is something at `out`, there are no rows, or rows of too many layouts.
+        OSError: it can't be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OptionError(f"{out} exists already: name a new folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{out.name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as made:
+        folder = Path(made) / out.name
+        folder.mkdir()
+        exported = _write(catalog, fingerprint, folder)
+        about = {"fingerprint": fingerprint.hex(), "parts": catalog.parts(fingerprint)}
+        (folder / "fingerprint.json").write_text(json.dumps(about, indent=1))
+        folder.rename(out)
+    return exported
+
+
+def _write(catalog: Catalog, fingerprint: bytes, folder: Path) -> Exported:
+    """Write a folder for each layout."""
+    damaged = 0
+    layouts: dict[bytes, _Folder] = {}
+    with contextlib.ExitStack() as stack:
+        for name, data in catalog.rows(fingerprint):
+            try:
+                row, leaves = read_row(name, data)
+            except CacheCorrupt:
+                damaged += 1
+                continue
+            if row.layout not in layouts:
+                if len(layouts) == _MOST_LAYOUTS:
+                    raise OptionError(
+                        f"the rows of {fingerprint.hex()} have more than {_MOST_LAYOUTS} layouts (numbers "
+                        f"and texts in a result are in its layout): read them by the module instead"
+                    )
+                made = _Folder(folder / f"layout-{len(layouts)}", row.layout, leaves)
+                layouts[row.layout] = stack.enter_context(made)
+            layouts[row.layout].add(name, row.body)
+        for one in layouts.values():
+            one.finish()
+    if not layouts:
+        raise OptionError(f"{fingerprint.hex()} has no rows in {catalog.root} that are whole")
+    return Exported([one.rows for one in layouts.values()], damaged)
+
+
+class _Folder(contextlib.ExitStack):
+    """The files of one layout."""
+
+    def __init__(self, path: Path, layout: bytes, leaves: tuple[StoredLeaf, ...]):
+        super().__init__()
+        path.mkdir()
+        self._path = path
+        self._layout = layout
+        self._leaves = leaves
+        self.rows = 0
+        self._names = _Column(self._opened("names.npy"), np.dtype(f"S{2 * KEY_BYTES}"), ())
+        self._columns = [
+            _Column(self._opened(f"leaf-{at}.npy"), leaf.stored, leaf.shape) for at, leaf in enumerate(leaves)
+        ]
+
+    def _opened(self, name: str) -> IO[bytes]:
+        return self.enter_context((self._path / name).open("wb"))
+
+    def add(self, name: bytes, body: memoryview) -> None:
+        """Append a row."""
+        self._names.file.write(name.hex().encode())
+        for leaf, column in zip(self._leaves, self._columns, strict=True):
+            column.file.write(body[leaf.start : leaf.stop])
+        self.rows += 1
+
+    def finish(self) -> None:
+        """Say in each file how many rows it has, and what they are."""
+        for column in (self._names, *self._columns):
+            column.write_header(self.rows)
+        leaves = [
+            {"file": f"leaf-{at}.npy", "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
+            for at, leaf in enumerate(self._leaves)
+        ]
+        about = {"rows": self.rows, "leaves": leaves, "layout": json.loads(self._layout)}
+        (self._path / "layout.json").write_text(json.dumps(about, indent=1))
+
+
+class _Column:
+    """A .npy file that grows by rows: numpy leaves room in its header for any number of them."""
+
+    def __init__(self, file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]):
+        self.file = file
+        self._dtype = dtype
+        self._shape = shape
+        self.write_header(0)
+
+    def write_header(self, rows: int) -> None:
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        about = {"descr": descr, "fortran_order": False, "shape": (rows, *self._shape)}
+        self.file.seek(0)
+        np.lib.format.write_array_header_1_0(self.file, about)
