@@ -25,7 +25,7 @@ from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.transforms.kernel import why_not
 
-COMMANDS = ("bench", "doctor", "pack", "version", "warm", "cache")
+COMMANDS = ("bench", "doctor", "pack", "version", "warm", "cache", "features")
 
 
 class Done(NamedTuple):
@@ -107,7 +107,7 @@ def test_every_command_has_help(streamload, command):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["bench", "--help"], ["version"], ["doctor"], ["cache", "ls"]],
+    [["--help"], ["bench", "--help"], ["version"], ["doctor"], ["cache", "ls"], ["features", "ls"]],
 )
 def test_no_command_imports_torch_to_start(arguments, tmp_path):
     script = f"""

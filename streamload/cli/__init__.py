@@ -13,6 +13,7 @@ from streamload.cli.bench import bench
 from streamload.cli.cache import cache
 from streamload.cli.daemon import daemon
 from streamload.cli.doctor import doctor
+from streamload.cli.features import features
 from streamload.cli.pack import pack
 from streamload.cli.warm import warm
 from streamload.errors import StreamloadError
@@ -51,6 +52,7 @@ def _options(
 for command in (bench, daemon, doctor, pack, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")
+app.add_typer(features, name="features")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
     OUT/fingerprint.json          the fingerprint and its readable parts
     OUT/layout-0/layout.json      what the results look like, and of each leaf its file, dtype and shape
     OUT/layout-0/names.npy        S64[rows]: the rows' names, hexadecimal digits
+    OUT/layout-0/keys.txt         their keys, one a line, where keys were given; an empty line: not among them
     OUT/layout-0/leaf-0.npy       [rows, …]: a tensor or array of the results, in the order of the names
 
 One pass: each row is appended, and the number of rows is put into the headers at the end.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,15 +35,25 @@ class Exported:
 
     Attributes:
         layouts: rows by layout, in the order of their folders.
+        named: rows whose keys were among those given.
         damaged: rows that were left out, as they fail a check.
     """
 
     layouts: list[int]
+    named: int
     damaged: int
 
 
-def export(catalog: Catalog, fingerprint: bytes, out: Path) -> Exported:
+def export(
+    catalog: Catalog, fingerprint: bytes, out: Path, keys: Mapping[bytes, str] | None = None
+) -> Exported:
     """Write the rows of a fingerprint into a new folder, which appears once it is whole.
+
+    Args:
+        catalog: of the rows.
+        fingerprint: whose.
+        out: the folder; made.
+        keys: a line of keys.txt by the name of its row; None: there is no keys.txt.
 
     Raises:
         OptionError: there is something at `out`, there are no rows, or rows of too many layouts.
@@ -54,16 +66,16 @@ def export(catalog: Catalog, fingerprint: bytes, out: Path) -> Exported:
     with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as made:
         folder = Path(made) / out.name
         folder.mkdir()
-        exported = _write(catalog, fingerprint, folder)
+        exported = _write(catalog, fingerprint, folder, keys)
         about = {"fingerprint": fingerprint.hex(), "parts": catalog.parts(fingerprint)}
         (folder / "fingerprint.json").write_text(json.dumps(about, indent=1))
         folder.rename(out)
     return exported
 
 
-def _write(catalog: Catalog, fingerprint: bytes, folder: Path) -> Exported:
+def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[bytes, str] | None) -> Exported:
     """Write a folder for each layout."""
-    damaged = 0
+    named = damaged = 0
     layouts: dict[bytes, _Folder] = {}
     with contextlib.ExitStack() as stack:
         for name, data in catalog.rows(fingerprint):
@@ -78,25 +90,34 @@ def _write(catalog: Catalog, fingerprint: bytes, folder: Path) -> Exported:
                         f"the rows of {fingerprint.hex()} have more than {_MOST_LAYOUTS} layouts (numbers "
                         f"and texts in a result are in its layout): read them by the module instead"
                     )
-                made = _Folder(folder / f"layout-{len(layouts)}", row.layout, leaves)
+                made = _Folder(folder / f"layout-{len(layouts)}", row.layout, leaves, keys)
                 layouts[row.layout] = stack.enter_context(made)
             layouts[row.layout].add(name, row.body)
+            named += keys is not None and name in keys
         for one in layouts.values():
             one.finish()
     if not layouts:
         raise OptionError(f"{fingerprint.hex()} has no rows in {catalog.root} that are whole")
-    return Exported([one.rows for one in layouts.values()], damaged)
+    return Exported([one.rows for one in layouts.values()], named, damaged)
 
 
 class _Folder(contextlib.ExitStack):
     """The files of one layout."""
 
-    def __init__(self, path: Path, layout: bytes, leaves: tuple[StoredLeaf, ...]):
+    def __init__(
+        self,
+        path: Path,
+        layout: bytes,
+        leaves: tuple[StoredLeaf, ...],
+        keys: Mapping[bytes, str] | None,
+    ):
         super().__init__()
         path.mkdir()
         self._path = path
         self._layout = layout
         self._leaves = leaves
+        self._keys = keys
+        self._lines = None if keys is None else self._opened("keys.txt")
         self.rows = 0
         self._names = _Column(self._opened("names.npy"), np.dtype(f"S{2 * KEY_BYTES}"), ())
         self._columns = [
@@ -109,6 +130,8 @@ class _Folder(contextlib.ExitStack):
     def add(self, name: bytes, body: memoryview) -> None:
         """Append a row."""
         self._names.file.write(name.hex().encode())
+        if self._keys is not None and self._lines is not None:
+            self._lines.write(f"{self._keys.get(name, '')}\n".encode())
         for leaf, column in zip(self._leaves, self._columns, strict=True):
             column.file.write(body[leaf.start : leaf.stop])
         self.rows += 1

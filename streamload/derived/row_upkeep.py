@@ -17,6 +17,7 @@ from streamload.derived.parts import NOTE, read_parts
 from streamload.derived.row_catalog import Catalog, FingerprintRows, open_catalog
 from streamload.derived.row_layout import read_row
 from streamload.derived.row_seal import unseal
+from streamload.derived.row_store import Place, RowStore
 from streamload.derived.rows_table import FILES, FINGERPRINT_BYTES, KEY_BYTES, RAW, numbers, remove, size_of
 from streamload.errors import CacheCorrupt
 
@@ -90,6 +91,13 @@ def delete_damaged(catalog: Catalog, damages: Sequence[Damage]) -> int:
     """Delete what is damaged, unless it was stored anew since it was looked at; return how many went."""
     places = [damage.place for damage in damages]
     return catalog.table.execute_many("DELETE FROM Cache WHERE rowid = ? AND store_time IS ?", places)
+
+
+def replace_broken(place: Place) -> None:
+    """Begin an empty database in place of one that can't be read, as a module would that meets it."""
+    store = RowStore(place)
+    store.clear()
+    store.close()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,53 @@
+"""Options that the features commands share, and the rows they select."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from streamload.derived.row_catalog import Catalog, FingerprintRows
+
+Directory = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-dir",
+        "--path",
+        help="The cache_path of cache_module, below which rows are; default: the cache directory.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
+Fingerprint = Annotated[str, typer.Argument(help="The first hexadecimal digits, as many as tell it apart.")]
+SHORT = 12
+"""So many digits of a fingerprint are shown."""
+
+
+def root_of(directory: str | None) -> Path:
+    """The directory of the rows, which need not exist."""
+    from streamload.derived.row_store import Place
+
+    return Place(directory or "").root
+
+
+def rows_at(directory: str | None, *, writable: bool = False) -> "AbstractContextManager[Catalog]":
+    """The rows that a command works on."""
+    from streamload.derived.row_catalog import open_catalog
+
+    return open_catalog(root_of(directory), writable=writable)
+
+
+def as_dict(rows: "FingerprintRows") -> dict[str, Any]:
+    """The rows of a fingerprint for JSON."""
+    from streamload.cache.inventory import as_time
+
+    return {
+        "label": rows.label,
+        "fingerprint": rows.fingerprint.hex(),
+        "rows": rows.rows,
+        "size_bytes": rows.size_bytes,
+        "last_stored": as_time(rows.stored_at),
+        "last_read": None if rows.read_at is None else as_time(rows.read_at),
+    }

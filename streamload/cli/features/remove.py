@@ -1,0 +1,115 @@
+"""`streamload features gc` and `features clear`: delete the rows of old fingerprints, of a label, or all."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.cli.features.options import SHORT, AsJson, Directory, DryRun, as_dict, root_of, rows_at
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from streamload.derived.row_upkeep import Garbage
+
+
+def gc(
+    stale: Annotated[
+        bool,
+        typer.Option("--stale", help="Delete the rows of each label but those of its newest fingerprint."),
+    ] = False,
+    dry_run: DryRun = False,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete notes without rows and databases that were replaced; with --stale the rows of old fingerprints.
+
+    The newest fingerprint of a label is the one of which a row was last stored, or last read as far as that
+    was noted (from 70 % of the limit on). Modules of one class with other arguments share a label unless each
+    has a cache_name: look with --dry-run. A row that is deleted is computed again when it is needed.
+    """
+    from streamload.derived.row_upkeep import collect_garbage
+
+    root = root_of(directory)
+    garbage = collect_garbage(root, stale=stale, dry_run=dry_run)
+    if as_json:
+        print(json.dumps({"path": str(root), "dry_run": dry_run, **_as_dict(garbage)}, indent=2))
+    else:
+        _print(root, garbage, dry_run=dry_run)
+
+
+def _as_dict(garbage: "Garbage") -> dict[str, Any]:
+    return {
+        "stale": [as_dict(one) for one in garbage.stale],
+        "notes": [one.hex() for one in garbage.notes],
+        "databases": garbage.databases,
+        "size_bytes": garbage.size_bytes,
+    }
+
+
+def _print(root: "Path", garbage: "Garbage", *, dry_run: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.cache.inventory import as_time
+    from streamload.metrics import format_bytes
+
+    console = Console(highlight=False)
+    deleted = "would delete" if dry_run else "deleted"
+    table = Table(box=None, pad_edge=False)
+    for title in (deleted, "fingerprint", "rows", "size", "last used"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("rows", "size") else "left")
+    for one in garbage.stale:
+        table.add_row(
+            escape(one.label),
+            one.fingerprint.hex()[:SHORT],
+            f"{one.rows:,}",
+            format_bytes(one.size_bytes),
+            as_time(one.used_at),
+        )
+    if garbage.stale:
+        console.print(table)
+    console.print(
+        f"{deleted} {sum(one.rows for one in garbage.stale):,} rows, {len(garbage.notes):,} notes and "
+        f"{len(garbage.databases):,} replaced databases in {root}: {format_bytes(garbage.size_bytes)}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def clear(
+    label: Annotated[str | None, typer.Argument(help="Only the rows of this label; default: all.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False,
+    dry_run: DryRun = False,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the rows of a label, or all, with their notes; other files stay.
+
+    A label is the cache_name of cache_module, by default the name of the class. A running process may still
+    read a copy in memory.
+    """
+    from streamload.derived.rows_table import clear as delete_all
+    from streamload.errors import OptionError
+    from streamload.metrics import format_bytes
+
+    with rows_at(directory) as catalog:
+        rows = [one for one in catalog.fingerprints() if label in (None, one.label)]
+        root = catalog.root
+    count, size_bytes = sum(one.rows for one in rows), sum(one.size_bytes for one in rows)
+    of = "" if label is None else f" of {label!r}"
+    what = f"{count:,} rows{of} ({format_bytes(size_bytes)})"
+    if not (yes or dry_run):
+        if not sys.stdin.isatty():
+            raise OptionError(f"this deletes {what} from {root}: say --yes, or --dry-run to see them")
+        typer.confirm(f"Delete {what} from {root}?", abort=True, err=True)
+    if not dry_run:
+        with rows_at(directory, writable=True) as catalog:
+            count = delete_all(catalog.table, label)
+    if as_json:
+        about = {"path": str(root), "label": label, "dry_run": dry_run}
+        print(json.dumps({**about, "rows": count, "size_bytes": size_bytes}, indent=2))
+    else:
+        print(f"{'would delete' if dry_run else 'deleted'} {count:,} rows{of} in {root}")

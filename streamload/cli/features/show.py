@@ -1,0 +1,109 @@
+"""`streamload features show` and `features why`: what a fingerprint stands for, how two differ. Read-only."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.cli.features.described import shortened, value_of
+from streamload.cli.features.options import AsJson, Directory, Fingerprint, as_dict, rows_at
+
+if TYPE_CHECKING:
+    from streamload.derived.row_catalog import Catalog
+
+_MOST_CHARACTERS = 60
+
+
+def show(fingerprint: Fingerprint, directory: Directory = None, as_json: AsJson = False) -> None:
+    """Show what a fingerprint stands for: code, arguments, weights, settings of torch.
+
+    Code, weights and tensors are shown by a digest, packages by their version.
+    """
+    from streamload.derived.parts import flat
+
+    with rows_at(directory) as catalog:
+        wanted = catalog.find(fingerprint)
+        parts = catalog.parts(wanted)
+        rows = [as_dict(one) for one in catalog.fingerprints() if one.fingerprint == wanted]
+    values = None if parts is None else flat(parts)
+    if as_json:
+        print(json.dumps({"fingerprint": wanted.hex(), "rows": rows, "parts": values}, indent=2))
+    else:
+        _print(wanted.hex(), rows, values)
+
+
+def _print(fingerprint: str, rows: list[dict[str, Any]], values: dict[str, Any] | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.metrics import format_bytes
+
+    console = Console(highlight=False)
+    console.print(fingerprint)
+    for one in rows:
+        console.print(
+            f"{one['label']}: {one['rows']:,} rows, {format_bytes(one['size_bytes'])}, "
+            f"last stored {one['last_stored']}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if not rows:
+        console.print("no rows: only its note is left")
+    if values is None:
+        console.print("no note: it went to make room, or is damaged; the rows are read all the same")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part", overflow="fold")
+    table.add_column("value", overflow="fold")
+    for name, value in sorted(values.items()):
+        table.add_row(escape(name), escape(value_of(name, value)))
+    console.print(table)
+
+
+def why(
+    a: Annotated[str, typer.Argument(help="The first digits of a fingerprint.")],
+    b: Annotated[str, typer.Argument(help="The first digits of the other.")],
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the parts in which two fingerprints differ: why rows of one aren't rows of the other."""
+    from streamload.derived.parts import compared
+
+    with rows_at(directory) as catalog:
+        first, second = catalog.find(a), catalog.find(b)
+        found = compared(_parts(catalog, first), _parts(catalog, second))
+    if as_json:
+        differences = [{"part": name, "a": before, "b": after} for name, before, after in found]
+        print(json.dumps({"a": first.hex(), "b": second.hex(), "differences": differences}, indent=2))
+    elif first == second:
+        print(f"{first.hex()} is both: they are equal")
+    else:
+        _print_differences(first.hex(), second.hex(), found)
+
+
+def _parts(catalog: "Catalog", fingerprint: bytes) -> dict[str, Any]:
+    from streamload.errors import OptionError
+
+    parts = catalog.parts(fingerprint)
+    if parts is None:
+        raise OptionError(
+            f"{fingerprint.hex()} has no whole note in {catalog.root}: what it stands for isn't known"
+        )
+    return parts
+
+
+def _print_differences(first: str, second: str, found: list[tuple[str, Any, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.cli.features.options import SHORT
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("part", first[:SHORT], second[:SHORT]):
+        table.add_column(title, overflow="fold")
+    for name, before, after in found:
+        values = (shortened(value_of(name, one), _MOST_CHARACTERS) for one in (before, after))
+        table.add_row(escape(name), *map(escape, values))
+    Console(highlight=False).print(table)

@@ -1,0 +1,112 @@
+"""`streamload features verify`: read all rows, and compare them with their checksums and layouts."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from streamload.cli.features.options import SHORT, AsJson, Directory, root_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from streamload.derived.row_upkeep import Verified
+
+
+def verify(
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete what is damaged: it is computed again.")
+    ] = False,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read all rows and notes, and compare them with their checksums and layouts.
+
+    The exit code is 1 if a row is damaged and not deleted. Which rows go first when room is needed stays as
+    it is. With --delete a database that can't be read is replaced by an empty one.
+    """
+    from streamload.errors import CacheCorrupt
+
+    root = root_of(directory)
+    deleted, broken = 0, ""
+    try:
+        found, deleted = _read(root, delete=delete)
+    except CacheCorrupt as exc:
+        from streamload.derived.row_store import Place
+        from streamload.derived.row_upkeep import Verified, replace_broken
+
+        found, broken = Verified(), str(exc)
+        if delete:
+            replace_broken(Place(directory or ""))
+    if as_json:
+        _print_json(root, found, deleted, broken)
+    else:
+        _print_table(root, found, deleted, broken)
+    if (found.damages or broken) and not delete:
+        raise typer.Exit(1)
+
+
+def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
+    """Verify all rows, with a progress line on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from streamload.derived.row_catalog import open_catalog
+    from streamload.derived.row_upkeep import Verified, delete_damaged
+    from streamload.derived.row_upkeep import verify as look_at_all
+    from streamload.metrics import format_bytes
+
+    console = Console(stderr=True)
+    found = Verified()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        open_catalog(root, writable=delete) as catalog,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("0 rows", total=None)
+        for found in look_at_all(catalog):
+            read = f"{found.rows:,} rows, {format_bytes(found.read_bytes)} read, {len(found.damages)} damaged"
+            bar.update(task, description=read)
+        deleted = delete_damaged(catalog, found.damages) if delete else 0
+    return found, deleted
+
+
+def _print_json(root: "Path", found: "Verified", deleted: int, broken: str) -> None:
+    damaged = [{"label": one.label, "name": one.name, "cause": one.cause} for one in found.damages]
+    report = {
+        "path": str(root),
+        "rows": found.rows,
+        "notes": found.notes,
+        "read_bytes": found.read_bytes,
+        "damaged": damaged,
+        "deleted": deleted,
+        "broken": broken,
+    }
+    print(json.dumps(report, indent=2))
+
+
+def _print_table(root: "Path", found: "Verified", deleted: int, broken: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.metrics import format_bytes
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("damaged", "label", "cause"):
+        table.add_column(title, overflow="fold")
+    for one in found.damages:
+        name = f"{one.name[:SHORT]}…{one.name[-SHORT:]}" if len(one.name) > 2 * SHORT else one.name
+        table.add_row(escape(name), escape(one.label), escape(one.cause))
+    if found.damages:
+        console.print(table)
+    if broken:
+        console.print(broken, markup=False, soft_wrap=True)
+    result = f"{len(found.damages):,} damaged, {deleted:,} deleted" if found.damages else "no damage"
+    console.print(
+        f"{found.rows:,} rows and {found.notes:,} notes ({format_bytes(found.read_bytes)}) in {root}: "
+        f"{'a broken database' if broken else result}",
+        markup=False,
+        soft_wrap=True,
+    )
