@@ -563,7 +563,7 @@ def test_a_build_by_an_environment_variable_is_found_out(run):
     )
     found = run(before=lambda: os.environ.update(FACTOR="2"))
     assert "FeatureMismatch" in found
-    assert "Extractor was built otherwise than twice before (attributes..factor)" in found
+    assert "Extractor was built otherwise than twice before (attributes.factor)" in found
 
 
 def test_records_that_cannot_be_read_are_none():
