@@ -15,6 +15,7 @@ import torch
 
 from streamload.cli import main
 from streamload.cli.features.described import text_of
+from streamload.derived import row_upkeep, rows_table
 from streamload.derived.code import Describer
 from streamload.derived.parts import NOTE, digest_of_parts, flat
 from streamload.derived.row_catalog import open_catalog
@@ -23,6 +24,7 @@ from streamload.derived.row_keys import Naming
 from streamload.derived.row_layout import leaves_in
 from streamload.derived.row_store import Place, RowStore
 from streamload.derived.row_upkeep import Damage, delete_damaged
+from streamload.errors import CacheError
 from tests.disks import read_only, small_disk, why_no_small_disk
 from tests.kills import Child
 
@@ -69,6 +71,13 @@ for rows in (2, 3):
 """
 KEYS = [f"{at}.jpg" for at in range(7)]
 NAMES = ["rows", "0", "cache.db"]
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    """Rows are read and deleted a few at a time."""
+    monkeypatch.setattr(rows_table, "_PAGE_BYTES", 500)
+    monkeypatch.setattr(row_upkeep, "_AT_ONCE", 3)
 
 
 class Made(NamedTuple):
@@ -341,6 +350,16 @@ def test_a_row_that_was_stored_anew_since_it_was_looked_at_is_not_deleted(made):
         assert delete_damaged(catalog, [Damage((place, stored_at), "", "", "")]) == 1
 
 
+def test_what_was_opened_to_read_cannot_delete(made):
+    before = content(made.path)
+    with (
+        pytest.raises(CacheError, match="attempt to write a readonly database"),
+        open_catalog(Place(made.path).root) as catalog,
+    ):
+        row_upkeep.delete_rows(catalog, bytes.fromhex(made.others[0]), "Extractor")
+    assert content(made.path) == before
+
+
 def test_a_broken_database_is_said_and_replaced_where_that_is_asked(features, made):
     with open(os.path.join(made.path, *NAMES), "r+b") as file:
         file.write(b"no database at all")
@@ -514,6 +533,33 @@ def test_export_overwrites_nothing_and_leaves_nothing_when_it_fails(features, ma
     before = sorted(os.listdir(tmp_path))
     assert "more than 64 layouts" in one_line(features("export", of, tmp_path / "out", "--path", made.path))
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_commands_run_beside_a_process_that_stores_and_reads(features, made, tmp_path):
+    def work(stage):
+        store = RowStore(Place(made.path))
+        lost = 0
+        for at in range(300):
+            names = [
+                bytes([at // 100]) * 16 + at.to_bytes(8, "big") + one.to_bytes(8, "big") for one in range(5)
+            ]
+            layout, body = b'["t","uint8",[2000]]', bytes(2000)
+            store.write([(name, seal(name, layout, body, 0)) for name in names], "busy")
+            lost += sum(row.body != body for row in store.read(names, "busy").values())
+        counts = store.counts
+        store.close()
+        return [counts.stored, counts.refused, counts.corrupt, lost]
+
+    with Child(work) as child:
+        for round_ in range(4):
+            assert features("ls", "--path", made.path)[0] == 0
+            assert features("verify", "--path", made.path)[0] == 0
+            assert features("gc", "--stale", "--path", made.path)[0] == 0
+            of = as_json(features, "ls", "--path", made.path)["fingerprints"][0]["fingerprint"]
+            assert features("export", of, tmp_path / f"out{round_}", "--path", made.path)[0] == 0
+        assert features("clear", "busy", "--yes", "--path", made.path)[0] == 0
+        assert child.finish(120) == [1500, 0, 0, 0]
+    assert features("verify", "--path", made.path)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,14 @@ from streamload.cache.directory import check_owner
 from streamload.derived.parts import NOTE, read_parts
 from streamload.derived.rows_table import (
     DATABASE,
-    FILES,
     FINGERPRINT_BYTES,
     KEY_BYTES,
     Table,
+    bytes_on_disk,
     is_broken,
     numbers,
     refuse_links,
     select_rows,
-    size_of,
 )
 from streamload.errors import CacheCorrupt, CacheError, OptionError
 
@@ -74,7 +73,7 @@ class Catalog:
     @property
     def used_bytes(self) -> int:
         """What the files take on disk."""
-        return 0 if self.home is None else sum(size_of(self.home / name) for name in FILES)
+        return 0 if self.home is None else bytes_on_disk(self.home)
 
     def fingerprints(self) -> list[FingerprintRows]:
         """All rows, by label and then by the last use; reads the whole table."""

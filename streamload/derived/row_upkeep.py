@@ -18,7 +18,7 @@ from streamload.derived.row_catalog import Catalog, FingerprintRows, open_catalo
 from streamload.derived.row_layout import read_row
 from streamload.derived.row_seal import unseal
 from streamload.derived.row_store import Place, RowStore
-from streamload.derived.rows_table import FILES, FINGERPRINT_BYTES, KEY_BYTES, RAW, numbers, remove, size_of
+from streamload.derived.rows_table import FINGERPRINT_BYTES, KEY_BYTES, RAW, bytes_on_disk, numbers, remove
 from streamload.errors import CacheCorrupt
 
 _YOUNG_SECONDS = 600.0
@@ -172,7 +172,7 @@ def delete_rows(catalog: Catalog, fingerprint: bytes, label: str) -> None:
 def _replaced_databases(root: Path, found: Garbage, *, dry_run: bool) -> None:
     found.databases = numbers(root)[:-1]
     for number in found.databases:
-        found.size_bytes += sum(size_of(root / str(number) / name) for name in FILES)
+        found.size_bytes += bytes_on_disk(root / str(number))
     if found.databases and not dry_run:
         with exclusive(root / "lock"):
             for number in numbers(root)[:-1]:

@@ -29,8 +29,8 @@ from streamload.derived.log_once import log_once
 from streamload.derived.row_seal import Row, seal, unseal
 from streamload.derived.rows_database import Database, diskcache, log_bytes, rows_at_once
 from streamload.derived.rows_table import (
-    FILES,
     bytes_of,
+    bytes_on_disk,
     clear,
     is_broken,
     numbers,
@@ -38,7 +38,6 @@ from streamload.derived.rows_table import (
     remove,
     select_labels,
     select_rows,
-    size_of,
 )
 from streamload.errors import CacheCorrupt, CacheError
 
@@ -130,7 +129,7 @@ class Rows:
     @property
     def used_bytes(self) -> int:
         """What the files take on disk."""
-        return sum(size_of(self.root / str(self._number) / name) for name in FILES)
+        return bytes_on_disk(self.root / str(self._number))
 
     @property
     def limit_bytes(self) -> int:

@@ -183,6 +183,11 @@ def refuse_links(home: Path) -> None:
         raise CacheError(f"{home} has a symbolic link in place of a database: it isn't followed")
 
 
+def bytes_on_disk(home: Path) -> int:
+    """What the files of a database take."""
+    return sum(size_of(home / name) for name in FILES)
+
+
 def size_of(path: Path) -> int:
     """The size of a file; 0 of one that isn't there."""
     try:
