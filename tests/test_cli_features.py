@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from streamload import Features, make_loader
 from streamload.cli import main
 from streamload.cli.features.described import text_of
 from streamload.derived import row_upkeep, rows_table
@@ -22,9 +23,10 @@ from streamload.derived.row_catalog import open_catalog
 from streamload.derived.row_format import Result, seal
 from streamload.derived.row_keys import Naming
 from streamload.derived.row_layout import leaves_in
-from streamload.derived.row_store import Place, RowStore
+from streamload.derived.row_store import Place, RowStore, close_stores
 from streamload.derived.row_upkeep import Damage, delete_damaged
 from streamload.errors import CacheError
+from streamload.testing.shards import write_shards
 from tests.disks import read_only, small_disk, why_no_small_disk
 from tests.kills import Child
 
@@ -594,6 +596,44 @@ def test_the_leaves_of_any_layout_are_those_that_are_read():
         for leaf, given in zip(leaves, result.leaves, strict=True):
             array = np.frombuffer(body[leaf.start : leaf.stop], leaf.stored).reshape(leaf.shape)
             assert np.array_equal(array, np.asarray(given)[at])
+
+
+class Small(torch.nn.Module):
+    """What a loader's feature is computed by."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Conv2d(3, 4, 32, stride=32)
+
+    def forward(self, images):
+        return self.project(images).mean((2, 3))
+
+
+def test_rows_that_a_loader_stored_are_listed_verified_and_exported(features, tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    write_shards(tmp_path / "shards", [3, 4])
+    feature = Features(Small().eval())
+    options = {
+        "batch_size": 2,
+        "output": "dict",
+        "train": False,
+        "num_workers": 0,
+        "features": {"f": feature},
+    }
+    try:
+        with make_loader(str(tmp_path / "shards"), **options) as loader:
+            expected = torch.cat([feature(batch).clone() for batch in loader]).numpy()
+    finally:
+        close_stores()
+    (row,) = as_json(features, "ls")["fingerprints"]
+    assert (row["label"], row["rows"], row["has_note"]) == ("Small", 7, True)
+    parts = as_json(features, "show", row["fingerprint"])["parts"]
+    assert parts["inputs.inputs"] == "image"
+    assert features("show", row["fingerprint"])[0] == 0
+    assert as_json(features, "verify")["damaged"] == []
+    assert as_json(features, "export", row["fingerprint"], tmp_path / "out")["layouts"] == [7]
+    leaf = np.load(tmp_path / "out" / "layout-0" / "leaf-0.npy")
+    assert sorted(leaf.tolist()) == sorted(expected.tolist())
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "no database", "a file"])
