@@ -100,7 +100,7 @@ def machine(results: dict[str, Result]) -> str:
         found = ", ".join(
             f"{package} {version}"
             for package, version in sorted(
-                {pair for found in result["versions"].values() for pair in found.items()}
+                {pair for found in result.get("versions", {}).values() for pair in found.items()}
             )
         )
         device = f"{result['device']}; " if "device" in result else ""
@@ -256,6 +256,33 @@ def preparing(result: Result) -> str:
     return table([*head, "of a tenth of them below"], rows)
 
 
+def module_cache(result: Result) -> str:
+    rows = [
+        [
+            name,
+            spread(result, name, "hit_cpu_us", 1) if row["hit_cpu_us"] else "–",
+            f"{row['disk_ratio']:.2f}" if row["disk_ratio"] else "–",
+        ]
+        for name, row in result["medians"].items()
+        if "ViT" not in name
+    ]
+    return table(["rows of 3 KB", "CPU µs a stored row (rounds)", "bytes on disk ÷ payload"], rows)
+
+
+def features(result: Result) -> str:
+    rows = [
+        [
+            name,
+            f"{row['first_cpu_us'] / 1e3:.2f}",
+            spread(result, name, "epoch_cpu_us", 0),
+            spread(result, name, "epoch_seconds"),
+        ]
+        for name, row in result["medians"].items()
+    ]
+    head = ["an epoch of a linear head", "first: CPU ms a sample", "later: CPU µs a sample (rounds)"]
+    return table([*head, "later: seconds (rounds)"], rows)
+
+
 def daemons(result: Result) -> str:
     rows = [
         [
@@ -397,6 +424,8 @@ TABLES = {
     "verification": verification,
     "overhead": overhead,
     "prepared": prepared,
+    "module_cache": module_cache,
+    "features": features,
     "daemons": daemons,
     "scale": scale,
 }
