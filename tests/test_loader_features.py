@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -512,3 +513,33 @@ def test_a_relative_directory_of_rows_is_that_of_the_decoration(
         assert loader.stats().feature_rows_read == SAMPLES
     assert (tmp_path / "one" / "rows-here").is_dir()
     assert not list(tmp_path.glob("rows-here")) + list(data.glob("rows-here"))
+
+
+def seeded(rows: Path) -> Any:
+    torch.manual_seed(0)
+    return streamload.cache_module(str(rows))(Plain)().eval()
+
+
+def train(rank: int, data: Path, place: Path) -> None:
+    """One of two ranks, each with rows of its own."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2
+    )
+    net = seeded(place / f"rows-{rank}")
+    options = {"train": True, "num_batches": 3, "batch_size": 4, "num_workers": 1}
+    with make(data, features={"f": net}, cache_dir=place / "cache", **options) as loader:
+        for batch in loader:
+            torch.distributed.all_reduce(net(batch).sum())
+        counted = [loader.stats().feature_rows_read, loader.stats().feature_rows_computed]
+    (place / f"{rank}.json").write_text(json.dumps(counted))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_rank_that_computes_and_one_that_only_reads_stay_in_step(data: Path, tmp_path: Path) -> None:
+    net = seeded(tmp_path / "rows-1")
+    with make(data, features={"f": net}) as loader:
+        rows_of(loader, net)
+    close_stores()
+    torch.multiprocessing.spawn(train, (data, tmp_path), nprocs=2)
+    assert json.loads((tmp_path / "0.json").read_text()) == [0, 12]
+    assert json.loads((tmp_path / "1.json").read_text()) == [12, 0]
