@@ -20,9 +20,10 @@ from streamload.derived import row_upkeep, rows_table
 from streamload.derived.code import Describer
 from streamload.derived.parts import NOTE, digest_of_parts, flat
 from streamload.derived.row_catalog import open_catalog
-from streamload.derived.row_format import Result, seal
+from streamload.derived.row_format import Result
 from streamload.derived.row_keys import Naming
 from streamload.derived.row_layout import leaves_in
+from streamload.derived.row_seal import seal
 from streamload.derived.row_store import Place, RowStore, close_stores
 from streamload.derived.row_upkeep import Damage, delete_damaged
 from streamload.errors import CacheError

@@ -14,8 +14,9 @@ from streamload.batches.collate import Allocate
 from streamload.batches.images import ImageAssembly, Images
 from streamload.derived.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
 from streamload.derived.features import FeatureInputs
-from streamload.derived.row_format import Row, layout_of
+from streamload.derived.row_format import layout_of
 from streamload.derived.row_keys import Naming
+from streamload.derived.row_seal import Row
 from streamload.derived.row_store import Place, open_store
 from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from streamload.derived.row_format import Layout, Result, Row, layout_of
+from streamload.derived.row_format import Layout, Result, layout_of
+from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureMismatch, FeatureNotCacheable
 from streamload.metrics import Counts
 

@@ -6,7 +6,6 @@ look up → spot check → compute what is missing → check → store → put t
 from __future__ import annotations
 
 import json
-import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,14 @@ from streamload.derived.builds import Generators
 from streamload.derived.code import Describer
 from streamload.derived.fingerprint import Fingerprint, device_of, differences
 from streamload.derived.lazy import build, is_pending, pending_of
+from streamload.derived.log_once import log_once
 from streamload.derived.module_checks import Chance, is_close, refuse_module, row_of
 from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of, record_settled
-from streamload.derived.row_format import Result, Row, join, layout_of, seal
+from streamload.derived.row_format import Result, concatenated, join, layout_of, reordered
 from streamload.derived.row_keys import Inputs, Naming, keys_of
+from streamload.derived.row_seal import Row, seal
 from streamload.derived.row_store import RowStore
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
-
-logger = logging.getLogger("streamload")
 
 
 class Call:
@@ -136,7 +135,7 @@ class Call:
             try:
                 layout_of(layout)
             except CacheCorrupt as exc:
-                _say_once(f"rows of {type(self.module).__name__} are computed again: {exc}")
+                log_once(f"rows of {type(self.module).__name__} are computed again: {exc}")
                 found.add(layout)
         return found
 
@@ -230,7 +229,7 @@ class Call:
         now = self._now()
         if now.digest != self.fingerprint.digest:
             names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
-            _say_once(f"rows of {type(self.module).__name__} aren't stored, as computing changes it: {names}")
+            log_once(f"rows of {type(self.module).__name__} aren't stored, as computing changes it: {names}")
         elif self.options.version is not None or self._weights_are_same():
             self._store(result, places)
         return result, places
@@ -341,13 +340,13 @@ class Call:
                     raise FeatureNotCacheable(
                         "rows of this call have different shapes, so they can't be one batch"
                     )
-                leaves = [_concatenated(one, other) for one, other in zip(found, leaves, strict=True)]
+                leaves = [concatenated(one, other) for one, other in zip(found, leaves, strict=True)]
                 order = [*places, *order]
         if self.rows is not None:
             at = {place: number for number, place in enumerate(order)}
             wanted = [at[place] for place in self.where]
             if wanted != list(range(len(order))):
-                leaves = [_reordered(leaf, wanted) for leaf in leaves]
+                leaves = [reordered(leaf, wanted) for leaf in leaves]
         try:
             return layout_of(layout).build(leaves)
         except (TypeError, ValueError) as exc:
@@ -362,39 +361,3 @@ def _random_place(count: int) -> int:
 
 
 _places = random.Random()
-_said: set[str] = set()
-
-
-def _concatenated(one: Any, other: Any) -> Any:
-    if isinstance(one, np.ndarray):
-        return np.concatenate([one, other])
-    return (
-        torch.cat([_as_bytes(one), _as_bytes(other)]).view(one.dtype).reshape(-1, *one.shape[1:])
-        if one.numel() and other.numel()
-        else torch.cat([one, other])
-    )
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _reordered(leaf: Any, wanted: list[int]) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return leaf[wanted]
-    index = torch.as_tensor(wanted, device=leaf.device)
-    if not leaf.numel():
-        return leaf[index]
-    return (
-        leaf.contiguous()
-        .reshape(len(leaf), -1)
-        .view(torch.uint8)[index]
-        .view(leaf.dtype)
-        .reshape(len(wanted), *leaf.shape[1:])
-    )
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.warning("%s", message)

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.derived.row_seal import Row, seal
+from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
-
-__all__ = ["Result", "Row", "join", "layout_of", "leaves_of", "seal"]
 
 _DTYPES = {
     str(one).removeprefix("torch."): one
@@ -297,3 +295,24 @@ def leaves_of(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for one in value.values():
             yield from leaves_of(one)
+
+
+def concatenated(one: Any, other: Any) -> Any:
+    """Two leaves of one type, one after the other along dimension 0."""
+    if isinstance(one, np.ndarray):
+        return np.concatenate([one, other])
+    if not (one.numel() and other.numel()):
+        return torch.cat([one, other])
+    flat = [leaf.contiguous().reshape(-1).view(torch.uint8) for leaf in (one, other)]
+    return torch.cat(flat).view(one.dtype).reshape(-1, *one.shape[1:])
+
+
+def reordered(leaf: Any, wanted: Sequence[int]) -> Any:
+    """The wanted rows of a leaf, in that order; of any type, as not all have an index."""
+    if isinstance(leaf, np.ndarray):
+        return leaf[list(wanted)]
+    index = torch.as_tensor(wanted, device=leaf.device)
+    if not leaf.numel():
+        return leaf[index]
+    rows = leaf.contiguous().reshape(len(leaf), -1).view(torch.uint8)[index]
+    return rows.view(leaf.dtype).reshape(len(wanted), *leaf.shape[1:])
