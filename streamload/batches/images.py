@@ -17,15 +17,14 @@ from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,
     decode_there,
-    is_stored,
     place_in_scratch,
-    stored_pixels,
 )
 from streamload.transforms.execute import PlannedTransform, Put
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.processors import GivenProcessor, image_processor_of
 from streamload.transforms.resize import Place
+from streamload.transforms.stored import is_stored, stored_pixels
 from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]
@@ -70,7 +69,8 @@ class ImageAssembly:
     Attributes:
         preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value.
         as_bytes: leave a plan's images as uint8, to be normalised later.
-        preparation: applied first to each image that isn't prepared yet; None: nothing.
+        preparation: by which images are prepared; None: none are.
+        changes_pixels: whether the preparation does, so that it is applied to images that aren't prepared.
         most_pixels: the limit of an image that is decoded (transforms/limits.py); a preparation has its own.
         as_model_inputs: keep all values that an image processor returns, and refuse images that aren't
             tensors.
@@ -79,6 +79,7 @@ class ImageAssembly:
     preprocess: ImagePlan | Preprocess
     as_bytes: bool = False
     preparation: Preparation | None = None
+    changes_pixels: bool = True
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
     as_model_inputs: bool = False
 
@@ -88,6 +89,11 @@ class ImageAssembly:
         if self.as_bytes and isinstance(self.preprocess, ImagePlan):
             return self.preprocess.statistics
         return None
+
+    @property
+    def resizing(self) -> Preparation | None:
+        """The preparation to apply to images that aren't prepared; None: none."""
+        return self.preparation if self.changes_pixels else None
 
     def batch_factory(self) -> Callable[[int, Allocate], Images]:
         """A function that makes the images of an empty batch, given its capacity and an allocator."""
@@ -99,9 +105,10 @@ class ImageAssembly:
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The input of the transform, valid until the next call."""
-        if self.preparation is None or is_prepared:
+        resizing = self.resizing
+        if resizing is None or is_prepared:
             return decode_jpeg_or_image(data, in_scratch=True, most_pixels=self.most_pixels)
-        return self.preparation.pixels(data)
+        return resizing.pixels(data)
 
 
 class _Planned(NamedTuple):
@@ -158,7 +165,7 @@ class _PlannedImages:
     ):
         self._transform, plan = transform, transform.plan
         self._pixels = assembly.pixels
-        self._preparation = assembly.preparation
+        self._resizing = assembly.resizing
         self._most_pixels = assembly.most_pixels
         self._count = 0
         self._given: list[torch.Tensor] = []  # by last_image
@@ -175,7 +182,7 @@ class _PlannedImages:
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
         """See Images."""
-        if self._preparation is not None and not is_prepared:
+        if self._resizing is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)
         if is_stored(data):
             pixels = stored_pixels(data, True, self._most_pixels)
@@ -232,7 +239,7 @@ class _GivenImages:
         self._transform = UserTransform(
             GivenProcessor(processor) if self._is_processor else preprocess, assembly.most_pixels
         )
-        self._prepare = None if assembly.preparation is None else assembly.pixels
+        self._resized = None if assembly.resizing is None else assembly.pixels
         self._as_model_inputs = assembly.as_model_inputs
         self._allocate = allocate
         self._values: list[Any] = []
@@ -246,10 +253,10 @@ class _GivenImages:
     def add(self, parsed: tuple[memoryview, bool, int]) -> None:
         """See Images."""
         data, is_prepared, seed = parsed
-        if self._prepare is None:
+        if self._resized is None:
             value = self._transform(data, self._generators, seed)
         else:
-            pixels = self._prepare(data, is_prepared)
+            pixels = self._resized(data, is_prepared)
             value = self._transform.of_pixels(pixels, self._generators, seed)
         self._values.append(value)
 

@@ -55,7 +55,9 @@ Into = Annotated[str | None, typer.Option(help='Where to: "shared", or "local": 
 Window = Annotated[str | None, typer.Option(help='How far ahead of the readers: "100GB", "30min", "2h".')]
 Prepare = Annotated[
     str | None,
-    typer.Option(help='Hold them prepared: "raw-256". None: as the runs ask for it; "none": as they are.'),
+    typer.Option(
+        help='Hold them prepared: "raw", "raw-256". None: as the runs ask for it; "none": as they are.'
+    ),
 ]
 Bandwidth = Annotated[str | None, typer.Option(help='The most to take from origins in a second: "200MB".')]
 Once = Annotated[bool, typer.Option("--once", help="End when all is held.")]

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
-Prepare = Annotated[str | None, typer.Option(help='Keep their images prepared: "raw-256", "jpeg-256-q90".')]
+Prepare = Annotated[
+    str | None, typer.Option(help='Keep their images prepared: "raw", "raw-256", "jpeg-256-q90".')
+]
 
 
 def warm(

@@ -1,7 +1,8 @@
 """The deterministic part of an image's transform, done in advance (step I): decode, resize the short side.
 
 The result depends only on the image's bytes, the recipe and the libraries. So a training has the same pixels
-from a prepared shard (prepared.py) as from preparing each image itself.
+from a prepared shard (prepared.py) as from preparing each image itself. Without a resize ("raw") these are
+the pixels of a training on the original images.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import torch
 
 from streamload.errors import DecodeError, OptionError
 from streamload.transforms.augment import Box
-from streamload.transforms.decode import Pixels, decode_jpeg_or_image
+from streamload.transforms.decode import Pixels, decode_jpeg_or_image, kept_info
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.resize import resize_box
+from streamload.transforms.stored import to_stored
 
+RAW = "raw"
+AUTO = "auto"
+"""In place of a recipe: a loader chooses one (choice.py)."""
 _RECIPE = re.compile(r"(?:raw-([0-9]{1,4})|jpeg-([0-9]{1,4})-q([0-9]{1,3}))")
-_SIZES = range(16, 4097)
+SIZES = range(16, 4097)
 _QUALITIES = range(1, 101)
 _ARITHMETIC = 2
 """Version of this module's arithmetic, part of the recipes' names; to be raised when pixels change."""
@@ -39,33 +44,43 @@ class Preparation:
     Smaller images aren't enlarged. Thread-safe.
 
     Attributes:
-        size: of the short side.
+        size: of the short side; None: images aren't resized.
         quality: of the JPEG; None: binary PPM.
         most_pixels: the limit of an image that is prepared (transforms/limits.py).
     """
 
-    size: int
+    size: int | None = None
     quality: int | None = None
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 
     @classmethod
     def parse(cls, text: str, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Preparation:
-        """Read "raw-256" or "jpeg-256-q90".
+        """Read "raw", "raw-256" or "jpeg-256-q90".
 
         Raises:
             OptionError: another form, or numbers out of range.
         """
+        if text == RAW:
+            return cls(most_pixels=most_pixels)
         match = _RECIPE.fullmatch(text)
         size, quality = (0, None) if match is None else (int(match[1] or match[2]), match[3])
-        if size not in _SIZES or (quality is not None and int(quality) not in _QUALITIES):
+        if size not in SIZES or (quality is not None and int(quality) not in _QUALITIES):
             raise OptionError(
-                f"{text!r} is not a recipe for prepared images: give raw-SIZE or jpeg-SIZE-qQUALITY, such as "
-                f"raw-256 or jpeg-256-q90, with a short side of {_SIZES[0]} to {_SIZES[-1]} pixels"
+                f"{text!r} is not a recipe for prepared images: give {RAW}, raw-SIZE or jpeg-SIZE-qQUALITY, "
+                f"such as raw-256 or jpeg-256-q90, with a short side of {SIZES[0]} to {SIZES[-1]} pixels; "
+                f"or, for a loader, {AUTO}"
             )
         return cls(size, None if quality is None else int(quality), most_pixels)
 
     def __str__(self) -> str:
+        if self.is_exact:
+            return RAW
         return f"raw-{self.size}" if self.quality is None else f"jpeg-{self.size}-q{self.quality}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether prepared images have the pixels of the original ones, all of them."""
+        return self.size is None
 
     @property
     def name(self) -> str:
@@ -86,15 +101,13 @@ class Preparation:
         """
         try:
             pixels = self._decoded(data)
+            info = kept_info(data, self.most_pixels) if self.is_exact else {}
         except DecodeError:
             return None
         if not self._is_changed(pixels):
             return None
         small = self._shrunk(pixels)
-        if self.quality is None:
-            height, width = small.shape[:2]
-            return b"P6\n%d %d\n255\n" % (width, height) + small.tobytes()
-        return self._encoded(small)
+        return to_stored(small, info) if self.quality is None else self._encoded(small)
 
     def pixels(self, data: bytes | memoryview) -> Pixels:
         """The pixels of `prepare(data)`, for an image that isn't prepared.
@@ -114,7 +127,7 @@ class Preparation:
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """The size of a prepared image, given that of the original."""
         short = min(height, width)
-        if short <= self.size:
+        if self.size is None or short <= self.size:
             return height, width
         return height * self.size // short, width * self.size // short
 
@@ -158,7 +171,8 @@ def _digest_of_example(preparation: Preparation) -> str:
     across, down = np.meshgrid(np.arange(313), np.arange(419))
     wave = np.stack([across * 5 + down * 3, across * down // 7, across * across // 11 + down * 9], axis=-1)
     picture = np.abs(wave % 510 - 255).astype(np.uint8)
-    small = Preparation(min(preparation.size, 256), preparation.quality)
+    size = None if preparation.size is None else min(preparation.size, 256)
+    small = Preparation(size, preparation.quality)
     digest = hashlib.blake2b(digest_size=4)
     for quality in (75, 95):
         jpeg = simplejpeg.encode_jpeg(picture, quality, "RGB", "420", fastdct=False)

@@ -1,13 +1,12 @@
 """Image bytes → RGB pixels (step I), identical to Pillow's `convert("RGB")`; no rotation or scaling.
 
 libjpeg-turbo decodes valid 8-bit JPEGs with the GIL released. Pillow decodes everything else, including
-JPEGs that cause decoder warnings, so Pillow decides what is accepted. Raw pixels (binary PPM, as in
-prepared shards) need no decoding.
+JPEGs that cause decoder warnings, so Pillow decides what is accepted. Raw pixels (stored.py) need no
+decoding.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 import threading
 import warnings
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import simplejpeg
 import torch
 from PIL import (
@@ -41,8 +39,9 @@ from streamload.transforms.limits import (
     check_run_lengths,
     check_scans,
 )
+from streamload.transforms.stored import MOST_INFO_BYTES, Info, is_stored, stored_info, stored_pixels
+from streamload.transforms.stored import Pixels as Pixels
 
-Pixels = npt.NDArray[np.uint8]
 _Result = TypeVar("_Result")
 
 # The formats found in `*.jpg`, `*.png`, `*.jpeg` and `*.webp` on the web, including wrong extensions.
@@ -68,10 +67,9 @@ _STRIP_PIXELS = 1 << 20
 """Pillow's pixels are converted in strips of this size, to avoid a second copy of a large image."""
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 _ICON_START = b"\0\0\1\0"
-_PPM_START = b"P6"
-_PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
-"""Plain binary PPM, 8 bits and no comments, as written by Pillow, OpenCV and netpbm."""
-_PPM_HEADER_BYTES = 32
+_KEPT_INFO = ("exif", "Raw profile type exif", "icc_profile", "xmp", "XML:com.adobe.xmp")
+"""What Pillow's `info` says of how pixels are to be seen: orientation and colours."""
+_JPEG_INFO_MARKS = (b"Exif\0", b"ICC_PROFILE\0", b"http://ns.adobe.com/xap/")
 _FAST_COLOURS = frozenset(("YCbCr", "Gray"))
 
 
@@ -154,11 +152,6 @@ def decode_jpeg_or_image(
     return decode_there(data, _scratch.of(*size) if in_scratch else None, most_pixels)
 
 
-def is_stored(data: bytes | memoryview) -> bool:
-    """Return whether an image has raw pixels (binary PPM), which need no decoding."""
-    return data[:2] == _PPM_START
-
-
 def place_in_scratch(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Pixels | None:
     """Return where `decode_there` will put the pixels of a JPEG, by its header.
 
@@ -211,8 +204,37 @@ def decode_to_pillow(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IM
     Args and Raises: as for `decode_jpeg_or_image`.
     """
     if is_stored(data):
-        return Image.fromarray(stored_pixels(data, False, most_pixels))
+        pixels = stored_pixels(data, False, most_pixels)
+        image = Image.fromarray(pixels)
+        for key, value in stored_info(data, pixels.size).items():
+            image.info[key] = value
+        return image
     return _by_pillow(data, most_pixels, _as_rgb)
+
+
+def kept_info(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Info:
+    """Return what a function of Pillow images may need to know besides pixels: EXIF, colour profile, XMP.
+
+    Args:
+        data: an image that `decode_jpeg_or_image` has decoded.
+        most_pixels: as there.
+
+    Raises:
+        DecodeError: Pillow can't read it, or it is too much to keep.
+    """
+    is_jpeg = data[:3] == _JPEG_START
+    if is_jpeg and not any(mark in bytes(data) for mark in _JPEG_INFO_MARKS):
+        return {}
+    if is_jpeg:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            info = _open(data, most_pixels).info
+    else:  # other formats may have it behind the pixels
+        info = decode_to_pillow(data, most_pixels).info
+    kept = {key: info[key] for key in _KEPT_INFO if isinstance(info.get(key), bytes | str)}
+    if sum(map(len, kept.values())) > MOST_INFO_BYTES:
+        raise DecodeError(f"image with more than {MOST_INFO_BYTES:,} bytes of {', '.join(kept)}")
+    return kept
 
 
 def _by_pillow(
@@ -250,32 +272,6 @@ def _pixels_of(image: Image.Image, place: Pixels | None = None) -> Pixels:
         strip = image if rows >= height else image.crop((0, top, width, bottom))
         place[top:bottom] = np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))
     return place
-
-
-def stored_pixels(
-    data: bytes | memoryview, in_place: bool, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
-) -> Pixels:
-    """Return the pixels of a binary PPM.
-
-    Args:
-        data: for which `is_stored` is true.
-        in_place: return a view if `data` is writable, as torch requires; otherwise a copy.
-        most_pixels: allowed.
-
-    Raises:
-        DecodeError: not 8 bits, or cut.
-        ImageTooLarge: more than `most_pixels`.
-    """
-    header = _PPM_HEADER.match(bytes(data[:_PPM_HEADER_BYTES]))
-    if header is None:
-        raise DecodeError(f"a PPM that begins with {bytes(data[:16])!r}; expected P6, width, height and 255")
-    width, height = map(int, header.groups())
-    check_pixels(height, width, most_pixels, "PPM")
-    size = height * width * 3
-    if not size or len(data) < header.end() + size:
-        raise DecodeError(f"PPM of {width}×{height} with {len(data) - header.end()} bytes of pixels")
-    pixels = np.frombuffer(data, np.uint8, size, header.end()).reshape(height, width, 3)
-    return pixels if in_place and pixels.flags.writeable else pixels.copy()
 
 
 def _open(data: bytes | memoryview, most_pixels: int) -> Image.Image:
