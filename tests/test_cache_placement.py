@@ -143,12 +143,12 @@ def test_sizes_are_asked_of_a_few_shards_and_the_rest_taken_to_be_as_large(tmp_p
         asked.append(shard.name)
         return 9_000_000
 
-    assert decide(settings(tmp_path), shards(100), ask).where == "memory"
+    assert decide(settings(tmp_path), shards(100), ask).chosen == "memory"
     assert len(asked) <= 16
     assert len(set(asked)) == len(asked)
     assert {"https://host/00000.tar"} < set(asked)
-    assert decide(settings(tmp_path), shards(105), ask).where == "disk"
-    assert decide(settings(tmp_path), shards(105), ask, nodes=2).where == "memory"
+    assert decide(settings(tmp_path), shards(105), ask).chosen == "disk"
+    assert decide(settings(tmp_path), shards(105), ask, nodes=2).chosen == "memory"
 
 
 def test_a_size_that_is_not_known_means_disk(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_size_that_is_not_known_means_disk(tmp_path: Path) -> None:
 def test_of_local_shards_only_the_indexes_take_memory(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "data", [3] * 50)
     local = [shard_of(str(path), None) for path in paths]
-    assert decide(settings(tmp_path, memory_size="2MB"), local, lambda shard: None).where == "memory"
+    assert decide(settings(tmp_path, memory_size="2MB"), local, lambda shard: None).chosen == "memory"
 
 
 def test_an_origin_that_does_not_answer_means_disk_and_the_error_is_left_to_the_reader(
@@ -184,10 +184,10 @@ def test_what_other_runs_need_of_the_memory_is_not_free(server: ShardServer, tmp
     warm(urls(server), cache="memory", memory_size=3 * data_bytes(tmp_path))
     tier = Tier.open(memory_root(given))
     size = 2 * data_bytes(tmp_path)
-    assert decide(given, shards(1), lambda shard: size).where == "memory"
+    assert decide(given, shards(1), lambda shard: size).chosen == "memory"
     run = placement.demand.DemandFile(tier.root / "runs")
     run.announce(shard.digest for shard in tier.shards())
-    assert decide(given, shards(1), lambda shard: size).where == "disk"
+    assert decide(given, shards(1), lambda shard: size).chosen == "disk"
     run.close()
 
 
@@ -239,7 +239,7 @@ def test_a_link_that_another_has_put_in_the_place_of_the_tier_is_refused(tmp_pat
     plant(memory_root(settings(tmp_path)), tmp_path / "elsewhere")
     with pytest.raises(CacheError, match="symbolic link"):
         place_tier(settings(tmp_path, "memory"), shards(1))
-    assert decide(settings(tmp_path), shards(1), lambda shard: 1).where == "disk"
+    assert decide(settings(tmp_path), shards(1), lambda shard: 1).chosen == "disk"
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -405,15 +405,15 @@ def answer_of(agreement: Agreement, where: Any) -> Answer:
 def test_as_long_as_one_stands_by_an_answer_all_get_it(tmp_path: Path, shm: Path) -> None:
     first, second, third = (agreement_on(settings(tmp_path), shards(3)) for _ in range(3))
     other = agreement_on(settings(tmp_path), shards(4))
-    assert answer_of(first, "memory").where == "memory"
-    assert answer_of(second, "disk").where == "memory"
-    assert answer_of(other, "disk").where == "disk"
+    assert answer_of(first, "memory").chosen == "memory"
+    assert answer_of(second, "disk").chosen == "memory"
+    assert answer_of(other, "disk").chosen == "disk"
     first.close()
-    assert answer_of(third, "disk").where == "memory"
+    assert answer_of(third, "disk").chosen == "memory"
     second.close()
     third.close()
     third.close()
-    assert answer_of(first, "disk").where == "disk"
+    assert answer_of(first, "disk").chosen == "disk"
     first.close()
     other.close()
     assert not list(shm.iterdir())
@@ -463,12 +463,12 @@ def test_the_answer_of_a_killed_process_does_not_stand_and_is_removed(tmp_path: 
     with Child(work) as child:
         child.stage.wait_for("standing", 30)
         stays = agreement_on(settings(tmp_path), shards(3))
-        assert answer_of(stays, "disk").where == "memory"
+        assert answer_of(stays, "disk").chosen == "memory"
         stays.close()
         child.kill()
     assert len(list(shm.iterdir())) == 1
     again = agreement_on(settings(tmp_path), shards(5))
-    assert answer_of(again, "disk").where == "disk"
+    assert answer_of(again, "disk").chosen == "disk"
     again.close()
     assert not list(shm.iterdir())
 

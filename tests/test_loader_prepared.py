@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from tiers import flip, payload_start
 
 import streamload
@@ -116,6 +116,74 @@ def test_batches_are_the_same_with_and_without_prepared_shards(
     plain, _ = batches(server.url, tmp_path / "none", **options)
     assert [batch["__key__"] for batch in plain] == [batch["__key__"] for batch in made]
     assert not same(plain, made)
+
+
+def as_stored(image: Image.Image) -> torch.Tensor:
+    """A transform that isn't known, and sees all: orientation, size, pixels; with a random part."""
+    upright = ImageOps.exif_transpose(image)
+    row = int(torch.randint(upright.height, (1,)))
+    profile = len(image.info.get("icc_profile", b""))
+    return torch.tensor([row, profile, *upright.size, *np.asarray(upright)[row].sum(axis=0).tolist()])
+
+
+def write_images_of_many_kinds(directory: Path) -> None:
+    """Shards whose images are of all kinds that a training decodes, and some that it can't."""
+    rng, exif = np.random.default_rng(4), Image.Exif()
+    exif[0x0112] = 6
+    kinds: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("jpg", "JPEG", "RGB", {"exif": exif}),
+        ("jpg", "JPEG", "L", {}),
+        ("jpg", "JPEG", "CMYK", {}),
+        ("jpg", "JPEG", "RGB", {"progressive": True, "icc_profile": b"profile"}),
+        ("png", "PNG", "RGBA", {"exif": exif}),
+        ("png", "PNG", "P", {}),
+        ("png", "PNG", "I;16", {}),
+        ("webp", "WEBP", "RGBA", {"lossless": True}),
+        ("jpg", "PPM", "RGB", {}),
+        ("jpeg", "JPEG", "RGB", {"quality": 100, "subsampling": 0}),
+    ]
+    directory.mkdir()
+    for shard, name in enumerate(NAMES):
+        with tarfile.open(directory / name, "w") as tar:
+            for number, (extension, format_, mode, options) in enumerate(kinds):
+                height, width = rng.integers(8, 300, 2)
+                levels = rng.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+                image = Image.fromarray(levels).resize((width, height), Image.Resampling.BICUBIC)
+                if mode == "I;16":
+                    image = Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 201)
+                out = io.BytesIO()
+                (image if mode == "I;16" else image.convert(mode)).save(out, format_, **options)
+                cut = len(out.getvalue()) // 2 if shard == number == 1 else None
+                for ext, payload in ((extension, out.getvalue()[:cut]), ("txt", b"words")):
+                    info = tarfile.TarInfo(f"{shard}-{number}.{ext}")
+                    info.size = len(payload)
+                    tar.addfile(info, io.BytesIO(payload))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 2, "dtype": "uint8"},
+        {"train": False},
+        {"preprocess": as_stored},
+        {"preprocess": as_stored, "train": False},
+    ],
+    ids=lambda options: "-".join(options) or "training",
+)
+def test_raw_shards_give_the_batches_of_the_original_images(tmp_path: Path, options: dict[str, Any]) -> None:
+    write_images_of_many_kinds(tmp_path / "data")
+    with ShardServer(tmp_path / "data") as server:
+        prepare(server, tmp_path / "all", "raw")
+        prepare(server, tmp_path / "some", "raw", NAMES[1:2])
+        plain, _ = batches(server.url, tmp_path / "plain", **options)
+        for cache in ("all", "some", "none"):
+            found, stats = batches(server.url, tmp_path / cache, prepare="raw", **options)
+            assert same(found, plain), cache
+            assert stats.samples_replaced["decode"] + stats.samples_skipped["decode"] >= 1
+            assert (stats.origin_bytes == 0) == (cache == "all")
+        later, _ = batches(server.url, tmp_path / "all", prepare="raw", **options | {"seed": 1})
+    assert options.get("train") is False or not same(later, plain)
 
 
 def test_others_never_see_prepared_shards(server: ShardServer, tmp_path: Path) -> None:
@@ -310,7 +378,7 @@ def test_prepared_shards_count_as_needed(server: ShardServer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prepare": "raw"}, "raw-256 or jpeg-256-q90"),
+        ({"prepare": "raw-"}, "raw-256 or jpeg-256-q90"),
         ({"prepare": "raw-32", "map_sample": dict}, "map_sample= gets their bytes"),
     ],
     ids=["recipe", "map_sample"],
@@ -354,7 +422,7 @@ def test_the_commands_know_prepared_shards(
     listed = json.loads(out)["shards"]
     assert {row["url"] for row in listed} == {f"{server.url}/{name}#{Preparation(32).name}" for name in NAMES}
     assert all(row["state"] == "complete" and row["size_bytes"] == row["arrived_bytes"] for row in listed)
-    code, out = command("warm", urls, "--prepare", "raw")
+    code, out = command("warm", urls, "--prepare", "auto")
     assert code == 2
     assert "is not a recipe" in out
 

@@ -16,12 +16,14 @@ from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
 from examples.photograph_shards import write_photograph_shards
+from streamload.derived.choice import Costs, Form
 from streamload.errors import OptionError
+from streamload.loader import preparing
 from streamload.transforms import kernel
-from streamload.transforms.compile import compile_transform
+from streamload.transforms.compile import compile_transform, leading_resize
 from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import normalise_into
-from streamload.transforms.plan import OPENAI, NotRecognised, clip_plan
+from streamload.transforms.plan import OPENAI, NotRecognised, ShortSide, clip_plan
 from streamload.transforms.user import SeededGenerators
 from tests import flat
 
@@ -169,6 +171,54 @@ def test_a_function_that_gives_another_size_after_all_is_an_error_that_names_it(
         pytest.raises(TypeError, match=r"GaussianBlur.* returned an image of 9×9 in RGB, expected 128×96"),
     ):
         as_planned(plan, photograph(300, 200), seed=1)
+
+
+BEFORE_RANDOM_CROP = chain(
+    transforms.Resize(64, BICUBIC), transforms.RandomCrop(48), transforms.ColorJitter(0.5)
+)
+
+
+@EXACT
+def test_the_resize_with_which_a_chain_begins_is_found_if_the_rest_sees_only_pixels():
+    for transform in (BEFORE_RANDOM_CROP, open_clips(64, is_train=False)):
+        assert leading_resize(transform) == ShortSide(64)
+    for transform in (
+        open_clips(64, is_train=True),
+        chain(transforms.Resize(64), transforms.CenterCrop(48)),  # bilinear
+        chain(transforms.Resize((64, 64), BICUBIC)),
+        chain(transforms.Resize(64, BICUBIC), transforms.Lambda(lambda image: image)),
+        chain(transforms.Resize(64, BICUBIC), transforms.RandomApply([lambda image: image])),
+        chain(lambda image: image, transforms.Resize(64, BICUBIC)),
+    ):
+        assert leading_resize(transform) is None
+
+
+@EXACT
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize(
+    "transform", [BEFORE_RANDOM_CROP, open_clips(64, is_train=False)], ids=["random crop", "validation"]
+)
+def test_a_chain_gives_the_same_batches_from_images_on_which_its_first_resize_was_done(
+    tmp_path, monkeypatch, transform, is_compiled
+):
+    write_photograph_shards(tmp_path / "shards", samples=40, samples_per_shard=20)
+    urls = f"{tmp_path}/shards/{{00000..00001}}.tar"
+
+    def forms(images, recipes, directory):
+        assert [str(recipe) for recipe in recipes] == ["raw", "raw-64"]
+        return Costs((Form("", 9.0, 9.0), Form("raw-64", 9.0, 1.0)), 0.0, 0.0)
+
+    monkeypatch.setattr(preparing, "measure", forms)
+    options = {"batch_size": 8, "num_workers": 0, "compile": is_compiled, "preprocess": transform}
+    options["cache_size"] = "1GB"
+    with flat.make_loader(urls, cache_dir=tmp_path / "plain", **options) as loader:
+        plain = [images for images, _ in loader]
+    for _ in range(2):  # made, and read
+        with flat.make_loader(urls, cache_dir=tmp_path / "cache", prepare="auto", **options) as loader:
+            found = [images for images, _ in loader]
+        assert len(found) == len(plain) == 5
+        assert all(map(torch.equal, found, plain))
+    assert len(list((tmp_path / "cache" / "shards").iterdir())) == 2
 
 
 def test_without_our_kernel_what_would_make_more_of_a_difference_runs_as_given(monkeypatch):

@@ -16,9 +16,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -58,12 +58,13 @@ class Placed:
     answer: Answer
     free_disk: FreeDisk
     """What stays free on its disk."""
-    agreement: Agreement | None = None
+    agreements: list[Agreement] = field(default_factory=list)
+    """Decisions that hold as long as the run."""
 
     def close(self) -> None:
-        """Release the decision. Idempotent."""
-        if self.agreement is not None:
-            self.agreement.close()
+        """Release the decisions. Idempotent."""
+        for agreement in self.agreements:
+            agreement.close()
 
 
 def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> Placed:
@@ -86,15 +87,15 @@ def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> P
     else:
         answer = Answer(settings.cache, settings.sources["cache"])
     try:
-        tier = open_memory(settings) if answer.where == "memory" else _bounded(open_tier(settings), settings)
+        tier = open_memory(settings) if answer.chosen == "memory" else _bounded(open_tier(settings), settings)
     except BaseException:
         if agreement is not None:
             agreement.close()
         raise
-    place = "in memory" if answer.where == "memory" else "on disk"
+    place = "in memory" if answer.chosen == "memory" else "on disk"
     logger.info("cache %s at %s (%s)", place, tier.root, answer.why)
-    free_disk = DEFAULT_FREE_DISK if answer.where == "memory" else settings.free_disk
-    return Placed(tier, answer, free_disk, agreement)
+    free_disk = DEFAULT_FREE_DISK if answer.chosen == "memory" else settings.free_disk
+    return Placed(tier, answer, free_disk, [] if agreement is None else [agreement])
 
 
 def agreement_on(settings: Settings, shards: Sequence[Shard]) -> Agreement:
@@ -286,9 +287,14 @@ def _origin_size(shard: Shard) -> int | None:
 
 
 class Answer(NamedTuple):
-    """Where the tier is, and why, for messages."""
+    """What was decided, and why, for messages.
 
-    where: Literal["disk", "memory"]
+    Attributes:
+        chosen: of a tier's place "disk" or "memory".
+        why: with the numbers that it follows from.
+    """
+
+    chosen: str
     why: str
 
 

@@ -174,7 +174,7 @@ class _Samples:
 
     def _prepared(self, entry: Entry, whole: bytes, begin: int) -> bytes | None:
         """A sample's bytes with its image replaced; None if it stays as it is."""
-        image = _image_of(entry)
+        image = image_of(entry)
         if image is None:
             return None
         extension, start, size = image
@@ -194,7 +194,7 @@ class _Samples:
         return b"".join((whole[: before - begin], header, prepared, padding, whole[after - begin :]))
 
 
-def _image_of(entry: Entry) -> tuple[str, int, int] | None:
+def image_of(entry: Entry) -> tuple[str, int, int] | None:
     """The member to prepare: extension, start and size; None if there is none."""
     kinds = [member[0].rpartition(".")[2] for member in entry.members]
     for kind in _IMAGES:

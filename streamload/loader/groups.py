@@ -13,7 +13,7 @@ from typing import Any, Literal
 from streamload.batches.assembly import Collate, MapSample
 from streamload.cache.shard_cache import Keep
 from streamload.cache.shared.objects import refuse_url
-from streamload.derived.preparation import Preparation
+from streamload.derived.preparation import AUTO, Preparation
 from streamload.errors import OptionError
 from streamload.loader.sources import Factors
 from streamload.options import Eviction, Option, Revalidate, Where, options
@@ -80,11 +80,12 @@ class Images:
         dtype: "uint8" leaves a compiled transform's images as uint8, a quarter of the bytes; the training
             loop normalises them. (With `device` they are copied as uint8 anyway.)
         compile: False always runs `preprocess` as given.
-        prepare: train on images whose short side was resized to this, "raw-256" or, for less disk space,
-            "jpeg-256-q90". If the cache has prepared shards (`streamload warm --prepare`), they are read, and
-            only the random part of the transform runs; else each image is prepared when it is used. The
-            pixels are the same either way, but not those of the original images
-            (docs/guides/prepared-images.md).
+        prepare: how images are stored once they are decoded (docs/guides/prepared-images.md). "raw": all of
+            their pixels, so that batches stay as they are. "raw-256" or, for less disk space, "jpeg-256-q90":
+            the short side was resized to this, and the training is on these images, prepared or not. If the
+            cache has prepared shards (`streamload warm --prepare`), they are read, and only the random part
+            of the transform runs. "auto": the cheapest form that leaves batches as they are, chosen by
+            measuring; the first epoch stores it.
         max_pixels: larger images are left out, counted as `too_large`, as are those that need as much memory
             or time as these to decode (docs/guides/samples.md). None: 20,000,000
             (STREAMLOAD_MAX_IMAGE_PIXELS).
@@ -100,7 +101,7 @@ class Images:
 
     def __post_init__(self) -> None:
         parse_choice(self.dtype, ("float32", "uint8"), "dtype")
-        if self.prepare is not None:
+        if self.prepare not in (None, AUTO):
             Preparation.parse(self.prepare)
         _check_settings(self, "images")
 

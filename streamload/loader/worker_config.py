@@ -17,10 +17,16 @@ from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import Selection, ShardCache
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
-from streamload.derived.preparation import Preparation
+from streamload.derived.preparation import AUTO
 from streamload.errors import StreamloadError
 from streamload.loader.features import feature_assemblies
 from streamload.loader.options import LoaderOptions
+from streamload.loader.preparing import (
+    RunPreparation,
+    choose_preparation,
+    named_preparation,
+    possible_preparations,
+)
 from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
 from streamload.options import Settings
@@ -50,19 +56,32 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
     Raises:
         CacheError: the cache directory can't be used.
     """
-    settings = options.settings()
-    shards = _shards(options, settings)
+    settings, transform = options.settings(), _transform(options)
+    prepared = named_preparation(options, settings)
+    shards = prepared.of(ShardList(options.urls, options.storage_options))
     warn_of_shared_headers(options.urls, options.storage_options)
     placed = place_tier(settings, shards, schedule.topology.nodes)
     try:
-        return _worker_config(options, schedule, settings, shards, placed), placed
+        if options.images.prepare == AUTO:
+            prepared = choose_preparation(
+                settings, transform, shards, placed, schedule.topology, options.num_workers
+            )
+            shards = prepared.of(shards)
+        assembly = _assembly(options, transform, prepared, settings.max_image_pixels)
+        return _worker_config(options, schedule, settings, shards, placed, assembly, prepared.is_made), placed
     except BaseException:
         placed.close()
         raise
 
 
 def _worker_config(
-    options: LoaderOptions, schedule: Schedule, settings: Settings, shards: ShardList, placed: Placed
+    options: LoaderOptions,
+    schedule: Schedule,
+    settings: Settings,
+    shards: ShardList,
+    placed: Placed,
+    assembly: BatchAssembly,
+    prepares: bool,
 ) -> WorkerConfig:
     topology, tier = schedule.topology, placed.tier
     remove_unused(tier.root)
@@ -96,8 +115,9 @@ def _worker_config(
         skip=options.on_error == "skip",
         replacements=None if options.shards.max_bad_samples is None else _REPLACEMENTS,
         selection=_selection(options),
-        assembly=_assembly(options, _preparation(options, settings), settings.max_image_pixels),
+        assembly=assembly,
         with_keys=options.with_keys,
+        prepares=prepares,
     )
 
 
@@ -109,20 +129,23 @@ def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
         counts: where damage found in the cache is counted.
     """
     settings = options.settings()
-    shards = _shards(options, settings)
+    transform = _transform(options) if options.images.prepare == AUTO else None
+    possible = possible_preparations(options, settings, transform)
+    lists = [each.of(ShardList(options.urls, options.storage_options)) for each in possible]
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
         if not (root / "tier.json").is_file():
             continue
-        with contextlib.suppress(StreamloadError):
-            tier = Tier(root, None, counts)
-            samples = _count_samples(
-                ShardCache(
-                    tier, shards, _selection(options), skip=True, counts=counts, counted=lambda _: False
+        for shards in lists:
+            with contextlib.suppress(StreamloadError):
+                tier = Tier(root, None, counts)
+                samples = _count_samples(
+                    ShardCache(
+                        tier, shards, _selection(options), skip=True, counts=counts, counted=lambda _: False
+                    )
                 )
-            )
-            if samples is not None:
-                return samples
+                if samples is not None:
+                    return samples
     return None
 
 
@@ -136,17 +159,6 @@ def _count_samples(cache: ShardCache) -> int | None:
             samples += len(numbers)
             cache.keep_open(())
     return samples
-
-
-def _preparation(options: LoaderOptions, settings: Settings) -> Preparation | None:
-    if options.images.prepare is None:
-        return None
-    return Preparation.parse(options.images.prepare, settings.max_image_pixels)
-
-
-def _shards(options: LoaderOptions, settings: Settings) -> ShardList:
-    preparation = _preparation(options, settings)
-    return ShardList(options.urls, options.storage_options, "" if preparation is None else preparation.name)
 
 
 def _sources(
@@ -166,13 +178,19 @@ def _selection(options: LoaderOptions) -> Selection:
     return Selection(keys, options.shards.keep, reads_all=options.workers.map_sample is not None)
 
 
-def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixels: int) -> BatchAssembly:
+def _assembly(
+    options: LoaderOptions,
+    transform: ImagePlan | Preprocess | None,
+    prepared: RunPreparation,
+    most_pixels: int,
+) -> BatchAssembly:
     is_mapped = options.workers.map_sample is not None
     on_device = options.device is not None and options.device.type != "cpu" and not is_mapped
-    transform = _transform(options)
-    if preparation is not None:
+    preparation = prepared.preparation
+    if preparation is not None and options.images.prepare != AUTO:
         logger.info("prepare: images by %s, from prepared shards if the cache has them", preparation.name)
-        if isinstance(transform, ImagePlan) and preparation.size < max(transform.size):
+        size = preparation.size
+        if isinstance(transform, ImagePlan) and size is not None and size < max(transform.size):
             logger.warning(
                 "prepare=%r makes images smaller than the %d×%d pixels that preprocess= resizes them to",
                 *(options.images.prepare, *transform.size),
@@ -183,6 +201,7 @@ def _assembly(options: LoaderOptions, preparation: Preparation | None, most_pixe
             transform,
             as_bytes=on_device or options.images.dtype == "uint8",
             preparation=preparation,
+            changes_pixels=prepared.changes_pixels,
             most_pixels=most_pixels,
             as_model_inputs=options.output == "hf",
         )

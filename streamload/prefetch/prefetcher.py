@@ -48,6 +48,7 @@ class PrefetchOptions:
     Attributes:
         threads: shards that this process fills at once, not counting those that wait for another node.
         index_only: whether a shard without room is stored index-only, if its origin can be read by range.
+        prepares: whether prepared forms that can't be fetched are made here, as long as there is room.
         tombstones: whether a shard that can't be fetched is given up by a tombstone, for all readers of the
             tier. If not, it is retried as long as it is requested.
         retry_seconds: until such a retry.
@@ -56,6 +57,7 @@ class PrefetchOptions:
 
     threads: int
     index_only: bool = False
+    prepares: bool = False
     tombstones: bool = True
     retry_seconds: float = 1.0
     stopped_seconds: float = STOPPED_SECONDS
@@ -124,6 +126,7 @@ class Prefetcher:
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._tombstones: list[FileLock] = []
+        self._unprepared: set[str] = set()  # prepared forms without room, by digest
         self._heartbeat = Heartbeat(options.stopped_seconds)
         self._fallback = FallbackPolicy(tier, fallback_tier, index_only=options.index_only)
         self._scheduler = FillScheduler(options.threads, self._work, self._stop)
@@ -157,6 +160,15 @@ class Prefetcher:
     def lacks_bytes(self, shard: Shard) -> int:
         """The least that a refused shard takes in its storage mode; 0: it isn't refused."""
         return self._fallback.lacks_bytes(shard)
+
+    def store_unprepared(self, shard: Shard) -> bool:
+        """Store a shard as it is, its prepared form finds no room; False if it isn't prepared here."""
+        form = shard.prepared
+        if not self._options.prepares or form is None or form.digest in self._unprepared:
+            return False
+        self._unprepared.add(form.digest)
+        self._scheduler.look_again(shard)
+        return True
 
     def store_index_only(self, shard: Shard) -> bool:
         """Store a shard index-only as long as it is needed; its samples are read from the origin.
@@ -228,6 +240,8 @@ class Prefetcher:
 
     def _after_failure(self, shard: Shard, error: OSError) -> float:
         """After a tier failed: go index-only, use the fallback tier, or wait until the shard is needed."""
+        if self.store_unprepared(shard):
+            return 0.0
         if not self._scheduler.is_needed(shard):
             self._fallback.refuse(shard)
             if isinstance(error, CacheFull):
@@ -247,7 +261,7 @@ class Prefetcher:
         if self._freshness is not None and self._freshness.has_to_ask(shard, self._fallback.tiers):
             is_settled = self._freshness.check(shard, self._stop, self._fallback.tiers)
             return 0.0 if is_settled else _ELSEWHERE_SECONDS
-        if tier.has_whole(shard) or (mode.index_only and tier.index_only(shard.digest).exists()):
+        if self._has_whole(mode, shard) or (mode.index_only and tier.index_only(shard.digest).exists()):
             self._fallback.accept(shard)
             self._sink(FillResult(shard, Filled.PUBLISHED))
             return _HELD_SECONDS
@@ -278,7 +292,7 @@ class Prefetcher:
                     ),
                     next_use=lambda: self._scheduler.next_use(shard),
                     stop=self._stop,
-                    refused=lambda waits: self._fallback.note(shard, mode, waits),
+                    refused=lambda waits: self._is_refused(mode, shard, form, waits),
                 )
         except (OriginError, ShardError) as error:
             if self._options.tombstones:
@@ -287,11 +301,19 @@ class Prefetcher:
             return self._options.retry_seconds
         return self._after_fill(mode, shard, form, outcome)
 
+    def _is_refused(self, mode: StorageMode, shard: Shard, form: Shard, waits: bool) -> bool:
+        """Note whether a fill waits for room; True: it is to end, and start again in another way."""
+        if waits and form is not shard:
+            self.store_unprepared(shard)  # rather than wait: what it takes more isn't needed
+        return self._fallback.note(shard, mode, waits) or form.digest in self._unprepared
+
     def _after_fill(self, mode: StorageMode, shard: Shard, form: Shard, outcome: Outcome) -> float:
         """Note and report how a fill ended."""
         if outcome.tombstone is not None:
             self._tombstones.append(outcome.tombstone)
         is_refused = outcome.result is Filled.NO_ROOM
+        if is_refused and form is not shard and self.store_unprepared(shard):
+            return 0.0
         if self._fallback.note(shard, mode, is_refused):
             return 0.0  # it is to be stored in another mode
         if is_refused:
@@ -308,14 +330,15 @@ class Prefetcher:
     def _form(self, mode: StorageMode, shard: Shard) -> Shard:
         """The form to fill: the prepared shard where there is one, else the shard itself."""
         form = shard.prepared
-        if (
-            form is None
-            or mode.index_only
-            or mode.tier.tombstone(form.digest).exists()
-            or not self._has_prepared(form)
-        ):
+        if form is None or mode.index_only or mode.tier.tombstone(form.digest).exists():
             return shard
-        return form
+        is_made = self._options.prepares and form.digest not in self._unprepared
+        return form if is_made or self._has_prepared(form) else shard
+
+    def _has_whole(self, mode: StorageMode, shard: Shard) -> bool:
+        """Whether nothing is left to fill. Of a local file that is to be prepared an index isn't enough."""
+        form = self._form(mode, shard) if shard.local is not None and self._options.prepares else shard
+        return mode.tier.has_whole(shard) if form is shard else mode.tier.published(form.digest).exists()
 
     def _origin(self, mode: StorageMode, shard: Shard, form: Shard, opened: contextlib.ExitStack) -> Origin:
         origin = self._open_origin(form, self._stop)

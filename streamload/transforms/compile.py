@@ -7,6 +7,7 @@ a plan.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sys
@@ -108,6 +109,25 @@ def compile_transform(transform: Any) -> ImagePlan:
     return ImagePlan(size, fit, by, fill, given=tuple(step for step, _ in after), statistics=statistics)
 
 
+def leading_resize(transform: Any) -> ShortSide | None:
+    """Return the resize with which a transform begins, if its pixels can be computed in advance to the bit.
+
+    None: it begins otherwise, what follows may look at more than pixels, or the kernel isn't built.
+
+    Args:
+        transform: a plan, or a function of RGB Pillow images.
+    """
+    fit: Any = None
+    by: Filter | None = None
+    if isinstance(transform, ImagePlan):
+        if not transform.on_tensors:
+            fit, by = transform.fit, transform.by
+    elif all(map(_sees_only_pixels, _flat(transform))):
+        with contextlib.suppress(NotRecognised):
+            fit, by = _Steps(transform).next(_resize) or (None, None)
+    return fit if isinstance(fit, ShortSide) and by == "bicubic" and not kernel.why_not() else None
+
+
 class _Steps:
     """The functions of a chain in order, without conversions to RGB: images are RGB already."""
 
@@ -141,6 +161,13 @@ def _flat(transform: Any) -> Iterator[Any]:
             yield from _flat(step)
     else:
         yield transform
+
+
+def _sees_only_pixels(step: Any) -> bool:
+    """Return whether a function is torchvision's or open_clip's: these don't look at Pillow's `info`."""
+    module, name = _name(step)
+    is_known = module in {_TORCHVISION, _AUTOAUGMENT, *(of for of, _ in _TO_RGB)} and name != "Lambda"
+    return is_known and all(map(_sees_only_pixels, getattr(step, "transforms", ())))
 
 
 def _geometry(steps: _Steps) -> tuple[Size, Any, Filter, tuple[int, int, int]]:

@@ -47,7 +47,7 @@ class Fills:
         self.prefetcher = Prefetcher(
             self.tier,
             self._open_origin,
-            PrefetchOptions(threads=config.fills, index_only=True),
+            PrefetchOptions(threads=config.fills, index_only=True, prepares=config.prepares),
             counts=counts,
             sink=self._after_fill,
             has_prepared=self._sharing.has_prepared,

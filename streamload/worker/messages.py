@@ -74,6 +74,8 @@ class WorkerConfig:
     assembly: BatchAssembly
     with_keys: bool
     """Whether a batch carries the keys and URLs of its samples."""
+    prepares: bool = False
+    """Whether fills prepare shards themselves, where there is room."""
 
 
 class SourceState(NamedTuple):

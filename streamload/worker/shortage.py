@@ -102,12 +102,14 @@ class Shortage:
         return _Room(free_bytes, some_arrive=max(parts.values(), default=0) > BLOCK_BYTES)
 
     def _do_without(self, shard: Shard, *, is_certain: bool) -> None:
-        """Store a shard index-only, or in the fallback tier.
+        """Store a shard unprepared, index-only, or in the fallback tier.
 
         Raises:
             CacheFull: neither is possible: its origin has no ranges, or its index finds no room, and there is
                 no fallback tier.
         """
+        if self._prefetcher.store_unprepared(shard):
+            return
         if not self._prefetcher.store_index_only(shard):
             if not self._prefetcher.store_in_fallback(shard):
                 raise CacheFull(self._no_room(shard, is_certain))

@@ -14,7 +14,7 @@ from typing import Any
 
 from streamload import urls
 from streamload.cache.shared.objects import refuse_url
-from streamload.derived.preparation import Preparation
+from streamload.derived.preparation import AUTO, Preparation
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader import Shards, make_loader
 from streamload.options import read_settings
@@ -95,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
         f"{_OURS}prepare",
         dest="prepare",
         metavar="RECIPE",
-        type=_told(lambda recipe: str(Preparation.parse(recipe))),
-        help="train on prepared images: raw-256, jpeg-256-q90",
+        type=_told(lambda recipe: recipe if recipe == AUTO else str(Preparation.parse(recipe))),
+        help="train on prepared images: raw, raw-256, jpeg-256-q90; auto: as pays, with the same pixels",
     )
     add(
         f"{_OURS}moved",

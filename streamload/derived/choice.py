@@ -1,0 +1,194 @@
+"""`prepare="auto"`: the recipe that makes an image cheapest on this machine, by measured costs.
+
+Only recipes are considered that leave the pixels of the given transform as they are, to the bit. So the
+choice changes speed and room, never a batch. `measure` times decoding and reading; `choose` is arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from PIL import Image
+
+from streamload.cache.placement import Answer
+from streamload.derived.preparation import SIZES, Preparation
+from streamload.metrics import format_bytes
+from streamload.transforms.compile import leading_resize
+
+_LEAST_GAIN = 2.0
+"""A recipe has to make an image so many times cheaper: what is stored takes room and has to be written."""
+_REPEATS = 3
+_PROBE_BYTES = 8 << 20
+
+
+class Form(NamedTuple):
+    """What an image costs in one form.
+
+    Attributes:
+        recipe: by which it is prepared; "": as it is.
+        image_bytes: the mean size of an image.
+        compute_seconds: CPU time from these bytes to the pixels that the rest of the transform gets.
+    """
+
+    recipe: str
+    image_bytes: float
+    compute_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What forms of images cost, and reading them.
+
+    Attributes:
+        forms: the first is images as they are.
+        memory_seconds: to read and check a byte that the page cache has.
+        disk_seconds: the same of a byte that is read from the disk, by one process alone.
+    """
+
+    forms: tuple[Form, ...]
+    memory_seconds: float
+    disk_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a node has for its data.
+
+    Attributes:
+        data_bytes: the size of the data as it is; None: unknown.
+        cache_bytes: what the cache may hold.
+        memory_bytes: what the page cache may hold.
+        processes: that decode at once, and share the disk.
+    """
+
+    data_bytes: int | None
+    cache_bytes: int
+    memory_bytes: int
+    processes: int
+
+
+def exact_recipes(transform: Any, most_pixels: int) -> list[Preparation]:
+    """The recipes that leave a transform's pixels as they are: all pixels; its own first resize.
+
+    Args:
+        transform: a plan, or a function from Pillow image to value.
+        most_pixels: see Preparation.
+    """
+    found = [Preparation(most_pixels=most_pixels)]
+    resize = leading_resize(transform)
+    if resize is not None and resize.size in SIZES:
+        found.append(Preparation(resize.size, most_pixels=most_pixels))
+    return found
+
+
+def choose(costs: Costs, room: Room) -> Answer:
+    """The recipe that pays, and why; "": images stay as they are.
+
+    A recipe has to fit into the cache for all of the data, and to make an image at least twice as cheap.
+    """
+    if room.data_bytes is None:
+        return Answer("", "the size of the data is unknown")
+    seconds: dict[str, float] = {}
+    described: list[str] = []
+    for form in costs.forms:
+        total_bytes = room.data_bytes * form.image_bytes / costs.forms[0].image_bytes
+        byte_seconds = costs.memory_seconds
+        if total_bytes > room.memory_bytes:
+            byte_seconds = max(byte_seconds, costs.disk_seconds * room.processes)
+        cost = form.compute_seconds + form.image_bytes * byte_seconds
+        takes = f"{form.recipe or 'as it is'} {cost * 1e6:,.0f} µs and {format_bytes(int(total_bytes))}"
+        if not form.recipe or total_bytes <= room.cache_bytes:
+            seconds[form.recipe] = cost
+        else:
+            takes += f" (the cache takes {format_bytes(room.cache_bytes)})"
+        described.append(takes)
+    best = min(seconds, key=lambda recipe: seconds[recipe])
+    pays = seconds[best] * _LEAST_GAIN <= seconds[""]
+    return Answer(
+        best if pays else "",
+        f"decoding and reading an image takes {', '.join(described)} for all of the data",
+    )
+
+
+def measure(images: Sequence[bytes], recipes: Sequence[Preparation], directory: Path) -> Costs:
+    """Time decoding and reading on this machine, in some tenths of a second.
+
+    Args:
+        images: files of images; those that can't be decoded don't count, and without any
+            `typical_photograph` stands for all.
+        recipes: from `exact_recipes`; the last goes furthest.
+        directory: on the disk to be read; nothing stays there.
+
+    Raises:
+        OSError: the disk can't be written.
+    """
+    sound = [image for image in images if recipes[0].prepare(image) is not None] or [typical_photograph()]
+    stored = {"": sound} | {
+        str(recipe): [recipe.prepare(image) or image for image in sound] for recipe in recipes
+    }
+    forms = [_form(recipe, files, recipes[-1]) for recipe, files in stored.items()]
+    memory_seconds, disk_seconds = _reading(directory, int(max(form.image_bytes for form in forms)))
+    return Costs(tuple(forms), memory_seconds, disk_seconds)
+
+
+@functools.cache
+def typical_photograph() -> bytes:
+    """A JPEG of 640×480 pixels with the detail of a photograph: about 100 KB. Stands for unknown data."""
+    rng = np.random.default_rng(0)
+    levels = sum(
+        np.asarray(
+            Image.fromarray(rng.integers(0, 256, (480 // scale, 640 // scale, 3), np.uint8)).resize(
+                (640, 480), Image.Resampling.BICUBIC
+            ),
+            np.float32,
+        )
+        * weight
+        for scale, weight in ((80, 0.6), (16, 0.25), (4, 0.1), (1, 0.05))
+    )
+    out = io.BytesIO()
+    Image.fromarray(np.asarray(levels).astype(np.uint8)).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def _form(recipe: str, files: Sequence[bytes], last: Preparation) -> Form:
+    """What images in one form cost, up to the pixels of the last recipe."""
+    views = [memoryview(bytearray(file)) for file in files]  # writable, as when they are read
+    seconds = _fastest(lambda: [last.pixels(view) for view in views])
+    return Form(recipe, sum(map(len, files)) / len(files), seconds / len(files))
+
+
+def _reading(directory: Path, image_bytes: int) -> tuple[float, float]:
+    """Seconds to read and check a byte of images of this size: from memory, and from the disk."""
+    piece = bytearray(min(image_bytes, _PROBE_BYTES))
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        file.write(np.random.default_rng(0).bytes(_PROBE_BYTES))
+        os.fsync(file.fileno())
+
+        def read() -> None:
+            for start in range(0, _PROBE_BYTES, len(piece)):
+                os.preadv(file.fileno(), [piece], start)
+                xxhash.xxh3_64_intdigest(piece)
+
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        disk_seconds = _fastest(read, repeats=1)
+        return _fastest(read) / _PROBE_BYTES, disk_seconds / _PROBE_BYTES
+
+
+def _fastest(work: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Seconds of the fastest of several runs: other processes only ever make one slower."""
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
