@@ -239,6 +239,25 @@ def prepared(result: Result) -> str:
     return table(["shards, images", "CPU µs an image (rounds)", "images/s (rounds)"], rows)
 
 
+def strategies(result: Result) -> str:
+    medians = result["medians"]
+    base = next(iter(medians.values()))["training_images_per_second"]
+    rows = [
+        [
+            name,
+            f"{row['first_seconds']:.0f}",
+            f"{row['loading_images_per_second']:,.0f}",
+            f"{row['training_images_per_second']:,.0f}",
+            f"{row['training_images_per_second'] / base - 1:+.0%}",
+            f"{row['training_cpu_us_per_image']:,.0f}",
+            f"{row['kept_bytes_per_image'] / 1e3:,.0f}",
+        ]
+        for name, row in medians.items()
+    ]
+    head = ["strategy", "first epoch, s", "loading, images/s", "training, images/s", "against the first"]
+    return table([*head, "training, CPU µs an image", "kept, KB an image"], rows)
+
+
 def preparing(result: Result) -> str:
     plain = result["settings"]["bytes"] / result["settings"]["samples"]
     rows = [
@@ -247,10 +266,10 @@ def preparing(result: Result) -> str:
             f"{cost['cpu_us_per_image']:,.0f}",
             f"{cost['bytes_per_image'] / 1e3:,.0f}",
             f"{cost['bytes_per_image'] / plain:.2f} ×",
-            f"{result['psnr'][recipe]['mean_db']:.1f}",
-            f"{result['psnr'][recipe]['lowest_tenth_db']:.1f}",
+            *(f"{of[each]:.1f}" if of else "the same" for each in ("mean_db", "lowest_tenth_db")),
         ]
         for recipe, cost in result["preparing"].items()
+        for of in (result["psnr"].get(recipe),)
     ]
     head = ["recipe", "CPU µs an image, once", "KB an image", "of the shard's", "PSNR of a crop, dB"]
     return table([*head, "of a tenth of them below"], rows)
@@ -426,6 +445,7 @@ TABLES = {
     "prepared": prepared,
     "module_cache": module_cache,
     "features": features,
+    "strategies": strategies,
     "daemons": daemons,
     "scale": scale,
 }

@@ -236,16 +236,38 @@ def test_a_tier_on_disk_and_one_in_memory_are_read_and_only_dropped_pages_come_f
 
 @pytest.mark.timeout(400)
 def test_prepared_shards_are_read_without_their_origin(tmp_path: Path) -> None:
-    chosen = ["as they are, uint8", "raw-256, uint8", "jpeg-256-q90, none prepared, uint8"]
+    chosen = ["as they are, uint8", "raw, uint8", "raw-256, uint8", "jpeg-256-q90, none prepared, uint8"]
     result = run_quickly("prepared", tmp_path / "out.json", "--contenders", *chosen)
 
-    assert [(row["images"], row["origin_bytes"]) for row in result["rounds"]] == [(128, 0)] * 3
+    assert [(row["images"], row["origin_bytes"]) for row in result["rounds"]] == [(128, 0)] * 4
+    assert result["preparing"]["raw"]["bytes_per_image"] > 500_000
     assert result["preparing"]["raw-256"]["bytes_per_image"] > 200_000
     assert result["preparing"]["jpeg-256-q90"]["bytes_per_image"] < 60_000
     assert all(psnr["mean_db"] > 30 for psnr in result["psnr"].values())
     tables = report.tables_of({"prepared": result})
     assert tables["prepared"].count("\n") > 2
     assert tables["preparing"].count("\n") > 2
+
+
+@pytest.mark.timeout(400)
+def test_strategies_of_caching_are_measured_beside_the_datasets_of_articles(tmp_path: Path) -> None:
+    chosen = ["Dataset, no cache", "Dataset, tensors in memory", "Dataset, a file a sample"]
+    chosen += ["streamload, no cache", "streamload, memory", "streamload, raw"]
+    result = run_quickly("strategies", tmp_path / "out.json", "--contenders", *chosen)
+
+    assert [(row["contender"], row["images"]) for row in result["rounds"]] == [(name, 256) for name in chosen]
+    tensor_bytes = 3 * 224 * 224 * 4
+    kept = {name: row["kept_bytes_per_image"] for name, row in result["medians"].items()}
+    assert kept["Dataset, no cache"] == 0
+    assert kept["Dataset, tensors in memory"] == tensor_bytes
+    assert kept["Dataset, a file a sample"] > tensor_bytes
+    assert (
+        kept["streamload, no cache"] < 1000 < kept["streamload, memory"] < 200_000 < kept["streamload, raw"]
+    )
+    assert all(row["training_loss"] > 0 for row in result["rounds"])
+    assert all(row["training_images_per_second"] > 0 for row in result["rounds"])
+    assert [target["value"] is None for target in result["targets"]] == [False, True]
+    assert report.tables_of({"strategies": result})["strategies"].count("\n") == 1 + len(chosen)
 
 
 @pytest.mark.timeout(400)

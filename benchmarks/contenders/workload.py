@@ -56,6 +56,8 @@ class Job:
         step_seconds: how long the consumer takes for each batch, besides.
         checks: of streamload, how the check of each sample that is read runs: "shipped", or for
             verification.py "timed" or "off".
+        keeps: in strategies.py, where what was loaded or computed is kept: "nothing", "memory" or "disk".
+        files: in strategies.py, a folder with a JPEG a sample, its label at the end of its name.
         prepare: of streamload, its recipe for prepared images; None for images as they are.
         drop_pages: let the kernel forget what it has cached of cache_dir before each epoch.
         start_method: how workers are started, "fork", "spawn" or "forkserver"; None for the loader's default.
@@ -84,6 +86,8 @@ class Job:
     keep: int = 0
     step_seconds: float = 0.0
     checks: str = "shipped"
+    keeps: str = "disk"
+    files: str = ""
     prepare: str | None = None
     drop_pages: bool = False
     start_method: str | None = None
@@ -269,7 +273,7 @@ def train(
 
     if not job.keep:
         is_last = epoch == job.epochs - 1
-        seen = _timed(loader, job, look, save if is_last else None)
+        seen = timed(loader, job, look, save if is_last else None)
         seen.numbers = numbers
         return seen
     kept = Kept(job.keep)
@@ -278,7 +282,7 @@ def train(
         kept.add(batch)
         return look(batch, is_first)
 
-    seen = _timed(loader, job, look_and_keep)
+    seen = timed(loader, job, look_and_keep)
     seen.changed_batches = kept.changed()
     return seen
 
@@ -329,7 +333,7 @@ def read_one_channel(images: torch.Tensor, channel: int) -> float:
 
 def read(loader: Iterable[dict[str, Any]], job: Job) -> Epoch:
     """Go through an epoch of samples of which nothing is made but the number of their bytes."""
-    return _timed(loader, job, lambda batch, is_first: (len(batch["bytes"]), 0.0))
+    return timed(loader, job, lambda batch, is_first: (len(batch["bytes"]), 0.0))
 
 
 def bytes_of(sample: dict[str, Any]) -> dict[str, int]:
@@ -337,12 +341,19 @@ def bytes_of(sample: dict[str, Any]) -> dict[str, int]:
     return {"bytes": sum(len(data) for name, data in sample.items() if not name.startswith("__"))}
 
 
-def _timed(
+def timed(
     loader: Iterable[Batch],
     job: Job,
     look: Callable[[Batch, bool], tuple[int, float]],
     save: Callable[[], object] | None = None,
 ) -> Epoch:
+    """Go through an epoch.
+
+    Args:
+        look: takes a batch, and whether it is the first; gives the number of its images, and a number whose
+            mean over the batches is kept as `channel_mean`.
+        save: as of `train`.
+    """
     if job.drop_pages and job.cache_dir is not None:
         drop_pages(Path(job.cache_dir))
     cpu_before, disk_before = cpu_seconds(), disk_bytes()
