@@ -186,10 +186,10 @@ def test_they_are_prepared_of_what_the_shared_cache_has(
 
 
 def test_a_recipe_that_is_none_is_said(origin: Origin, tmp_path: Path) -> None:
-    done = run(command(origin, tmp_path / "node", "--prepare", "raw"))
+    done = run(command(origin, tmp_path / "node", "--prepare", "raw-"))
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "streamload: 'raw' is not a recipe for prepared images: give raw-SIZE or jpeg-"
+        "streamload: 'raw-' is not a recipe for prepared images: give raw, raw-SIZE or jpeg-"
     )
     assert done.stderr.count("\n") == 1
     assert origin.sent == 0
@@ -322,7 +322,7 @@ def test_a_run_is_brought_what_it_looks_for_unless_the_user_says_what(
     assert all(warns in line for line in said)
 
 
-@pytest.mark.parametrize("recipe", ["raw-4097", "raw-0", "jpeg-256-q101", "raw", "none"])
+@pytest.mark.parametrize("recipe", ["raw-4097", "raw-0", "jpeg-256-q101", "raw-", "auto", "none"])
 def test_a_plan_that_asks_for_no_recipe_is_refused(
     origin: Origin, tmp_path: Path, place: Place, recipe: str
 ) -> None:

@@ -214,7 +214,7 @@ def test_our_flags_are_taken_out_of_a_command_line(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--streamload-prepare=raw"], "--streamload-prepare: .*is not a recipe for prepared images"),
+        (["--streamload-prepare=raw-"], "--streamload-prepare: .*is not a recipe for prepared images"),
         (["--streamload-prepare"], "--streamload-prepare: "),
         (["--streamload-shared-cache", "pipe:x"], "--streamload-shared-cache: "),
         (["--streamload-as-given=1"], "--streamload-as-given: "),

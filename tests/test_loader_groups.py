@@ -74,7 +74,7 @@ def test_a_value_in_place_of_a_group_fails_naming_the_class(name, value):
         (Cache, {"shared": "https://host/x?token=swordfish"}, "shared="),
         (Images, {"dtype": "int8"}, "dtype='int8'; expected one of 'float32', 'uint8'"),
         (Images, {"max_pixels": 0}, "max_pixels=0; expected a whole number of at least 1"),
-        (Images, {"prepare": "raw"}, "raw"),
+        (Images, {"prepare": "raw-"}, "raw"),
         (Order, {"lanes": 0}, "lanes=0; expected a whole number of at least 1"),
         (Order, {"rank": 1}, "give rank and world_size together"),
         (Shards, {"image_key": None}, "image_key=None"),
