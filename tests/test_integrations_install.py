@@ -196,6 +196,8 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
         (["--streamload-shared-cache=/mnt/nfs", "x"], {"shared_cache": "/mnt/nfs"}, ["x"]),
         (["--streamload-prepare", "raw-256", "--", "-x"], {"prepare": "raw-256"}, ["--", "-x"]),
         (["--streamload-prepare=jpeg-256-q90"], {"prepare": "jpeg-256-q90"}, []),
+        (["--streamload-prepare=raw"], {"prepare": "raw"}, []),
+        (["--streamload-prepare", "auto"], {"prepare": "auto"}, []),
         (
             ["--streamload-moved", "http://a:1/?x=1", "/b", "--lr", "--streamload-moved", "c", "d"],
             {"moved": [["http://a:1/?x=1", "/b"], ["c", "d"]]},

@@ -88,6 +88,16 @@ def test_a_training_takes_prepared_shards_and_nothing_from_the_origin(
     assert are_equal(again, made)
 
 
+def test_raw_shards_of_the_shared_cache_give_the_batches_of_the_original_images(
+    origin: Origin, tmp_path: Path, place: Place
+) -> None:
+    origin.warm(tmp_path / "spot", place, write_back=True, prepare=Preparation.parse("raw"))
+    found, seen = epoch_of(origin, tmp_path / "node", place, "raw")
+    assert (seen.origin_bytes, seen.shared_hits) == (0, 3)
+    plain, _ = epoch_of(origin, tmp_path / "alone", None, None)
+    assert are_equal(found, plain)
+
+
 def test_others_never_see_them(origin: Origin, tmp_path: Path, place: Place) -> None:
     prepare(origin, tmp_path / "spot", place)
     for recipe in (None, "raw-32"):
