@@ -102,9 +102,9 @@ def choose(costs: Costs, room: Room) -> Answer:
     described: list[str] = []
     for form in costs.forms:
         total_bytes = room.data_bytes * form.image_bytes / costs.forms[0].image_bytes
-        byte_seconds = costs.memory_seconds
-        if total_bytes > room.memory_bytes:
-            byte_seconds = max(byte_seconds, costs.disk_seconds * room.processes)
+        in_memory = min(1.0, room.memory_bytes / max(1.0, total_bytes))
+        byte_seconds = in_memory * costs.memory_seconds
+        byte_seconds += (1.0 - in_memory) * costs.disk_seconds * room.processes
         cost = form.compute_seconds + form.image_bytes * byte_seconds
         takes = f"{form.recipe or 'as it is'} {cost * 1e6:,.0f} µs and {format_bytes(int(total_bytes))}"
         if not form.recipe or total_bytes <= room.cache_bytes:
