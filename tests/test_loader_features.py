@@ -543,3 +543,16 @@ def test_a_rank_that_computes_and_one_that_only_reads_stay_in_step(data: Path, t
     torch.multiprocessing.spawn(train, (data, tmp_path), nprocs=2)
     assert json.loads((tmp_path / "0.json").read_text()) == [0, 12]
     assert json.loads((tmp_path / "1.json").read_text()) == [12, 0]
+
+
+@pytest.mark.parametrize("prepare", ["raw", "raw-20", "auto"])
+def test_features_of_prepared_images_are_of_the_images_that_a_batch_would_have(
+    data: Path, prepare: str
+) -> None:
+    net = Net().eval()
+    images = streamload.Images(prepare=prepare)
+    with make(data, features={"f": net}, images=images) as loader:
+        rows = rows_of(loader, net)
+    assert_same(rows, expected(data, net, images=images))
+    if prepare != "raw-20":
+        assert_same(rows, expected(data, net))

@@ -82,7 +82,7 @@ def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any
     describer = Describer()
     parts: dict[str, Any] = {
         "image_key": options.shards.image_key,
-        "prepared": "" if images.preparation is None else images.preparation.name,
+        "prepared": "" if images.resizing is None else images.resizing.name,
         "pixels": pixels_name(),
         "transform": describer.value(images.preprocess, f"preprocess= of the feature {feature.name!r}"),
         "code of the transform": describer.code,
