@@ -381,3 +381,14 @@ def test_the_pages_and_charts_show_the_results_that_are_committed(tmp_path: Path
 def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
     page = "before\n<!-- warm -->\nlast year\n<!-- /warm -->\nafter\n<!-- cold -->\n<!-- /cold -->\n"
     assert filled(page, {"warm": "| new |"}) == page.replace("last year", "| new |")
+
+
+@pytest.mark.timeout(400)
+def test_features_in_a_loader_are_measured_beside_a_loader_without_images(tmp_path: Path) -> None:
+    result = run_quickly("features", tmp_path / "out.json", "--contenders", "order", "features")
+
+    assert set(result["medians"]) == {"order", "features"}
+    metrics = {"first_cpu_us", "epoch_cpu_us", "epoch_seconds"}
+    assert all(row.keys() >= metrics for row in result["medians"].values())
+    assert result["medians"]["features"]["read_us"] > 0  # rows were read
+    assert report.tables_of({"features": result})["features"].count("\n") == 3
