@@ -325,3 +325,13 @@ def test_what_an_outage_costs_a_training(tmp_path: Path, monkeypatch: pytest.Mon
         count += sum(len(images) for images, _ in batches)
         given_up = loader.stats().shards_given_up
     assert (count == 240) is (given_up == 0) is (wait > 0)
+
+
+def test_what_is_known_of_servers_is_forgotten_with_the_last_who_remembers() -> None:
+    outages._served["http://host"] = ()
+    first, second = outages.remember(), outages.remember()
+    first()
+    first()
+    assert outages._served
+    second()
+    assert not outages._served

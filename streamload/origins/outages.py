@@ -2,7 +2,7 @@
 
 A shard that fails alone is given up. If the whole endpoint is down, that would cost one shard for each
 transfer that runs out of retries. So the endpoint is probed for a byte of a shard that it served before
-(known to this process and its forks, as long as it reads anything). An outage belongs to the endpoint: all
+(known to this process and its forks, as long as it fills shards). An outage belongs to the endpoint: all
 transfers that wait for it share one deadline, and after it none waits again.
 """
 
@@ -59,6 +59,7 @@ class Outage(NamedTuple):
 _away: dict[str, Outage] = {}  # by the name of the endpoint
 _failing: dict[str, float] = {}  # by name: when "can't be reached" was logged
 _listeners: list[tuple[int, Callable[[], None]]] = []  # with the process ID, as forks inherit the list
+_remembering: list[int] = []  # process IDs, for the same reason
 
 
 def outages() -> dict[str, Outage]:
@@ -67,19 +68,33 @@ def outages() -> dict[str, Outage]:
 
 
 def listen(listener: Callable[[], None]) -> Callable[[], None]:
-    """Call `listener` from any thread when an outage begins or ends. Return a function that stops it.
-
-    When the last listener of this process stops, what is known of endpoints is forgotten: shards that were
-    served long ago, to another run, may have been removed on purpose since.
-    """
+    """Call `listener` from any thread when an outage begins or ends. Return a function that stops it."""
     entry = (os.getpid(), listener)
     _listeners.append(entry)
 
     def end() -> None:
-        if entry not in _listeners:
+        if entry in _listeners:
+            _listeners.remove(entry)
+
+    return end
+
+
+def remember() -> Callable[[], None]:
+    """Keep what is learnt of endpoints; return a function that ends this.
+
+    When the last one of this process has ended, all is forgotten: shards that were served long ago, to
+    another run, may have been removed on purpose since.
+    """
+    pid = os.getpid()
+    _remembering.append(pid)
+
+    def end() -> None:
+        nonlocal pid
+        if pid != os.getpid():  # ended before, or a fork of the process that began it
             return
-        _listeners.remove(entry)
-        if entry[0] not in (pid for pid, _ in _listeners):
+        pid = 0
+        _remembering.remove(os.getpid())
+        if os.getpid() not in _remembering:
             for known in (_served, _away, _failing):
                 known.clear()
 

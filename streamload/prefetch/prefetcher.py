@@ -26,6 +26,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull, OriginError, ShardError, StreamloadError
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
+from streamload.origins.outages import remember
 from streamload.prefetch.fallback import FallbackPolicy, StorageMode
 from streamload.prefetch.heartbeat import Heartbeat
 from streamload.prefetch.scheduler import FillRequest, FillScheduler
@@ -127,6 +128,7 @@ class Prefetcher:
         self._error: BaseException | None = None
         self._tombstones: list[FileLock] = []
         self._unprepared: set[str] = set()  # prepared forms without room, by digest
+        self._end_remembering = remember()
         self._heartbeat = Heartbeat(options.stopped_seconds)
         self._fallback = FallbackPolicy(tier, fallback_tier, index_only=options.index_only)
         self._scheduler = FillScheduler(options.threads, self._work, self._stop)
@@ -203,6 +205,7 @@ class Prefetcher:
     def close(self) -> None:
         """Stop all fills where they are; partial fills stay, to be taken over."""
         self._scheduler.close()
+        self._end_remembering()
         self._heartbeat.close()
         for tombstone in self._tombstones:
             tombstone.close()
