@@ -43,7 +43,7 @@ CONTENDERS = [
     Contender("features", "", {**ANY, "kind": "features"}),
     Contender("order", "", {**ANY, "kind": "order"}),
 ]
-SAMPLES, QUICK_SAMPLES, OF_A_SHARD = 1024, 128, 128
+SAMPLES, QUICK_SAMPLES, OF_A_SHARD = 2048, 128, 128
 WIDTH = 192
 
 
