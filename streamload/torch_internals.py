@@ -32,6 +32,7 @@ NAMES = (
     "torch.nn.modules.batchnorm._NormBase",
     "torch.nn.modules.dropout._DropoutNd",
     "torch.nn.modules.instancenorm._InstanceNorm",
+    "torch.utils._pytree.tree_map",
     "multiprocessing.process._children",
 )
 
@@ -59,6 +60,7 @@ from torch._utils import ExceptionWrapper  # noqa: E402
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: E402
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # noqa: E402
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase  # noqa: E402
+from torch.utils._pytree import tree_map  # noqa: E402
 
 upsample_bicubic: Callable[..., torch.Tensor] = torch._C._nn._upsample_bicubic2d_aa
 upsample_bilinear: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa
@@ -76,6 +78,7 @@ __all__ = [
     "running_iterator",
     "shut_down_workers",
     "storage_of_file",
+    "tree_map",
     "upsample_bicubic",
     "upsample_bilinear",
 ]

@@ -19,6 +19,7 @@ from streamload.derived.module_proof import Description, Options, fingerprint_of
 from streamload.derived.row_format import leaves_of
 from streamload.derived.row_store import Place, RowStore, open_store
 from streamload.errors import OptionError
+from streamload.torch_internals import tree_map
 
 FeatureInputs = Literal["image", "text", "sample"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -201,7 +202,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _mapped(value: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A tree of lists, tuples, dicts and dataclasses, with each of its tensors replaced."""
-    return torch.utils._pytree.tree_map(lambda one: act(one) if isinstance(one, torch.Tensor) else one, value)
+    return tree_map(lambda one: act(one) if isinstance(one, torch.Tensor) else one, value)
 
 
 def read_features(given: Mapping[str, Any] | None, taken: Sequence[str]) -> dict[str, Features]:
