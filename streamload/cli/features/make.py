@@ -96,6 +96,11 @@ def make(
     )
     with given as loader:
         found = _computed(loader, features)
+    _report(found, features, as_json)
+
+
+def _report(found: Snapshot, features: Features, as_json: bool) -> None:
+    """Say what was computed; the exit code is 1 if not all of it could be stored."""
     from streamload.derived.module_cache import cache_info
 
     refused = cache_info(features.module).refused
