@@ -384,11 +384,9 @@ def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
 
 
 @pytest.mark.timeout(400)
-def test_features_in_a_loader_are_measured_beside_a_loader_without_images(tmp_path: Path) -> None:
-    result = run_quickly("features", tmp_path / "out.json", "--contenders", "order", "features")
+def test_features_in_a_loader_are_measured(tmp_path: Path) -> None:
+    result = run_quickly("features", tmp_path / "out.json", "--contenders", "features")
 
-    assert set(result["medians"]) == {"order", "features"}
-    metrics = {"first_cpu_us", "epoch_cpu_us", "epoch_seconds"}
-    assert all(row.keys() >= metrics for row in result["medians"].values())
+    assert result["medians"]["features"].keys() >= {"first_cpu_us", "epoch_cpu_us", "epoch_seconds"}
     assert result["medians"]["features"]["read_us"] > 0  # rows were read
-    assert report.tables_of({"features": result})["features"].count("\n") == 3
+    assert report.tables_of({"features": result})["features"].count("\n") == 2

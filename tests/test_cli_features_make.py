@@ -104,7 +104,6 @@ def project(tmp_path: Path) -> Project:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("Net", ("--preprocess", "mine:small")),
         ("half", ()),
         ("texts", ("--tokenizer", "mine:tokenize")),
     ],
