@@ -142,6 +142,9 @@ class Snapshot:
         bytes_wait_seconds: near 0: bytes arrive before they are needed; near workers × duration: the origin
             is the bottleneck.
         transform_seconds: near workers × duration: the CPU is the bottleneck.
+        feature_read_seconds: near workers × duration: the disk with the rows is the bottleneck.
+        feature_compute_seconds: near the run's duration: the training mostly computes features; make them
+            ahead.
         source_samples: samples that the training loop took, by source.
         source_wait_seconds: bytes_wait_seconds by source.
         shard_wait_seconds: data_wait_seconds by shard, for the shards with the longest waits, longest first.

@@ -55,6 +55,14 @@ class Parts(nn.Module):
         }
 
 
+@streamload.cache_module
+class Scaled(nn.Module):
+    """Depends on what nobody can see."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) * float(os.environ["SCALE_OF_THE_TEST"])
+
+
 class Texts(nn.Module):
     """Of ids."""
 
@@ -86,6 +94,16 @@ def small(image: Image.Image) -> torch.Tensor:
 def noisy(image: Image.Image) -> torch.Tensor:
     """A random one."""
     return small(image) + torch.rand(3, 1, 1)
+
+
+def seldom_noisy(image: Image.Image) -> torch.Tensor:
+    """Random in one of five images."""
+    return noisy(image) if torch.rand(()) < 0.2 else small(image)
+
+
+def tokenize_with_types(texts: list[str]) -> dict[str, torch.Tensor]:
+    ids = tokenize(texts)
+    return {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
 
 
 calls: list[int] = []
@@ -300,10 +318,12 @@ def test_variants_change_from_pass_to_pass_and_are_computed_once(data: Path) -> 
         assert_same(rows_of(loader, feature), passes[4])
 
 
-def test_random_images_are_refused(data: Path) -> None:
+@pytest.mark.parametrize("transform", [noisy, seldom_noisy])
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_random_images_are_refused(data: Path, transform: Any, batch_size: int) -> None:
     net = Net().eval()
     with (
-        make(data, preprocess=noisy, features={"f": net}) as loader,
+        make(data, preprocess=transform, batch_size=batch_size, features={"f": net}) as loader,
         pytest.raises(FeatureNotCacheable, match=r"'f' are random.*variants=K"),
     ):
         rows_of(loader, net)
@@ -439,6 +459,29 @@ def test_without_a_cache_features_are_computed_each_time(data: Path) -> None:
 def test_features_that_cannot_be_are_refused(data: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make(data, **options)
+
+
+def test_a_feature_may_not_have_the_name_of_a_value_of_the_tokenizer(data: Path) -> None:
+    net = Net().eval()
+    named: dict[str, Any] = {"features": {"token_type_ids": net}, "output": "hf", "with_keys": False}
+    with (
+        make(data, tokenizer=tokenize_with_types, **named) as loader,
+        pytest.raises(OptionError, match=r"token_type_ids.* already"),
+    ):
+        next(iter(loader))
+
+
+def test_a_row_that_is_not_what_is_computed_now_is_found_by_a_canary(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALE_OF_THE_TEST", "1")
+    net = Scaled().eval()
+    with make(data, features={"f": net}) as loader:
+        rows_of(loader, net)
+    monkeypatch.setenv("SCALE_OF_THE_TEST", "2")  # nothing that a fingerprint covers
+    net = Scaled().eval()
+    with make(data, features={"f": net}) as loader, pytest.raises(FeatureMismatch):
+        rows_of(loader, net)
 
 
 def test_a_module_twice_is_refused(data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ ROWS, INPUTS, READ = " rows", " inputs", " read"
 """What a feature's values in a batch are called after its name: rows, inputs of others, FeaturesRead."""
 _CHECKED = 4
 """Of so many images an epoch a worker checks that they don't depend on a seed."""
-_OTHER_SEED = 0xA076_1D64_78BD_642F
+_OTHER_SEEDS = tuple(k * 0x9E37_79B9_7F4A_7C15 & (1 << 64) - 1 for k in range(1, 9))
+"""Each checked image is made again under so many: a step that is random in one of ten images is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +170,8 @@ class FeatureInProgress:
             self._decode(parsed)
             self._places.append(place)
         elif self._reading.canaries > 0:
-            try:
+            with contextlib.suppress(SampleError):  # then another is the canary; its own row is there
                 self._decode(parsed)
-            except SampleError:  # its row is there, nevertheless
-                pass
-            else:
                 self._reading.canaries -= 1
                 self._places.append(place)
         self._rows.append(row)
@@ -240,28 +239,30 @@ class FeatureInProgress:
     def _decode(self, parsed: ParsedFeature) -> None:
         if self._images is None:
             assert self._make_images is not None
-            self._images = self._make_images(self._size, self._allocate)
+            self._images = self._make_images(self._size + 1, self._allocate)  # the last is for _refuse_chance
         images = self._images
         images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed))
-        if self._reading.checks > 0 and len(self._places) + 1 < self._size:
+        if self._reading.checks > 0:
             self._reading.checks -= 1
             self._refuse_chance(images, parsed)
 
     def _refuse_chance(self, images: Images, parsed: ParsedFeature) -> None:
-        """Make the same input under another seed; it has to be the same.
+        """Make the same input under other seeds; it has to be the same.
 
         Raises:
             FeatureNotCacheable: it isn't.
         """
         first = torch.as_tensor(images.last_image()).clone()
-        images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed ^ _OTHER_SEED))
-        second = torch.as_tensor(images.last_image())
-        images.drop_last()
-        if not torch.equal(first, second):
-            raise FeatureNotCacheable(
-                f"the images of the feature {self.name!r} are random: a stored row would repeat one draw for "
-                f"ever; give Features a preprocess= without random steps, or variants=K for rows of K draws"
-            )
+        for other in _OTHER_SEEDS:
+            images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed ^ other))
+            is_same = torch.equal(first, torch.as_tensor(images.last_image()))
+            images.drop_last()
+            if not is_same:
+                raise FeatureNotCacheable(
+                    f"the images of the feature {self.name!r} are random: a stored row would repeat one draw "
+                    f"for ever; give Features a preprocess= without random steps, or variants=K for rows of "
+                    f"K draws"
+                )
 
 
 def _key_of_text(text: Any) -> RowKey:

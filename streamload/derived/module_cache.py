@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,10 +35,6 @@ from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]
 
-logger = logging.getLogger("streamload")
-
-_CANARIES = 4
-"""So many rows are computed again after a build."""
 _MODULE = TypeVar("_MODULE", bound=type[torch.nn.Module])
 
 

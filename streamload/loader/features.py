@@ -15,7 +15,7 @@ from streamload.derived.code import Describer
 from streamload.derived.feature_rows import FeatureRows, FeaturesRead
 from streamload.derived.features import BoundFeatures, Features
 from streamload.derived.preparation import pixels_name
-from streamload.errors import FeatureNotCacheable
+from streamload.errors import FeatureNotCacheable, OptionError
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import Counts
 from streamload.transforms.compile import plan_or_given
@@ -98,9 +98,17 @@ def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any
 def take_features(
     values: dict[str, Any], features: Mapping[str, BoundFeatures], counts: Counts
 ) -> dict[str, FeatureRows]:
-    """Take what belongs to features out of a batch's values, and put it together, by name."""
+    """Take what belongs to features out of a batch's values, and put it together, by name.
+
+    Raises:
+        OptionError: the batch has a value of a feature's name.
+    """
     made: dict[str, FeatureRows] = {}
     for name, of in features.items():
+        if name in values:
+            raise OptionError(
+                f"features={{{name!r}: …}}: the batch has a {name!r} already; give another name"
+            )
         read: FeaturesRead = values.pop(f"{name}{READ}")
         bodies, inputs = values.pop(f"{name}{ROWS}", None), values.pop(f"{name}{INPUTS}", None)
         if of.features.inputs == "sample" and inputs is not None:
