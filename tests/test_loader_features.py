@@ -22,6 +22,7 @@ from torch import nn
 import streamload
 from streamload import FeatureMismatch, FeatureNotCacheable, Features, OptionError
 from streamload.derived.row_store import close_stores
+from streamload.errors import SampleError
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 
 SAMPLES = 24
@@ -99,6 +100,13 @@ def noisy(image: Image.Image) -> torch.Tensor:
 def seldom_noisy(image: Image.Image) -> torch.Tensor:
     """Random in one of five images."""
     return noisy(image) if torch.rand(()) < 0.2 else small(image)
+
+
+def seldom_failing(image: Image.Image) -> torch.Tensor:
+    """Refuses one of two images by chance."""
+    if torch.rand(()) < 0.5:
+        raise SampleError("refused by chance")
+    return small(image)
 
 
 def tokenize_with_types(texts: list[str]) -> dict[str, torch.Tensor]:
@@ -318,7 +326,7 @@ def test_variants_change_from_pass_to_pass_and_are_computed_once(data: Path) -> 
         assert_same(rows_of(loader, feature), passes[4])
 
 
-@pytest.mark.parametrize("transform", [noisy, seldom_noisy])
+@pytest.mark.parametrize("transform", [noisy, seldom_noisy, seldom_failing])
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_random_images_are_refused(data: Path, transform: Any, batch_size: int) -> None:
     net = Net().eval()
