@@ -97,9 +97,10 @@ def test_a_batch_may_be_of_any_tensors(feed: Streamed) -> None:
 def test_what_cannot_be_moved_is_an_error_where_it_is_asked_for(feed: Streamed) -> None:
     broken = feed_for(DEVICE, OPENAI)
     with contextlib.closing(broken):
-        ready = broken.send({"text": torch.zeros(1)})
-        with pytest.raises(KeyError, match="image"):
+        ready = broken.send({"image": torch.zeros(2, 5, 4, 4, dtype=torch.uint8)})
+        with pytest.raises(RuntimeError, match="must match"):
             ready()
+        assert torch.equal(broken.send({"text": torch.ones(1)})()["text"].cpu(), torch.ones(1))
 
 
 def test_a_closed_feed_leaves_nothing(no_leaks: Callable[..., Any]) -> None:
