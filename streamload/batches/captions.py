@@ -61,6 +61,25 @@ def read_label(data: bytes | memoryview, field: str | None = None) -> int:
     return value
 
 
+def read_number(data: bytes | memoryview, field: str) -> float:
+    """Read a number, its decimal as a string, or true or false (1 or 0); it may be NaN or infinite.
+
+    Args:
+        data: the payload of a JSON member.
+        field: of the JSON object in the payload.
+
+    Raises:
+        SampleError: not such an object, or the field is missing or something else.
+    """
+    value = _json_field(data, field, "metadata", SampleError)
+    if isinstance(value, int | float | str):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            pass
+    raise SampleError(f"the field {field!r} is {value!r:.60}; expected a number")
+
+
 def _caption_of(value: Any, field: str) -> str:
     if not isinstance(value, str):
         raise CaptionError(f"caption field {field!r} is a {type(value).__name__}; expected a string")

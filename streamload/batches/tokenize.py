@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
@@ -15,6 +16,9 @@ from streamload.transforms.user import SeededGenerators
 CLIP_LENGTH = 77
 _LONGEST = 1024
 """The longest model_max_length that is used: unlimited tokenizers have 10³⁰, long ones 100,000."""
+
+_LONG_CAPTION = "a photograph of a dog " * 400
+"""Of more tokens than any CLIP has room for: truncated, its row has no padding."""
 
 
 class Texts(NamedTuple):
@@ -42,6 +46,7 @@ class BatchTokenizer:
         self._tokenizer = tokenizer
         self._options = _transformers_options(tokenizer)
         self._length: int | None = None
+        self._padding: tuple[int, bool] | None = None  # its id, and whether captions end with it
         self._draws: bool | None = None  # whether it draws random numbers; None: unknown
         if self._options or isinstance(tokenizer, CachingTokenizer):
             self._draws = False
@@ -75,6 +80,37 @@ class BatchTokenizer:
                 rows.append(self._texts([caption]))
         others = {name: torch.cat([row.others[name] for row in rows]) for name in rows[0].others}
         return Texts(torch.cat([row.ids for row in rows]), others)
+
+    def lengths(self, captions: list[str]) -> npt.NDArray[np.int64]:
+        """The number of ids of each caption, without padding: int64[N].
+
+        It is the sum of an `attention_mask`. Without one, padding is the id at the end of the row of an empty
+        caption; where that is also the last id of a caption, the first of them counts.
+
+        Raises:
+            TypeError, ValueError: see `__call__`.
+        """
+        texts = self._texts(captions)
+        mask = texts.others.get("attention_mask")
+        if mask is not None:
+            return np.asarray(mask.sum(1).numpy(), np.int64)
+        if self._padding is None:
+            empty, long = self._texts(["", _LONG_CAPTION]).ids[:, -1].tolist()
+            self._padding = empty, empty == long
+        padding, ends_captions = self._padding
+        ids = texts.ids.numpy()
+        others = ids[:, ::-1] != padding
+        trailing = np.where(others.any(1), others.argmax(1), ids.shape[1])
+        return np.asarray(ids.shape[1] - trailing + (ends_captions & (trailing > 0)), np.int64)
+
+    def draws(self) -> bool:
+        """Whether the tokenizer draws random numbers; call it where nobody else uses the generators."""
+        if self._draws is None:
+            with SeededGenerators() as generators:
+                generators.seed(0)
+                self._texts([_LONG_CAPTION])
+                self._draws = generators.were_used(0) or None
+        return bool(self._draws)
 
     def _texts(self, captions: list[str]) -> Texts:
         result = self._tokenizer(captions, **self._options)

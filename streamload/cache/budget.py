@@ -144,6 +144,21 @@ class Budget:
                 f"a shard needs {taken_bytes:,} bytes in the cache, whose limit is {self.limit_bytes:,}: "
                 f"raise cache_size (STREAMLOAD_CACHE_SIZE)"
             )
+        return self._reserve(part, taken_bytes, next_use)
+
+    def reserve_beside(self, size_bytes: int) -> bool:
+        """Reserve space for more of a file in the directory of an open shard: never given back, but counted.
+
+        Args:
+            size_bytes: whole blocks.
+
+        Returns:
+            False if not enough may be evicted now.
+        """
+        self._limit.follow()
+        return size_bytes <= self._for_shards_bytes() and self._reserve(None, size_bytes, 0.0)
+
+    def _reserve(self, part: Path | None, taken_bytes: int, next_use: float) -> bool:
         for _ in range(_EVICTION_ROUNDS):
             try:
                 granted, evicted = self._decide(part, taken_bytes, next_use)
@@ -247,11 +262,11 @@ class Budget:
             )
         self._delete(evicted)
 
-    def _decide(self, part: Path, size_bytes: int, next_use: float) -> tuple[bool | None, list[Path]]:
+    def _decide(self, part: Path | None, size_bytes: int, next_use: float) -> tuple[bool | None, list[Path]]:
         """Grant a reservation (True), refuse it (False), or return what to delete before a retry (None)."""
         with exclusive(self._lock) as usage:
             if usage.at_most_bytes is not None:
-                wanted = usage.at_most_bytes + max(0, size_bytes - granted_bytes(part))
+                wanted = usage.at_most_bytes + max(0, size_bytes - (granted_bytes(part) if part else 0))
                 if wanted <= self._allowed_bytes(usage.at_most_bytes):
                     self._grant(usage, wanted, part, size_bytes)
                     return True, []
@@ -270,10 +285,11 @@ class Budget:
                 return False, []
             return None, found.unread + self._trash(chosen)
 
-    def _grant(self, usage: Usage, at_most_bytes: int, part: Path, size_bytes: int) -> None:
-        """Under the lock: record the tier's new upper bound first, then the reservation."""
+    def _grant(self, usage: Usage, at_most_bytes: int, part: Path | None, size_bytes: int) -> None:
+        """Under the lock: record the tier's new upper bound first, then a part's reservation."""
         usage.note(at_most_bytes)
-        write_whole(part / "reserved", str(size_bytes))
+        if part is not None:
+            write_whole(part / "reserved", str(size_bytes))
 
     def _contents(self, usage: Usage, without: Collection[Path] = ()) -> _Contents:
         """Under the lock: scan the tier and record its size."""

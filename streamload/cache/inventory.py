@@ -24,7 +24,7 @@ from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
 from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
 
-_OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?")
+_OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?|facts\.[0-9a-f]{32}")
 _RECORD = re.compile(r"lock|tier\.json(\.new)?")
 _SHARES = {"shards": "published", "bare": "index_only", "gone": "tombstones"}
 _KINDS = (

@@ -38,6 +38,11 @@ class FileLock:
     def __init__(self, file: Descriptor):
         self._file = file
 
+    @property
+    def file(self) -> Descriptor:
+        """The locked file: open for writing, unless the lock is shared."""
+        return self._file
+
     @classmethod
     def acquire(
         cls, path: Path, *, shared: bool = False, create: bool = False, wait: bool = False

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload import errors
+from streamload.cache.facts import ShardFacts
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard
@@ -25,6 +26,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
 from streamload.origins.origin import Version
+from streamload.shards.facts import BUILT_IN, IN_RECORDS, Column, Values
 from streamload.shards.index import IndexReader
 from streamload.shards.keys import KeySpec, chosen, usable
 from streamload.shards.samples import Entry
@@ -40,29 +42,48 @@ class Selection:
         keys: of image, text, label: a sample must have one member for each.
         keep: takes an entry; returning False excludes the sample. Its errors propagate.
         reads_all: read all members of a sample, rather than those that the keys choose.
+        columns: how the facts are made that batches are planned by and `keep` reads, by name.
     """
 
     keys: tuple[KeySpec, ...]
     keep: Keep | None = None
     reads_all: bool = False
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    @property
+    def kept_by(self) -> list[str]:
+        """The names of the facts that `keep` gets."""
+        return [] if self.keep is None else [name for name in self.columns if name not in BUILT_IN]
 
     def needed(self, extensions: Collection[str]) -> set[str]:
         """The members of a sample to read."""
         return set(extensions) if self.reads_all else chosen(extensions, self.keys)
 
-    def of(self, reader: IndexReader, start: int) -> tuple[npt.NDArray[np.bool_], int]:
-        """For each entry from `start` on whether it is used; and how many lack a required member."""
+    def of(
+        self, reader: IndexReader, start: int, facts: Mapping[str, Values]
+    ) -> tuple[npt.NDArray[np.bool_], int]:
+        """For each entry from `start` on whether it is used; and how many lack a required member.
+
+        Args:
+            reader: of an index.
+            start: the number of the first entry.
+            facts: of these entries, by name: those in `kept_by`.
+        """
         mask = usable(reader, self.keys, start)
         missing = len(mask) - int(mask.sum())
         if self.keep is not None:
             for place in np.flatnonzero(mask).tolist():
-                mask[place] = bool(self.keep(reader.entry(start + place)))
+                entry = reader.entry(start + place)
+                if facts:
+                    entry = entry._replace(facts={name: float(own[place]) for name, own in facts.items()})
+                mask[place] = bool(self.keep(entry))
         return mask, missing
 
 
 logger = logging.getLogger("streamload")
 
 Numbers = npt.NDArray[np.int64]
+Facts = dict[str, Values]
 _PATIENCE_SHARDS = 3
 _PATIENCE_SAMPLES = 3_000
 _KEYS_SHOWN = 5
@@ -107,6 +128,7 @@ class ShardCache:
         self._freshness = freshness
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, tuple[int, Numbers]] = {}
+        self._facts: dict[int, ShardFacts] = {}
         self._complete: set[int] = set()
         self._given_up: set[int] = set()
         self._tombstones: dict[str, FileLock] = {}
@@ -124,8 +146,11 @@ class ShardCache:
         view.refresh()
         seen, numbers = self._usable.get(shard, (0, np.empty(0, np.int64)))
         if view.reader is not None and view.count > seen:
+            facts = self.facts(shard, range(seen, view.count), self._selection.kept_by)
+            if facts is None or view.reader is None:
+                return numbers, False
             try:
-                mask, missing = self._selection.of(view.reader, seen)
+                mask, missing = self._selection.of(view.reader, seen, facts)
             except CacheCorrupt:
                 view.invalidate()
                 return numbers, False
@@ -169,11 +194,43 @@ class ShardCache:
         """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
         return self.view(shard).read(number, self._selection.needed, memory, found)
 
+    def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts | None:
+        """Facts of samples that have arrived, by name: float64[N], NaN where unknown.
+
+        They are the same in every process and at any time (see facts.py).
+
+        Args:
+            shard: its position in the list.
+            numbers: of the samples, in any order.
+            names: of columns of the run, or "width", "height", "caption_bytes", "image_bytes".
+
+        Returns:
+            None while the samples can't be read.
+
+        Raises:
+            DatasetChanged, OriginError: see `ShardView.read`.
+        """
+        if not len(names) or not len(numbers):
+            return {name: np.empty(0) for name in names}
+        places = np.asarray(numbers, np.int64)
+        view, columns = self.view(shard), self._selection.columns
+        made = {name: columns[name] for name in names if name not in IN_RECORDS}
+        known = self._facts.setdefault(shard, ShardFacts())
+        count = int(places.max()) + 1
+        if view.count < count or not known.extend(view, list(made.values()), count) or view.reader is None:
+            return None
+        records = view.reader.records
+        return {
+            name: known.values(made[name])[places] if name in made else _known(records[name][places])
+            for name in names
+        }
+
     def keep_open(self, shards: Collection[int]) -> None:
         """Close all other shards: they may be evicted."""
         for shard in [s for s in self._views if s not in shards]:
             self._views.pop(shard).close()
             self._usable.pop(shard, None)
+            self._facts.pop(shard, None)
 
     def mean_bytes(self) -> float:
         """The mean size of the open shards whose size is known; 0 if none is."""
@@ -282,6 +339,13 @@ class _UsableCheck:
             f"{'; given up: ' + causes if causes else ''}. Check image_key, "
             f"text_key (None: there are no captions), label_key and keep"
         )
+
+
+def _known(sizes: npt.NDArray[np.uint32]) -> Values:
+    """Facts in index records, where 0 says that they are unknown."""
+    values = sizes.astype(np.float64)
+    values[sizes == 0] = np.nan
+    return values
 
 
 def _shown(text: str) -> str:

@@ -173,7 +173,7 @@ class ShardView:
                 return None
         copy, entry = found
         if copy.is_index_only:
-            return entry, self._fetched(copy, entry)
+            return entry, self.fetched(copy, [entry])[0]
         sample = copy.sample(entry, needed, memory)
         if sample is None:
             if copy.is_in_place:
@@ -212,20 +212,34 @@ class ShardView:
                 copy.close()
         self._index = self._data = None
 
-    def _fetched(self, copy: ShardCopy, entry: Entry) -> memoryview:
+    def fetched(self, copy: ShardCopy, entries: Sequence[Entry]) -> list[memoryview]:
+        """The bytes of neighbouring samples of an index-only copy, by one request to the origin.
+
+        Raises:
+            DatasetChanged: the origin has other bytes now.
+            OriginError: it doesn't return them.
+        """
         assert self._fetch is not None
+        start, stop = entries[0].start, entries[-1].stop
         try:
-            data = memoryview(self._fetch(self.shard, copy.version, entry.start, entry.stop))
-            if is_whole(entry, data):
-                return data
-            raise DatasetChanged(
-                f"{self.shard.name} returns other bytes for sample {entry.key} than when it was indexed"
-            )
+            data = memoryview(self._fetch(self.shard, copy.version, start, stop))
+            found = [data[entry.start - start : entry.stop - start] for entry in entries]
+            for entry, own in zip(entries, found, strict=True):
+                if not is_whole(entry, own):
+                    raise DatasetChanged(
+                        f"{self.shard.name} returns other bytes for sample {entry.key} than when it was "
+                        f"indexed"
+                    )
+            return found
         except DatasetChanged:  # the index is useless, to the next run as well
             for tier in self._tiers():
                 if copy.path == tier.index_only(self.shard.digest):
                     tier.trash(copy.path)
             raise
+
+    def tier_of(self, copy: ShardCopy) -> Tier | None:
+        """The tier that has a copy."""
+        return next((tier for tier in self._tiers() if copy.path.is_relative_to(tier.root)), None)
 
     def _switch_copy(self) -> None:
         """Switch to another copy if it has more samples.

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from streamload.batches.facts import read_facts
 from streamload.batches.images import Preprocess
 from streamload.derived.features import Features, read_features
 from streamload.loader.groups import Cache, Images, Order, Shards, Workers
@@ -132,6 +133,7 @@ def make_loader(
     refuse_arguments(given.pop("unknown"), given)
     refuse_other_groups(given)
     given["features"] = read_features(features, _TAKEN)
+    given["columns"] = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
     given["device"] = None if device is None else read_device(device)
     given["seed"] = whole_number("seed", seed)

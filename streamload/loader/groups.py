@@ -33,8 +33,14 @@ class Shards:
         label_key: the same for a label, a whole number: `cls`, `json:label`. None: there are no labels.
         blank_captions: False leaves out samples whose caption is empty or only white space, like those
             without one.
-        keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes); False leaves the
-            sample out.
+        keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes, and facts by name);
+            False leaves the sample out.
+        facts: numbers that are known of each sample before it is decoded, by names of your own. "tokens": of
+            the caption by `tokenizer`; "json:score": a field of a JSON member; "scores.parquet" or
+            "scores.csv": the column of that name in a local table with the sample keys in a column `key`
+            ("scores.csv:other": another column); or a function of `__key__` and the members' bytes without
+            images, which is found changed by its code, or a pair of it and a version. Unknown: NaN. They are
+            kept beside the index (docs/guides/facts.md); tables are read when the loader is made.
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
@@ -51,6 +57,7 @@ class Shards:
     label_key: str | None = None
     blank_captions: bool = True
     keep: Keep | None = None
+    facts: Mapping[str, Any] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     max_bad_samples: float | None = 0.1
     max_bad_shards: float | None = 0.1

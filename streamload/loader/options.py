@@ -20,6 +20,7 @@ from streamload.loader.groups import GROUPS, Cache, Images, Order, Shards, Worke
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.values import parse_choice
+from streamload.shards.facts import BUILT_IN, Column
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
 from streamload.urls import UrlList
@@ -28,7 +29,7 @@ Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
 
 _PICKLED = (
-    "tokenizer", "preprocess", "shards.keep", "shards.storage_options", "workers.map_sample",
+    "tokenizer", "preprocess", "shards.keep", "shards.facts", "shards.storage_options", "workers.map_sample",
     "workers.collate", "cache.shared_options",
 )  # fmt: skip
 """The user's own objects, which are sent to the workers."""
@@ -84,6 +85,7 @@ class LoaderOptions:
     cache: Cache
     workers: Workers
     features: Mapping[str, Features]
+    columns: Mapping[str, Column]
 
     def __post_init__(self) -> None:
         if isinstance(self.shuffle, bool):
@@ -220,12 +222,13 @@ class LoaderOptions:
 
     @property
     def choice(self) -> tuple[str, ...]:
-        """The keys as a state records them."""
+        """The keys and facts as a state records them."""
         shards = self.shards
+        facts = [f"{name}={one.digest}" for name, one in self.columns.items() if name not in BUILT_IN]
         if self.workers.map_sample is not None:
-            return ("map_sample", *self.keys)
+            return ("map_sample", *self.keys, *facts)
         label = () if shards.label_key is None else (shards.label_key,)
-        return (shards.image_key, shards.text_key or "", *label)
+        return (shards.image_key, shards.text_key or "", *label, *facts)
 
     @property
     def epochs_continue(self) -> bool:

@@ -48,7 +48,7 @@ class OrderSpec:
 
     Attributes:
         data: a digest of the shards, source by source.
-        choice: which members are image, caption and label.
+        choice: which members are image, caption and label, and the digests of facts.
         train: whether it is shuffled.
         seed: of the run.
         groups: the number of sequences that the samples are split into.

@@ -175,7 +175,8 @@ def _sources(
 
 def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(KeySpec.parse(key) for key in options.keys)
-    return Selection(keys, options.shards.keep, reads_all=options.workers.map_sample is not None)
+    reads_all = options.workers.map_sample is not None
+    return Selection(keys, options.shards.keep, reads_all, options.columns)
 
 
 def _assembly(

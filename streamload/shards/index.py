@@ -94,6 +94,11 @@ class IndexReader:
         return self.ended and self.status == COMPLETE
 
     @property
+    def directory(self) -> Path:
+        """Where the files are now: the directory may have been renamed since they were opened."""
+        return Path(f"/proc/self/fd/{self._index.number}").readlink().parent
+
+    @property
     def records(self) -> npt.NDArray[np.void]:
         """All entries so far as `RECORD`s, read-only."""
         view = self._buffer[: self.count]

@@ -7,7 +7,8 @@ samples a run can use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import xxhash
@@ -74,6 +75,7 @@ class Entry(NamedTuple):
         checksum: xxh3_64 of the payloads in order; None if they were not read.
         prepared: in a prepared shard, extension and size of the original of the prepared image (`members` has
             it under the original's extension).
+        facts: the values of the run's columns, by name, where `keep` gets the entry; NaN: unknown.
     """
 
     number: int
@@ -84,6 +86,7 @@ class Entry(NamedTuple):
     caption_bytes: int
     checksum: int | None
     prepared: tuple[str, int] | None = None
+    facts: Mapping[str, float] = MappingProxyType({})
 
     @property
     def start(self) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from streamload.batches.assembly import Sample
 from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.forecast import KNOWN_PART
-from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.cache.shard_cache import Facts, Numbers, ShardCache
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Found
 from streamload.ipc import ControlBlock
@@ -132,6 +132,16 @@ class Reader:
             if ended:
                 return -1
             self._pause(wait, [shard], self._source_of(shard))
+
+    def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts:
+        """Facts of samples that have arrived, by name; waits where they have to be fetched again.
+
+        See `ShardCache.facts`.
+        """
+        wait = Wait()
+        while (found := self._cache.facts(shard, numbers, names)) is None:
+            self._pause(wait, [shard], self._source_of(shard))
+        return found
 
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
         """The entries of samples, by shard and number; None for those that have to be fetched again."""

@@ -1,0 +1,281 @@
+"""How columns of facts are made (`Shards(facts=…)`): token counts, JSON fields, users' functions, tables.
+
+Each is a `shards.facts.Column`. Values depend on a sample's key and members alone, images excepted: the image
+of a prepared shard has other bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+
+from streamload.batches.captions import read_caption, read_number
+from streamload.batches.fact_tables import read_table
+from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
+from streamload.derived.code import Describer
+from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, SampleError, add_note
+from streamload.shards.facts import BUILT_IN, Column, FactSample, Values, column_digest
+from streamload.shards.keys import KeySpec
+from streamload.shards.samples import IMAGE_EXTENSIONS
+
+FactFunction = Callable[[dict[str, Any]], "float | None"]
+"""Takes a sample as `__key__` and extension → bytes, without images."""
+
+_TABLES = (".csv", ".parquet")
+_PROBES = (
+    "", "a", "A photo of a cat.", "the  quick\tbrown fox\njumps", "naïve café – 東京 🗼", "don't they're",
+    "3.14159 2024-01-31 #hashtag @user", "http://example.com/a?b=c&amp;d", "<p>markup</p>", "a " * 2000,
+    "ANTIDISESTABLISHMENTARIANISM supercalifragilisticexpialidocious", "x" * 500, "!?;:…()[]{}",
+)  # fmt: skip
+"""Texts by whose ids tokenizers are told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """The number of a caption's tokens by the run's tokenizer, without padding; unknown without a caption."""
+
+    text: KeySpec
+    tokenizer: BatchTokenizer
+    digest: str
+    dtype: str = "<u2"
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """See Column."""
+        return _member(self.text, extensions)
+
+    def make(self, samples: Sequence[FactSample]) -> Values:
+        """See Column."""
+        captions = [self._caption(sample) for sample in samples]
+        known = [caption for caption in captions if caption is not None]
+        values = np.full(len(samples), np.nan)
+        if known:
+            values[[caption is not None for caption in captions]] = self.tokenizer.lengths(known)
+        return values
+
+    def _caption(self, sample: FactSample) -> str | None:
+        chosen = self.text.choose(sample.members)
+        if chosen is None:
+            return None
+        with contextlib.suppress(CaptionError):
+            return read_caption(sample.members[chosen[0]], chosen[1])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class JsonField:
+    """A number in a JSON member; unknown where it is missing, no number, or not finite."""
+
+    key: KeySpec
+    digest: str
+    dtype: str = "<f8"
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """See Column."""
+        return _member(self.key, extensions)
+
+    def make(self, samples: Sequence[FactSample]) -> Values:
+        """See Column."""
+        values = np.full(len(samples), np.nan)
+        for place, sample in enumerate(samples):
+            chosen = self.key.choose(sample.members)
+            if chosen is not None and chosen[1] is not None:
+                with contextlib.suppress(SampleError):
+                    values[place] = read_number(sample.members[chosen[0]], chosen[1])
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionFact:
+    """What a user's function returns for a sample: a number, or None for unknown. Its errors propagate."""
+
+    function: FactFunction
+    digest: str
+    dtype: str = "<f8"
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """See Column."""
+        return [name for name in extensions if name.rpartition(".")[2] not in IMAGE_EXTENSIONS]
+
+    def make(self, samples: Sequence[FactSample]) -> Values:
+        """See Column."""
+        return np.array([self._value(sample) for sample in samples], np.float64)
+
+    def _value(self, sample: FactSample) -> float:
+        try:
+            value = self.function({"__key__": sample.entry.key, **sample.members})
+            return math.nan if value is None else float(value)
+        except OverflowError:
+            return math.nan
+        except Exception as exc:
+            add_note(exc, f"in a function of facts=, for sample {sample.entry.key!r}")
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class TableFact:
+    """A value for each sample key, from a table; unknown for keys that it lacks or has with other values.
+
+    Attributes:
+        keys: uint64[N], xxh3_64 of the keys, ascending.
+        values: float64[N].
+    """
+
+    keys: npt.NDArray[np.uint64] = field(repr=False)
+    values: Values = field(repr=False)
+    digest: str = ""
+    dtype: str = "<f8"
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """See Column."""
+        return ()
+
+    def make(self, samples: Sequence[FactSample]) -> Values:
+        """See Column."""
+        hashes = [
+            xxh3_64_intdigest(sample.entry.key.encode("utf-8", "surrogateescape")) for sample in samples
+        ]
+        wanted = np.array(hashes, np.uint64)
+        if not len(self.keys):
+            return np.full(len(wanted), np.nan)
+        places = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        return np.where(self.keys[places] == wanted, self.values[places], np.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBytes:
+    """The size of a sample's image in the original shard; unknown if it has none."""
+
+    image: KeySpec
+    digest: str
+    dtype: str = "<u4"
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """See Column."""
+        return ()
+
+    def make(self, samples: Sequence[FactSample]) -> Values:
+        """See Column."""
+        sizes = [sample.entry.sizes for sample in samples]
+        chosen = [self.image.choose(own) for own in sizes]
+        found = [math.nan if one is None else own[one[0]] for own, one in zip(sizes, chosen, strict=True)]
+        return np.array(found, np.float64)
+
+
+def read_facts(
+    facts: Mapping[str, Any] | None, image_key: str, text_key: str | None, tokenizer: Any
+) -> dict[str, Column]:
+    """The columns of a run, by name: those that are asked for, and "image_bytes". Reads tables.
+
+    Args:
+        facts: as Shards has them.
+        image_key: of the run.
+        text_key: of the run; None: it has no captions.
+        tokenizer: of the run; None: it has none.
+
+    Raises:
+        OptionError: a form or name that can't be used, or a table that can't be read.
+    """
+    image = KeySpec.parse(image_key)
+    definition = ["image_bytes", image.choices]
+    columns: dict[str, Column] = {"image_bytes": ImageBytes(image, column_digest(definition))}
+    for name, fact in (facts or {}).items():
+        if not isinstance(name, str) or name in BUILT_IN:
+            raise OptionError(f"facts={{{name!r}: …}}; expected a name other than {', '.join(BUILT_IN)}")
+        columns[name] = _column(name, fact, text_key, tokenizer)
+    return columns
+
+
+def token_count(text_key: str | None, tokenizer: Any) -> Column:
+    """The column of a run's token counts.
+
+    Raises:
+        OptionError: there are no captions or no tokenizer, or it draws random numbers.
+    """
+    adapted = adapt_tokenizer(tokenizer)
+    if text_key is None or adapted is None:
+        raise OptionError("the fact 'tokens' needs a tokenizer, and a text_key that selects captions")
+    if adapted.draws():
+        raise OptionError(
+            "the fact 'tokens' is the same in each epoch, but this tokenizer draws random numbers"
+        )
+    text = KeySpec.parse(text_key)
+    definition = ["tokens", text.choices, *_described_tokenizer(tokenizer, adapted)]
+    return TokenCount(text, adapted, column_digest(definition))
+
+
+def _column(name: str, fact: Any, text_key: str | None, tokenizer: Any) -> Column:
+    where = f"facts={{{name!r}: {fact!r:.60}}}"
+    if isinstance(fact, tuple) and len(fact) == 2 and callable(fact[0]) and isinstance(fact[1], str):
+        return FunctionFact(fact[0], column_digest(["function", "version", fact[1]]))
+    if callable(fact):
+        return FunctionFact(fact, column_digest(["function", *_described(fact, where)]))
+    if fact == "tokens":
+        return token_count(text_key, tokenizer)
+    if not isinstance(fact, str | Path):
+        raise OptionError(
+            f'{where}; expected "tokens", "json:<field>", a table (.csv, .parquet), a function, or a pair of '
+            f"a function and its version"
+        )
+    table, column = _table(str(fact))
+    if table is not None:
+        keys, values = read_table(table, column or name)
+        content = xxh3_128_hexdigest(keys.tobytes() + values.tobytes())
+        return TableFact(keys, values, column_digest(["table", content]))
+    key = KeySpec.parse(str(fact))
+    if not all(one for _, one in key.choices):
+        raise OptionError(f'{where}; expected "tokens", "json:<field>", or the path of a .csv or .parquet')
+    return JsonField(key, column_digest(["json", key.choices]))
+
+
+def _table(text: str) -> tuple[Path | None, str]:
+    """The path of a table and the name of its column, from `path` or `path:column`; None: it isn't one."""
+    if Path(text).suffix.lower() in _TABLES:
+        return Path(text).expanduser(), ""
+    path, _, column = text.rpartition(":")
+    return (Path(path).expanduser(), column) if Path(path).suffix.lower() in _TABLES else (None, "")
+
+
+def _described(function: Any, where: str) -> list[Any]:
+    """What a function's results depend on beside its argument."""
+    describer = Describer()
+    try:
+        return [describer.value(function, where), describer.code]
+    except FeatureNotCacheable as exc:
+        raise OptionError(
+            f"{str(exc).partition('; ')[0]}; give the function with a version that you change with its code: "
+            f'(function, "1")'
+        ) from exc
+
+
+def _described_tokenizer(tokenizer: Any, adapted: BatchTokenizer) -> list[Any]:
+    """What token counts depend on: the class and vocabulary, and the lengths and ids of some captions."""
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    found: list[Any] = [type(tokenizer).__qualname__, type(inner).__qualname__]
+    fast, vocabulary = getattr(inner, "backend_tokenizer", None), getattr(inner, "encoder", None)
+    if fast is not None:
+        parts = json.loads(fast.to_str())
+        for last in ("padding", "truncation"):  # of its last call
+            parts.pop(last, None)
+        found.append(parts)
+    elif isinstance(vocabulary, dict):
+        found.append(sorted(vocabulary.items()))
+    else:
+        with contextlib.suppress(FeatureNotCacheable):
+            describer = Describer()
+            found.append([describer.value(tokenizer, "tokenizer"), describer.code])
+    captions = list(_PROBES)
+    return [*found, adapted.lengths(captions).tolist(), adapted(captions, [0] * len(captions)).ids.tolist()]
+
+
+def _member(key: KeySpec, extensions: Collection[str]) -> Collection[str]:
+    chosen = key.choose(extensions)
+    return () if chosen is None else (chosen[0],)

@@ -1,0 +1,149 @@
+"""A column of facts: a number for each sample of a shard, and the format of its file beside the index.
+
+A file is a sequence of frames, appended in the order of the entries. A frame's checksum covers its values and
+the index records of its samples: values of other samples, or of another index, never pass. batches/facts.py
+makes the values, cache/facts.py has the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from struct import Struct
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64
+
+from streamload.shards.samples import Entry
+
+Values = npt.NDArray[np.float64]
+"""Facts of samples in order; NaN: unknown."""
+
+BUILT_IN = ("width", "height", "caption_bytes", "image_bytes")
+"""Facts that every run has: the first three are in the index records."""
+IN_RECORDS = frozenset(BUILT_IN[:3])
+
+_FORMAT = 1
+"""Of the file, and of how columns of streamload's own are made."""
+_HEAD = Struct("<IIQ")
+"""The number of a frame's first entry, how many there are, and the bytes of their values."""
+_CHECK = Struct("<Q")
+
+
+class FactSample(NamedTuple):
+    """A sample of which facts are made: its entry, and the bytes of the members that were asked for."""
+
+    entry: Entry
+    members: Mapping[str, bytes]
+
+
+class Column(Protocol):
+    """How one fact is made of a sample: from its members' bytes or its key alone, the same everywhere."""
+
+    @property
+    def digest(self) -> str:
+        """32 hex characters of all that the values depend on beside the sample; names the file."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The type of a stored value: "<u2", "<u4" or "<f8"."""
+        ...
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
+        ...
+
+    def make(self, samples: Sequence[FactSample]) -> Values:
+        """Return the value of each sample."""
+        ...
+
+
+def column_digest(definition: Any) -> str:
+    """The digest of a column from its definition, in JSON values."""
+    return hashlib.blake2b(
+        json.dumps([_FORMAT, definition], sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
+
+
+def pack_values(values: Values, dtype: str) -> bytes:
+    """Pack values as they are stored; those of a whole-number type are clipped to its range."""
+    if dtype == "<f8":
+        return np.where(np.isfinite(values), values, np.nan).astype(dtype).tobytes()
+    unknown = np.iinfo(dtype).max
+    known = np.clip(np.nan_to_num(values, nan=0.0), 0, unknown - 1)
+    return np.where(np.isfinite(values), known, unknown).astype(dtype).tobytes()
+
+
+def unpack_values(data: bytes, dtype: str) -> Values:
+    """Return packed values as float64."""
+    stored = np.frombuffer(data, dtype)
+    values = stored.astype(np.float64)
+    if dtype != "<f8":
+        values[stored == np.iinfo(dtype).max] = np.nan
+    return values
+
+
+def pack_frame(first: int, values: bytes, records: npt.NDArray[np.void]) -> bytes:
+    """Pack the values of the samples from number `first` on.
+
+    Args:
+        first: the number of the first sample.
+        values: packed.
+        records: the index records of all samples, at least up to the last of these.
+    """
+    count = len(records) - first
+    head = _HEAD.pack(first, count, len(values))
+    return head + _CHECK.pack(_checksum(head, values, records[first:])) + values
+
+
+class Frames(NamedTuple):
+    """The valid frames at the start of some bytes of a file.
+
+    Attributes:
+        values: packed.
+        stop: the number of the sample after the last of theirs.
+        size_bytes: of the frames.
+        is_behind: whether the next frame is of samples that aren't among the given records.
+    """
+
+    values: bytes
+    stop: int
+    size_bytes: int
+    is_behind: bool
+
+
+def valid_frames(data: bytes, records: npt.NDArray[np.void], first: int = 0) -> Frames:
+    """Read frames up to the first that is cut, fails its check, or is of more samples than there are records.
+
+    Args:
+        data: of a file, from a frame on.
+        records: the index records of the shard's samples so far.
+        first: the number of the first sample of that frame.
+    """
+    found, count, at = bytearray(), first, 0
+    while at + _HEAD.size + _CHECK.size <= len(data):
+        head = data[at : at + _HEAD.size]
+        number, more, size_bytes = _HEAD.unpack(head)
+        begin = at + _HEAD.size + _CHECK.size
+        if number != count or not more or begin + size_bytes > len(data):
+            break
+        if count + more > len(records):
+            return Frames(bytes(found), count, at, is_behind=True)
+        values = data[begin : begin + size_bytes]
+        (check,) = _CHECK.unpack_from(data, at + _HEAD.size)
+        if _checksum(head, values, records[count : count + more]) != check:
+            break
+        found += values
+        count, at = count + more, begin + size_bytes
+    return Frames(bytes(found), count, at, is_behind=False)
+
+
+def _checksum(head: bytes, values: bytes, records: npt.NDArray[np.void]) -> int:
+    digest = xxh3_64(head)
+    digest.update(records.tobytes())
+    digest.update(values)
+    return digest.intdigest()
