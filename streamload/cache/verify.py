@@ -1,4 +1,4 @@
-"""Verify what a tier holds: each index, and each sample against its checksum.
+"""Verify what a tier holds: each index, each sample against its checksum, and the facts beside the index.
 
 Covers what readers could get: published shards, index-only copies, and orphaned parts up to their last entry.
 Bytes between samples (tar headers and padding) are never read, and aren't compared. Safe while trainings run:
@@ -27,6 +27,7 @@ from streamload.cache.shard_copy import checksum
 from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, StreamloadError
+from streamload.shards.facts import valid_frames
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
 from streamload.shards.record import open_file
@@ -67,12 +68,15 @@ class Verified:
         samples: how many have been read.
         size_bytes: of the data that has been read.
         damage: None if nothing is wrong.
+        bad_facts: how many files of facts fail their checksums; removed with `take_out`, and made again by
+            the next run that needs them.
     """
 
     held: HeldShard
     samples: int
     size_bytes: int
     damage: Damage | None
+    bad_facts: int = 0
 
 
 def verify(
@@ -134,7 +138,7 @@ def _verify(
             name = known.name if known is not None else ""
             return Verified(held, 0, 0, Damage(held.digest, held.kind, name, _describe(exc), 0))
         with directory:
-            reading = _Reading(held, known, halt)
+            reading = _Reading(held, known, take_out, halt)
             with contextlib.suppress(_Halted):
                 reading.run()
             url = url_of(held.path) or (known.name if known is not None else "")
@@ -144,17 +148,19 @@ def _verify(
             if reading.cause:
                 taken_out = take_out and _take_out(tier, held, directory)
                 damage = Damage(held.digest, held.kind, url, reading.cause, reading.size_bytes, taken_out)
-            return Verified(held, reading.samples, reading.read_bytes, damage)
+            return Verified(held, reading.samples, reading.read_bytes, damage, reading.bad_facts)
     return None
 
 
 class _Reading:
     """One reading of one directory of the tier; `cause` is what is wrong."""
 
-    def __init__(self, held: HeldShard, known: Shard | None, halt: threading.Event):
+    def __init__(self, held: HeldShard, known: Shard | None, take_out: bool, halt: threading.Event):
         self.cause = ""
+        self.bad_facts = 0
         self._held = held
         self._known = known
+        self._takes_out = take_out
         self._halt = halt
         self.samples = 0
         self.read_bytes = 0
@@ -182,6 +188,8 @@ class _Reading:
                 return
             if not self.cause:
                 self._check_samples(reader, data)
+            if not self.cause and reader.ended:
+                self._check_facts(reader)
 
     def _check_whole(self, reader: IndexReader, data: int) -> str:
         """What is wrong with a published shard before its samples are read; empty if nothing is."""
@@ -231,6 +239,23 @@ class _Reading:
                 first = first or why
         if bad:
             self.cause = first + (f", and {bad - 1} more of {reader.count}" if bad > 1 else "")
+
+    def _check_facts(self, reader: IndexReader) -> None:
+        """Find the files of facts that don't belong to the index, and remove them if that was asked for."""
+        for path in self._held.path.glob("facts.*"):
+            try:
+                with contextlib.suppress(FileNotFoundError), open_file(path) as file:
+                    data = os.pread(file.number, os.fstat(file.number).st_size, 0)
+                    if valid_frames(data, reader.records).size_bytes == len(data):
+                        continue
+            except OSError:  # not a file of ours: see inventory.py
+                continue
+            lock = FileLock.acquire(path)
+            if lock is not None:  # else a process writes it now
+                self.bad_facts += 1
+                if self._takes_out:
+                    path.unlink(missing_ok=True)
+                lock.close()
 
     def _took(self, extension: str, piece: bytes) -> None:
         if self._halt.is_set():

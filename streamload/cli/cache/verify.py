@@ -26,6 +26,7 @@ class _Tally:
     gone: int = 0
     samples: int = 0
     read_bytes: int = 0
+    bad_facts: int = 0
     damages: "list[Damage]" = field(default_factory=list)
 
     def add(self, look: "Verified | None") -> None:
@@ -36,6 +37,7 @@ class _Tally:
         self.parts += look.held.kind == "parts"
         self.samples += look.samples
         self.read_bytes += look.size_bytes
+        self.bad_facts += look.bad_facts
         if look.damage is not None:
             self.damages.append(look.damage)
 
@@ -128,6 +130,7 @@ def _print_json(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
         "gone": tally.gone,
         "samples": tally.samples,
         "read_bytes": tally.read_bytes,
+        "bad_facts": tally.bad_facts,
         "bad": bad,
         "foreign": [{"path": str(found.path), "what": found.what} for found in foreign(tier)],
     }
@@ -152,6 +155,8 @@ def _print_table(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
     if tally.damages:
         console.print(table)
     print_foreign(console, list(foreign(tier)))
+    if tally.bad_facts:
+        console.print(f"{tally.bad_facts:,} files of facts fail their checksums: a run makes them again")
     repaired = f", {sum(done.is_done for done in repairs):,} of them repaired" if repairs else ""
     result = f"{len(tally.damages):,} damaged{repaired}" if tally.damages else "no damage"
     console.print(
