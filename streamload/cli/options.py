@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,4 +86,23 @@ def preparation_of(text: str) -> Preparation:
 
     found = Preparation.parse(text, read_settings().max_image_pixels)
     torch.set_num_threads(1)
+    return found
+
+
+def named(name: str) -> Any:
+    """What `package.module:name` names; packages in the working directory are found.
+
+    Raises:
+        OptionError: there is nothing of that name.
+    """
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for step in attribute.split("."):
+            found = getattr(found, step)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise OptionError(f"{name!r} can't be imported ({exc}); expected package.module:name") from exc
     return found

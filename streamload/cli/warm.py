@@ -19,6 +19,7 @@ from streamload.cli.options import (
     SharedCacheOptions,
     StorageOptions,
     WriteBack,
+    named,
     preparation_of,
     storage_options_of,
 )
@@ -28,12 +29,26 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from streamload.daemon.warm import WarmProgress, WarmReport
+    from streamload.shards.facts import Column
 
 
 Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
 Prepare = Annotated[
     str | None, typer.Option(help='Keep their images prepared: "raw", "raw-256", "jpeg-256-q90".')
 ]
+Facts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Make a fact of Shards(facts=…) for each sample: NAME=FORM, or FORM alone where the name "
+        "doesn't matter: tokens, json:FIELD, a .csv or .parquet, or package.module:name of a function. "
+        "Repeatable."
+    ),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="package.module:name of the training's tokenizer, for --facts tokens.")
+]
+ImageKey = Annotated[str, typer.Option(help="As Shards(image_key=…) of the training, for --facts.")]
+TextKey = Annotated[str, typer.Option(help="As Shards(text_key=…) of the training, for --facts tokens.")]
 
 
 def warm(
@@ -50,6 +65,10 @@ def warm(
     ray: RayAddress = None,
     ray_cpus: RayCpus = 1.0,
     prepare: Prepare = None,
+    facts: Facts = None,
+    tokenizer: Tokenizer = None,
+    image_key: ImageKey = "jpg;png;jpeg;webp",
+    text_key: TextKey = "txt",
     as_json: AsJson = False,
 ) -> None:
     """Fill the cache with shards once.
@@ -68,6 +87,8 @@ def warm(
         "prepare": None if prepare is None else preparation_of(prepare),
     }
     if ray is not None:
+        if facts:
+            raise OptionError("--facts are kept in a node's own cache, which --ray doesn't fill")
         if as_json:
             raise OptionError("--json is for a warm-up by this process, without --ray")
         _warm_by_ray(
@@ -84,6 +105,7 @@ def warm(
             cache=cache,
             memory_size=memory_size,
             concurrency=8 if concurrency is None else concurrency,
+            facts=_columns(facts or [], image_key, text_key, tokenizer),
             on_progress=bar.show,
             **common,
         )
@@ -93,6 +115,23 @@ def warm(
         _print(report)
     if report.failures or report.shared_failures:
         raise typer.Exit(1)
+
+
+def _columns(facts: list[str], image_key: str, text_key: str, tokenizer: str | None) -> "list[Column]":
+    """The columns of --facts; torch is imported only if there are any."""
+    if not facts:
+        return []
+    from streamload.batches.facts import read_facts
+
+    forms: dict[str, Any] = {}
+    for text in facts:
+        name, equals, form = text.partition("=")
+        form = form if equals else name
+        is_form = form == "tokens" or form.startswith("json:") or ".csv" in form or ".parquet" in form
+        forms[name] = form if is_form else named(form)
+    return list(
+        read_facts(forms, image_key, text_key, None if tokenizer is None else named(tokenizer)).values()
+    )
 
 
 def _print(report: "WarmReport") -> None:
@@ -108,6 +147,8 @@ def _print(report: "WarmReport") -> None:
             f"{report.shards_local} of them are local files: only their indexes are in the cache, their data "
             f"is read where it is"
         )
+    if report.shards_with_facts:
+        print(f"the facts of {report.shards_with_facts} shards are beside their indexes")
     if report.shared_stored:
         print(f"{report.shared_stored} were stored in the shared cache")
     without_room = set(report.no_room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -15,9 +16,11 @@ from typing import Any
 
 from streamload.cache import demand
 from streamload.cache.demand import DemandFile
+from streamload.cache.facts import ShardFacts
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
 from streamload.cache.shard import Shard, ShardList, by_name
+from streamload.cache.shard_view import ShardView
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import Tier
 from streamload.daemon.daemon import Daemon
@@ -29,10 +32,12 @@ from streamload.daemon.targets import LocalTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.derived.prepared import Recipe
 from streamload.derived.recipes import Recipes
+from streamload.errors import StreamloadError
 from streamload.metrics import Counters
 from streamload.options import Settings, read_settings
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
+from streamload.shards.facts import Column
 from streamload.urls import UrlList, expand_urls
 
 _TICK_SECONDS = 0.1
@@ -67,6 +72,7 @@ class WarmReport:
         failures: why shards couldn't be fetched or stored in the tier, by their names.
         no_room: the names of those among them for which the tier has no room.
         shared_failures: why shards couldn't be stored in the shared cache, by their names.
+        shards_with_facts: those of whose samples the facts are in the tier.
     """
 
     cache_dir: Path
@@ -80,6 +86,7 @@ class WarmReport:
     failures: Mapping[str, str]
     no_room: Sequence[str]
     shared_failures: Mapping[str, str]
+    shards_with_facts: int
 
 
 class _WarmTarget(LocalTarget):
@@ -160,6 +167,7 @@ def warm(
     storage_options: Mapping[str, Any] | None = None,
     concurrency: int = 8,
     prepare: Recipe | None = None,
+    facts: Sequence[Column] = (),
     on_progress: Callable[[WarmProgress], None] = lambda progress: None,
 ) -> WarmReport:
     """Fill a tier with shards once; takes up partial fills.
@@ -179,6 +187,7 @@ def warm(
         storage_options: for fsspec.
         concurrency: shards that are filled at once.
         prepare: store the shards prepared by this recipe.
+        facts: columns to make of their samples, once they are in the tier.
         on_progress: called several times a second.
 
     Raises:
@@ -199,7 +208,7 @@ def warm(
     warn_of_shared_headers(listed, storage)
     with _WarmUp(listed, settings, shared, storage, concurrency, prepare) as run:
         run.work(on_progress)
-        report = run.report()
+        report = run.report(run.make_facts(facts) if facts else 0)
     done = run.counts.snapshot()
     return replace(
         report,
@@ -283,7 +292,15 @@ class _WarmUp:
             time.sleep(_TICK_SECONDS)
         on_progress(self._progress())
 
-    def report(self) -> WarmReport:
+    def make_facts(self, columns: Sequence[Column]) -> int:
+        """Make the facts of the shards in the tier; return the number of these."""
+        made = 0
+        for shard in self._shards:
+            with contextlib.suppress(StreamloadError), closing(ShardView(self._tier, shard)) as view:
+                made += view.ended and not view.gave_up and ShardFacts().extend(view, columns, view.count)
+        return made
+
+    def report(self, shards_with_facts: int) -> WarmReport:
         """What the warm-up did, so far without its transfers."""
         failed = self._daemon.failures.by_key()
         ordered = [(shard.name, failed[shard.digest]) for shard in self._shards if shard.digest in failed]
@@ -302,6 +319,7 @@ class _WarmUp:
             failures=failures,
             no_room=list(failures)[len(gave_up) :],
             shared_failures=self._target.failures,
+            shards_with_facts=shards_with_facts,
         )
 
     def _progress(self) -> WarmProgress:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +12,7 @@ from streamload.cli.options import (
     SharedCache,
     SharedCacheOptions,
     StorageOptions,
+    named,
     storage_options_of,
 )
 from streamload.errors import OptionError
@@ -74,8 +72,8 @@ def make(
     has_texts = features.inputs != "image"
     given = streamload.make_loader(
         "::".join(urls),
-        _named(tokenizer) if tokenizer is not None else None,
-        preprocess=_named(preprocess) if preprocess is not None else None,
+        named(tokenizer) if tokenizer is not None else None,
+        preprocess=named(preprocess) if preprocess is not None else None,
         batch_size=batch_size,
         num_workers=workers,
         train=False,
@@ -143,7 +141,7 @@ def _features(name: str, device: str | None) -> Features:
 
     from streamload.loader import Features
 
-    found = _named(name)
+    found = named(name)
     if not isinstance(found, torch.nn.Module | Features):
         if not callable(found):
             raise OptionError(
@@ -156,22 +154,3 @@ def _features(name: str, device: str | None) -> Features:
     if device is not None:
         features.module.to(device)
     return features
-
-
-def _named(name: str) -> Any:
-    """What `package.module:name` names; packages in the working directory are found.
-
-    Raises:
-        OptionError: there is nothing of that name.
-    """
-    module, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module)
-        for step in attribute.split("."):
-            found = getattr(found, step)
-    except (ImportError, AttributeError, ValueError) as exc:
-        raise OptionError(f"{name!r} can't be imported ({exc}); expected package.module:name") from exc
-    return found
