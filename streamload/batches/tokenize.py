@@ -90,6 +90,10 @@ class BatchTokenizer:
         Raises:
             TypeError, ValueError: see `__call__`.
         """
+        if self._options:  # in half the time without the padding
+            unpadded = {**self._options, "padding": False, "return_tensors": None}
+            rows = self._tokenizer(captions, **unpadded)["input_ids"]
+            return np.array([len(row) for row in rows], np.int64)
         texts = self._texts(captions)
         mask = texts.others.get("attention_mask")
         if mask is not None:

@@ -8,7 +8,6 @@ samples a run can use.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import xxhash
@@ -86,7 +85,7 @@ class Entry(NamedTuple):
     caption_bytes: int
     checksum: int | None
     prepared: tuple[str, int] | None = None
-    facts: Mapping[str, float] = MappingProxyType({})
+    facts: Mapping[str, float] = {}
 
     @property
     def start(self) -> int:
