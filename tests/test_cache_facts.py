@@ -18,6 +18,7 @@ import pytest
 from tiers import SAMPLES, SHARDS, Filled, flip, until
 
 from streamload.batches.facts import read_facts
+from streamload.cache.fill import Filled as FillResult
 from streamload.cache.fill import fill
 from streamload.cache.garbage import clear, collect_garbage
 from streamload.cache.inventory import take_inventory
@@ -25,10 +26,11 @@ from streamload.cache.shard import ShardList, shard_of
 from streamload.cache.shard_cache import Selection, ShardCache
 from streamload.cache.tier import Tier
 from streamload.cache.verify import verify
+from streamload.errors import DatasetChanged
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.shards.facts import Column
-from streamload.testing.shards import read_oracle, write_shards
+from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.urls import expand_urls
 
 NAMES = ("index", "letters", "image_bytes", "width")
@@ -230,6 +232,39 @@ def test_an_index_only_shard_needs_no_bytes_for_a_table(filled: Filled, tmp_path
         found = cache.facts(1, [2, 3], ["p", "image_bytes"])
     np.testing.assert_array_equal(found["p"], [math.nan, 0.5])
     assert filled.asked_for() == set()
+
+
+def test_an_index_only_shard_whose_origin_has_changed_fails(filled: Filled):
+    index_only = filled.index_only(1)
+    write_shards(filled.data, [SAMPLES] * SHARDS, seed=41, options=ShardOptions(folder="other/"))
+    with (
+        opened(filled.tier, filled.urls, fetch=read_range) as cache,
+        pytest.raises(DatasetChanged),
+    ):
+        cache.facts(1, range(SAMPLES), ["letters"])
+    assert files_of(index_only) == []
+
+
+def test_a_shard_that_was_given_up_has_the_facts_of_the_samples_before(filled: Filled):
+    expected_letters = expected(filled.paths[0])["letters"]
+    filled.tier.trash(filled.shard(0))
+    content = bytearray(filled.paths[0].read_bytes())
+    header = content.index(b"00000000007.jpg")
+    content[header : header + 512] = bytes([7]) * 512
+    filled.paths[0].write_bytes(content)
+    part, shard = filled.tier.claim(filled.digest(0)), shard_of(filled.urls[0], None)
+    outcome = fill(part, shard, lambda: open_origin(shard.url), next_use=lambda: 0.0, stop=threading.Event())
+    assert outcome.result is FillResult.GAVE_UP
+    for _ in range(2):
+        with opened(filled.tier, filled.urls) as cache:
+            numbers, ended = cache.arrived(0)
+            assert ended
+            found = cache.facts(0, numbers, ["letters"])
+            np.testing.assert_array_equal(found["letters"], expected_letters[: len(numbers)])
+            assert 0 < len(numbers) < SAMPLES
+    assert len(files_of(filled.tier.tombstone(filled.digest(0)))) == 1
+    assert not take_inventory(filled.tier).foreign
+    outcome.tombstone.close()
 
 
 def test_a_local_shard_is_read_where_it_is(filled: Filled, made_log: Callable[[], list[str]]):

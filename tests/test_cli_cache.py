@@ -162,6 +162,7 @@ def test_cache_verify_says_that_all_is_good(held, streamload):
         "gone": 0,
         "samples": SHARDS * SAMPLES,
         "read_bytes": 0,
+        "bad_facts": 0,
         "bad": [],
         "foreign": [],
     }

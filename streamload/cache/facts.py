@@ -75,7 +75,7 @@ class ShardFacts:
         copy = found[0]
         with ExitStack() as locks:
             for column in lacking:
-                file = self._files.setdefault(column.digest, _File(column.digest))
+                file = self._files.setdefault(column.digest, _File(column))
                 locks.callback(file.unlock)
                 file.open(view, copy)
                 self._take(file, column, copy)
@@ -130,7 +130,7 @@ class ShardFacts:
         made = pack_values(column.make(samples[len(known) - stop :]), column.dtype)
         values = np.concatenate([known, unpack_values(made, column.dtype)])
         self._values[column.digest] = values
-        self._files[column.digest].append(values, column.dtype, copy.reader.records[:stop])
+        self._files[column.digest].append(values, copy.reader.records[:stop])
 
 
 class _Unreadable(Exception):
@@ -141,11 +141,12 @@ class _File:
     """The file of one column beside a shard's index; open only while it is read or extended.
 
     Args:
-        digest: of the column.
+        column: whose values it has.
     """
 
-    def __init__(self, digest: str):
-        self._name = f"facts.{digest}"
+    def __init__(self, column: Column):
+        self._name = f"facts.{column.digest}"
+        self._dtype = column.dtype
         self._path = Path()
         self._tier: Tier | None = None  # None: nothing is stored
         self._lock: FileLock | None = None
@@ -170,6 +171,8 @@ class _File:
             first = self._count
             data = os.pread(file.number, status.st_size - self._size_bytes, self._size_bytes)
             found = valid_frames(data, copy.reader.records, first)
+            if len(found.values) != (found.stop - first) * np.dtype(self._dtype).itemsize:
+                return first, b""  # no writer of ours
             self._count, self._size_bytes = found.stop, self._size_bytes + found.size_bytes
             if found.is_behind and not copy.reader.ended:
                 self._tier = None  # another process knows of more samples: its values stay
@@ -197,17 +200,16 @@ class _File:
             self._lock.close()
             self._lock = None
 
-    def append(self, values: Values, dtype: str, records: npt.NDArray[np.void]) -> None:
+    def append(self, values: Values, records: npt.NDArray[np.void]) -> None:
         """Append the values that the locked file lacks; what can't be written isn't stored.
 
         Args:
             values: of all samples so far.
-            dtype: as they are stored.
             records: the index records of these samples.
         """
         if self._lock is None or self._tier is None:
             return
-        frame = pack_frame(self._count, pack_values(values[self._count :], dtype), records)
+        frame = pack_frame(self._count, pack_values(values[self._count :], self._dtype), records)
         size_bytes = self._size_bytes + len(frame)
         more_bytes = blocks_bytes(size_bytes) - max(BLOCK_BYTES, blocks_bytes(self._size_bytes))
         try:
