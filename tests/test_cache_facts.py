@@ -30,7 +30,7 @@ from streamload.errors import DatasetChanged
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.shards.facts import Column
-from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from streamload.testing.shards import read_oracle, write_shards
 from streamload.urls import expand_urls
 
 NAMES = ("index", "letters", "image_bytes", "width")
@@ -236,7 +236,7 @@ def test_an_index_only_shard_needs_no_bytes_for_a_table(filled: Filled, tmp_path
 
 def test_an_index_only_shard_whose_origin_has_changed_fails(filled: Filled):
     index_only = filled.index_only(1)
-    write_shards(filled.data, [SAMPLES] * SHARDS, seed=41, options=ShardOptions(folder="other/"))
+    write_shards(filled.data, [SAMPLES] * SHARDS, seed=42)
     with (
         opened(filled.tier, filled.urls, fetch=read_range) as cache,
         pytest.raises(DatasetChanged),
