@@ -79,8 +79,10 @@ class ShardFacts:
                 locks.callback(file.unlock)
                 file.open(view, copy)
                 self._take(file, column, copy)
-                if len(self.values(column)) < count:
+                if len(self.values(column)) < count and not file.is_behind:
                     self._lock(file, column, copy, count)
+            if any(self._files[one.digest].is_behind for one in self._lacking(columns, count)):
+                return False  # another process has them, by an index that has grown since
             return self._make(view, copy, self._lacking(columns, count))
 
     def _lacking(self, columns: Sequence[Column], count: int) -> list[Column]:
@@ -142,11 +144,15 @@ class _File:
 
     Args:
         column: whose values it has.
+
+    Attributes:
+        is_behind: whether it goes on with samples that the index didn't have when it was read.
     """
 
     def __init__(self, column: Column):
         self._name = f"facts.{column.digest}"
         self._dtype = column.dtype
+        self.is_behind = False
         self._path = Path()
         self._tier: Tier | None = None  # None: nothing is stored
         self._lock: FileLock | None = None
@@ -174,10 +180,9 @@ class _File:
             if len(found.values) != (found.stop - first) * np.dtype(self._dtype).itemsize:
                 return first, b""  # no writer of ours
             self._count, self._size_bytes = found.stop, self._size_bytes + found.size_bytes
-            if found.is_behind and not copy.reader.ended:
-                self._tier = None  # another process knows of more samples: its values stay
+            self.is_behind = found.is_behind and not copy.reader.ended
             return first, found.values
-        self._identity, self._count, self._size_bytes = (0, 0), 0, 0
+        self._identity, self._count, self._size_bytes, self.is_behind = (0, 0), 0, 0, False
         return 0, b""
 
     def lock(self) -> bool:

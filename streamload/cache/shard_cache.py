@@ -218,6 +218,7 @@ class ShardCache:
         known = self._facts.setdefault(shard, ShardFacts())
         count = int(places.max()) + 1
         if view.count < count or not known.extend(view, list(made.values()), count) or view.reader is None:
+            view.refresh()
             return None
         records = view.reader.records
         return {

@@ -129,7 +129,8 @@ def valid_frames(data: bytes, records: npt.NDArray[np.void], first: int = 0) -> 
         head = data[at : at + _HEAD.size]
         number, more, size_bytes = _HEAD.unpack(head)
         begin = at + _HEAD.size + _CHECK.size
-        if number != count or not more or begin + size_bytes > len(data):
+        is_sane = more and size_bytes in (2 * more, 4 * more, 8 * more)
+        if number != count or not is_sane or begin + size_bytes > len(data):
             break
         if count + more > len(records):
             return Frames(bytes(found), count, at, is_behind=True)
