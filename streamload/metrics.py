@@ -56,6 +56,7 @@ COUNTERS: dict[str, str] = {
     **{f"samples_replaced_{cause}": f"samples replaced because {why}" for cause, why in CAUSES.items()},
     "feature_rows_read": "rows of features that were stored, and came with batches",
     "feature_rows_computed": "rows of features that weren't, and were computed in the training's process",
+    "feature_rows_damaged": "rows of derived shards that failed their checksum, and were computed again",
     "feature_read_ns": "time that workers spent reading rows of features, summed over workers",
     "feature_compute_ns": "time that the training's process spent computing and storing rows of features",
     "batches_yielded": "batches that the training loop took",
@@ -176,6 +177,7 @@ class Snapshot:
     checksum_failures: int = 0
     feature_rows_read: int = 0
     feature_rows_computed: int = 0
+    feature_rows_damaged: int = 0
     samples_yielded: int = 0
     samples_skipped: dict[str, int] = field(default_factory=_zeros)
     samples_replaced: dict[str, int] = field(default_factory=_zeros)

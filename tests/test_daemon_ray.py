@@ -28,7 +28,7 @@ from streamload.daemon.ray_executor import connect
 from streamload.daemon.ray_task import Job, own_version
 from streamload.daemon.service import Service
 from streamload.derived.preparation import Preparation
-from streamload.derived.prepared import Recipe, prepared_tar
+from streamload.derived.prepared import ImageRecipe, prepared_tar
 from streamload.errors import ClusterError, OptionError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
@@ -226,7 +226,7 @@ def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path:
     assert 'pip install "streamload[ray]"' in done.stderr
 
 
-def fetched(job: Job, url: str, by: Recipe | None = None, **changes: str) -> dict[str, Any]:
+def fetched(job: Job, url: str, by: ImageRecipe | None = None, **changes: str) -> dict[str, Any]:
     """What `bring` says, in a process of its own."""
     shard = shard_of(url, None)
     if by is not None:
@@ -275,7 +275,7 @@ def test_a_unit_is_prepared_of_what_the_shared_tier_has(server: ShardServer, tmp
 
 def test_a_node_with_other_libraries_is_unfit(server: ShardServer, tmp_path: Path) -> None:
     answer = fetched(job(tmp_path), f"{server.url}/00001.tar", PREPARATION, recipe=f"{RECIPE}-v1-torch0.1")
-    assert answer["unfit"].startswith(f"images are prepared by {PREPARATION.name} there")
+    assert answer["unfit"].startswith(f"shards are derived by {PREPARATION.name} there")
     assert server.log == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,7 +12,7 @@ import torch
 
 from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
-from streamload.batches.features import FeatureAssembly, FeatureInProgress, ParsedFeature
+from streamload.batches.features import DerivedRows, FeatureAssembly, FeatureInProgress, ParsedFeature
 from streamload.batches.images import ImageAssembly, Images
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.derived.feature_rows import FeatureStart
@@ -34,11 +34,40 @@ class Sample(NamedTuple):
 
     key: str
     url: str
-    members: dict[str, memoryview]
+    members: Mapping[str, memoryview]
     prepared: str = ""
     """The extension of the prepared image; empty: there is none."""
     checksum: int | None = None
     """xxh3_64 of the payloads in order; None: it isn't in the index."""
+    shard: int = -1
+    """Its shard's place in the list of the run; -1: it is in none."""
+
+
+class Unread(Mapping[str, memoryview]):
+    """The members of a sample, whose bytes are read when the first of them is used.
+
+    Args:
+        names: their extensions.
+        read: reads them all.
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[], Mapping[str, memoryview]]):
+        self._names, self._read = names, read
+        self._members: Mapping[str, memoryview] | None = None
+
+    def __getitem__(self, name: str) -> memoryview:
+        if self._members is None:
+            self._members = self._read()
+        return self._members[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Members(NamedTuple):
@@ -133,18 +162,31 @@ class BatchAssembly:
             raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
         return Members(image[0], text, label)
 
-    def batch_factory(self, features: Mapping[str, FeatureStart] = MappingProxyType({})) -> BatchFactory:
+    @property
+    def reads_only_features(self) -> bool:
+        """Whether batches have nothing of samples but features, of which derived shards may have all."""
+        others = self.images, self.text, self.label, self.map_sample
+        return (
+            bool(self.features) and not any(others) and all(one.has_derived_shards for one in self.features)
+        )
+
+    def batch_factory(
+        self,
+        features: Mapping[str, FeatureStart] = MappingProxyType({}),
+        derived: DerivedRows | None = None,
+    ) -> BatchFactory:
         """A function that makes empty batches, one at a time; what they share is set up once.
 
         Args:
             features: what is known of the features in this epoch, by name.
+            derived: rows in derived shards; None: there are none.
         """
         images, map_sample = None if self.images is None else self.images.batch_factory(), self.map_sample
         if map_sample is not None:
             return lambda size, allocate: _MappedBatch(
                 map_sample, self, None if images is None else images(size, allocate), allocate
             )
-        made = [feature.batch_factory(features[feature.name]) for feature in self.features]
+        made = [feature.batch_factory(features[feature.name], derived) for feature in self.features]
         return lambda size, allocate: _CaptionedBatch(
             None if images is None else images(size, allocate),
             [feature(size, allocate) for feature in made],
@@ -196,12 +238,13 @@ class _CaptionedBatch:
             member, field = members.label
             label = read_label(sample.members[member], field)
         is_prepared = sample.prepared == members.image
-        image, data = None, sample.members[members.image]
+        image = None
         if self._images is not None:
-            image = self._images.parse(data, is_prepared, seed)
-        payloads = list(sample.members.values()) if self._features else ()
+            image = self._images.parse(sample.members[members.image], is_prepared, seed)
         features = [
-            feature.parse(sample.key, sample.checksum, payloads, data, is_prepared, seed)
+            feature.parse(
+                *(sample.key, sample.checksum, sample.members, members.image, is_prepared, seed, sample.shard)
+            )
             for feature in self._features
         ]
         return _Captioned(sample.key, sample.url, caption, label, image, seed, features)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
 
 ROWS, INPUTS, READ = " rows", " inputs", " read"
 """What a feature's values in a batch are called after its name: rows, inputs of others, FeaturesRead."""
+DerivedRows = Callable[[str, int, Sequence[Any]], "list[Row | None]"]
+"""Rows in derived shards: of a feature, and of samples of a shard by their keys and checksums."""
 _CHECKED = 4
 """Of so many images an epoch a worker checks that they don't depend on a seed."""
 _OTHER_SEEDS = tuple(k * 0x9E37_79B9_7F4A_7C15 & (1 << 64) - 1 for k in range(1, 9))
@@ -50,27 +52,35 @@ class FeatureAssembly:
     label: str
     variants: int
 
-    def batch_factory(self, start: FeatureStart) -> Callable[[int, Allocate], FeatureInProgress]:
+    @property
+    def has_derived_shards(self) -> bool:
+        """Whether its rows can be in derived shards: those of samples, with one row each."""
+        return self.images is not None and self.variants == 1
+
+    def batch_factory(
+        self, start: FeatureStart, derived: DerivedRows | None
+    ) -> Callable[[int, Allocate], FeatureInProgress]:
         """A function that makes the feature of an empty batch, for an epoch."""
         images = None if self.images is None else self.images.batch_factory()
-        reading = _Reading(self, start)
+        reading = _Reading(self, start, derived)
         return lambda size, allocate: FeatureInProgress(self, reading, images, size, allocate)
 
 
 class _Reading:
     """The rows of an epoch, as a worker looks them up."""
 
-    def __init__(self, assembly: FeatureAssembly, start: FeatureStart):
+    def __init__(self, assembly: FeatureAssembly, start: FeatureStart, derived: DerivedRows | None):
         self.fingerprint = start.fingerprint
         self.canaries = start.canaries
         self.checks = 0 if assembly.variants > 1 else _CHECKED
         self.ns = 0
         self._assembly = assembly
         self._naming = Naming(bytes.fromhex(start.fingerprint), b"", is_row=True)
+        self._derived = derived if assembly.has_derived_shards else None
         self._unreadable: dict[bytes, bool] = {}
 
     def read(self, keys: Sequence[RowKey]) -> list[Row | None]:
-        """The rows that there are for some keys."""
+        """The rows that the store has for some keys."""
         place = self._assembly.place
         store = None if place is None or not self.fingerprint else open_store(place)
         if store is None or not keys:
@@ -80,6 +90,26 @@ class _Reading:
         found = store.read(names, self._assembly.label)
         rows = [row if (row := found.get(name)) and self._is_readable(row) else None for name in names]
         self.ns += time.monotonic_ns() - began
+        return rows
+
+    def read_of_shards(self, keys: Sequence[RowKey], shards: Sequence[int]) -> list[Row | None]:
+        """The rows of samples: those that derived shards have, else those that the store has."""
+        if self._derived is None or not self.fingerprint:
+            return self.read(keys)
+        began = time.monotonic_ns()
+        rows: list[Row | None] = [None] * len(keys)
+        places: dict[int, list[int]] = {}
+        for place, shard in enumerate(shards):
+            places.setdefault(shard, []).append(place)
+        for shard, own in places.items():
+            found = self._derived(self._assembly.name, shard, [keys[place] for place in own])
+            for place, row in zip(own, found, strict=True):
+                if row is not None and self._is_readable(row):
+                    rows[place] = row
+        self.ns += time.monotonic_ns() - began
+        missing = [place for place, row in enumerate(rows) if row is None]
+        for place, row in zip(missing, self.read([keys[place] for place in missing]), strict=True):
+            rows[place] = row
         return rows
 
     def _is_readable(self, row: Row) -> bool:
@@ -97,12 +127,26 @@ class _Reading:
 class ParsedFeature:
     """One sample's part of a feature, until its row is known or its input is made."""
 
-    __slots__ = ("data", "is_known", "is_prepared", "key", "row", "seed")
+    __slots__ = ("image", "is_known", "is_prepared", "key", "members", "row", "seed", "shard")
 
-    def __init__(self, key: RowKey, data: memoryview, is_prepared: bool, seed: int):
-        self.key, self.data, self.is_prepared, self.seed = key, data, is_prepared, seed
+    def __init__(
+        self,
+        key: RowKey,
+        members: Mapping[str, memoryview],
+        image: str,
+        is_prepared: bool,
+        seed: int,
+        shard: int,
+    ):
+        self.key, self.members, self.image = key, members, image
+        self.is_prepared, self.seed, self.shard = is_prepared, seed, shard
         self.row: Row | None = None
         self.is_known = False
+
+    @property
+    def data(self) -> memoryview:
+        """Of its image, which is read now if it wasn't needed until now."""
+        return self.members[self.image]
 
 
 class FeatureInProgress:
@@ -129,30 +173,31 @@ class FeatureInProgress:
         self._places: list[int] = []  # of those whose inputs are made
 
     def parse(
-        self, key: str, checksum: int | None, payloads: Sequence[memoryview], data: memoryview,
-        is_prepared: bool, seed: int,
+        self, key: str, checksum: int | None, members: Mapping[str, memoryview], image: str,
+        is_prepared: bool, seed: int, shard: int,
     ) -> ParsedFeature | None:  # fmt: skip
         """What a sample's row is found by; None where that is known only with the whole batch.
 
         Args:
             key: of the sample.
             checksum: of its payloads, xxh3_64; None: it wasn't computed.
-            payloads: of all its members, in order.
-            data: of its image.
+            members: their payloads by extension, in order.
+            image: the extension of its image.
             is_prepared: whether that is a prepared image.
             seed: uint64, of the sample's random choices in this pass.
+            shard: its shard's place in the list of the run.
         """
         if self._make_images is None:
             return None
         if checksum is None:
             digest = xxh3_64()
-            for payload in payloads:
+            for payload in members.values():
                 digest.update(payload)
             checksum = digest.intdigest()
         variant = seed % self._variants
         row_key = (key, checksum) if self._variants == 1 else (key, checksum, variant)
         fixed = xxh3_64_intdigest(f"{checksum} {variant}".encode())
-        parsed = ParsedFeature(row_key, data, is_prepared, fixed)
+        parsed = ParsedFeature(row_key, members, image, is_prepared, fixed, shard)
         self._parsed.append(parsed)
         return parsed
 
@@ -232,7 +277,8 @@ class FeatureInProgress:
 
     def _look_up(self) -> None:
         """Read the rows of all samples that were parsed since the last time: one query for many."""
-        rows = self._reading.read([parsed.key for parsed in self._parsed])
+        keys, shards = ([parsed.key for parsed in self._parsed], [parsed.shard for parsed in self._parsed])
+        rows = self._reading.read_of_shards(keys, shards)
         for parsed, row in zip(self._parsed, rows, strict=True):
             parsed.row, parsed.is_known = row, True
         self._parsed.clear()

@@ -227,6 +227,13 @@ class ShardCopy:
         number = self._data.number if self._data is not None else -1
         return read_sample(number, entry, needed, memory)
 
+    def bytes_at(self, start: int, size: int) -> bytes:
+        """So many bytes from `start` on, unverified; fewer where they can't be read."""
+        try:
+            return b"" if self._data is None else os.pread(self._data.number, size, start)
+        except OSError:
+            return b""
+
     def close(self) -> None:
         """Close it: it may be removed from now on."""
         self.reader.close()

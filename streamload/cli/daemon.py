@@ -14,12 +14,14 @@ from streamload.cli.options import (
     CacheDir,
     CacheSize,
     Concurrency,
+    Features,
     RayAddress,
     RayCpus,
     SharedCache,
     SharedCacheOptions,
     StorageOptions,
     preparation_of,
+    recipe_of,
     storage_options_of,
 )
 from streamload.errors import OptionError
@@ -79,6 +81,7 @@ def daemon(
     into: Into = None,
     window: Window = None,
     prepare: Prepare = None,
+    features: Features = None,
     cache_dir: CacheDir = None,
     cache_size: CacheSize = None,
     shared_cache_options: SharedCacheOptions = None,
@@ -114,7 +117,7 @@ def daemon(
         into=into,
         shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
         shared_cache=shared_cache,
-        prepare=None if prepare in (None, "none") else preparation_of(prepare),
+        prepare=recipe_of(None if prepare == "none" else prepare, features),
         recipe_of=preparation_of if prepare is None else None,
         window=window,
         cache_dir=cache_dir,
@@ -133,22 +136,32 @@ def daemon(
 
 
 def serve(given: ServiceOptions) -> None:
-    """Run a daemon to its end, and show its status meanwhile.
+    """Run a daemon to its end, and print how it ended.
 
     Raises:
         typer.Exit: with 1 if `--once` could not hold a shard.
     """
+    status = run_to_end(given)
+    print(_line(status))
+    print_failures(status)
+    if given.once and not status.notice and (status.failed or not status.is_complete):
+        raise typer.Exit(1)
+
+
+def run_to_end(given: ServiceOptions) -> Status:
+    """Run a daemon to its end, and show its status meanwhile."""
     from streamload.cache.locks import allow_many_files
     from streamload.daemon.service import Service
 
     allow_many_files()
     with Service(given) as service, _shown(service):
-        status = service.run()
-    print(_line(status))
+        return service.run()
+
+
+def print_failures(status: Status) -> None:
+    """Print why shards could not be had."""
     for name, why in status.failed.items():
         print(f"{name}: {why}")
-    if given.once and not status.notice and (status.failed or not status.is_complete):
-        raise typer.Exit(1)
 
 
 def show_status(listen: str, as_json: bool = False) -> None:

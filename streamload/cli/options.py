@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +13,7 @@ from streamload.options import Option, Settings, read_settings
 
 if TYPE_CHECKING:
     from streamload.derived.preparation import Preparation
+    from streamload.derived.recipes import Recipe
 
 
 def _flag(option: Option[Any]) -> Any:
@@ -44,6 +43,13 @@ RayAddress = Annotated[
     typer.Option(help='Let the nodes of a Ray cluster do the work: "host:6379", "ray://host:10001", "auto".'),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+Features = Annotated[
+    str | None,
+    typer.Option(
+        help="Make derived shards of features: package.module:name of a module or Features, or of what makes "
+        "one, as for `streamload features make`."
+    ),
+]
 RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")]
 
 
@@ -74,6 +80,22 @@ def storage_options_of(text: str | None, name: str = "--storage-options") -> dic
     return options
 
 
+def recipe_of(prepare: str | None, features: str | None) -> Recipe | None:
+    """The recipe of --prepare or --features; None: neither was given.
+
+    Raises:
+        OptionError: it is none, or both were given.
+    """
+    if features is None:
+        return None if prepare is None else preparation_of(prepare)
+    if prepare is not None:
+        raise OptionError("--prepare makes images and --features makes rows: give one of them")
+    from streamload.loader.feature_recipe import feature_recipe
+    from streamload.loader.named_features import NamedFeatures
+
+    return feature_recipe(NamedFeatures(features))
+
+
 def preparation_of(text: str) -> Preparation:
     """The recipe that --prepare, or a run, asks for; from now on each thread works with one of torch's.
 
@@ -86,23 +108,4 @@ def preparation_of(text: str) -> Preparation:
 
     found = Preparation.parse(text, read_settings().max_image_pixels)
     torch.set_num_threads(1)
-    return found
-
-
-def named(name: str) -> Any:
-    """What `package.module:name` names; packages in the working directory are found.
-
-    Raises:
-        OptionError: there is nothing of that name.
-    """
-    module, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module)
-        for step in attribute.split("."):
-            found = getattr(found, step)
-    except (ImportError, AttributeError, ValueError) as exc:
-        raise OptionError(f"{name!r} can't be imported ({exc}); expected package.module:name") from exc
     return found

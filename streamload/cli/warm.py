@@ -12,6 +12,7 @@ from streamload.cli.options import (
     CacheDir,
     CacheSize,
     Concurrency,
+    Features,
     MemorySize,
     RayAddress,
     RayCpus,
@@ -19,8 +20,7 @@ from streamload.cli.options import (
     SharedCacheOptions,
     StorageOptions,
     WriteBack,
-    named,
-    preparation_of,
+    recipe_of,
     storage_options_of,
 )
 from streamload.errors import OptionError
@@ -65,6 +65,7 @@ def warm(
     ray: RayAddress = None,
     ray_cpus: RayCpus = 1.0,
     prepare: Prepare = None,
+    features: Features = None,
     facts: Facts = None,
     tokenizer: Tokenizer = None,
     image_key: ImageKey = "jpg;png;jpeg;webp",
@@ -84,7 +85,7 @@ def warm(
         "shared_cache_options": storage_options_of(shared_cache_options, "--shared-cache-options"),
         "write_back": write_back,
         "storage_options": storage_options_of(storage_options),
-        "prepare": None if prepare is None else preparation_of(prepare),
+        "prepare": recipe_of(prepare, features),
     }
     if ray is not None:
         if facts:
@@ -122,6 +123,7 @@ def _columns(facts: list[str], image_key: str, text_key: str, tokenizer: str | N
     if not facts:
         return []
     from streamload.batches.facts import read_facts
+    from streamload.loader.named_features import named
 
     forms: dict[str, Any] = {}
     for text in facts:

@@ -21,9 +21,8 @@ from streamload.cache.tier import open_tier
 from streamload.daemon.executor import NO_ROOM_SECONDS, LocalExecutor, LocalOptions, TaskResult
 from streamload.daemon.targets import SharedTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
-from streamload.derived.prepared import Recipe
-from streamload.derived.recipes import Recipes
-from streamload.errors import OptionError, StreamloadError
+from streamload.derived.recipes import Recipe, Recipes
+from streamload.errors import FeatureError, OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.options import read_settings
 from streamload.origins.access import Named
@@ -68,7 +67,7 @@ def bring(version: str, job: bytes, task: bytes) -> dict[str, Any]:
     Args:
         version: of the caller's streamload.
         job: a pickled Job.
-        task: a pickled pair: a Shard, and the Recipe by which it is prepared or None.
+        task: a pickled pair: a Shard, and the Recipe by which it is derived or None.
 
     Returns:
         "node": the name of this machine; and either "size" and "arrived", in bytes, or one of
@@ -79,9 +78,11 @@ def bring(version: str, job: bytes, task: bytes) -> dict[str, Any]:
     node = platform.node()
     if (mine := own_version()) != version:
         return {"node": node, "unfit": f"it has streamload {mine}, and {version} is wanted"}
-    shard, recipe = pickle.loads(task)
     try:
+        shard, recipe = pickle.loads(task)  # a recipe of features builds their module
         return {"node": node, **_carrier(job).bring(shard, recipe)}
+    except FeatureError as exc:  # as it would be on any node
+        return {"node": node, "why": str(exc), "arrived": 0}
     except OptionError as exc:
         return {"node": node, "unfit": str(exc)}
     except (StreamloadError, OSError) as exc:
@@ -159,7 +160,7 @@ class _Carrier:
         if recipe is not None:
             if recipe.name != shard.recipe:
                 raise OptionError(
-                    f"images are prepared by {recipe.name} there, and {shard.recipe} is wanted: all nodes "
+                    f"shards are derived by {recipe.name} there, and {shard.recipe} is wanted: all nodes "
                     f"and the machine of the command need the same libraries and the same kind of processor"
                 )
             self._recipes.add(recipe)

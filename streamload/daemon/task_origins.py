@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamload.cache.shard import Shard, shard_of
-from streamload.derived.prepared import PreparedOrigin
 from streamload.derived.recipes import Recipes
 from streamload.metrics import Counters
 from streamload.origins.access import Named
@@ -118,5 +117,5 @@ class TaskOrigins:
         if task.recipe:
             if self.through_source is not None:
                 found = self.through_source(shard_of(task.url, self.storage_options), found, stop)
-            found = PreparedOrigin(found, self.recipes[task.recipe])
+            found = self.recipes[task.recipe].derive(found)
         return found if self.through is None else self.through(task, found, stop)

@@ -30,8 +30,7 @@ from streamload.daemon.options import DaemonOptions
 from streamload.daemon.preemption import Notice
 from streamload.daemon.targets import LocalTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
-from streamload.derived.prepared import Recipe
-from streamload.derived.recipes import Recipes
+from streamload.derived.recipes import Recipe, Recipes
 from streamload.errors import StreamloadError
 from streamload.metrics import Counters
 from streamload.options import Settings, read_settings

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from streamload.derived.row_format import Layout, Result, layout_of
+from streamload.derived.module_checks import is_close
+from streamload.derived.row_format import Layout, Leaf, Result, layout_of, reordered
 from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureMismatch, FeatureNotCacheable
 from streamload.metrics import Counts
@@ -113,6 +114,14 @@ class Computes(Protocol):
         """Compute and store rows; returns them, and under which fingerprint."""
         ...
 
+    def placed(self, value: Any) -> Any:
+        """What was computed, on the device of the loader."""
+        ...
+
+    def note_compared(self, rows: int) -> None:
+        """Note that so many canaries were as they should be."""
+        ...
+
 
 class FeatureRows:
     """A feature of a batch, as it came from a worker; `result()` is what the module returns for the batch.
@@ -165,33 +174,79 @@ class FeatureRows:
             self._bodies = self._inputs = None
         return self._result
 
+    def bodies(self) -> tuple[bytes, list[bytes]]:
+        """The layout of the rows and the bytes of each, as they are stored; missing ones are computed. Once.
+
+        Raises:
+            FeatureError: as by `result`.
+        """
+        read, own, layout = self._read, dict[int, bytes](), self._read.layout
+        if read.keys:
+            _, computed = self._computed()
+            own, layout = dict(zip(read.places, computed.bodies(), strict=True)), computed.layout
+        if self._bodies is not None:
+            stored, missing = self._bodies.numpy(), set(read.missing)
+            own.update((place, stored[place].tobytes()) for place in range(len(self)) if place not in missing)
+        return layout, [own[place] for place in range(len(self))]
+
     def _made(self) -> Any:
         read, of = self._read, self._of
         if not read.keys:
             self._refuse_if_other(of.fingerprint())
             return _built(layout_of(read.layout), self._leaves(), len(self))
+        value, computed = self._computed()
+        if self._bodies is None:
+            return of.placed(value)
+        return _built(layout_of(read.layout), self._filled(self._leaves(), computed), len(self))
+
+    def _computed(self) -> tuple[Any, Result]:
+        """Compute the rows whose inputs came with the batch: missing ones, and canaries to compare."""
+        read, of = self._read, self._of
         began = time.monotonic_ns()
         value, fingerprint = of.compute(self._inputs, read.keys)
         computed = Result(value, len(read.keys))
         self._counts.add("feature_compute_ns", time.monotonic_ns() - began)
         self._counts.add("feature_rows_computed", len(read.missing))
-        if self._bodies is None:
-            return value
-        self._refuse_if_other(fingerprint)
-        if computed.layout != read.layout:
-            raise FeatureNotCacheable("rows of this batch have different shapes, so they can't be one batch")
-        return _built(layout_of(read.layout), self._filled(computed), len(self))
+        if self._bodies is not None:
+            self._refuse_if_other(fingerprint)
+            if computed.layout != read.layout:
+                raise FeatureNotCacheable(
+                    "rows of this batch have different shapes, so they can't be one batch"
+                )
+            self._refuse_unlike(computed)
+        return value, computed
 
     def _leaves(self) -> list[torch.Tensor]:
         assert self._bodies is not None
         return leaves_in(self._bodies, layout_of(self._read.layout))
 
-    def _filled(self, computed: Result) -> list[torch.Tensor]:
+    def _refuse_unlike(self, computed: Result) -> None:
+        """Compare the canaries with what was computed for them: a derived shard may have them, or the store.
+
+        Raises:
+            FeatureMismatch: a row isn't what the module computes now.
+        """
+        read, missing = self._read, set(self._read.missing)
+        at = [number for number, place in enumerate(read.places) if place not in missing]
+        if not at:
+            return
+        places = [read.places[number] for number in at]
+        leaves = zip(self._leaves(), layout_of(read.layout).leaves, strict=True)
+        stored = [reordered(_typed(leaf, of, len(self)), places) for leaf, of in leaves]
+        if not is_close([reordered(leaf, at) for leaf in computed.leaves], stored):
+            module = self._of.module
+            raise FeatureMismatch(
+                f"the row of sample {read.keys[at[0]][0]!r} isn't what {type(module).__name__} computes now "
+                f"from the same input: its results depend on what can't be seen (a library, a file, chance); "
+                f'name the version yourself: cache_module(version="1")'
+            )
+        self._of.note_compared(len(at))
+
+    def _filled(self, leaves: list[torch.Tensor], computed: Result) -> list[torch.Tensor]:
         """The leaves of all rows: stored ones, and the computed ones in the places of the missing."""
         is_missing = set(self._read.missing)
         from_ = [at for at, place in enumerate(self._read.places) if place in is_missing]
         to = [place for place in self._read.places if place in is_missing]
-        leaves = self._leaves()
         if not to:
             return leaves
         for leaf, own in zip(leaves, computed.leaves, strict=True):
@@ -211,13 +266,14 @@ class FeatureRows:
 
 
 def _built(layout: Layout, leaves: Sequence[torch.Tensor], samples: int) -> Any:
-    made = [
-        leaf.cpu().contiguous().numpy().view(of.dtype).reshape(samples, *of.shape)
-        if of.dtype_of_torch is None
-        else leaf
-        for leaf, of in zip(leaves, layout.leaves, strict=True)
-    ]
-    return layout.build(made)
+    return layout.build([_typed(leaf, of, samples) for leaf, of in zip(leaves, layout.leaves, strict=True)])
+
+
+def _typed(leaf: torch.Tensor, of: Leaf, samples: int) -> Any:
+    """A leaf as the module returned it: of an array there are only the bytes so far."""
+    if of.dtype_of_torch is not None:
+        return leaf
+    return leaf.cpu().contiguous().numpy().view(of.dtype).reshape(samples, *of.shape)
 
 
 def rows_of(module: Any, args: Sequence[Any]) -> FeatureRows | None:

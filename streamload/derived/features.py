@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from streamload.derived.feature_rows import FeatureRows, FeatureStart, RowKey
-from streamload.derived.fingerprint import device_of
+from streamload.derived.fingerprint import Fingerprint, device_of
 from streamload.derived.lazy import build, is_pending
 from streamload.derived.module_cache import Cached, switches
 from streamload.derived.module_call import Call
@@ -156,25 +156,40 @@ class BoundFeatures:
 
     def fingerprint(self) -> str:
         """Under which rows are found now; "": rows are neither read nor stored."""
+        found = self.whole_fingerprint()
+        return "" if found is None else str(found)
+
+    def whole_fingerprint(self) -> Fingerprint | None:
+        """The fingerprint with its parts; None: rows are neither read nor stored."""
         store = self._store()
         if store is None:
-            return ""
-        module, options = self.module, self.features.options
-        return str(fingerprint_of(module, options, store, self._parts))
+            return None
+        return fingerprint_of(self.module, self.features.options, store, self._parts)
 
     def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str]:
         """Compute rows, and store them.
 
         Returns:
-            what the module returns, on the loader's device; the fingerprint under which it was stored.
+            what the module returns; the fingerprint under which it was stored.
         """
         module, store = self.module, self._store()
         if store is None:
             with torch.no_grad():
-                return self._placed(self._run(inputs)), ""
+                return self._run(inputs), ""
         call = Call(module, self._run, self.features.options, store, (inputs,), {}, list(keys), self._parts)
         value = call.result()
-        return self._placed(value), str(call.fingerprint)
+        return value, str(call.fingerprint)
+
+    def placed(self, value: Any) -> Any:
+        """A result on the loader's device."""
+        if all(tensor.device == self._device for tensor in leaves_of(value)):
+            return value
+        return _to(value, self._device)
+
+    def note_compared(self, rows: int) -> None:
+        """Note that so many canaries were compared: a derived shard may have had them, and not the store."""
+        proof = proof_of(self.module)
+        proof.canaries = max(0, proof.canaries - rows)
 
     def _store(self) -> RowStore | None:
         place = self.features.options.place
@@ -189,11 +204,6 @@ class BoundFeatures:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.features.dtype) if tensor.is_floating_point() else tensor
-
-    def _placed(self, value: Any) -> Any:
-        if all(tensor.device == self._device for tensor in leaves_of(value)):
-            return value
-        return _to(value, self._device)
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -17,7 +17,9 @@ import PIL
 import simplejpeg
 import torch
 
+from streamload.derived.prepared import PreparedOrigin
 from streamload.errors import DecodeError, OptionError
+from streamload.origins.origin import Origin
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, decode_jpeg_or_image, kept_info
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
@@ -91,6 +93,10 @@ class Preparation:
     def extension(self) -> str:
         """The extension of members that hold prepared images."""
         return "ppm" if self.quality is None else "jpg"
+
+    def derive(self, origin: Origin) -> Origin:
+        """The prepared form of an origin's shard."""
+        return PreparedOrigin(origin, self)
 
     def prepare(self, data: bytes | memoryview) -> bytes | None:
         """An image file → the prepared one.

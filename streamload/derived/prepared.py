@@ -32,7 +32,7 @@ _END = bytes(2 * BLOCK_BYTES)
 _VOID = ord("-")
 
 
-class Recipe(Protocol):
+class ImageRecipe(Protocol):
     """How images are prepared (preparation.py). Thread-safe, deterministic."""
 
     @property
@@ -58,7 +58,7 @@ class PreparedOrigin(Origin):
         recipe: for its images.
     """
 
-    def __init__(self, origin: Origin, recipe: Recipe):
+    def __init__(self, origin: Origin, recipe: ImageRecipe):
         self.url = origin.url
         self._origin = origin
         self._recipe = recipe
@@ -79,7 +79,7 @@ class PreparedOrigin(Origin):
 class _PreparedStream:
     """The bytes of a prepared shard from one byte on; its length isn't known."""
 
-    def __init__(self, stream: Stream, url: str, recipe: Recipe, start: int):
+    def __init__(self, stream: Stream, url: str, recipe: ImageRecipe, start: int):
         self.version = stream.version
         self._stream = stream
         self._url = url
@@ -89,7 +89,7 @@ class _PreparedStream:
     def chunks(self) -> Iterator[bytes]:
         """Mostly one sample a chunk."""
         to_drop = self._start
-        for chunk in prepared_tar(self._original(), self._recipe, self._url):
+        for chunk in prepared_tar(whole(self._stream, self._url), self._recipe, self._url):
             if len(chunk) > to_drop:
                 yield chunk[to_drop:]
             to_drop = max(0, to_drop - len(chunk))
@@ -98,17 +98,22 @@ class _PreparedStream:
         """Close the stream of the original shard."""
         self._stream.close()
 
-    def _original(self) -> Iterator[bytes]:
-        """The bytes of the original shard; all of them, or an error."""
-        received, size = 0, self.version.size
-        for chunk in self._stream.chunks():
-            received += len(chunk)
-            yield chunk
-        if size is not None and received != size:
-            raise ShardCut(f"{self._url} has {received:,} bytes instead of {size:,}")
+
+def whole(stream: Stream, url: str) -> Iterator[bytes]:
+    """The bytes of a shard from its start: all of them, or an error.
+
+    Raises:
+        ShardCut: there are fewer or more than the version of the stream says.
+    """
+    received, size = 0, stream.version.size
+    for chunk in stream.chunks():
+        received += len(chunk)
+        yield chunk
+    if size is not None and received != size:
+        raise ShardCut(f"{url} has {received:,} bytes instead of {size:,}")
 
 
-def prepared_tar(chunks: Iterable[bytes], recipe: Recipe, name: str) -> Iterator[bytes]:
+def prepared_tar(chunks: Iterable[bytes], recipe: ImageRecipe, name: str) -> Iterator[bytes]:
     """The bytes of a tar → those of its prepared form.
 
     Args:
@@ -129,7 +134,7 @@ def prepared_tar(chunks: Iterable[bytes], recipe: Recipe, name: str) -> Iterator
 class _Samples:
     """Buffers the bytes of each sample and returns them prepared."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: ImageRecipe):
         self._recipe = recipe
         self._scanner = ShardScanner(checksums=False)
         self._buffer = bytearray()

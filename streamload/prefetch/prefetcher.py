@@ -23,7 +23,7 @@ from streamload.cache.part import Part
 from streamload.cache.shard import Shard
 from streamload.cache.shared.sharing import ReadThrough
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError, CacheFull, OriginError, ShardError, StreamloadError
+from streamload.errors import CacheError, CacheFull, FeatureError, OriginError, ShardError, StreamloadError
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 from streamload.origins.outages import remember
@@ -297,8 +297,8 @@ class Prefetcher:
                     stop=self._stop,
                     refused=lambda waits: self._is_refused(mode, shard, form, waits),
                 )
-        except (OriginError, ShardError) as error:
-            if self._options.tombstones:
+        except (OriginError, ShardError, FeatureError) as error:  # only fills of derived shards have the last
+            if self._options.tombstones and not isinstance(error, FeatureError):
                 raise
             self._sink(FillResult(shard, Filled.GAVE_UP, error=error))
             return self._options.retry_seconds

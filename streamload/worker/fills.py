@@ -20,6 +20,7 @@ from streamload.origins.origin import Origin, Version, open_origin
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
 from streamload.prefetch.ranges import Range, Ranges
 from streamload.prefetch.scheduler import FillRequest
+from streamload.worker.feature_shards import FeatureShards
 from streamload.worker.messages import EpochStart, WorkerConfig
 
 
@@ -31,6 +32,7 @@ class Fills:
         counts: of this process.
 
     Attributes:
+        features: derived shards, fetched and read.
         reads_ranges: whether samples have had to be read from their origin by range.
     """
 
@@ -54,6 +56,7 @@ class Fills:
             fallback_tier=self.fallback_tier,
             freshness=self.freshness,
         )
+        self.features = FeatureShards(config, self.tier, self._sharing, counts)
         self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
         self.reads_ranges = False
         self._wanted: tuple[list[int], list[int]] = [], []
@@ -62,6 +65,8 @@ class Fills:
         """Begin an epoch: what is known of shards may be outdated."""
         self.freshness.begin(f"{start.epoch}-{start.position}-{start.generation}")
         self.prefetcher.look_again()
+        self.features.begin(start.features)
+        self._wanted = [], []
 
     def want(
         self, needed: Collection[int], later: Iterable[int], in_use: Container[int], most_open: int
@@ -88,6 +93,7 @@ class Fills:
         ]
         requests += [FillRequest(shards[shard], float(next(position))) for shard in wanted[1]]
         self.prefetcher.want(requests)
+        self.features.want(requests)
 
     def want_ranges(self, ranges: Iterable[Range]) -> None:
         """Request ranges of index-only shards that will be read soon."""
@@ -108,10 +114,12 @@ class Fills:
         self._closing.set()
         self._sharing.close()
         self.prefetcher.close()
+        self.features.stop()
         self._ranges.close()
 
     def close(self) -> None:
         """Release the tier, once `stop` was called and no reader uses it. Idempotent."""
+        self.features.close()
         self.freshness.close()
         self.fallback_tier.close()
 

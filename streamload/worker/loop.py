@@ -134,7 +134,7 @@ class WorkerLoop:
         if self._slots is not None:
             self._slots.take_back()
         sampler = Sampler(self._config, self._reader, start)
-        begin = self._config.assembly.batch_factory(start.features)
+        begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
         numbers = range(start.steps) if start.steps is not None else itertools.count()
         changes_generation = start.changes_generation
         try:

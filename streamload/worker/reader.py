@@ -8,12 +8,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from streamload.batches.assembly import Sample
+from streamload.batches.assembly import Sample, Unread
 from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.shard_cache import Facts, Numbers, ShardCache
@@ -26,6 +26,7 @@ from streamload.order.mixing import Change
 from streamload.order.plan import pass_order
 from streamload.origins.outages import listen, outages
 from streamload.prefetch.ranges import Range
+from streamload.shards.samples import Entry
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
 from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
@@ -60,6 +61,8 @@ class Reader:
         self._control = control
         self._counts = counts
         self._fills = Fills(config, counts)
+        self.feature_rows = self._fills.features.rows
+        self._reads_only_features = config.assembly.reads_only_features
         self._tier = self._fills.tier
         self._cache = ShardCache(
             functools.partial(self._fills.fallback_tier.beside, self._tier),
@@ -182,7 +185,17 @@ class Reader:
     def sample(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
     ) -> Sample:
-        """A sample's bytes, in `memory` if given; waits where they have to be fetched again."""
+        """A sample's bytes, in `memory` if given; waits where they have to be fetched again.
+
+        Where nothing but features is wanted, and derived shards have them, its bytes are read only if they
+        are used nevertheless.
+        """
+        if found is not None and self._reads_only_features:
+            entry = found[1]
+            if self._fills.features.has_all(shard, (entry.key, entry.checksum)):
+                names = [name for name, _, _ in entry.members]
+                unread = Unread(names, lambda: self.sample(shard, number).members)
+                return self._sample(shard, entry, unread)
         read = self._cache.read(shard, number, memory, found)
         if read is None:
             wait = Wait()
@@ -191,9 +204,12 @@ class Reader:
         entry, data = read
         first = entry.start
         members = {extension: data[at - first : at - first + size] for extension, at, size in entry.members}
+        return self._sample(shard, entry, members)
+
+    def _sample(self, shard: int, entry: Entry, members: Mapping[str, memoryview]) -> Sample:
         prepared = entry.prepared[0] if entry.prepared is not None else ""
         url = self._config.shards[shard].name
-        return Sample(entry.key, url, members, prepared, entry.checksum)
+        return Sample(entry.key, url, members, prepared, entry.checksum, shard)
 
     def raise_if_unusable(self) -> None:
         """Raise NoValidSamples if no usable sample has been seen: no more will come."""
@@ -222,7 +238,9 @@ class Reader:
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
-        self._cache.keep_open(self._in_use())
+        in_use = self._in_use()
+        self._cache.keep_open(in_use)
+        self._fills.features.keep_open(in_use)
         for stream in self._streams.values():
             stream.tell_progress()
         if self._publisher is not None:

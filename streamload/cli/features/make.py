@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from streamload.cli.options import (
     AsJson,
+    RayAddress,
+    RayCpus,
     SharedCache,
     SharedCacheOptions,
     StorageOptions,
-    named,
     storage_options_of,
 )
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
     from streamload.loader import Features, Loader
+    from streamload.loader.named_features import NamedFeatures
     from streamload.metrics import Snapshot
 
 Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
@@ -40,7 +42,9 @@ ImageKey = Annotated[str, typer.Option(help="As Shards(image_key=…) of the tra
 TextKey = Annotated[str, typer.Option(help="As Shards(text_key=…), for features of texts.")]
 Prepare = Annotated[str | None, typer.Option(help="As Images(prepare=…) of the training.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Samples that are computed together.")]
-Workers = Annotated[int, typer.Option(min=0, help="Processes that decode.")]
+Workers = Annotated[
+    int, typer.Option(min=0, help="Processes that decode; with --shared-cache shards that are made at once.")
+]
 Device = Annotated[str | None, typer.Option(help="Where the module computes: it is moved there.")]
 
 
@@ -58,40 +62,93 @@ def make(
     shared_cache: SharedCache = None,
     shared_cache_options: SharedCacheOptions = None,
     storage_options: StorageOptions = None,
+    ray: RayAddress = None,
+    ray_cpus: RayCpus = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Compute the features of all samples, and store them where a training finds them.
+
+    Without --shared-cache they are stored as rows of this node. With it derived shards are made in the shared
+    cache: each by one of the machines that run this command at the same time, or by a node of --ray.
 
     Stop it at any time: a second call computes what is missing. Rows are found by a training whose module,
     transform and image_key are the same; `streamload features why` names what differs. Several of these may
     run at the same time. STREAMLOAD_CACHE_DIR and STREAMLOAD_CACHE_SIZE hold as for the training.
     """
+    from streamload.loader.named_features import NamedFeatures
+
+    named = NamedFeatures(module, preprocess, tokenizer, image_key, text_key, prepare, batch_size, device)
+    storage = storage_options_of(storage_options)
+    if shared_cache is None and ray is None:
+        _store_rows(urls, named, storage, workers, as_json)
+        return
+    _make_shards(
+        urls,
+        named,
+        as_json,
+        shared_cache=shared_cache,
+        shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
+        storage_options=storage,
+        concurrency=max(1, workers),
+        ray=ray,
+        ray_cpus=ray_cpus,
+    )
+
+
+def _make_shards(
+    urls: list[str],
+    named: NamedFeatures,
+    as_json: bool,
+    **options: Any,  # of ServiceOptions
+) -> None:
+    """Make derived shards in the shared cache; the exit code is 1 if not all of them could be made."""
+    from streamload.cli.daemon import print_failures, run_to_end
+    from streamload.daemon.options import ServiceOptions
+    from streamload.loader.feature_recipe import feature_recipe
+    from streamload.urls import expand_urls, is_local
+
+    if any(map(is_local, expand_urls(urls))):
+        raise OptionError(
+            "files of this machine have no derived shards in a shared cache: give URLs of an origin, or "
+            "leave out --shared-cache"
+        )
+    recipe = feature_recipe(named)
+    given = ServiceOptions(
+        urls=tuple(urls), prepare=recipe, into="shared", once=True, notices="none", listen="none", **options
+    )
+    status, counts = run_to_end(given), recipe.counts.snapshot()
+    report = {
+        "shards": status.wanted,
+        "held": status.held,
+        "made": status.done,
+        "computed": counts.feature_rows_computed,
+        "found": counts.feature_rows_read,
+        "failed": status.failed,
+    }
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print(
+            f"{status.held:,} of {status.wanted:,} derived shards are in the shared cache, {status.done:,} "
+            f"were made now: {report['computed']:,} features were computed here, {report['found']:,} read"
+        )
+        print_failures(status)
+    if not status.is_complete:
+        raise typer.Exit(1)
+
+
+def _store_rows(
+    urls: list[str], named: NamedFeatures, storage: dict[str, Any] | None, workers: int, as_json: bool
+) -> None:
+    """Compute rows in a loader, and store them in the rows of this node."""
+    from dataclasses import replace
+
     import streamload
 
-    features = _features(module, device)
-    has_texts = features.inputs != "image"
-    given = streamload.make_loader(
-        "::".join(urls),
-        named(tokenizer) if tokenizer is not None else None,
-        preprocess=named(preprocess) if preprocess is not None else None,
-        batch_size=batch_size,
-        num_workers=workers,
-        train=False,
-        output="dict",
-        device=device,
-        shards=streamload.Shards(
-            image_key=image_key,
-            text_key=text_key if has_texts else None,
-            storage_options=storage_options_of(storage_options),
-            max_bad_samples=None,
-        ),
-        images=streamload.Images(prepare=prepare),
-        cache=streamload.Cache(
-            shared=shared_cache,
-            shared_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
-        ),
-        features={"features": features},
-    )
+    features = named.features()
+    options = named.arguments(features)
+    options["shards"] = replace(options["shards"], storage_options=storage)
+    given = streamload.make_loader("::".join(urls), num_workers=workers, device=named.device, **options)
     with given as loader:
         found = _computed(loader, features)
     _report(found, features, as_json)
@@ -134,23 +191,3 @@ def _computed(loader: Loader, features: Features) -> Snapshot:
             features(batch)
             bar.advance(task, len(batch["features"]))
     return loader.stats()
-
-
-def _features(name: str, device: str | None) -> Features:
-    import torch
-
-    from streamload.loader import Features
-
-    found = named(name)
-    if not isinstance(found, torch.nn.Module | Features):
-        if not callable(found):
-            raise OptionError(
-                f"--module {name}: expected a module, Features, or a class or function that makes one"
-            )
-        found = found()
-        if isinstance(found, torch.nn.Module):
-            found.eval()
-    features = found if isinstance(found, Features) else Features(found)
-    if device is not None:
-        features.module.to(device)
-    return features

@@ -1,0 +1,227 @@
+"""A derived shard of rows: what a module computed from the samples of a shard, as a tar of numpy files.
+
+    rows.json            the fingerprint and its parts, the source, the layout, and each leaf's file and dtype
+    rows.keys.json       the samples' keys, in the order of the rows
+    rows.samples.npy     uint64[N]: xxh3_64 of each sample's payloads, as in the index of its shard
+    rows.checksums.npy   uint64[N]: xxh3_64 of each row's bytes, leaf after leaf
+    leaf-0.npy           [N, …]: a tensor or array of the results; bfloat16 and its like as unsigned integers
+
+The tier holds it like a prepared shard. Its index has a checksum of the four `rows.` files together; rows are
+checked one by one, when they are read. It starts without torch.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO, Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from streamload.cache.shard import Shard, prepared_form
+from streamload.cache.shard_copy import ShardCopy
+from streamload.derived.row_layout import leaves_in
+from streamload.derived.row_seal import Row
+from streamload.errors import CacheCorrupt, FeatureNotCacheable
+from streamload.shards.tar import BLOCK_BYTES
+
+SampleKey = tuple[str, int]
+"""The key of a sample, and the checksum of its payloads."""
+_PIECE_BYTES = 1 << 20
+_IN_MEMORY_BYTES = 64 << 20
+
+
+def rows_recipe(fingerprint: str) -> str:
+    """The recipe (`Shard.recipe`) of derived shards with the rows of a fingerprint."""
+    return f"rows-{fingerprint}"
+
+
+def rows_form(shard: Shard, fingerprint: str) -> Shard:
+    """The derived shard with the rows of a shard."""
+    return prepared_form(shard, rows_recipe(fingerprint))
+
+
+class RowShardWriter(ExitStack):
+    """Collects the rows of a shard, then gives the bytes of its derived shard. A context manager.
+
+    Leaves larger than 64 MiB are collected in temporary files.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: list[str] = []
+        self._samples: list[int] = []
+        self._checksums: list[int] = []
+        self._layout: bytes | None = None
+        self._leaves: list[IO[bytes]] = []
+
+    def add(self, layout: bytes, keys: Sequence[SampleKey], bodies: Sequence[bytes]) -> None:
+        """Add rows.
+
+        Raises:
+            FeatureNotCacheable: they have another layout than the rows before.
+        """
+        if self._layout is None:
+            self._layout = layout
+            self._leaves = [
+                self.enter_context(tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES))  # noqa: SIM115
+                for _ in leaves_in(layout)
+            ]
+        if layout != self._layout:
+            raise FeatureNotCacheable(
+                "rows of this shard have different shapes, so they can't be one derived shard: make them "
+                "without a shared cache"
+            )
+        for (key, sample), body in zip(keys, bodies, strict=True):
+            self._keys.append(key)
+            self._samples.append(sample)
+            self._checksums.append(xxh3_64_intdigest(body))
+            for file, leaf in zip(self._leaves, leaves_in(layout), strict=True):
+                file.write(memoryview(body)[leaf.start : leaf.stop])
+
+    def chunks(self, about: Mapping[str, Any]) -> Iterator[bytes]:
+        """The bytes of the tar; equal for equal rows.
+
+        Args:
+            about: what `rows.json` says beside layout and leaves: "fingerprint", and more.
+        """
+        leaves = [] if self._layout is None else leaves_in(self._layout)
+        described = {
+            **about,
+            "rows": len(self._keys),
+            "layout": None if self._layout is None else json.loads(self._layout),
+            "leaves": [
+                {"file": _leaf_name(at), "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
+                for at, leaf in enumerate(leaves)
+            ],
+        }
+        yield _member("rows.json", json.dumps(described, indent=1).encode())
+        yield _member("rows.keys.json", json.dumps(self._keys).encode())
+        yield _member("rows.samples.npy", _numbers(self._samples))
+        yield _member("rows.checksums.npy", _numbers(self._checksums))
+        for at, (file, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
+            head = _npy_head(leaf.stored, (len(self._keys), *leaf.shape))
+            size = len(head) + file.tell()
+            yield _tar_header(_leaf_name(at), size) + head
+            file.seek(0)
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+            yield bytes(-size % BLOCK_BYTES)
+        yield bytes(2 * BLOCK_BYTES)
+
+
+class RowShard:
+    """The rows of a derived shard, open for reading. For one thread.
+
+    Args:
+        copy: of the derived shard in a tier; closed with this.
+        fingerprint: of the rows.
+
+    Attributes:
+        damaged: rows so far that failed their checksum or couldn't be read.
+
+    Raises:
+        CacheCorrupt: it is incomplete or damaged, or has rows of another fingerprint.
+    """
+
+    def __init__(self, copy: ShardCopy, fingerprint: str):
+        self.damaged = 0
+        self.copy = copy
+        about, keys, samples, self._checksums = self._head()
+        if about.get("fingerprint") != fingerprint:
+            raise CacheCorrupt(f"{copy.path} has rows of another fingerprint: {about.get('fingerprint')!r}")
+        self._places = dict(zip(zip(keys, samples, strict=True), range(len(keys)), strict=True))
+        self._layout = json.dumps(about.get("layout"), separators=(",", ":")).encode() if keys else b""
+        self._leaves = self._found_leaves(len(keys)) if keys else []
+
+    def __contains__(self, key: tuple[str, int | None]) -> bool:
+        return key in self._places
+
+    def read(self, keys: Sequence[SampleKey]) -> list[Row | None]:
+        """The rows of samples; None where there is none of that key and checksum, or it is damaged."""
+        places, row_of = self._places, self._row
+        return [None if (place := places.get(key)) is None else row_of(key, place) for key in keys]
+
+    def close(self) -> None:
+        """Close it: it may be evicted from now on."""
+        self.copy.close()
+
+    def _row(self, key: SampleKey, place: int) -> Row | None:
+        bytes_at = self.copy.bytes_at
+        parts = [bytes_at(first + place * size, size) for first, size in self._leaves]
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if xxh3_64_intdigest(body) != self._checksums[place]:
+            return self._damaged(key)
+        return Row(self._layout, memoryview(body), 0)
+
+    def _damaged(self, key: SampleKey) -> Row | None:
+        self.damaged += 1
+        del self._places[key]
+        return None
+
+    def _head(self) -> tuple[dict[str, Any], list[str], list[int], list[int]]:
+        """What the first sample of the tar says: rows.json, keys, checksums of samples and of rows."""
+        reader, path = self.copy.reader, self.copy.path
+        if not reader.is_complete or not reader.count:
+            raise CacheCorrupt(f"{path} isn't a complete derived shard")
+        read = self.copy.sample(reader.entry(0), None)
+        if read is None or read[0].checksum is None:
+            raise CacheCorrupt(f"{path} fails its checksum")
+        entry, data = read
+        members = {ext: data[at - entry.start : at - entry.start + size] for ext, at, size in entry.members}
+        try:
+            about, keys = (json.loads(bytes(members[name])) for name in ("json", "keys.json"))
+            samples, checksums = (
+                np.load(io.BytesIO(members[name]), allow_pickle=False).astype("<u8", casting="equiv").tolist()
+                for name in ("samples.npy", "checksums.npy")
+            )
+            is_whole = type(about) is dict and all(type(key) is str for key in keys)
+            if not is_whole or not (len(keys) == len(samples) == len(checksums)):
+                raise ValueError(f"{len(keys)} keys for {len(samples)} samples and {len(checksums)} rows")
+        except (KeyError, ValueError, TypeError, EOFError) as exc:
+            raise CacheCorrupt(f"{path} isn't a derived shard of rows: {exc}") from exc
+        return about, keys, samples, checksums
+
+    def _found_leaves(self, rows: int) -> list[tuple[int, int]]:
+        """Where the first row of each leaf is in the tar, and the bytes of a row."""
+        found, reader = [], self.copy.reader
+        for at, leaf in enumerate(leaves_in(self._layout)):
+            size = leaf.stop - leaf.start
+            entry = reader.entry(at + 1) if at + 1 < reader.count else None
+            first = -1 if entry is None else entry.stop - rows * size
+            if entry is None or f"{entry.key}.npy" != _leaf_name(at) or first < entry.start:
+                raise CacheCorrupt(f"{self.copy.path} has no {_leaf_name(at)} of {rows} rows")
+            found.append((first, size))
+        return found
+
+
+def _leaf_name(at: int) -> str:
+    return f"leaf-{at}.npy"
+
+
+def _numbers(numbers: Sequence[int]) -> bytes:
+    array = np.array(numbers, "<u8")
+    return _npy_head(array.dtype, array.shape) + array.tobytes()
+
+
+def _npy_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    head = io.BytesIO()
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, about)
+    return head.getvalue()
+
+
+def _member(name: str, data: bytes) -> bytes:
+    return _tar_header(name, len(data)) + data + bytes(-len(data) % BLOCK_BYTES)
+
+
+def _tar_header(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = size
+    info.mode = 0o644
+    return info.tobuf(tarfile.PAX_FORMAT)

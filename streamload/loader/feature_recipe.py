@@ -1,0 +1,245 @@
+"""A recipe that makes derived shards of rows: what a daemon, `warm` or a Ray task computes from shards.
+
+source shard → samples → inputs (batches/) → stored rows are read, others computed → tar (row_shard.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from streamload.batches.assembly import BatchFactory, Sample
+from streamload.derived.preparation import AUTO
+from streamload.derived.prepared import PreparedOrigin, whole
+from streamload.derived.row_shard import RowShardWriter, SampleKey, rows_recipe
+from streamload.errors import DatasetChanged, FeatureMismatch, OptionError, SampleError
+from streamload.ipc import own_empty
+from streamload.loader.features import bound_features, take_features
+from streamload.loader.named_features import NAME, NamedFeatures
+from streamload.loader.options import LoaderOptions
+from streamload.loader.worker_config import assembly_of
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, Stream, Version
+from streamload.shards.samples import Entry, ShardScanner, border
+from streamload.transforms.plan import ImagePlan
+from streamload.urls import redact
+
+_MOST_BYTES = 64 << 20
+"""Samples with more bytes get no row here; a training computes it."""
+
+
+class FeatureRecipe:
+    """Makes derived shards with rows of features; see Recipe. Pickles as the names of its parts.
+
+    Thread-safe: inputs are made in the calling threads if their transform is compiled, and the module
+    computes for one at a time.
+
+    Args:
+        named: the features.
+
+    Attributes:
+        fingerprint: of the rows.
+        counts: of rows that were read and computed.
+
+    Raises:
+        OptionError: they can't be found, or their rows can't be in derived shards.
+        FeatureNotCacheable: what proves their rows can't be known.
+    """
+
+    def __init__(self, named: NamedFeatures):
+        from streamload.loader import make_loader
+
+        features = named.features()
+        if features.inputs == "text" or features.variants > 1:
+            what = 'inputs="text"' if features.inputs == "text" else f"variants={features.variants}"
+            raise OptionError(
+                f"{named.module} has {what}: derived shards have one row for each sample's image; make these "
+                f"rows without a shared cache, in the store of rows"
+            )
+        if named.prepare == AUTO:
+            raise OptionError('--prepare auto is chosen by each training: name the recipe, such as "raw-256"')
+        options: LoaderOptions = make_loader("unread.tar", **named.arguments(features)).options
+        self.named = named
+        self._assembly = assembly_of(options)
+        self._bound = bound_features(options, self._assembly.features)[NAME]
+        images = self._assembly.features[0].images
+        assert images is not None
+        is_compiled = isinstance(images.preprocess, ImagePlan)
+        self.counts = Counters()
+        self._computing = threading.Lock()
+        self._decoding = contextlib.nullcontext() if is_compiled else threading.Lock()
+        found = self._bound.whole_fingerprint()
+        if found is None:
+            raise OptionError(f"{named.module} has no rows: give cache_module a cache_path that can be used")
+        self.fingerprint, self._parts = str(found), found.parts
+
+    def __repr__(self) -> str:
+        return f"<FeatureRecipe {self.named.module}: {self.fingerprint}>"
+
+    def __reduce__(self) -> tuple[Callable[[NamedFeatures], FeatureRecipe], tuple[NamedFeatures]]:
+        return feature_recipe, (self.named,)
+
+    @property
+    def name(self) -> str:
+        """See Recipe."""
+        return rows_recipe(self.fingerprint)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that are computed together."""
+        return self.named.batch_size
+
+    @property
+    def is_of_prepared(self) -> bool:
+        """Whether rows are of the samples of prepared shards."""
+        return self._assembly.preparation is not None
+
+    def derive(self, origin: Origin) -> Origin:
+        """See Recipe."""
+        preparation = self._assembly.preparation
+        return _RowsOrigin(origin if preparation is None else PreparedOrigin(origin, preparation), self)
+
+    def batches(self) -> BatchFactory:
+        """Makes empty batches, for one thread."""
+        with self._computing:
+            return self._assembly.batch_factory({NAME: self._bound.start()})
+
+    def compute(self, begin: BatchFactory, samples: list[Sample], writer: RowShardWriter) -> None:
+        """Add the rows of samples to a derived shard; samples that can't be used get none.
+
+        Raises:
+            FeatureError: as by calls of a cached module with `cache_key`.
+        """
+        added: list[SampleKey] = []
+        with self._decoding, contextlib.closing(begin(len(samples), own_empty)) as batch:
+            parsed = []
+            for sample in filter(self._is_usable, samples):
+                with contextlib.suppress(SampleError):
+                    parsed.append((sample, batch.parse(sample, 0)))
+            for sample, one in parsed:
+                with contextlib.suppress(SampleError):
+                    batch.add(one)
+                    assert sample.checksum is not None
+                    added.append((sample.key, sample.checksum))
+            values = batch.finish() if added else {}
+        if not added:
+            return
+        with self._computing:
+            layout, bodies = take_features(values, {NAME: self._bound}, self.counts)[NAME].bodies()
+            now = self._bound.fingerprint()
+        if now != self.fingerprint:
+            raise FeatureMismatch(
+                f"{self.named.module} has another fingerprint after it computed its first rows, as computing "
+                f"changes it: start again"
+            )
+        writer.add(layout, added, bodies)
+
+    def about(self, url: str, version: Version) -> dict[str, Any]:
+        """What a derived shard says of itself."""
+        return {
+            "format": 1,
+            "fingerprint": self.fingerprint,
+            "parts": self._parts,
+            "features": asdict(self.named),
+            "source": {"url": redact(url), **asdict(version)},
+        }
+
+    def _is_usable(self, sample: Sample) -> bool:
+        assembly = self._assembly
+        chosen = [assembly.image(sample.members)]
+        chosen += [] if assembly.text is None else [assembly.text(sample.members)]
+        return all(chosen)
+
+
+@functools.lru_cache(maxsize=8)
+def feature_recipe(named: NamedFeatures) -> FeatureRecipe:
+    """The recipe of these features; in one process always the same, as it has built the module."""
+    return FeatureRecipe(named)
+
+
+class _RowsOrigin(Origin):
+    """The derived shard with the rows of an origin's shard, under that shard's version."""
+
+    def __init__(self, origin: Origin, recipe: FeatureRecipe):
+        self.url = origin.url
+        self._origin, self._recipe = origin, recipe
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Open it from its first byte.
+
+        Raises:
+            DatasetChanged: it was to be continued, and rows that are computed again may be rounded otherwise.
+        """
+        if start:
+            raise DatasetChanged(f"the rows of {redact(self.url)} are made from the first on")
+        return _RowsStream(self._origin.open(0, expected), self.url, self._recipe)
+
+    def version(self) -> Version:
+        """The current version of the shard itself."""
+        return self._origin.version()
+
+    def close(self) -> None:
+        """Close the origin."""
+        self._origin.close()
+
+
+class _RowsStream:
+    """The bytes of a derived shard; its length isn't known before all of its rows are."""
+
+    def __init__(self, stream: Stream, url: str, recipe: FeatureRecipe):
+        self.version = stream.version
+        self._stream, self._url, self._recipe = stream, url, recipe
+
+    def chunks(self) -> Iterator[bytes]:
+        """Nothing after each batch of rows, then the tar: so a fill can be stopped while rows are made."""
+        recipe = self._recipe
+        begin = recipe.batches()
+        chunks = self._stream.chunks() if recipe.is_of_prepared else whole(self._stream, self._url)
+        samples = samples_of(chunks, self._url, is_prepared=recipe.is_of_prepared)
+        with RowShardWriter() as writer:
+            while batch := list(itertools.islice(samples, recipe.batch_size)):
+                recipe.compute(begin, batch, writer)
+                yield b""
+            yield from writer.chunks(recipe.about(self._url, self.version))
+
+    def close(self) -> None:
+        """Close the stream of the shard."""
+        self._stream.close()
+
+
+def samples_of(chunks: Iterable[bytes], url: str, *, is_prepared: bool) -> Iterator[Sample]:
+    """The samples of a tar; without those of more than 64 MiB.
+
+    Raises:
+        ShardError: not a tar, damaged or cut.
+    """
+    scanner, buffer, first = ShardScanner(prepared=is_prepared), bytearray(), 0
+    for chunk in chunks:
+        entries = scanner.feed(chunk)
+        buffer += b"" if scanner.ended and not entries else chunk
+        for entry in entries:
+            if entry.start >= first:
+                yield _sample(entry, buffer, first, url)
+            count = max(0, border(entry) - first)
+            del buffer[:count]
+            first += count
+        if len(buffer) > _MOST_BYTES:
+            first += len(buffer)
+            buffer.clear()
+    for entry in scanner.finish()[0]:
+        if entry.start >= first:
+            yield _sample(entry, buffer, first, url)
+
+
+def _sample(entry: Entry, buffer: bytearray, first: int, url: str) -> Sample:
+    data = memoryview(bytearray(buffer[entry.start - first : entry.stop - first]))
+    members = {
+        extension: data[at - entry.start : at - entry.start + size] for extension, at, size in entry.members
+    }
+    prepared = entry.prepared[0] if entry.prepared is not None else ""
+    return Sample(entry.key, url, members, prepared, entry.checksum)

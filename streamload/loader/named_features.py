@@ -1,0 +1,97 @@
+"""Features of a training by names, as on a command line, so that any process can make them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamload.derived.features import Features
+from streamload.errors import OptionError
+from streamload.loader.groups import Images, Shards
+
+NAME = "features"
+"""The name that they have in a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFeatures:
+    """Features of a training by the names of its parts, as on a command line; any process can make them.
+
+    Attributes:
+        module: package.module:name of a module or Features, or of what makes one when called.
+        preprocess, tokenizer: package.module:name of the training's; None: it has none.
+        image_key, text_key, prepare: as of the training.
+        batch_size: samples that are computed together.
+        device: where the module computes; None: where it is.
+    """
+
+    module: str
+    preprocess: str | None = None
+    tokenizer: str | None = None
+    image_key: str = "jpg;png;jpeg;webp"
+    text_key: str = "txt"
+    prepare: str | None = None
+    batch_size: int = 64
+    device: str | None = None
+
+    def features(self) -> Features:
+        """The features, on their device; a module that a class makes is in eval mode.
+
+        Raises:
+            OptionError: nothing of that name is there, or can be features.
+        """
+        found = named(self.module)
+        if not isinstance(found, torch.nn.Module | Features):
+            if not callable(found):
+                raise OptionError(
+                    f"--module {self.module}: expected a module, Features, or a class or function that "
+                    f"makes one"
+                )
+            found = found()
+            if isinstance(found, torch.nn.Module):
+                found.eval()
+        features = found if isinstance(found, Features) else Features(found)
+        if self.device is not None:
+            features.module.to(self.device)
+        return features
+
+    def arguments(self, features: Features) -> dict[str, Any]:
+        """The arguments of make_loader for a loader of these features, beside the URLs."""
+        return {
+            "tokenizer": None if self.tokenizer is None else named(self.tokenizer),
+            "preprocess": None if self.preprocess is None else named(self.preprocess),
+            "batch_size": self.batch_size,
+            "train": False,
+            "output": "dict",
+            "shards": Shards(
+                image_key=self.image_key,
+                text_key=self.text_key if features.inputs != "image" else None,
+                max_bad_samples=None,
+            ),
+            "images": Images(prepare=self.prepare),
+            "features": {NAME: features},
+        }
+
+
+def named(name: str) -> Any:
+    """What `package.module:name` names; packages in the working directory are found.
+
+    Raises:
+        OptionError: there is nothing of that name.
+    """
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for step in attribute.split("."):
+            found = getattr(found, step)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise OptionError(f"{name!r} can't be imported ({exc}); expected package.module:name") from exc
+    return found

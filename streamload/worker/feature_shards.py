@@ -1,0 +1,194 @@
+"""The derived shards of a process's features: fetched from the shared cache, and read from the tier (H).
+
+Each node fetches one once, beside the shards themselves. This never makes one: rows that aren't found here
+are looked up in the store of rows, then computed in the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from streamload.cache.shard import Shard
+from streamload.cache.shard_copy import ShardCopy
+from streamload.cache.shared.sharing import ReadThrough, Sharing
+from streamload.cache.tier import Tier
+from streamload.derived.feature_rows import FeatureStart
+from streamload.derived.row_seal import Row
+from streamload.derived.row_shard import RowShard, SampleKey, rows_form
+from streamload.errors import CacheCorrupt, OriginNotFound
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, Stream, Version
+from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
+from streamload.prefetch.scheduler import FillRequest
+from streamload.worker.messages import WorkerConfig
+
+_FETCHES = 2
+_LOOK_SECONDS = 1.0
+"""Between two looks for a derived shard that isn't in the tier."""
+_ASK_SECONDS = 30.0
+"""Between two requests for a derived shard that the shared cache lacks."""
+_PATIENCE_SECONDS = 5.0
+"""The longest wait for a derived shard that is being fetched; after one in vain nothing is waited for."""
+_POLL_SECONDS = 0.005
+
+
+class FeatureShards:
+    """The derived shards that a process reads. It lasts from epoch to epoch; for one thread.
+
+    Args:
+        config: what is read.
+        tier: of the node.
+        sharing: the shared cache that derived shards come from.
+        counts: of this process.
+    """
+
+    def __init__(self, config: WorkerConfig, tier: Tier, sharing: Sharing, counts: Counters):
+        self._shards = config.shards
+        self._names = [one.name for one in config.assembly.features if one.has_derived_shards]
+        self._tier, self._sharing, self._counts = tier, sharing, counts
+        self._fingerprints: dict[str, str] = {}  # by feature
+        self._open: dict[tuple[str, int], RowShard] = {}  # by feature and shard
+        self._look_at: dict[tuple[str, int], float] = {}
+        self._wanted: dict[str, FillRequest] = {}  # those that are being fetched, by digest
+        self._answered: set[str] = set()  # digests of those that were fetched, or can't be; by any thread
+        self._is_patient = True
+        self._prefetcher: Prefetcher | None = None
+        if self._names and sharing.tier is not None:
+            self._prefetcher = Prefetcher(
+                tier,
+                self._open_origin,
+                PrefetchOptions(_FETCHES, tombstones=False, retry_seconds=_ASK_SECONDS),
+                counts=counts,
+                sink=self._settle,
+            )
+
+    def begin(self, features: Mapping[str, FeatureStart]) -> None:
+        """Begin an epoch: by these fingerprints rows are found."""
+        self.keep_open(())
+        self._fingerprints = {name: features[name].fingerprint for name in self._names}
+        self._look_at.clear()
+        self._answered.clear()
+        self._is_patient = True
+
+    def want(self, requests: Iterable[FillRequest]) -> None:
+        """Fetch the rows of these shards, in order of need."""
+        wanted = [
+            FillRequest(rows_form(request.shard, fingerprint), request.next_use)
+            for request in requests
+            for fingerprint in self._fingerprints.values()
+            if fingerprint and request.shard.local is None
+        ]
+        self._request(wanted)
+
+    def has_all(self, shard: int, key: tuple[str, int | None]) -> bool:
+        """Whether derived shards have a sample's rows of all features, so that its bytes aren't needed."""
+        found = [self._open.get((name, shard)) or self._find(name, shard) for name in self._names]
+        return all(one is not None and key in one for one in found)
+
+    def rows(self, feature: str, shard: int, keys: Sequence[SampleKey]) -> list[Row | None]:
+        """The rows of samples of a shard; None for those that no derived shard has.
+
+        It waits while the derived shard is being fetched, but only for some seconds.
+        """
+        found = self._open.get((feature, shard)) or self._find(feature, shard)
+        if found is None:
+            return [None] * len(keys)
+        damaged = found.damaged
+        rows = found.read(keys)
+        if found.damaged > damaged:
+            self._counts.add("feature_rows_damaged", found.damaged - damaged)
+        return rows
+
+    def keep_open(self, shards: Collection[int]) -> None:
+        """Close the derived shards of all other shards: they may be evicted."""
+        for feature, shard in [key for key in self._open if key[1] not in shards]:
+            found = self._open.pop((feature, shard))
+            found.close()
+            if found.damaged and self._prefetcher is not None:  # to be fetched again
+                self._tier.quarantine(found.copy.path)
+
+    def stop(self) -> None:
+        """Stop all transfers where they are. Idempotent."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def close(self) -> None:
+        """Close all that is open. Idempotent."""
+        self.keep_open(())
+
+    def _find(self, feature: str, shard: int) -> RowShard | None:
+        """Open a derived shard, if the tier has it by now."""
+        key, fingerprint = (feature, shard), self._fingerprints.get(feature)
+        if not fingerprint or time.monotonic() < self._look_at.get(key, 0.0):
+            return None
+        form = rows_form(self._shards[shard], fingerprint)
+        if form.local is None and form.digest not in self._wanted:
+            self._request([FillRequest(form, 0.0), *self._wanted.values()])
+        self._await(form)
+        try:
+            found = self._opened(form, fingerprint)
+        except CacheCorrupt:
+            self._counts.add("checksum_failures")
+            self._tier.quarantine(self._tier.published(form.digest))
+            found = None
+        if found is None:
+            self._look_at[key] = time.monotonic() + _LOOK_SECONDS
+        else:
+            self._open[key] = found
+        return found
+
+    def _opened(self, form: Shard, fingerprint: str) -> RowShard | None:
+        with contextlib.ExitStack() as unless_used, contextlib.suppress(OSError):
+            copy = ShardCopy.open(self._tier.published(form.digest), form)
+            if copy is None:
+                return None
+            unless_used.callback(copy.close)
+            found = RowShard(copy, fingerprint)
+            unless_used.pop_all()
+            return found
+        return None
+
+    def _request(self, wanted: Sequence[FillRequest]) -> None:
+        if self._prefetcher is not None:
+            self._wanted = {request.shard.digest: request for request in wanted}
+            self._prefetcher.want(wanted)
+
+    def _await(self, form: Shard) -> None:
+        """Wait while a derived shard is being fetched."""
+        path, began = self._tier.published(form.digest), time.monotonic()
+        while self._is_patient and self._is_coming(form) and not path.exists():
+            time.sleep(_POLL_SECONDS)
+            self._is_patient = time.monotonic() - began < _PATIENCE_SECONDS
+
+    def _is_coming(self, form: Shard) -> bool:
+        return form.digest in self._wanted and form.digest not in self._answered
+
+    def _settle(self, result: FillResult) -> None:
+        """Note that a fetch has ended, whether it found something or not; called by its thread."""
+        self._answered.add(result.shard.digest)
+
+    def _open_origin(self, form: Shard, stop: threading.Event) -> Origin:
+        assert self._sharing.tier is not None
+        return ReadThrough(form, self._sharing.tier, _NotMadeHere(form), stop)
+
+
+class _NotMadeHere(Origin):
+    """In place of the origin of a derived shard: what the shared cache lacks isn't there."""
+
+    def __init__(self, form: Shard):
+        self.url = form.url
+        self._name = form.name
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Raise OriginNotFound."""
+        raise OriginNotFound(f"{self._name} isn't in the shared cache")
+
+    def version(self) -> Version:
+        """Raise OriginNotFound."""
+        raise OriginNotFound(f"{self._name} isn't in the shared cache")
+
+    def close(self) -> None:
+        """Nothing is open."""
