@@ -302,6 +302,18 @@ def features(result: Result) -> str:
     return table([*head, "later: seconds (rounds)"], rows)
 
 
+def row_shards(result: Result) -> str:
+    measures = {
+        "bytes on disk ÷ payload": ("disk_ratio", 3),
+        "100,000 rows: open, s": ("open_seconds", 3),
+        "100,000 rows: read all, s": ("read_seconds", 2),
+        "a sample through the loader: rows of derived shards, CPU µs": ("derived_us", 1),
+        "a sample through the loader: no feature, CPU µs": ("order_us", 1),
+    }
+    rows = [[said, spread(result, "derived", name, digits)] for said, (name, digits) in measures.items()]
+    return table(["derived shards, rows of 3 KB", "(rounds)"], rows)
+
+
 def daemons(result: Result) -> str:
     rows = [
         [
@@ -445,6 +457,7 @@ TABLES = {
     "prepared": prepared,
     "module_cache": module_cache,
     "features": features,
+    "row_shards": row_shards,
     "strategies": strategies,
     "daemons": daemons,
     "scale": scale,

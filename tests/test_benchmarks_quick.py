@@ -390,3 +390,11 @@ def test_features_in_a_loader_are_measured(tmp_path: Path) -> None:
     assert result["medians"]["features"].keys() >= {"first_cpu_us", "epoch_cpu_us", "epoch_seconds"}
     assert result["medians"]["features"]["read_us"] > 0  # rows were read
     assert report.tables_of({"features": result})["features"].count("\n") == 2
+
+
+@pytest.mark.timeout(400)
+def test_derived_shards_of_rows_are_measured(tmp_path: Path) -> None:
+    result = run_quickly("row_shards", tmp_path / "out.json")
+
+    assert result["medians"]["derived"]["disk_ratio"] < 1.05
+    assert report.tables_of({"row_shards": result})["row_shards"].count("\n") == 6
