@@ -22,14 +22,19 @@ class Row:
     """A stored row, checked.
 
     Attributes:
+        sealed: the row as it is stored.
         layout: what it looks like, as it is stored.
-        body: the bytes of its leaves.
         input_digest: of the input that it was computed from; 0: unknown.
     """
 
+    sealed: bytes
     layout: bytes
-    body: memoryview
     input_digest: int
+
+    @property
+    def body(self) -> memoryview:
+        """The bytes of its leaves."""
+        return memoryview(self.sealed)[_HEAD.size + len(self.layout) :]
 
 
 def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
@@ -49,8 +54,7 @@ def unseal(key: bytes, data: bytes) -> Row:
     _, layout_bytes, input_digest, checksum = _HEAD.unpack_from(data)
     if checksum != _checksum(key, layout_bytes, input_digest, memoryview(data)[_HEAD.size :]):
         raise CacheCorrupt(f"the row {key.hex()} fails its checksum")
-    start = _HEAD.size + layout_bytes
-    return Row(data[_HEAD.size : start], memoryview(data)[start:], input_digest)
+    return Row(data, data[_HEAD.size : _HEAD.size + layout_bytes], input_digest)
 
 
 def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:

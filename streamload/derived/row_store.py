@@ -108,10 +108,10 @@ class RowStore:
             found = self.copy.read(keys)
         missing = [key for key in keys if key not in found] if found else keys
         if missing:
-            sealed = self.disk.read_sealed(missing)
-            found.update((key, row) for key, (row, _) in sealed.items())
-            if self.copy is not None and sealed:
-                self.copy.write([(key, data) for key, (_, data) in sealed.items()], label)
+            from_disk = self.disk.read(missing)
+            found |= from_disk
+            if self.copy is not None and from_disk:
+                self.copy.write([(key, row.sealed) for key, row in from_disk.items()], label)
         self.counts.read_seconds += time.perf_counter() - began
         self.counts.bytes_read += sum(len(row.body) for row in found.values())
         return found

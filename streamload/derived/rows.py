@@ -138,16 +138,12 @@ class Rows:
 
     def read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
         """The rows that are there and whole, of some keys of 32 bytes each."""
-        return {key: row for key, (row, _) in self.read_sealed(keys).items()}
-
-    def read_sealed(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Row, bytes]]:
-        """The same, each with its bytes as they are stored."""
-        found: dict[bytes, tuple[Row, bytes]] = {}
+        found: dict[bytes, Row] = {}
         for at in range(0, len(keys), _ASKED_AT_ONCE):
             some = keys[at : at + _ASKED_AT_ONCE]
             for key, data in self._attempt(functools.partial(select_rows, keys=some), []):
                 try:
-                    found[key] = (unseal(key, data), data)
+                    found[key] = unseal(key, data)
                 except CacheCorrupt as exc:
                     self.counts.corrupt += 1
                     log_once(f"{self.root}: {exc}; it is computed again")
