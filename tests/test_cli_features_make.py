@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,17 @@ def test_what_was_made_ahead_is_found_by_a_training(
     assert said["computed"] + said["found"] == said["samples"] == 15
     assert said["skipped"] == said["not_stored"] == 0
     assert project.train(name) == [15, 0]
+
+
+def test_features_of_texts_need_no_image_that_can_be_decoded(project: Project) -> None:
+    with tarfile.open(project.data / "00002.tar", "w") as shard:
+        for name, data in (("a.jpg", b"no image"), ("a.txt", b"a caption")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            shard.addfile(member, io.BytesIO(data))
+    done = project.make("--module", "mine:texts", "--tokenizer", "mine:tokenize", "--json")
+    said = json.loads(done.stdout)
+    assert (said["samples"], said["skipped"]) == (16, 0)
 
 
 def test_a_second_call_computes_what_is_missing(project: Project) -> None:

@@ -37,8 +37,6 @@ from streamload.errors import CacheCorrupt
 KIB = 1 << 10
 HOME = "0"
 """The directory of a store's first database."""
-KILLS = int(os.environ.get("KILLS", "25"))
-"""So many writers are killed in a test."""
 START_METHODS = ["fork", "spawn", "forkserver"]
 
 
@@ -386,60 +384,6 @@ class Doubles(nn.Module):
         return 2 * x
 
 
-def write_for_ever(root, seed, limit_bytes, is_ready):
-    generator = random.Random(seed)
-    with opened(root, limit_bytes) as store:
-        while True:
-            numbers = generator.sample(range(400), 16)
-            found = store.read([key(at) for at in numbers])
-            assert bodies(found, numbers) == expected([at for at in numbers if key(at) in found], 2000)
-            store.write([row(at, 2000) for at in numbers], "it")
-            is_ready.set()
-
-
-def start_writer(root, seed, limit_bytes):
-    context = multiprocessing.get_context("fork")
-    is_ready = context.Event()
-    writer = context.Process(target=write_for_ever, args=(root, seed, limit_bytes, is_ready))
-    writer.start()
-    assert is_ready.wait(60)
-    return writer
-
-
-@pytest.mark.parametrize("limit_bytes", [1 << 30, 600 * KIB])
-def test_writers_that_are_killed_leave_whole_rows_and_no_garbage(tmp_path, limit_bytes):
-    root = tmp_path / "rows"
-    writers = [start_writer(root, seed, limit_bytes) for seed in range(4)]
-    generator = random.Random(4)
-    try:
-        with opened(root, limit_bytes) as store:
-            for kill in range(KILLS):
-                deadline = time.monotonic() + generator.uniform(0.0, 0.1)
-                while time.monotonic() < deadline:
-                    found = bodies(store.read([key(at) for at in range(0, 400, 7)]), range(400))
-                    assert found.items() <= expected(range(0, 400, 7), 2000).items()
-                victim = writers.pop(0)
-                assert victim.is_alive()
-                victim.kill()
-                victim.join()
-                writers.append(start_writer(root, 10 + kill, limit_bytes))
-            assert store.counts.corrupt == 0
-            assert len(store.read([key(at) for at in range(400)])) > 30
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.join()
-    assert {path.name for path in root.iterdir()} == {HOME, "lock", "writing"}
-    assert {path.name for path in (root / HOME).iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm"}
-    with opened(root, limit_bytes) as store:
-        assert store._open().execute("PRAGMA integrity_check") == [("ok",)]
-        found = bodies(store.read([key(at) for at in range(400)]), range(400))
-        assert found.items() <= expected(range(400), 2000).items()
-        assert store.counts.corrupt == 0
-        if limit_bytes < 1 << 30:
-            assert store.used_bytes <= 1.05 * limit_bytes
-
-
 @cache_module(cache_level=CacheLevel.MEMORY, max_memory_cache_size_mb=8)
 class Extractor(nn.Module):
     def __init__(self):
@@ -530,13 +474,13 @@ def _count_hits(queue):
     )
 
 
-def test_a_copy_that_a_killed_process_left_is_removed(shm):
+@pytest.mark.parametrize("name", ["users", "cache.db"])
+def test_a_copy_that_a_killed_process_left_is_removed(shm, name):
     place = Extractor._streamload_options.place
     left = shm / f"streamload-rows-{os.geteuid()}" / "left"
     left.mkdir(parents=True)
     left.parent.chmod(0o700)
-    (left / "users").touch()
-    (left / "cache.db").touch()
+    (left / name).touch()
     row_store.open_store(place)
     assert not left.exists()
 

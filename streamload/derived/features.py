@@ -43,8 +43,8 @@ class Features:
         dtype: to which floating results are cast before they are stored; None: as computed.
         variants: how many random variants of each image have rows, if `preprocess` is random: a sample's
             variant changes from pass to pass.
-        images: "auto": batches have no "image", and only images of missing rows are decoded; True: they have
-            it as always.
+        images: "auto": batches have no "image" if features are made of images, and only those of missing rows
+            are decoded; False: batches have none; True: they have it as always.
 
     Raises:
         OptionError: a value that can't be used.
@@ -69,8 +69,8 @@ class Features:
             raise OptionError(f"dtype={dtype!r}; expected one of {', '.join(map(str, _DTYPES))}")
         if isinstance(variants, bool) or not isinstance(variants, int) or variants < 1:
             raise OptionError(f"variants={variants!r}; expected a whole number of at least 1")
-        if images not in (True, "auto"):
-            raise OptionError(f'images={images!r}; expected True or "auto"')
+        if images not in (True, False, "auto"):
+            raise OptionError(f'images={images!r}; expected True, False or "auto"')
         if inputs == "text" and (preprocess is not None or variants > 1):
             raise OptionError("preprocess= and variants= are for features of images, not of texts")
         self.module: Any = module if isinstance(module, Cached) else _Built(module)

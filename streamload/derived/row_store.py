@@ -214,7 +214,7 @@ def _sweep(home: Path) -> None:
         for root in home.iterdir():
             if root.is_symlink() or not root.is_dir():
                 continue
-            lock = FileLock.acquire(root / "users", wait=False)
+            lock = FileLock.acquire(root / "users", create=True)  # a kill may have left none
             if lock is not None:
                 shutil.rmtree(root, ignore_errors=True)
                 lock.close()

@@ -292,7 +292,9 @@ class Rows:
             home = self.root / str(self._number)
             home.mkdir(mode=0o700, exist_ok=True)
             refuse_links(home)
-            self._database = Database(home, self.limit_bytes)
+            limit_bytes = self.limit_bytes
+            with exclusive(self.root / "writing"):
+                self._database = Database(home, limit_bytes)
         _open_rows.add(self)
         return self._database
 

@@ -74,7 +74,7 @@ class Database(Table):
     """The database as one process has it open, for one thread at a time.
 
     A child must not inherit it from a fork: SQLite's locks are those of a process, and what it knows of them
-    would be copied.
+    would be copied. Nobody may write while it is opened.
 
     Args:
         home: the directory of the database.
@@ -86,33 +86,21 @@ class Database(Table):
         page_bytes = _page_bytes(limit_bytes)
         if not path.exists():
             _create(path, page_bytes)
-        self.cache = diskcache().Cache(
-            str(home),
-            timeout=WAIT_SECONDS,
-            disk=_bytes_disk(),
-            eviction_policy="least-recently-used",  # for its index: what goes is decided here
-            cull_limit=0,
-            statistics=0,
-            tag_index=0,
-            sqlite_auto_vacuum=0,
-            sqlite_cache_size=-1024,
-            sqlite_mmap_size=0,
-            sqlite_journal_size_limit=0,
-            sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
+        connection = sqlite3.connect(
+            path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
         )
-        self.cache.close()  # its connections are of a thread; each transaction opens one
-        self._status = path.stat()
-        super().__init__(
-            path,
-            sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False),
-        )
+        super().__init__(path, connection)
         try:
             self.execute("PRAGMA cache_size = -1024")
             self.execute("PRAGMA synchronous = NORMAL")
+            self.shorten_log(limit_bytes)
+            self.cache = _cache(home, page_bytes, limit_bytes)
+            self.shorten_log(limit_bytes)  # diskcache has written its settings
             self.execute("SELECT * FROM (SELECT key, raw, tag, mode, filename, value FROM Cache LIMIT 0)")
         except BaseException:
             self.connection.close()
             raise
+        self._status = path.stat()
 
     def is_current(self) -> bool:
         """Whether the file is still the one that was opened."""
@@ -170,6 +158,26 @@ class Database(Table):
         super().close()
         with contextlib.suppress(sqlite3.Error):
             self.cache.close()
+
+
+def _cache(home: Path, page_bytes: int, limit_bytes: int) -> Any:
+    """diskcache's view of a database, without an open connection."""
+    cache = diskcache().Cache(
+        str(home),
+        timeout=WAIT_SECONDS,
+        disk=_bytes_disk(),
+        eviction_policy="least-recently-used",  # for its index: what goes is decided here
+        cull_limit=0,
+        statistics=0,
+        tag_index=0,
+        sqlite_auto_vacuum=0,
+        sqlite_cache_size=-1024,
+        sqlite_mmap_size=0,
+        sqlite_journal_size_limit=0,
+        sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
+    )
+    cache.close()  # its connections are of a thread; each transaction opens one
+    return cache
 
 
 def _create(path: Path, page_bytes: int) -> None:

@@ -215,8 +215,8 @@ def _assembly(
         )
     shards = options.shards
     features = feature_assemblies(options, images)
-    keeps_images = any(one.images is True for one in options.features.values())
-    if any(one.images is not None for one in features) and not keeps_images:
+    asked = [one.images for one in options.features.values()]
+    if True not in asked and (False in asked or any(one.images is not None for one in features)):
         images = None
     return BatchAssembly(
         image=KeySpec.parse(shards.image_key).choose,

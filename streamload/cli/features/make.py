@@ -146,6 +146,7 @@ def _store_rows(
     import streamload
 
     features = named.features()
+    features.images = False
     options = named.arguments(features)
     options["shards"] = replace(options["shards"], storage_options=storage)
     given = streamload.make_loader("::".join(urls), num_workers=workers, device=named.device, **options)
