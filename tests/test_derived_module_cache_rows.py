@@ -12,7 +12,6 @@ import resource
 import sqlite3
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest

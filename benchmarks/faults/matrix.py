@@ -29,6 +29,7 @@ from benchmarks.faults import (
     ranks,
     resumed,
     small,
+    stored_rows,
     stores,
     tampered,
     tier,
@@ -66,6 +67,7 @@ ROWS: list[Row] = sorted(
             versions,
             ordering,
             small,
+            stored_rows,
         )
         for row in module.ROWS
     ),
