@@ -499,7 +499,7 @@ def test_a_module_twice_is_refused(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"inputs": "sound"}, {"dtype": torch.int8}, {"variants": 0}, {"images": False}]
+    "bad", [{"inputs": "sound"}, {"dtype": torch.int8}, {"variants": 0}, {"images": "never"}]
 )
 def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(bad))):
