@@ -54,6 +54,7 @@ from streamload.errors import (
 if TYPE_CHECKING:
     from streamload.derived.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
+        Batches,
         Cache,
         Features,
         Images,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from streamload.shards.samples import Entry
 
 __all__ = [
+    "Batches",
     "BlankCaption",
     "Cache",
     "CacheCorrupt",
@@ -128,6 +130,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "Batches": "streamload.loader",
     "Workers": "streamload.loader",
     "Shards": "streamload.loader",
     "Order": "streamload.loader",

@@ -14,12 +14,15 @@ from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
 from streamload.batches.features import DerivedRows, FeatureAssembly, FeatureInProgress, ParsedFeature
 from streamload.batches.images import ImageAssembly, Images
+from streamload.batches.padding import TextPadding, widths_of
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.derived.feature_rows import FeatureStart
 from streamload.derived.preparation import Preparation
 from streamload.errors import BlankCaption, add_note
 from streamload.transforms.user import SeededGenerators
 
+WIDTHS = "__widths__"
+"""The RowWidths among the values of a batch."""
 _KEYS_SHOWN = 16
 _MAP_SAMPLE_SEED, _COLLATE_SEED = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
 """XORed into seeds, so that each function draws its own random numbers."""
@@ -102,7 +105,7 @@ class BatchInProgress(Protocol):
         ...
 
     def finish(self) -> dict[str, Any]:
-        """The values of the samples that were added, with the lists `__key__` and `__url__`."""
+        """The values of the samples that were added, with the lists `__key__` and `__url__`, and WIDTHS."""
         ...
 
     def close(self) -> None:
@@ -130,6 +133,7 @@ class BatchAssembly:
         collate: the results of `map_sample` for a batch to the batch: a dict or a tuple of values; None:
             values are stacked.
         as_model_inputs: keep all values that the tokenizer returns (such as an `attention_mask`).
+        text_padding: how captions are cut to the longest of the batch; None: they all have one length.
         features: what comes from stored rows.
     """
 
@@ -142,6 +146,7 @@ class BatchAssembly:
     map_sample: MapSample | None = None
     collate: Collate | None = None
     as_model_inputs: bool = False
+    text_padding: TextPadding | None = None
     features: tuple[FeatureAssembly, ...] = ()
 
     @property
@@ -289,19 +294,29 @@ class _CaptionedBatch:
     def _values(self, keys: Sequence[str]) -> dict[str, Any]:
         assembly = self._assembly
         values = {} if self._images is None else self._images.finish(keys)
+        valid, whole = None, None  # whole: texts before they are cut: a feature's rows are found by them
         if assembly.text is not None:
-            values["text"] = captions = [one.caption for one in self._added if one.caption is not None]
+            values["text"] = whole = captions = [
+                one.caption for one in self._added if one.caption is not None
+            ]
             if assembly.tokenizer is not None and captions:
                 texts = assembly.tokenizer(captions, [one.seed for one in self._added])
+                whole = texts.ids
+                if assembly.text_padding is not None:
+                    texts = texts.cut_to_longest(assembly.text_padding.multiple)
+                    valid = texts.valid
                 values["text"] = texts.ids
                 if assembly.as_model_inputs:
                     values |= texts.others
+                if valid is not None and assembly.text_padding.with_valid:
+                    values["text_valid"] = valid
         if assembly.label is not None:
             labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
         for feature in self._features:
-            values |= feature.finish(values.get("text"))
-        return values
+            values |= feature.finish(whole)
+        widths = widths_of(values, valid)
+        return values if widths is None else {**values, WIDTHS: widths}
 
     def close(self) -> None:
         for feature in self._features:

@@ -42,24 +42,27 @@ class CachingTokenizer:
 
     Args:
         tokenizer: one for which `is_simple_tokenizer` holds.
+
+    Attributes:
+        original: that tokenizer.
     """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        self.original = tokenizer
         self._is_lower = tokenizer.clean_fn is getattr(sys.modules[_MODULE], "_clean_lower", None)
         self._ids: dict[str, bytes] = {}  # of int64 ids, by word
 
     def __repr__(self) -> str:
-        return f"CachingTokenizer({self._tokenizer!r})"
+        return f"CachingTokenizer({self.original!r})"
 
     @property
     def __name__(self) -> str:
-        return type(self._tokenizer).__name__
+        return type(self.original).__name__
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Tokenize captions like the tokenizer itself: int64[N, context_length]."""
-        first, last = _packed([self._tokenizer.sot_token_id]), _packed([self._tokenizer.eot_token_id])
-        length: int = self._tokenizer.context_length
+        first, last = _packed([self.original.sot_token_id]), _packed([self.original.eot_token_id])
+        length: int = self.original.context_length
         size = length * len(last)
         known, rows = self._ids, bytearray()
         for caption in captions:
@@ -73,12 +76,12 @@ class CachingTokenizer:
     def _cleaned(self, caption: str) -> str:
         if self._is_lower and _PLAIN.fullmatch(caption):
             return " ".join(caption.split()).lower()
-        cleaned: str = self._tokenizer.clean_fn(caption)
+        cleaned: str = self.original.clean_fn(caption)
         return cleaned
 
     def _encode(self, word: str) -> bytes:
         """The ids of a cleaned word, as by SimpleTokenizer.encode; caches them."""
-        tokenizer = self._tokenizer
+        tokenizer = self.original
         numbers: list[int] = []
         for token in tokenizer.pat.findall(word):
             mapped = "".join(tokenizer.byte_encoder[byte] for byte in token.encode("utf-8"))

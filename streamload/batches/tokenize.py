@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streamload.batches.padding import RecordingTokenizer, columns_for, cut, valid_ids
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.transforms.user import SeededGenerators
 
@@ -27,10 +29,24 @@ class Texts(NamedTuple):
     Attributes:
         ids: int64[N, L].
         others: all else that the tokenizer returned, by its names, such as `attention_mask` int64[N, L].
+        valid: bool[N, L]: False is padding; None: that isn't asked for.
     """
 
     ids: torch.Tensor
     others: dict[str, torch.Tensor]
+    valid: torch.Tensor | None = None
+
+    def cut_to_longest(self, multiple: int) -> Texts:
+        """Leave out columns that are padding in all rows.
+
+        Args:
+            multiple: of the number of columns that remain, unless there aren't as many.
+        """
+        if self.valid is None:
+            return self
+        columns, length = columns_for(self.valid, multiple), self.ids.shape[1]
+        others = {name: cut(value, columns, length) for name, value in self.others.items()}
+        return Texts(cut(self.ids, columns, length), others, cut(self.valid, columns, length))
 
 
 class BatchTokenizer:
@@ -40,11 +56,19 @@ class BatchTokenizer:
     with generators seeded by the caption's sample, so that ids don't depend on the rest of the batch.
 
     Picklable if the tokenizer is.
+
+    Args:
+        tokenizer: returns the ids.
+        finds_padding: whether texts come with `valid`.
     """
 
-    def __init__(self, tokenizer: Callable[..., Any]) -> None:
+    def __init__(self, tokenizer: Callable[..., Any], finds_padding: bool = False) -> None:
+        if finds_padding and _is_of_transformers(getattr(tokenizer, "tokenizer", None)):
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.tokenizer = RecordingTokenizer(tokenizer.tokenizer)  # type: ignore[attr-defined]
         self._tokenizer = tokenizer
-        self._options = _transformers_options(tokenizer)
+        self._finds_padding = finds_padding
+        self._options = _transformers_options(tokenizer, finds_padding)
         self._length: int | None = None
         self._padding: tuple[int, bool] | None = None  # its id, and whether captions end with it
         self._draws: bool | None = None  # whether it draws random numbers; None: unknown
@@ -64,6 +88,7 @@ class BatchTokenizer:
         Raises:
             TypeError: the tokenizer didn't return integers.
             ValueError: not one row for each caption, or rows of another length than before.
+            OptionError: nothing says what is padding.
         """
         if self._draws is False:
             return self._texts(captions)
@@ -79,7 +104,8 @@ class BatchTokenizer:
                 generators.seed(seed)
                 rows.append(self._texts([caption]))
         others = {name: torch.cat([row.others[name] for row in rows]) for name in rows[0].others}
-        return Texts(torch.cat([row.ids for row in rows]), others)
+        valid = [row.valid for row in rows if row.valid is not None]
+        return Texts(torch.cat([row.ids for row in rows]), others, torch.cat(valid) if valid else None)
 
     def lengths(self, captions: list[str]) -> npt.NDArray[np.int64]:
         """The number of ids of each caption, without padding: int64[N].
@@ -123,7 +149,13 @@ class BatchTokenizer:
             others = {name: value for name, value in result.items() if name != "input_ids"}
             result = result.get("input_ids")
         ids = self._checked(result, len(captions))
-        return Texts(ids, {name: self._checked_rows(name, each, len(ids)) for name, each in others.items()})
+        others = {name: self._checked_rows(name, each, len(ids)) for name, each in others.items()}
+        if not self._finds_padding:
+            return Texts(ids, others)
+        valid = valid_ids(self._tokenizer, ids, others)
+        if "attention_mask" not in getattr(self._tokenizer, "model_input_names", ["attention_mask"]):
+            del others["attention_mask"]  # was asked for only to find the padding
+        return Texts(ids, others, valid)
 
     def _checked_rows(self, name: str, value: Any, count: int) -> torch.Tensor:
         """A value other than ids, checked: it has a row for each caption."""
@@ -168,13 +200,14 @@ class BatchTokenizer:
         return f"tokenizer {getattr(self._tokenizer, '__name__', type(self._tokenizer).__name__)}"
 
 
-def adapt_tokenizer(tokenizer: Any) -> BatchTokenizer | None:
+def adapt_tokenizer(tokenizer: Any, finds_padding: bool = False) -> BatchTokenizer | None:
     """Wrap a tokenizer. To be called before worker processes are forked (see BatchTokenizer).
 
     Args:
         tokenizer: open_clip's, one of transformers, or any function from a list of str to ids [N, L] as
             tensor, array or lists; None for none. One of transformers pads and truncates to its
             `model_max_length`, or to 77 if that is unset or over 1024.
+        finds_padding: whether texts say what is padding.
 
     Raises:
         TypeError: it isn't callable.
@@ -186,20 +219,26 @@ def adapt_tokenizer(tokenizer: Any) -> BatchTokenizer | None:
             f"tokenizer is a {type(tokenizer).__name__}; expected open_clip's, one of transformers, "
             f"a function from a list of str to ids [N, L], or None"
         )
-    return BatchTokenizer(CachingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer)
+    tokenizer = CachingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer
+    return BatchTokenizer(tokenizer, finds_padding)
 
 
-def _transformers_options(tokenizer: Any) -> dict[str, Any]:
+def _is_of_transformers(tokenizer: Any) -> bool:
+    return hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(tokenizer, "model_max_length")
+
+
+def _transformers_options(tokenizer: Any, finds_padding: bool) -> dict[str, Any]:
     """The arguments with which a tokenizer of transformers returns rows of one length."""
-    length = getattr(tokenizer, "model_max_length", None)
-    if length is None or not hasattr(tokenizer, "convert_tokens_to_ids"):
+    if not _is_of_transformers(tokenizer) or tokenizer.model_max_length is None:
         return {}
-    return {
+    length = tokenizer.model_max_length
+    options = {
         "padding": "max_length",
         "truncation": True,
         "max_length": int(length) if 0 < length <= _LONGEST else CLIP_LENGTH,
         "return_tensors": "pt",
     }
+    return options | {"return_attention_mask": True} if finds_padding else options
 
 
 def _runs_threads(tokenizer: Any) -> bool:

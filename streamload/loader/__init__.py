@@ -15,7 +15,7 @@ import torch
 from streamload.batches.facts import read_facts
 from streamload.batches.images import Preprocess
 from streamload.derived.features import Features, read_features
-from streamload.loader.groups import Cache, Images, Order, Shards, Workers
+from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import (
     LoaderOptions,
@@ -30,6 +30,7 @@ from streamload.loader.sources import Source, read_sources
 from streamload.urls import Urls
 
 __all__ = [
+    "Batches",
     "Cache",
     "Features",
     "Images",
@@ -43,9 +44,10 @@ __all__ = [
     "make_loader",
 ]
 
-_TAKEN = ("image", "text", "label", "pixel_values", "input_ids", "attention_mask", "labels")
+_TAKEN = ("image", "text", "text_valid", "label", "pixel_values", "input_ids", "attention_mask", "labels")
 """Names of other values of a batch."""
-_SHARDS, _IMAGES, _ORDER, _CACHE, _WORKERS = Shards(), Images(), Order(), Cache(), Workers()
+_SHARDS, _IMAGES, _ORDER, _BATCHES = Shards(), Images(), Order(), Batches()
+_CACHE, _WORKERS = Cache(), Workers()
 
 
 def make_loader(
@@ -69,6 +71,7 @@ def make_loader(
     shards: Shards = _SHARDS,
     images: Images = _IMAGES,
     order: Order = _ORDER,
+    batches: Batches = _BATCHES,
     cache: Cache = _CACHE,
     workers: Workers = _WORKERS,
     features: Mapping[str, torch.nn.Module | Features] | None = None,
@@ -117,6 +120,7 @@ def make_loader(
         shards: which members of a sample are used, which samples, and how shards are reached.
         images: how images are decoded and transformed, beside `preprocess`.
         order: the order of samples, and how ranks share them, beside `seed` and `shuffle`.
+        batches: how the rows of a batch are padded, beside `batch_size`.
         cache: what the cache holds and where, beside `cache_dir` and `cache_size`.
         workers: what worker processes run, and how they are started.
         features: what frozen modules return for each sample, computed once, by name: `{"vit": module}`, or

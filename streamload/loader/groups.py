@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from streamload.batches.assembly import Collate, MapSample
 from streamload.cache.shard_cache import Keep
@@ -20,6 +20,7 @@ from streamload.options import Eviction, Option, Revalidate, Where, options
 from streamload.options.values import parse_choice
 
 ImageDtype = Literal["float32", "uint8"]
+TextPaddingName = Literal["max", "longest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +221,34 @@ class Workers:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """How the rows of a batch are padded, beside `batch_size`.
+
+    Args:
+        text_padding: "max": all captions have the tokenizer's length. "longest": those of a batch are cut to
+            its longest one (docs/guides/batches.md), and output="dict" has `text_valid` bool[N, L], False
+            where an id is padding. The other ids are the same.
+        text_pad_multiple: with "longest", the number of ids is rounded up to a multiple of this, up to the
+            tokenizer's length: fewer shapes for torch.compile.
+
+    Raises:
+        OptionError: a value that can't be used.
+    """
+
+    text_padding: TextPaddingName = "max"
+    text_pad_multiple: int = 8
+
+    def __post_init__(self) -> None:
+        parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
+        at_least(1, text_pad_multiple=self.text_pad_multiple)
+
+
 GROUPS: dict[str, type] = {
     "shards": Shards,
     "images": Images,
     "order": Order,
+    "batches": Batches,
     "cache": Cache,
     "workers": Workers,
 }

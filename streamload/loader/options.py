@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from streamload.batches.images import Preprocess
+from streamload.batches.tokenize import adapt_tokenizer
 from streamload.derived.features import Features
 from streamload.errors import OptionError
-from streamload.loader.groups import GROUPS, Cache, Images, Order, Shards, Workers, at_least
+from streamload.loader.groups import GROUPS, Batches, Cache, Images, Order, Shards, Workers, at_least
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.values import parse_choice
@@ -82,6 +83,7 @@ class LoaderOptions:
     shards: Shards
     images: Images
     order: Order
+    batches: Batches
     cache: Cache
     workers: Workers
     features: Mapping[str, Features]
@@ -113,6 +115,7 @@ class LoaderOptions:
         if self.images.dtype == "uint8":
             self._refuse_uint8_of_given()
         self._refuse_unusable_features()
+        self._refuse_unknown_padding()
 
     def settings(self) -> Settings:
         """The options that variables can set, too, resolved now.
@@ -180,6 +183,15 @@ class LoaderOptions:
         for name, one in self.features.items():
             if one.inputs != "image" and self.shards.text_key is None:
                 raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
+
+    def _refuse_unknown_padding(self) -> None:
+        """Refuse text_padding="longest" without ids, or where it isn't certain which are padding."""
+        if self.batches.text_padding == "max":
+            return
+        tokenizer = adapt_tokenizer(self.tokenizer, finds_padding=True)
+        if tokenizer is None:
+            raise OptionError('text_padding="longest" is for ids: give a tokenizer')
+        tokenizer(["a photo of a dog", ""], [0, 0])
 
     def _refuse_uint8_of_given(self) -> None:
         """Refuse a transform whose images can't be had as uint8: one that isn't compiled."""

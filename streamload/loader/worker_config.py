@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from streamload.batches.assembly import BatchAssembly, Choose
 from streamload.batches.images import ImageAssembly, Preprocess
+from streamload.batches.padding import TextPadding
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fallback_tier import remove_unused
 from streamload.cache.forecast import Measure, forecast
@@ -213,7 +214,9 @@ def _assembly(
             most_pixels=most_pixels,
             as_model_inputs=options.output == "hf",
         )
-    shards = options.shards
+    shards, batches, text_padding = options.shards, options.batches, None
+    if batches.text_padding == "longest":
+        text_padding = TextPadding(batches.text_pad_multiple, options.output == "dict")
     features = feature_assemblies(options, images)
     asked = [one.images for one in options.features.values()]
     if True not in asked and (False in asked or any(one.images is not None for one in features)):
@@ -222,12 +225,13 @@ def _assembly(
         image=KeySpec.parse(shards.image_key).choose,
         images=images,
         text=_choose(shards.text_key),
-        tokenizer=adapt_tokenizer(options.tokenizer),
+        tokenizer=adapt_tokenizer(options.tokenizer, finds_padding=text_padding is not None),
         blank_captions=shards.blank_captions,
         label=_choose(shards.label_key),
         map_sample=options.workers.map_sample,
         collate=options.workers.collate,
         as_model_inputs=options.output == "hf",
+        text_padding=text_padding,
         features=features,
     )
 

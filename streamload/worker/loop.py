@@ -19,7 +19,7 @@ import numpy.random  # noqa: F401
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streamload.batches.assembly import BatchFactory, BatchInProgress, Sample
+from streamload.batches.assembly import WIDTHS, BatchFactory, BatchInProgress, Sample
 from streamload.cache.locks import allow_many_files
 from streamload.cache.shard_copy import ReadMemory
 from streamload.errors import (
@@ -158,6 +158,7 @@ class WorkerLoop:
                     return
                 values, skipped = made
                 origins = {name: values.pop(name) for name in ("__key__", "__url__")}
+                widths = values.pop(WIDTHS, None)
                 states, spans = SealedStates(step.states()), step.spans()
                 self._reader.let_go()
                 if self._slots is not None:
@@ -167,8 +168,9 @@ class WorkerLoop:
                 samples = len(origins["__key__"])
                 blocked = self._reader.blocked()
                 yield Batch(
-                    values, position, states, skipped, spans, samples, step.taken, start.generation, blocked
-                )
+                    values, position, states, skipped, spans, samples, step.taken, start.generation, blocked,
+                    widths,
+                )  # fmt: skip
         except Superseded:
             return
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamload.batches.assembly import BatchAssembly
+from streamload.batches.padding import RowWidths
 from streamload.cache.checkpoint import CheckpointShard
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import Selection
@@ -253,3 +254,5 @@ class Batch(NamedTuple):
     """The generation of the EpochStart that it was made for."""
     blocked: tuple[tuple[int, int], ...] = ()
     """The shards that the training loop waited for, and for how many nanoseconds."""
+    widths: RowWidths | None = None
+    """The columns that each row needs; None: all of them."""
