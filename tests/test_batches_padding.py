@@ -1,4 +1,4 @@
-"""Captions cut to the longest of their batch: the same ids, as the tokenizer's own padding="longest" has them."""
+"""Captions cut to the longest of their batch: the ids that a tokenizer's own padding="longest" has."""
 
 import copy
 import pickle

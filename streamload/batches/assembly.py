@@ -14,7 +14,7 @@ from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
 from streamload.batches.features import DerivedRows, FeatureAssembly, FeatureInProgress, ParsedFeature
 from streamload.batches.images import ImageAssembly, Images
-from streamload.batches.padding import TextPadding, widths_of
+from streamload.batches.padding import Bounds, TextPadding, widths_of
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.derived.feature_rows import FeatureStart
 from streamload.derived.preparation import Preparation
@@ -104,8 +104,12 @@ class BatchInProgress(Protocol):
         """
         ...
 
-    def finish(self) -> dict[str, Any]:
-        """The values of the samples that were added, with the lists `__key__` and `__url__`, and WIDTHS."""
+    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
+        """The values of the samples that were added, with the lists `__key__` and `__url__`, and WIDTHS.
+
+        Args:
+            bounds: int32[N, 2], room for the tokens and patches of each row, on other ranks as here.
+        """
         ...
 
     def close(self) -> None:
@@ -282,33 +286,33 @@ class _CaptionedBatch:
             members = self._members[extensions] = self._assembly.members_of(sample)
         return members
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
         keys, urls = [one.key for one in self._added], [one.url for one in self._added]
         try:
-            values = self._values(keys)
+            values = self._values(keys, bounds)
         except Exception as exc:
             add_note(exc, _in_batch(keys))
             raise
         return {**values, "__key__": keys, "__url__": urls}
 
-    def _values(self, keys: Sequence[str]) -> dict[str, Any]:
+    def _values(self, keys: Sequence[str], bounds: Bounds | None) -> dict[str, Any]:
         assembly = self._assembly
         values = {} if self._images is None else self._images.finish(keys)
-        valid, whole = None, None  # whole: texts before they are cut: a feature's rows are found by them
+        valid: torch.Tensor | None = None
+        whole: list[str] | torch.Tensor | None = None  # before texts are cut: features are found by them
         if assembly.text is not None:
-            values["text"] = whole = captions = [
-                one.caption for one in self._added if one.caption is not None
-            ]
+            captions = [one.caption for one in self._added if one.caption is not None]
+            values["text"] = whole = captions
             if assembly.tokenizer is not None and captions:
                 texts = assembly.tokenizer(captions, [one.seed for one in self._added])
                 whole = texts.ids
                 if assembly.text_padding is not None:
-                    texts = texts.cut_to_longest(assembly.text_padding.multiple)
+                    texts = texts.cut_to_longest(assembly.text_padding.multiple, bounds)
                     valid = texts.valid
                 values["text"] = texts.ids
                 if assembly.as_model_inputs:
                     values |= texts.others
-                if valid is not None and assembly.text_padding.with_valid:
+                if assembly.text_padding is not None and assembly.text_padding.with_valid:
                     values["text_valid"] = valid
         if assembly.label is not None:
             labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
@@ -316,7 +320,7 @@ class _CaptionedBatch:
         for feature in self._features:
             values |= feature.finish(whole)
         widths = widths_of(values, valid)
-        return values if widths is None else {**values, WIDTHS: widths}
+        return values if widths is None else {**values, WIDTHS: widths.with_room(bounds)}
 
     def close(self) -> None:
         for feature in self._features:
@@ -391,7 +395,7 @@ class _MappedBatch:
             )
         return value
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
         try:
             values = self._collated() if self._values else {}
         except Exception as exc:

@@ -19,6 +19,10 @@ from streamload.errors import OptionError
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eot_token", "sep_token_id")
 
 
+Bounds = npt.NDArray[np.int32]
+"""int32[N, 2]: the most tokens and the most patches of each row of a batch."""
+
+
 class TextPadding(NamedTuple):
     """How captions are cut to the longest of their batch.
 
@@ -39,8 +43,12 @@ class RowWidths(NamedTuple):
         pads_left: whether captions are padded on the left.
     """
 
-    bounds: npt.NDArray[np.int32]
+    bounds: Bounds
     pads_left: bool
+
+    def with_room(self, bounds: Bounds | None) -> RowWidths:
+        """The same with room for rows of other ranks."""
+        return self if bounds is None else self._replace(bounds=np.maximum(self.bounds, bounds))
 
 
 class RecordingTokenizer:
@@ -78,7 +86,8 @@ def recorded(ids: torch.Tensor, recorder: RecordingTokenizer) -> torch.Tensor | 
     is_kept = ids == inner
     if not torch.isin(ids[~is_kept], torch.tensor([0, recorder.inner.pad_token_id or 0])).all():
         return None
-    return mask.bool() & is_kept
+    valid: torch.Tensor = mask.bool() & is_kept
+    return valid
 
 
 def declared(ids: torch.Tensor, tokenizer: Any) -> torch.Tensor | None:
@@ -116,17 +125,18 @@ def widths_of(values: Mapping[str, Any], text_valid: torch.Tensor | None) -> Row
     return RowWidths(bounds, pads_left)
 
 
-def columns_for(valid: torch.Tensor, multiple: int) -> slice:
+def columns_for(valid: torch.Tensor, multiple: int, least: int = 1) -> slice:
     """Find the columns that hold all valid ids of a batch, rounded up to a multiple, at least one.
 
     Args:
         valid: bool[N, L]; rows are padded on one side, and the result ends or starts there.
         multiple: of the number of columns, which isn't more than L.
+        least: the fewest columns.
     """
     used = valid.any(0).nonzero().flatten().tolist()
     first, stop = (used[0], used[-1] + 1) if used else (0, 1)
     length = valid.shape[1]
-    width = min(-(-(stop - first) // multiple) * multiple, length)
+    width = min(-(-max(stop - first, least) // multiple) * multiple, length)
     start = min(first, length - width)
     return slice(start, start + width)
 

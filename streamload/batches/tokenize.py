@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.padding import RecordingTokenizer, columns_for, cut, valid_ids
+from streamload.batches.padding import Bounds, RecordingTokenizer, columns_for, cut, valid_ids
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.transforms.user import SeededGenerators
 
@@ -36,17 +36,22 @@ class Texts(NamedTuple):
     others: dict[str, torch.Tensor]
     valid: torch.Tensor | None = None
 
-    def cut_to_longest(self, multiple: int) -> Texts:
+    def cut_to_longest(self, multiple: int, bounds: Bounds | None = None) -> Texts:
         """Leave out columns that are padding in all rows.
 
         Args:
             multiple: of the number of columns that remain, unless there aren't as many.
+            bounds: int32[N, 2], room for the ids and patches of each row.
         """
         if self.valid is None:
             return self
-        columns, length = columns_for(self.valid, multiple), self.ids.shape[1]
+        columns, length = columns_for(self.valid, multiple, _most_ids(bounds)), self.ids.shape[1]
         others = {name: cut(value, columns, length) for name, value in self.others.items()}
         return Texts(cut(self.ids, columns, length), others, cut(self.valid, columns, length))
+
+
+def _most_ids(bounds: Bounds | None) -> int:
+    return 1 if bounds is None or not len(bounds) else int(bounds[:, 0].max())
 
 
 class BatchTokenizer:

@@ -22,6 +22,8 @@ from streamload.options.values import parse_choice
 ImageDtype = Literal["float32", "uint8"]
 TextPaddingName = Literal["max", "longest"]
 
+_LARGEST_BLOCK = 65_536
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
@@ -223,7 +225,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How the rows of a batch are padded, beside `batch_size`.
+    """How the rows of a batch are chosen and padded, beside `batch_size`.
 
     Args:
         text_padding: "max": all captions have the tokenizer's length. "longest": those of a batch are cut to
@@ -231,6 +233,11 @@ class Batches:
             where an id is padding. The other ids are the same.
         text_pad_multiple: with "longest", the number of ids is rounded up to a multiple of this, up to the
             tokenizer's length: fewer shapes for torch.compile.
+        bucketing: puts rows of about the same length together. "step": within each step, whose rows stay the
+            same, so that parts of it (microbatches) and ranks have alike ones. A number: within each block of
+            about so many samples of the run, up to 65,536, whose samples make its steps in a random order;
+            each sample still comes once in a pass, but a batch's samples are alike. Lengths are known
+            before samples are decoded, and the plan is the same on all ranks. None: in the order of the run.
 
     Raises:
         OptionError: a value that can't be used.
@@ -238,10 +245,17 @@ class Batches:
 
     text_padding: TextPaddingName = "max"
     text_pad_multiple: int = 8
+    bucketing: Literal["step"] | int | None = None
 
     def __post_init__(self) -> None:
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
         at_least(1, text_pad_multiple=self.text_pad_multiple)
+        if self.bucketing != "step":
+            at_least(1, bucketing=self.bucketing)
+            if self.bucketing is not None and self.bucketing > _LARGEST_BLOCK:
+                raise OptionError(
+                    f"bucketing={self.bucketing}; expected at most {_LARGEST_BLOCK} samples, or 'step'"
+                )
 
 
 GROUPS: dict[str, type] = {

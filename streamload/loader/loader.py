@@ -212,7 +212,7 @@ class Loader(DataLoaderInterface):
         if self._current_epoch() is not None:
             ahead = 1 if self._feed is not None and self._feed.runs_ahead else 0
             position += (self.options.workers.prefetch_factor * self.options.num_workers + ahead) * batch
-        by_rank = gather((dict(weights), position), self.world_size)
+        by_rank = gather((dict(weights), schedule.next_block(position)), self.world_size)
         agreed = schedule.weights(by_rank[0][0])  # an error is raised on all ranks
         position = max(position for _, position in by_rank)
         self._control.changes.write({"changes": tracker.change(agreed, position)})
@@ -328,6 +328,7 @@ class Loader(DataLoaderInterface):
             dict(position.groups),
             changes_generation=self._control.changes.generation,
             features={name: one.start() for name, one in pool.features.items()},
+            blocks_from=position.blocks_from,
         )
         before = self.stats()  # before any worker starts on this epoch
         self._control.order.write(start.to_json())

@@ -116,6 +116,7 @@ class LoaderOptions:
             self._refuse_uint8_of_given()
         self._refuse_unusable_features()
         self._refuse_unknown_padding()
+        self._refuse_bucketing()
 
     def settings(self) -> Settings:
         """The options that variables can set, too, resolved now.
@@ -192,6 +193,18 @@ class LoaderOptions:
         if tokenizer is None:
             raise OptionError('text_padding="longest" is for ids: give a tokenizer')
         tokenizer(["a photo of a dog", ""], [0, 0])
+
+    def _refuse_bucketing(self) -> None:
+        """Refuse bucketing= where nothing varies that it could go by, or where the order is fixed."""
+        if self.batches.bucketing is None:
+            return
+        if not self.train:
+            raise OptionError("bucketing= is for training: evaluation has the samples in the order as listed")
+        if self.batches.text_padding == "max":
+            raise OptionError(
+                'bucketing= goes by lengths that vary: give text_padding="longest" (a batch of captions of '
+                "one length has nothing to gain)"
+            )
 
     def _refuse_uint8_of_given(self) -> None:
         """Refuse a transform whose images can't be had as uint8: one that isn't compiled."""

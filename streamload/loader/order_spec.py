@@ -59,6 +59,7 @@ class OrderSpec:
         sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
             if unknown.
         fitted: whether lanes and windows are final. They are after the first epoch has started.
+        blocks: the steps of a block and the samples of a step, if steps are planned by block.
     """
 
     data: str
@@ -71,6 +72,7 @@ class OrderSpec:
     shards: tuple[int, ...] = ()
     sizes: str | None = None
     fitted: bool = True
+    blocks: tuple[int, int] | None = None
 
 
 def make_order_spec(
@@ -107,7 +109,25 @@ def make_order_spec(
         tuple(opens_after),
         tuple(len(source.urls) for source in options.sources),
         fitted=is_listed or None not in (options.order.lanes, options.shuffle),
+        blocks=_blocks(options, topology, groups),
     )
+
+
+def _blocks(options: LoaderOptions, topology: Topology, groups: int) -> tuple[int, int] | None:
+    """The steps of a block and the samples of a step; None without bucketing.
+
+    Raises:
+        OptionError: the groups of a run have unequal parts of a step.
+    """
+    bucketing, batch = options.batches.bucketing, options.batch_size * topology.world_size
+    if bucketing is None:
+        return None
+    if batch % groups:
+        raise OptionError(
+            f"bucketing= needs steps of equal parts from each of the {groups} groups, and a step has {batch} "
+            f"samples: give a batch_size so that {groups} divides that"
+        )
+    return (1 if bucketing == "step" else max(1, bucketing // batch)), batch
 
 
 def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from streamload.errors import StateMismatch
+from streamload.order.buckets import Blocks
 from streamload.order.mixing import Change, in_effect
 from streamload.worker.messages import GroupState
 
@@ -23,6 +24,7 @@ class Position:
         groups: the state of each group that this rank knows; none at the start of a sequence.
         changes: of the sources' shares, from the position on.
         weights: of the sources, as set last; the last change is by these.
+        blocks_from: the position at which blocks of steps began, by the bucketing of now.
     """
 
     epoch: int
@@ -32,6 +34,7 @@ class Position:
     groups: Mapping[int, GroupState]
     changes: tuple[Change, ...]
     weights: tuple[float, ...]
+    blocks_from: int = 0
 
     def after(self, position: int, groups: Mapping[int, GroupState]) -> Position:
         """The position after a step that ends at `position`."""
@@ -152,3 +155,9 @@ class EpochTracker:
             self._is_fresh = False
             if self._current is not None and self.epoch == self._current.epoch:
                 self.epoch += 1
+
+
+def blocks_of(blocks: tuple[int, int], position: Position) -> Blocks:
+    """The blocks of the sequence at a position, by the steps of one and the samples of a step."""
+    steps, batch = blocks
+    return Blocks.of_sequence(batch, steps, position.sequence, position.blocks_from)

@@ -25,7 +25,7 @@ from streamload.loader.order_spec import (
     source_orders,
     split_for,
 )
-from streamload.loader.position import EpochTracker, Position, Weights
+from streamload.loader.position import EpochTracker, Position, Weights, blocks_of
 from streamload.loader.sizes import compare_sizes, read_sizes, sizes_digest
 from streamload.loader.state import check_fits, check_options, from_state, has_more_shards, to_state
 from streamload.order.mixing import shares_of
@@ -216,6 +216,7 @@ class Schedule:
             ours = replace(ours, groups=saved.groups)
             if saved.groups > 1 and saved.sizes is not None:
                 ours = replace(ours, sizes=sizes_digest(self._read_sizes(saved.groups)))
+        position = self._from_block(saved, ours, position)
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)
         check_options(saved, position, self._options)
@@ -223,6 +224,33 @@ class Schedule:
         self._groups_cut_by = saved.sizes if position.position else None
         self._settled = None
         self.tracker.load(position)
+
+    @staticmethod
+    def _from_block(saved: OrderSpec, ours: OrderSpec, position: Position) -> Position:
+        """Where to resume with other blocks than the state's.
+
+        Raises:
+            StateMismatch: within a block, whose samples are planned together.
+        """
+        if saved.blocks == ours.blocks:
+            return position
+        block = None if saved.blocks is None else blocks_of(saved.blocks, position).at(position.position)
+        if block is not None and block.begin != position.position:
+            batch = 1 if saved.blocks is None else saved.blocks[1]
+            raise StateMismatch(
+                f"the state is from within a block of bucketing=, which ends in "
+                f"{(block.end - position.position) // batch} steps: go on with the same bucketing= and "
+                f"global batch size ({batch}) until then, or resume from a state between two blocks"
+            )
+        return replace(position, blocks_from=position.position)
+
+    def next_block(self, position: int) -> int:
+        """The first position from this one on between two blocks; without bucketing, this one."""
+        blocks = self.order.blocks
+        if blocks is None:
+            return position
+        block = blocks_of(blocks, self.tracker.now()).at(position)
+        return position if block.begin == position else block.end
 
     def _over_more_shards(self, saved: OrderSpec, position: Position) -> Position:
         """Where to resume with more shards than the state has.

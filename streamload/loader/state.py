@@ -51,6 +51,11 @@ def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence
         "position": position.position,
         "changes": [[change.position, list(change.shares)] for change in position.changes],
         "weights": list(position.weights),
+        **(
+            {}
+            if order.blocks is None
+            else {"blocks": list(order.blocks), "blocks_from": position.blocks_from}
+        ),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items()},
     }
@@ -226,7 +231,13 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
         tuple(_whole_number(count) for count in state.get("shards", ())),
         None if sizes is None else str(sizes),
         bool(state.get("fitted", True)),
+        None if state.get("blocks") is None else _blocks_in(state["blocks"]),
     )
+
+
+def _blocks_in(value: Any) -> tuple[int, int]:
+    steps, batch = (_whole_number(number, 1) for number in value)
+    return steps, batch
 
 
 def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
@@ -247,7 +258,8 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
     epoch, sequence, start, position = (
         _whole_number(state[name]) for name in ("epoch", "sequence", "began", "position")
     )
-    return Position(epoch, sequence, start, position, groups, changes, weights)
+    blocks_from = _whole_number(state.get("blocks_from", 0), 0, position)
+    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from)
 
 
 def _whole_number(number: Any, least: int = 0, most: int = _MOST) -> int:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 
 from streamload.batches.assembly import BatchAssembly, Choose
+from streamload.batches.facts import token_count
 from streamload.batches.images import ImageAssembly, Preprocess
 from streamload.batches.padding import TextPadding
 from streamload.batches.tokenize import adapt_tokenizer
@@ -22,6 +23,7 @@ from streamload.derived.preparation import AUTO
 from streamload.errors import StreamloadError
 from streamload.loader.features import feature_assemblies
 from streamload.loader.options import LoaderOptions
+from streamload.loader.order_spec import OrderSpec
 from streamload.loader.preparing import (
     RunPreparation,
     choose_preparation,
@@ -39,10 +41,13 @@ from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
-from streamload.worker import SourceOrder, WorkerConfig
+from streamload.worker import Bucketing, SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
 
+TOKENS = "tokens of the caption"
+"""The name of the fact by which bucketing goes."""
+_LONG_TEXT = "word " * 4096
 _MIN_FILLS = 4
 _REPLACEMENTS = 64
 
@@ -124,6 +129,7 @@ def _worker_config(
         replacements=None if options.shards.max_bad_samples is None else _REPLACEMENTS,
         selection=_selection(options),
         assembly=assembly,
+        bucketing=_bucketing(options, schedule.order, assembly),
         with_keys=options.with_keys,
         prepares=prepares,
     )
@@ -184,7 +190,17 @@ def _sources(
 def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(KeySpec.parse(key) for key in options.keys)
     reads_all = options.workers.map_sample is not None
-    return Selection(keys, options.shards.keep, reads_all, options.columns)
+    columns = dict(options.columns)
+    if options.batches.bucketing is not None:
+        columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
+    return Selection(keys, options.shards.keep, reads_all, columns)
+
+
+def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly) -> Bucketing | None:
+    if order.blocks is None or assembly.tokenizer is None:
+        return None
+    most = assembly.tokenizer([_LONG_TEXT], [0]).ids.shape[1]
+    return Bucketing(order.blocks[0], TOKENS, most, options.batches.text_pad_multiple)
 
 
 def _assembly(

@@ -20,6 +20,7 @@ DUE: Final = 4
 SAMPLE: Final = 5
 REPLACEMENT: Final = 6
 SOURCE: Final = 7
+BUCKETS: Final = 8
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
+from streamload.order.buckets import Blocks
 from streamload.order.split import Split
 
 UNIT = 1 << 32
@@ -83,11 +84,13 @@ class Portion:
         first: for each source, the position in its sequence.
         take: for each source, the number of samples.
         owed: for each source, its credit after the step, in UNITs; the sum is 0.
+        owed_before: the same before the step.
     """
 
     first: tuple[int, ...]
     take: tuple[int, ...]
     owed: tuple[int, ...]
+    owed_before: tuple[int, ...]
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -114,6 +117,7 @@ class Mixing:
             same up to the last step that was asked for.
         given: the position of each source in its own sequence.
         owed: the credit of each source at that point, in UNITs.
+        blocks: if given, portions are those of whole blocks, not of steps.
     """
 
     def __init__(
@@ -124,14 +128,15 @@ class Mixing:
         changes: Sequence[Change],
         given: Sequence[int],
         owed: Sequence[int],
+        blocks: Blocks | None = None,
     ) -> None:
         self.changes = changes
-        self._deal, self._group = split, group
+        self._deal, self._group, self._blocks = split, group, blocks
         self._position = position
         self._given, self._owed = tuple(given), tuple(owed)
 
     def at(self, position: int) -> Portion:
-        """Return the portion of the step that begins at a global position; earlier ones are gone then.
+        """Return the portion of the step or block that begins at a position; earlier ones are gone then.
 
         Raises:
             ValueError: no step begins there, or it is gone.
@@ -143,7 +148,8 @@ class Mixing:
         raise ValueError(f"no step begins at {position}, or it is gone: the next is at {self._position}")
 
     def _next(self) -> Portion:
-        position, self._position = self._position, self._position + self._deal.batch
+        position = self._position
+        self._position = self._blocks.at(position).end if self._blocks else position + self._deal.batch
         size = self._deal.start(self._position, self._group) - self._deal.start(position, self._group)
         found = portion(self._given, self._owed, in_effect(self.changes, position)[0].shares, size)
         self._given, self._owed = found.stop, found.owed
@@ -153,7 +159,7 @@ class Mixing:
 def portion(given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ...], size: int) -> Portion:
     """Return what the next `size` samples take of each source, within a sample or two of its share so far."""
     if len(shares) == 1:
-        return Portion(given, (size,), owed)
+        return Portion(given, (size,), owed, owed)
     due = [before + share * size for before, share in zip(owed, shares, strict=True)]
     take = [max(0, units // UNIT) if share else 0 for units, share in zip(due, shares, strict=True)]
 
@@ -169,4 +175,4 @@ def portion(given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ..
         for source in least_due[:excess]:
             take[source] -= 1
     left = tuple(units - many * UNIT for units, many in zip(due, take, strict=True))
-    return Portion(given, tuple(take), left)
+    return Portion(given, tuple(take), left, owed)

@@ -7,6 +7,7 @@ any step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,6 +81,14 @@ class Split:
             One share for each of the groups, in their order.
         """
         return [share for share in self._shares(position, rank) if share.size or share.group in groups]
+
+    def sizes(self, position: int, group: int) -> list[int]:
+        """Return how many samples of a group each rank computes in the step at a global position."""
+        starts = [self.start(position, each) for each in range(group + 1)]
+        ends = [self.start(position + self.batch, each) for each in range(group + 1)]
+        before, count = sum(ends[:-1]) - sum(starts[:-1]), ends[-1] - starts[-1]
+        edges = [rank * self.batch // self.ranks - before for rank in range(self.ranks + 1)]
+        return [max(0, min(count, last) - max(0, first)) for first, last in itertools.pairwise(edges)]
 
     def _shares(self, position: int, rank: int) -> Iterator[Share]:
         first, last = rank * self.batch // self.ranks, (rank + 1) * self.batch // self.ranks

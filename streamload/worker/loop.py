@@ -34,24 +34,23 @@ from streamload.errors import (
 )
 from streamload.ipc import BufferPool, ControlBlock, own_empty, shared_empty
 from streamload.metrics import Counters
-from streamload.order.hashing import pick, sample_seed
+from streamload.order.hashing import sample_seed
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
+from streamload.worker.buckets import PlannedStep
 from streamload.worker.messages import (
     Batch,
     EpochStart,
     SealedStates,
     SkippedSample,
+    Visit,
     WorkerConfig,
     changes_from,
 )
 from streamload.worker.reader import Reader
-from streamload.worker.sampler import Sampler, Visit
+from streamload.worker.replacements import Replacements
+from streamload.worker.sampler import Sampler, Step
 
-_OF_A_SHARD = 8
-"""Replacements that are tried from one shard before those of the next."""
-_REPLACEMENTS_FROM = 256
-"""Replacements from another shard start at a random one of this many samples: no sample replaces many."""
 _READ_AHEAD_BYTES = 16 << 20
 """About the most bytes of a batch's samples that are read in advance."""
 
@@ -125,6 +124,7 @@ class WorkerLoop:
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
         self._reader = Reader(config, control, self._counts, worker, workers)
         self._slots = buffers
+        self._replacements = Replacements(config, self._reader)
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._fresh = shared_empty if workers else own_empty
 
@@ -150,9 +150,7 @@ class WorkerLoop:
                 if self._reader.reads_ranges:
                     later = position + (self._workers or 1) * self._config.split.batch
                     self._reader.want_ranges(sampler.coming(later))
-                made = self._make(
-                    begin, start.epoch, step.size, step.visits()
-                )  # B, C, D while F, G go on; H, I, J
+                made = self._make(begin, start.epoch, step)  # B, C, D while F, G go on; H, I, J
                 if made is None:
                     self._check_end(number, start)
                     return
@@ -203,15 +201,15 @@ class WorkerLoop:
             )
 
     def _make(
-        self, begin: BatchFactory, epoch: int, size: int, visits: Iterator[list[Visit] | None]
+        self, begin: BatchFactory, epoch: int, step: Step | PlannedStep
     ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
-        batch = begin(size, self._empty)
+        batch = begin(step.size, self._empty)
         skipped: list[SkippedSample] = []
         found = 0
         with contextlib.closing(batch), _one_thread():
-            for part in visits:
+            for part in step.visits():
                 if part is None:
                     return None
                 found += len(part)
@@ -223,7 +221,7 @@ class WorkerLoop:
             if not found:
                 return None
             with self._counts.timed("transform_ns"):
-                values = batch.finish()
+                values = batch.finish(step.bounds)
         self._reader.fill_ahead()
         return values, skipped
 
@@ -283,7 +281,7 @@ class WorkerLoop:
         if not self._config.train:
             return skipped
         tried = 0
-        for shard, number in itertools.islice(self._replacements(visit, seed), self._config.replacements):
+        for shard, number in self._replacements.of(visit, seed):
             tried += 1
             with contextlib.suppress(SampleError):
                 batch.add(batch.parse(self._reader.sample(shard, number), seed))
@@ -292,34 +290,6 @@ class WorkerLoop:
             f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "
             f"{skipped.message}"
         )
-
-    def _replacements(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
-        """Candidates for replacing a sample; they depend on the data alone.
-
-        1. Earlier samples of its shard, 2. later ones, 3. some of each of the source's next shards.
-        """
-        usable = self._reader.arrived(visit.shard)
-        earlier = usable[usable < visit.number]
-        for attempt in range(_OF_A_SHARD if len(earlier) else 0):
-            yield visit.shard, int(earlier[pick(seed, attempt, len(earlier))])
-        yield from self._usable_after(visit.shard, visit.number)
-        source = self._config.sources[visit.source]
-        place, count = visit.shard - source.first, source.count
-        for distance in range(1, count):
-            shard = source.first + (place + distance) % count
-            start = pick(seed, distance, _REPLACEMENTS_FROM)
-            if self._reader.next_usable(shard, start) < 0:  # the shard is shorter: then any of its samples
-                usable = self._reader.arrived(shard)
-                start = int(usable[pick(seed, distance, len(usable))]) - 1 if len(usable) else start
-            yield from self._usable_after(shard, start)
-
-    def _usable_after(self, shard: int, number: int) -> Iterator[tuple[int, int]]:
-        """The next usable samples of a shard after one of its samples."""
-        for _ in range(_OF_A_SHARD):
-            number = self._reader.next_usable(shard, number)
-            if number < 0:
-                return
-            yield shard, number
 
 
 @contextlib.contextmanager

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.padding import RowWidths
 from streamload.cache.checkpoint import CheckpointShard
@@ -17,6 +20,7 @@ from streamload.cache.shared.sharing import SharedOptions
 from streamload.derived.feature_rows import FeatureStart
 from streamload.errors import OptionError
 from streamload.options import Eviction, FreeDisk, Revalidate
+from streamload.order.buckets import Blocks
 from streamload.order.cursor import Cursor
 from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
@@ -75,8 +79,71 @@ class WorkerConfig:
     assembly: BatchAssembly
     with_keys: bool
     """Whether a batch carries the keys and URLs of its samples."""
+    bucketing: Bucketing | None = None
+    """How steps are planned by block; None: samples come in the order of the sequence."""
     prepares: bool = False
     """Whether fills prepare shards themselves, where there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucketing:
+    """How blocks of steps are planned (order/buckets.py).
+
+    Attributes:
+        steps: of a block.
+        text: the name of the fact that says how long a sample's text is; None: texts don't count.
+        text_most: tokens of the longest text, and of those of which nothing is known.
+        text_multiple: of the tokens of a place in a batch.
+    """
+
+    steps: int
+    text: str | None
+    text_most: int
+    text_multiple: int
+
+    def blocks(self, batch: int, epoch: int, origin: int) -> Blocks:
+        """The blocks of a sequence, by the epoch in which it began."""
+        return Blocks.of_sequence(batch, self.steps, epoch, origin)
+
+    @property
+    def facts(self) -> list[str]:
+        """The names of the facts that costs follow from."""
+        return [] if self.text is None else [self.text]
+
+    def costs(self, facts: Mapping[str, npt.NDArray[np.float64]], count: int) -> npt.NDArray[np.float64]:
+        """float64[count, 2]: the length of the text and the size of the image, in tokens, by facts."""
+        costs = np.zeros((count, 2))
+        if self.text is not None:
+            costs[:, 0] = np.fmin(facts[self.text], self.text_most)
+        return costs
+
+    def any_row(self, count: int) -> npt.NDArray[np.int32]:
+        """The room for rows of any length: int32[count, 2]."""
+        return np.full((count, 2), (self.text_most, 0), np.int32)
+
+    def rounded(self, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
+        """The room for rows that cost at most this: int32[N, 2]."""
+        room = costs.astype(np.int32)
+        room[:, 0] = np.minimum(-(-room[:, 0] // self.text_multiple) * self.text_multiple, self.text_most)
+        return room
+
+
+class Visit(NamedTuple):
+    """One use of one sample.
+
+    Attributes:
+        source: its source.
+        pass_: the pass of that source.
+        shard: the index of its shard among those of the run.
+        number: its number in the shard.
+        most: the most tokens of text and image that its place in the batch has room for; None: any.
+    """
+
+    source: int
+    pass_: int
+    shard: int
+    number: int
+    most: tuple[int, int] | None = None
 
 
 class SourceState(NamedTuple):
@@ -185,6 +252,8 @@ class EpochStart(NamedTuple):
     """The generation of the control block's changes that are among these."""
     features: dict[str, FeatureStart]
     """What is known of each feature, by its name."""
+    blocks_from: int = 0
+    """The position at which the blocks of bucketing begin."""
     generation: int = 0
     """The generation of this start in the control block."""
 
@@ -198,6 +267,7 @@ class EpochStart(NamedTuple):
             "groups": {str(number): state.to_json() for number, state in self.groups.items()},
             "changes_generation": self.changes_generation,
             "features": self.features,
+            "blocks_from": self.blocks_from,
         }
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,24 +13,9 @@ from streamload.errors import NoValidSamples
 from streamload.order.mixing import Change, Mixing, Portion, in_effect
 from streamload.order.split import Share
 from streamload.worker.blocked import Wait
-from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, WorkerConfig
+from streamload.worker.buckets import BlockPlanner, PlannedStep
+from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
-
-
-class Visit(NamedTuple):
-    """One use of one sample.
-
-    Attributes:
-        source: its source.
-        pass_: the pass of that source.
-        shard: the index of its shard among those of the run.
-        number: its number in the shard.
-    """
-
-    source: int
-    pass_: int
-    shard: int
-    number: int
 
 
 class Sampler:
@@ -50,6 +34,9 @@ class Sampler:
         self._changes = start.changes
         self._groups = config.split.groups_of(config.rank)
         self._mixtures: dict[int, Mixing] = {}
+        self._planner: BlockPlanner | None = None
+        if config.bucketing is not None:
+            self._planner = BlockPlanner(config, reader, start, self._mixture)
 
     def change(self, changes: list[Change]) -> None:
         """Change the shares of later steps."""
@@ -57,17 +44,22 @@ class Sampler:
         for mixture in self._mixtures.values():
             mixture.changes = changes
 
-    def at(self, position: int) -> Step:
+    def at(self, position: int) -> Step | PlannedStep:
         """The step at a global position."""
         if len(self._config.sources) > 1:
             self._reader.give_shares(in_effect(self._changes, position))
         shares = self._config.split.shares(position, self._config.rank, self._groups)
+        if self._planner is not None and self._planner.blocks.is_planned(position):
+            groups = {share.group: share.size for share in shares}
+            return PlannedStep(self._config, self._planner, position, groups)
         parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
         return Step(self._config, self._reader, parts)
 
     def coming(self, position: int) -> list[tuple[int, int]]:
         """This rank's samples of a later step, by shard and number, as far as they are known."""
         found: list[tuple[int, int]] = []
+        if self._planner is not None and self._planner.blocks.is_planned(position):
+            return self._coming_of_block(self._planner, position)
         for share in self._config.split.shares(position, self._config.rank, self._groups):
             # A copy, as weights may still change before that step.
             part = _Part(share, copy.copy(self._mixture(share.group)).at(position))
@@ -78,6 +70,12 @@ class Sampler:
                 found += [(int(shard), int(number)) for _, shard, number in rows]
         return found
 
+    def _coming_of_block(self, planner: BlockPlanner, position: int) -> list[tuple[int, int]]:
+        if any(planner.known(group, position) is None for group in self._groups):
+            return []
+        step = self.at(position)
+        return [(visit.shard, visit.number) for part in step.visits() for visit in part or ()]
+
     def _mixture(self, group: int) -> Mixing:
         found = self._mixtures.get(group)
         if found is None:
@@ -85,8 +83,10 @@ class Sampler:
             state = start.groups.get(self._config.first_group + group)
             given = zeros if state is None else [source.cursor.position for source in state.sources]
             owed = zeros if state is None else state.owed
+            blocks = None if self._planner is None else self._planner.blocks
+            position = start.position if blocks is None else blocks.at(start.position).begin
             found = self._mixtures[group] = Mixing(
-                self._config.split, group, start.position, self._changes, given, owed
+                self._config.split, group, position, self._changes, given, owed, blocks
             )
         return found
 
@@ -122,6 +122,12 @@ class Step:
     def size(self) -> int:
         """The number of samples that this rank computes."""
         return sum(part.seats.size for part in self.parts)
+
+    @property
+    def bounds(self) -> npt.NDArray[np.int32] | None:
+        """With bucketing, room for rows of any length: nothing is known of those of other ranks."""
+        bucketing = self.config.bucketing
+        return None if bucketing is None else bucketing.any_row(self.size)
 
     @property
     def taken(self) -> list[int]:
@@ -190,7 +196,10 @@ class Step:
             stop = first[source] + int(np.count_nonzero(own))
             rows[own] = self.reader.references(part.group, source).take(first[source], stop)
             first[source] = stop
-        return [Visit(source, *row) for source, row in zip(seats.tolist(), rows.tolist(), strict=True)]
+        return [
+            Visit(source, pass_, shard, number)
+            for source, (pass_, shard, number) in zip(seats.tolist(), rows.tolist(), strict=True)
+        ]
 
     def _note(self, part: _Part, source: int) -> None:
         """Keep the hash of the references before the step."""

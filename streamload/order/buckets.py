@@ -1,0 +1,142 @@
+"""Buckets: the rows of a block of steps, put together by what they cost (step E). Arithmetic only.
+
+A block is some consecutive steps of a sequence. Its rows are sorted into cells, one for each step, in which
+texts and images are about equally long; the cells come in a random order. So each row comes once, in the
+block in which it would have come anyway, and whoever knows the costs of a block's rows finds the same steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from math import isqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.errors import OptionError
+from streamload.order.hashing import stream
+
+_CELLS_OF_A_STEP = 32
+"""Within a step rows are sorted as into so many cells."""
+
+
+class Block(NamedTuple):
+    """The global positions of a block: from `begin` to before `end`."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the steps of a sequence are divided into blocks.
+
+    Attributes:
+        batch: the positions of a step.
+        steps: of a block, at least 1.
+        origin: the position at which the first block begins.
+        are_growing: whether the first blocks are shorter, of 1, 1, 2, 4, … steps, and the first step isn't
+            planned: so the first batch of a run is computed while its samples arrive.
+    """
+
+    batch: int
+    steps: int
+    origin: int = 0
+    are_growing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.steps < 1 or self.origin < 0:
+            raise OptionError(f"blocks of {self.steps} steps of {self.batch} samples from {self.origin}")
+
+    @classmethod
+    def of_sequence(cls, batch: int, steps: int, epoch: int, origin: int) -> Blocks:
+        """The blocks of a sequence, by the epoch in which it began: those of a run's first one grow."""
+        return cls(batch, steps, origin, are_growing=epoch == 0 and origin == 0)
+
+    def is_planned(self, position: int) -> bool:
+        """Whether the step that begins at a global position is planned: all but the first of a run."""
+        return not (self.are_growing and position == self.origin)
+
+    def at(self, position: int) -> Block:
+        """The block of the step that begins at a global position."""
+        number = (position - self.origin) // self.batch
+        grown = 1 << (self.steps - 1).bit_length() if self.are_growing else 0
+        if number >= grown:
+            first = grown + (number - grown) // self.steps * self.steps
+            count = self.steps
+        else:
+            first = 1 << number.bit_length() >> 1
+            count = max(1, first)
+        begin = self.origin + first * self.batch
+        return Block(begin, begin + count * self.batch)
+
+
+def cells(costs: NDArray[np.float64], steps: int, key: int) -> NDArray[np.int64]:
+    """Divide a block's rows among its steps.
+
+    Args:
+        costs: float64[rows, 2], the length of each row's text and the size of its image, in tokens.
+        steps: of the block; divides the rows.
+        key: of the block: decides which cell comes when.
+
+    Returns:
+        int64[steps, rows ÷ steps]: for each step its rows, in the order of `ordered`.
+    """
+    if steps == 1:
+        return ordered(costs)[None]
+    size = len(costs) // steps
+    order = _strips(costs, steps, size)
+    turns = np.argsort(stream(key, np.arange(steps)), kind="stable")
+    found = order.reshape(steps, size)[turns]
+    return np.stack([rows[ordered(costs[rows])] for rows in found])
+
+
+def ordered(costs: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Put the rows of one step in an order in which neighbours cost about the same: their indexes."""
+    return _strips(costs, _CELLS_OF_A_STEP, len(costs) // _CELLS_OF_A_STEP)
+
+
+def _strips(costs: NDArray[np.float64], count: int, size: int) -> NDArray[np.int64]:
+    """Sort rows by text, cut that into strips of whole cells, and sort these by image, up and down in turn.
+
+    Args:
+        costs: float64[rows, 2].
+        count: of the cells. The number of strips follows from it alone, so that the groups of a run find like
+            cells: the root of its half has the least padding for texts and images as they are on the web.
+        size: of a cell.
+    """
+    texts, images = costs.T
+    order = np.argsort(texts, kind="stable")
+    strips = max(1, isqrt(count // 2)) if len(order) and texts[order[0]] < texts[order[-1]] else 1
+    borders = [count * strip // strips * size for strip in range(strips)] + [len(order)]
+    for strip, (begin, end) in enumerate(itertools.pairwise(borders)):
+        rows = order[begin:end]
+        by_image = images[rows] if strip % 2 == 0 else -images[rows]
+        order[begin:end] = rows[np.argsort(by_image, kind="stable")]
+    return order
+
+
+def dealt(
+    costs: NDArray[np.float64], sizes: NDArray[np.int64], own: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Deal the rows of a step to those that compute parts of it: each gets some from everywhere.
+
+    Args:
+        costs: float64[rows, 2], of the rows in their order (`ordered`).
+        sizes: int64[n], how many rows each gets; they add up to all.
+        own: one of the n.
+
+    Returns:
+        The places of its rows, int64[m], ascending; and float64[m, 2], the most that the i-th row of anyone
+        costs, for each i: alike for all if all get equally many.
+    """
+    takers = np.flatnonzero(sizes)
+    times = [(np.arange(size) + 0.5) / size for size in sizes[takers].tolist()]
+    who = np.repeat(takers, sizes[takers])[np.argsort(np.concatenate(times), kind="stable")]
+    places = np.flatnonzero(who == own)
+    if len(set(sizes[takers].tolist())) == 1:
+        most = costs.reshape(-1, len(takers), 2).max(axis=1)
+        return places, most if sizes[own] else most[:0]
+    return places, np.repeat(costs.max(axis=0, keepdims=True), len(places), axis=0)

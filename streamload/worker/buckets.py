@@ -1,0 +1,221 @@
+"""Steps that are planned by block: which rows they have follows from costs, before any is read (E)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from streamload.errors import NoValidSamples
+from streamload.order.buckets import Block, cells, dealt
+from streamload.order.hashing import BUCKETS, key
+from streamload.order.mixing import Mixing, Portion
+from streamload.worker.blocked import Wait
+from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, Visit, WorkerConfig
+from streamload.worker.reader import Reader
+
+Rows = npt.NDArray[np.int64]
+"""int64[N, 4]: source, pass, shard and number of samples."""
+
+
+class BlockPlan(NamedTuple):
+    """The plan of a block of one group.
+
+    Attributes:
+        block: its global positions.
+        portion: what it takes of the group.
+        rows: of all its samples.
+        costs: float64[rows, 2]: length of the text, size of the image, in tokens.
+        steps: int64[steps, rows of a step]: indexes of the rows; fewer steps where the sequence ends.
+        before: the state of the group at its begin, which is that after each of its steps but the last: a
+            resumed run plans the block again.
+        spans: hashes of its references.
+        digest: of costs and steps.
+    """
+
+    block: Block
+    portion: Portion
+    rows: Rows
+    costs: npt.NDArray[np.float64]
+    steps: npt.NDArray[np.int64]
+    before: GroupState
+    spans: dict[str, Span]
+    digest: int
+
+
+class BlockPlanner:
+    """The plans of the blocks of a rank's groups, in ascending order.
+
+    Args:
+        config: what is read.
+        reader: has the reference streams and facts.
+        start: where the epoch begins.
+        mixture: gives the portions of a group's blocks.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, reader: Reader, start: EpochStart, mixture: Callable[[int], Mixing]
+    ):
+        assert config.bucketing is not None
+        self.blocks = config.bucketing.blocks(config.split.batch, start.epoch, start.blocks_from)
+        self._config, self._reader, self._mixture = config, reader, mixture
+        self._bucketing = config.bucketing
+        self._plans: dict[int, BlockPlan] = {}
+
+    def at(self, group: int, position: int, wait: Wait) -> BlockPlan:
+        """The plan of the block with the step at a global position; waits for the entries of its samples.
+
+        Raises:
+            NoValidSamples: one of several sources, which are read again and again, has no usable sample.
+        """
+        found = self.known(group, position)
+        if found is None:
+            block = self.blocks.at(position)
+            found = self._plans[group] = self._plan(group, block, self._mixture(group).at(block.begin), wait)
+        return found
+
+    def known(self, group: int, position: int) -> BlockPlan | None:
+        """The same if it is planned."""
+        found = self._plans.get(group)
+        return found if found is not None and found.block == self.blocks.at(position) else None
+
+    def state_after(self, group: int, position: int) -> GroupState:
+        """The state of a group after the step at a position of a planned block."""
+        plan = self._plans[group]
+        if position + self._config.split.batch < plan.block.end or len(plan.rows) < sum(plan.portion.take):
+            return plan.before
+        return self._state(group, plan.portion.owed, plan.portion.stop)
+
+    def _state(self, group: int, owed: tuple[int, ...], positions: tuple[int, ...]) -> GroupState:
+        """The state of a group between two blocks; earlier references are dropped."""
+        sources = []
+        for source, position in enumerate(positions):
+            stream = self._reader.references(group, source)
+            stream.take(position, position)
+            sources.append(SourceState(stream.cursor(position), stream.begun()))
+        return GroupState(owed, tuple(sources))
+
+    def _plan(self, group: int, block: Block, portion: Portion, wait: Wait) -> BlockPlan:
+        for source, first in enumerate(portion.first):
+            self._reader.has(group, source, first, wait)
+        before = self._state(group, portion.owed_before, portion.first)
+        rows, spans = self._references(group, portion, wait)
+        costs = self._costs(rows)
+        steps = (block.end - block.begin) // self._config.split.batch
+        size = sum(portion.take) // steps
+        whole = min(steps, len(rows) // size)
+        seed = self._config.sources[0].order.seed
+        number = self._config.first_group + group
+        turns = key(seed, BUCKETS, number, block.begin)
+        planned = cells(costs[: whole * size], whole, turns) if whole else np.empty((0, size), np.int64)
+        digest = xxhash.xxh3_64_intdigest(costs.tobytes() + planned.tobytes())
+        return BlockPlan(block, portion, rows, costs, planned, before, spans, digest)
+
+    def _references(self, group: int, portion: Portion, wait: Wait) -> tuple[Rows, dict[str, Span]]:
+        """Wait for a block's references; fewer rows where the only source ends."""
+        seats = portion.seats()
+        spans = {}
+        for source, (first, stop) in enumerate(zip(portion.first, portion.stop, strict=True)):
+            stream = self._reader.references(group, source)
+            before = stream.digest(first)
+            if not self._reader.has(group, source, stop, wait):
+                if len(portion.take) > 1:
+                    name = self._config.sources[source].name
+                    raise NoValidSamples(f"no usable sample in source {name!r}, which has a share of a step")
+                seats = seats[: max(0, stream.known(stop) - first)]
+            spans[f"{group}.{source}"] = Span(first, before, stop, stream.digest(stop))
+        rows = np.empty((len(seats), 4), np.int64)
+        rows[:, 0] = seats
+        for source, first in enumerate(portion.first):
+            own = seats == source
+            stop = first + int(np.count_nonzero(own))
+            rows[own, 1:] = self._reader.references(group, source).peek(first, stop)
+        return rows, spans
+
+    def _costs(self, rows: Rows) -> npt.NDArray[np.float64]:
+        """Of each row, by facts of its sample."""
+        costs = np.empty((len(rows), 2))
+        order = np.argsort(rows[:, 2], kind="stable")
+        shards = rows[order, 2]
+        borders = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(rows)]
+        for begin, end in itertools.pairwise(borders):
+            if begin < end:
+                own = order[begin:end]
+                facts = self._reader.facts(int(shards[begin]), rows[own, 3], self._bucketing.facts)
+                costs[own] = self._bucketing.costs(facts, end - begin)
+        return costs
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A rank's part of one step of planned blocks.
+
+    Attributes:
+        position: the global position where it begins.
+        groups: those that the rank reads in it, with how many samples of each.
+        taken: how many samples it computes, by source; valid after `visits`.
+        bounds: int32[N, 2], for each row the most tokens of text and image of that row on any rank; valid
+            after `visits`.
+    """
+
+    config: WorkerConfig
+    planner: BlockPlanner
+    position: int
+    groups: dict[int, int]
+    taken: list[int] = field(default_factory=list)
+    bounds: npt.NDArray[np.int32] | None = None
+    _wait: Wait = field(default_factory=Wait)
+
+    @property
+    def size(self) -> int:
+        """The number of samples that this rank computes."""
+        return sum(self.groups.values())
+
+    def visits(self) -> Iterator[list[Visit] | None]:
+        """The samples, all at once; None if the step isn't full, which all ranks skip then."""
+        plans = [self.planner.at(group, self.position, self._wait) for group in self.groups]
+        number = (self.position - plans[0].block.begin) // self.config.split.batch
+        if any(number >= len(plan.steps) for plan in plans):
+            yield None
+            return
+        parts = [self._dealt(group, plan, number) for group, plan in zip(self.groups, plans, strict=True)]
+        times = [(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows, _ in parts]
+        order = np.argsort(np.concatenate(times), kind="stable")
+        rows = np.concatenate([rows for rows, _ in parts])[order]
+        assert self.config.bucketing is not None
+        self.bounds = self.config.bucketing.rounded(np.concatenate([most for _, most in parts])[order])
+        self.taken = np.bincount(rows[:, 0], minlength=len(self.config.sources)).tolist()
+        yield [
+            Visit(source, pass_, shard, number, (tokens, patches))
+            for (source, pass_, shard, number), (tokens, patches) in zip(
+                rows.tolist(), self.bounds.tolist(), strict=True
+            )
+        ]
+
+    def states(self) -> dict[int, GroupState]:
+        """The state of each group after the step; valid after `visits`."""
+        first = self.config.first_group
+        return {first + group: self.planner.state_after(group, self.position) for group in self.groups}
+
+    def spans(self) -> dict[str, Span]:
+        """The hashes before and after the block, by group and source, and of its plan."""
+        spans: dict[str, Span] = {}
+        after = self.position + self.config.split.batch
+        for group in self.groups:
+            plan = self.planner.at(group, self.position, self._wait)
+            next_ = after if after < plan.block.end else -1  # the next block has another plan
+            spans |= plan.spans
+            spans[f"{group}.plan"] = Span(self.position, plan.digest, next_, plan.digest)
+        return spans
+
+    def _dealt(self, group: int, plan: BlockPlan, number: int) -> tuple[Rows, npt.NDArray[np.float64]]:
+        """The rows of a group that this rank computes, and their bounds."""
+        cell = plan.steps[number]
+        sizes = np.array(self.config.split.sizes(self.position, group))
+        places, bounds = dealt(plan.costs[cell], sizes, self.config.rank)
+        return plan.rows[cell[places]], bounds
