@@ -168,6 +168,15 @@ def _scaling_chart(title: str, result: Result) -> str:
     return charts.lines(title, "workers", series)
 
 
+def _rates(result: Result) -> list[charts.Bar]:
+    found = []
+    for label, rate in result["ratios"]["rate against the order of the run"].items():
+        kind, way, parts = label.split("; ")
+        if kind == "captions" and parts == "4":
+            found.append(charts.Bar(way, rate, rate, rate, is_ours=way.startswith(("step", "blocks"))))
+    return found
+
+
 def _half_chart(title: str, result: Result) -> str:
     rows = _bars(result, "held_bytes", result["medians"], 1e6)
     return charts.bars(title, rows, limit=result["settings"]["limit_bytes"] / 1e6)
@@ -183,6 +192,10 @@ _CHARTS: dict[str, tuple[str, Callable[[str, Result], str]]] = {
     "warm": (
         "With the bytes near: images a second",
         lambda title, result: charts.bars(title, _bars(result, "images_per_second", result["medians"])),
+    ),
+    "buckets": (
+        "Useful tokens of captions a second, × those in the order of the run (4 microbatches)",
+        lambda title, result: charts.bars(title, _rates(result), digits=2),
     ),
     "half": ("Room for half of the data: MB held at most, beside the limit", _half_chart),
     "scaling": ("Images a second by the number of workers", _scaling_chart),

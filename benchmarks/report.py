@@ -440,8 +440,21 @@ def small_cache(result: Result) -> str:
     return table(head, rows)
 
 
+def buckets(result: Result) -> str:
+    rates, medians = result["ratios"]["rate against the order of the run"], result["medians"]
+    rows = []
+    for way in dict.fromkeys(label.split("; ")[1] for label in rates):
+        row = [way]
+        for label in (f"captions; {way}; 1", f"captions; {way}; 4"):
+            row += [f"{medians[label]['padding']:.1%}", f"{rates[label]:.2f}"]
+        rows.append([*row, f"{rates[f'captions and images; {way}; 4']:.2f}"])
+    head = ["a step's rows", "padding", "rate", "padding, 4 microbatches", "rate, 4 microbatches"]
+    return table([*head, "rate with images that vary, 4 microbatches"], rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
+    "buckets": buckets,
     "start": start,
     "link_busy": link_busy,
     "memory": memory,

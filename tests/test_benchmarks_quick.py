@@ -398,3 +398,15 @@ def test_derived_shards_of_rows_are_measured(tmp_path: Path) -> None:
 
     assert result["medians"]["derived"]["disk_ratio"] < 1.05
     assert report.tables_of({"row_shards": result})["row_shards"].count("\n") == 6
+
+
+def test_what_bucketing_saves_and_costs(tmp_path: Path) -> None:
+    result = run_quickly("buckets", tmp_path / "out.json")
+
+    rates = result["ratios"]["rate against the order of the run"]
+    assert rates["captions; step; 1"] == 1  # a whole step is padded alike, however it is sorted
+    blocks = [rates[f"captions; {way}; 4"] for way in ("blocks of 65,536", "blocks of 4,096", "step")]
+    assert blocks == sorted(blocks, reverse=True)
+    assert blocks[-1] > 1
+    assert all(target["value"] is not None for target in result["targets"])
+    assert report.tables_of({"buckets": result})["buckets"].count("\n") == 1 + len(rates) // 4
