@@ -21,6 +21,7 @@ SAMPLE: Final = 5
 REPLACEMENT: Final = 6
 SOURCE: Final = 7
 BUCKETS: Final = 8
+SEQ_LEN: Final = 9
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

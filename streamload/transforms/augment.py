@@ -76,9 +76,13 @@ class Draws:
 
     def python_random(self) -> float:
         """Return `random.random()`."""
+        return self.python().random()
+
+    def python(self) -> random.Random:
+        """Return a generator with the numbers of the module `random`."""
         if self._python is None:
             self._python = random.Random(self._seed)
-        return self._python.random()
+        return self._python
 
     def _next(self) -> int:
         """Return 32 bits of torch's generator."""

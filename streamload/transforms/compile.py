@@ -1,69 +1,48 @@
-"""Compiles chains of torchvision's and open_clip's functions to plans (step I), without importing either.
+"""Compiles chains of torchvision's, open_clip's and timm's functions to plans (step I).
 
-A function is recognised by its class and module. A chain with an unknown function isn't compiled and runs
-as given. Some functions, such as colour jitter, only need to keep the image size: they run as given within
-a plan.
+A chain with an unknown function (chain.py) isn't compiled and runs as given. Some functions, such as colour
+jitter, only need to keep the image size: they run as given within a plan.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamload.transforms import kernel
+from streamload.transforms.chain import (
+    AUTOAUGMENT,
+    NAFLEX,
+    OPEN_CLIP,
+    TO_RGB,
+    TORCHVISION,
+    Chain,
+    after_resize,
+    filter_of,
+    flat,
+    name_of,
+    shown,
+    size_of,
+    whole,
+)
+from streamload.transforms.patch_grid import PatchCrop
+from streamload.transforms.patches import GivenPatches
 from streamload.transforms.plan import (
-    UNIT,
-    Flip,
-    Grey,
     ImagePlan,
     KeepRatio,
     NotRecognised,
+    PatchPlan,
     RandomCrop,
     ShortSide,
     Size,
     Squash,
-    Statistics,
 )
 from streamload.transforms.processors import image_processor_of, plan_of
 from streamload.transforms.resize import Filter
 
 logger = logging.getLogger("streamload")
-
-_TORCHVISION = "torchvision.transforms.transforms"
-_AUTOAUGMENT = "torchvision.transforms.autoaugment"
-_OPEN_CLIP = "open_clip.transform"
-_TO_RGB = {
-    (_OPEN_CLIP, "MaybeConvertMode"),
-    (_OPEN_CLIP, "_convert_to_rgb"),
-    ("clip.clip", "_convert_image_to_rgb"),
-}
-_KEEP_SIZE = {
-    *itertools.product(
-        [_TORCHVISION],
-        (
-            "ColorJitter",
-            "ElasticTransform",
-            "GaussianBlur",
-            "RandomAdjustSharpness",
-            "RandomAffine",
-            "RandomAutocontrast",
-            "RandomEqualize",
-            "RandomInvert",
-            "RandomPerspective",
-            "RandomPosterize",
-            "RandomSolarize",
-            "RandomVerticalFlip",
-        ),
-    ),
-    *itertools.product([_AUTOAUGMENT], ("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide")),
-    (_OPEN_CLIP, "color_jitter"),
-}
-"""Functions from an RGB Pillow image to another one of the same size."""
-_OF_SEVERAL = {(_TORCHVISION, name) for name in ("Compose", "RandomApply", "RandomChoice", "RandomOrder")}
 
 
 def plan_or_given(preprocess: Callable[[Any], Any], is_wanted: bool) -> ImagePlan | Callable[[Any], Any]:
@@ -77,6 +56,56 @@ def plan_or_given(preprocess: Callable[[Any], Any], is_wanted: bool) -> ImagePla
         return preprocess
     logger.info("preprocess= is compiled: %s", plan)
     return plan
+
+
+def patch_plan_or_given(
+    factory: Callable[..., Any], seq_lens: Sequence[int], patch_size: Size, is_wanted: bool
+) -> PatchPlan | GivenPatches:
+    """The one plan of the functions that a factory makes for each sequence length, or these; logs which.
+
+    Raises:
+        NotRecognised: the factory isn't one.
+    """
+    given = GivenPatches(patch_size, {length: _made(factory, length, patch_size) for length in seq_lens})
+    if not is_wanted:
+        return given
+    try:
+        plan, *others = [compile_patches(*made, patch_size) for made in given.transforms.items()]
+        if any(other != plan for other in others):
+            raise NotRecognised("it depends on the number of patches in more than the size")
+    except NotRecognised as exc:
+        logger.info("preprocess= runs as given: %s", exc)
+        return given
+    logger.info("preprocess= is compiled: %s", plan)
+    return plan
+
+
+def _made(factory: Callable[..., Any], seq_len: int, patch_size: Size) -> Any:
+    try:
+        return factory(max_seq_len=seq_len, patch_size=patch_size)
+    except TypeError as exc:
+        raise NotRecognised(f"{shown(factory)}(max_seq_len=…, patch_size=…) failed: {exc}") from exc
+
+
+def compile_patches(seq_len: int, transform: Any, patch_size: Size) -> PatchPlan:
+    """Return the plan equivalent to a transform of RGB Pillow images to at most `seq_len` patches.
+
+    Supported are chains of timm's RandomResizedCropToSequence or ResizeToSequence, and then as for
+    `compile_transform`, with Patchify at the end or without.
+
+    Raises:
+        NotRecognised: it contains something else.
+    """
+    chain = Chain(transform)
+    found = chain.next(lambda step, name: _to_sequence(step, name, seq_len, patch_size))
+    if found is None:
+        chain.end()
+        raise NotRecognised("it doesn't resize")
+    after = after_resize(chain, lambda step, name: _patchify(step, name, patch_size))
+    if after.statistics is None:
+        raise NotRecognised("its patches aren't floats")
+    crop, by = found
+    return PatchPlan(patch_size, crop, by, after.colour, after.given, after.statistics)
 
 
 def compile_transform(transform: Any) -> ImagePlan:
@@ -95,18 +124,9 @@ def compile_transform(transform: Any) -> ImagePlan:
     processor = image_processor_of(transform)
     if processor is not None:
         return plan_of(processor)
-    steps = _Steps(transform)
-    size, fit, by, fill = _geometry(steps)
-    after = steps.all(lambda step, name: (step, _colour(step, name)) if _keeps_size(step, name) else None)
-    statistics = _statistics(steps)
-    steps.end()
-    known = [colour for _, colour in after if colour is not None]
-    if len(known) == len(after):
-        return ImagePlan(size, fit, by, fill, colour=tuple(known), statistics=statistics)
-    if kernel.why_not():
-        unknown = next(step for step, colour in after if colour is None)
-        raise NotRecognised(f"{_shown(unknown)} needs Pillow's pixels to the bit, and {kernel.why_not()}")
-    return ImagePlan(size, fit, by, fill, given=tuple(step for step, _ in after), statistics=statistics)
+    chain = Chain(transform)
+    size, fit, by, fill = _geometry(chain)
+    return ImagePlan(size, fit, by, fill, *after_resize(chain))
 
 
 def leading_resize(transform: Any) -> ShortSide | None:
@@ -122,65 +142,30 @@ def leading_resize(transform: Any) -> ShortSide | None:
     if isinstance(transform, ImagePlan):
         if not transform.on_tensors:
             fit, by = transform.fit, transform.by
-    elif all(map(_sees_only_pixels, _flat(transform))):
+    elif all(map(_sees_only_pixels, flat(transform))):
         with contextlib.suppress(NotRecognised):
-            fit, by = _Steps(transform).next(_resize) or (None, None)
+            fit, by = Chain(transform).next(_resize) or (None, None)
     return fit if isinstance(fit, ShortSide) and by == "bicubic" and not kernel.why_not() else None
-
-
-class _Steps:
-    """The functions of a chain in order, without conversions to RGB: images are RGB already."""
-
-    def __init__(self, transform: Any):
-        self._rest = [step for step in _flat(transform) if _name(step) not in _TO_RGB]
-
-    def next(self, read: Callable[[Any, tuple[str, str]], Any]) -> Any:
-        """Return `read` of the next function and remove it; if None, keep it."""
-        found = read(self._rest[0], _name(self._rest[0])) if self._rest else None
-        if found is not None:
-            del self._rest[0]
-        return found
-
-    def all(self, read: Callable[[Any, tuple[str, str]], Any]) -> list[Any]:
-        """Return `read` of the next functions, up to one that gives None."""
-        return list(iter(lambda: self.next(read), None))
-
-    def end(self) -> None:
-        """Check that nothing is left.
-
-        Raises:
-            NotRecognised: a function is left.
-        """
-        if self._rest:
-            raise NotRecognised(f"{_shown(self._rest[0])} isn't supported, or not at this place")
-
-
-def _flat(transform: Any) -> Iterator[Any]:
-    if _name(transform) == (_TORCHVISION, "Compose"):
-        for step in transform.transforms:
-            yield from _flat(step)
-    else:
-        yield transform
 
 
 def _sees_only_pixels(step: Any) -> bool:
     """Return whether a function is torchvision's or open_clip's: these don't look at Pillow's `info`."""
-    module, name = _name(step)
-    is_known = module in {_TORCHVISION, _AUTOAUGMENT, *(of for of, _ in _TO_RGB)} and name != "Lambda"
+    module, name = name_of(step)
+    is_known = module in {TORCHVISION, AUTOAUGMENT, *(of for of, _ in TO_RGB)} and name != "Lambda"
     return is_known and all(map(_sees_only_pixels, getattr(step, "transforms", ())))
 
 
-def _geometry(steps: _Steps) -> tuple[Size, Any, Filter, tuple[int, int, int]]:
-    crop = steps.next(_random_crop)
+def _geometry(chain: Chain) -> tuple[Size, Any, Filter, tuple[int, int, int]]:
+    crop = chain.next(_random_crop)
     if crop is not None:
         size, fit, by = crop
         return size, fit, by, (0, 0, 0)
-    resize = steps.next(_resize)
+    resize = chain.next(_resize)
     if resize is None:
-        steps.end()
+        chain.end()
         raise NotRecognised("it doesn't resize")
     fit, by = resize
-    cut = steps.next(_cut)
+    cut = chain.next(_cut)
     if cut is not None:
         return cut[0], fit, by, cut[1]
     if isinstance(fit, Squash):
@@ -188,121 +173,69 @@ def _geometry(steps: _Steps) -> tuple[Size, Any, Filter, tuple[int, int, int]]:
     raise NotRecognised("its images are of several sizes")
 
 
+def _to_sequence(
+    step: Any, name: tuple[str, str], seq_len: int, patch_size: Size
+) -> tuple[PatchCrop | None, tuple[Filter, ...]] | None:
+    if name == (NAFLEX, "RandomResizedCropToSequence"):
+        sizes = step.patch_h, step.patch_w
+        low, high, narrow, wide = map(float, (*step.scale, *step.ratio))
+        crop = PatchCrop((low, high), (narrow, wide))
+        usual = (
+            step.final_scale_range is None and step.attempts == 10 and 0 < low <= high and 0 < narrow <= wide
+        )
+    elif name == (NAFLEX, "ResizeToSequence"):
+        sizes, crop, usual = size_of(step.patch_size), None, True
+    else:
+        return None
+    if not usual or step.max_ratio is not None or not step.divisible_by_patch:
+        raise NotRecognised(f"{shown(step)} has other options than timm's create_transform gives it")
+    if (step.max_seq_len, *sizes) != (seq_len, *patch_size):
+        raise NotRecognised(f"{shown(step)} makes {step.max_seq_len} patches of {sizes}, not {seq_len}")
+    modes = step.interpolation if isinstance(step.interpolation, Sequence) else (step.interpolation,)
+    return crop, tuple(filter_of(step, mode) for mode in modes)
+
+
+def _patchify(step: Any, name: tuple[str, str], patch_size: Size) -> bool | None:
+    if name != (NAFLEX, "Patchify"):
+        return None
+    if not step.flatten_patches or not step.channels_last or size_of(step.patch_size) != patch_size:
+        raise NotRecognised(f"{shown(step)} makes patches of another form")
+    return True
+
+
 def _random_crop(step: Any, name: tuple[str, str]) -> tuple[Size, RandomCrop, Filter] | None:
-    if name != (_TORCHVISION, "RandomResizedCrop"):
+    if name != (TORCHVISION, "RandomResizedCrop"):
         return None
     low, high = map(float, step.scale)
     narrow, wide = map(float, step.ratio)
     if not (0 < low <= high and 0 < narrow <= wide):
-        raise NotRecognised(f"{_shown(step)} has invalid bounds")
-    return _size(step.size), RandomCrop((low, high), (narrow, wide)), _filter(step)
+        raise NotRecognised(f"{shown(step)} has invalid bounds")
+    return size_of(step.size), RandomCrop((low, high), (narrow, wide)), filter_of(step, step.interpolation)
 
 
 def _resize(step: Any, name: tuple[str, str]) -> tuple[Any, Filter] | None:
-    if name == (_TORCHVISION, "Resize"):
+    if name == (TORCHVISION, "Resize"):
         if step.max_size is not None:
             raise NotRecognised("Resize has a max_size")
         size = step.size
         if isinstance(size, Sequence) and len(size) == 1:
             (size,) = size
-        fit = ShortSide(_whole(size)) if not isinstance(size, Sequence) else Squash(_size(size))
-        return fit, _filter(step)
-    if name == (_OPEN_CLIP, "ResizeKeepRatio"):
+        fit = ShortSide(whole(size)) if not isinstance(size, Sequence) else Squash(size_of(size))
+        return fit, filter_of(step, step.interpolation)
+    if name == (OPEN_CLIP, "ResizeKeepRatio"):
         if step.random_scale_prob or step.random_aspect_prob:
             raise NotRecognised("ResizeKeepRatio has random sizes")
-        return KeepRatio(_size(step.size), float(step.longest)), _filter(step)
+        return KeepRatio(size_of(step.size), float(step.longest)), filter_of(step, step.interpolation)
     return None
 
 
 def _cut(step: Any, name: tuple[str, str]) -> tuple[Size, tuple[int, int, int]] | None:
-    if name == (_TORCHVISION, "CenterCrop"):
-        return _size(step.size), (0, 0, 0)
-    if name == (_OPEN_CLIP, "CenterCropOrPad"):
+    if name == (TORCHVISION, "CenterCrop"):
+        return size_of(step.size), (0, 0, 0)
+    if name == (OPEN_CLIP, "CenterCropOrPad"):
         fill = step.fill if isinstance(step.fill, Sequence) else (step.fill,) * 3
         if len(fill) != 3 or not all(isinstance(level, int) and 0 <= level < 256 for level in fill):
             raise NotRecognised(f"CenterCropOrPad fills with {step.fill!r}")
         red, green, blue = fill
-        return _size(step.size), (red, green, blue)
+        return size_of(step.size), (red, green, blue)
     return None
-
-
-def _colour(step: Any, name: tuple[str, str]) -> Flip | Grey | None:
-    if name == (_TORCHVISION, "RandomHorizontalFlip"):
-        return Flip(float(step.p))
-    if name == (_TORCHVISION, "RandomGrayscale"):
-        return Grey(float(step.p), "torch")
-    if name == (_TORCHVISION, "Grayscale") and step.num_output_channels == 3:
-        return Grey(1.0, None)
-    if name == (_OPEN_CLIP, "gray_scale") and _name(step.transf) == (_TORCHVISION, "Grayscale"):
-        return Grey(float(step.p), "python")
-    return None
-
-
-def _keeps_size(step: Any, name: tuple[str, str]) -> bool:
-    """Return whether a function keeps the size of an RGB Pillow image."""
-    if name in _OF_SEVERAL:
-        return all(_keeps_size(each, _name(each)) for each in step.transforms)
-    if name == (_TORCHVISION, "RandomRotation"):
-        return not step.expand
-    return name in _KEEP_SIZE or _colour(step, name) is not None
-
-
-def _statistics(steps: _Steps) -> Statistics | None:
-    def read(step: Any, name: tuple[str, str]) -> str | None:
-        if name in ((_TORCHVISION, "ToTensor"), (_OPEN_CLIP, "MaybeToTensor")):
-            return "floats"
-        return "levels" if name == (_TORCHVISION, "PILToTensor") else None
-
-    kind = steps.next(read)
-    if kind is None:
-        steps.end()
-        raise NotRecognised("it doesn't end in a tensor")
-    if kind == "levels":
-        return None
-    return steps.next(_normalise) or UNIT
-
-
-def _normalise(step: Any, name: tuple[str, str]) -> Statistics | None:
-    if name != (_TORCHVISION, "Normalize"):
-        return None
-    mean, std = (tuple(map(float, values)) for values in (step.mean, step.std))
-    if len(mean) != 3 or len(std) != 3 or not all(std):
-        raise NotRecognised(f"{_shown(step)} isn't for three channels")
-    return Statistics(mean, std)
-
-
-def _name(step: Any) -> tuple[str, str]:
-    """Return module and name of a function or its class, if the module really has it by this name."""
-    kind = step if hasattr(step, "__qualname__") else type(step)
-    module, name = str(getattr(kind, "__module__", "")), str(getattr(kind, "__qualname__", ""))
-    is_it = getattr(sys.modules.get(module), name, None) is kind
-    own = getattr(step, "__dict__", {})
-    changed = {"forward", "__call__", "get_params"} & own.keys()
-    changed |= {hooks for hooks in ("_forward_hooks", "_forward_pre_hooks") if own.get(hooks)}
-    return (module, name) if is_it and not changed else ("", "")
-
-
-def _filter(step: Any) -> Filter:
-    value = getattr(step.interpolation, "value", step.interpolation)
-    if value == "bicubic":
-        return "bicubic"
-    if value == "bilinear":
-        return "bilinear"
-    raise NotRecognised(f"{_shown(step)} resizes by {value}")
-
-
-def _size(size: Any) -> Size:
-    if not isinstance(size, Sequence):
-        return _whole(size), _whole(size)
-    height, width = size if len(size) == 2 else (*size, *size)
-    return _whole(height), _whole(width)
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise NotRecognised(f"{value!r} isn't a number of pixels")
-    return value
-
-
-def _shown(step: Any) -> str:
-    return getattr(step, "__name__", None) or type(step).__name__

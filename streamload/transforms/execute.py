@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from streamload.errors import DecodeError
 from streamload.transforms.augment import Box, Draws, RandomBox
 from streamload.transforms.decode import Pixels
 from streamload.transforms.normalise import normalise_into, normalise_levels_into, packed
-from streamload.transforms.plan import ImagePlan, RandomCrop, Size
+from streamload.transforms.plan import Given, ImagePlan, RandomCrop, Size
 from streamload.transforms.resize import Place, empty, resizing, resizing_tensor, resizing_to_floats
 from streamload.transforms.resize import Put as Put
 from streamload.transforms.user import SeededGenerators
@@ -145,17 +146,26 @@ class PlannedTransform:
 
     def _as_given(self, levels: torch.Tensor, choices: Choices) -> torch.Tensor:
         """Run the functions as given on uint8[3, H, W], with the random numbers that they would draw."""
-        image = Image.fromarray(levels.permute(1, 2, 0).numpy())
         self._generators.seed(choices.seed, choices.torch_taken)
-        for function in self.plan.given:
-            image = function(image)
-        height, width = self.plan.size
-        if (image.mode, image.size) != ("RGB", (width, height)):
-            raise TypeError(
-                f"{function} returned an image of {image.width}×{image.height} in {image.mode}, expected "
-                f"{width}×{height} in RGB: use compile=False for a preprocess= that contains it"
-            )
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return run_given(self.plan.given, levels)
+
+
+def run_given(functions: Sequence[Given], levels: torch.Tensor) -> torch.Tensor:
+    """Run functions of Pillow images on uint8[3, H, W]; the global generators are seeded.
+
+    Raises:
+        TypeError: the last one returned an image of another size or mode.
+    """
+    _, height, width = levels.shape
+    image = Image.fromarray(levels.permute(1, 2, 0).numpy())
+    for function in functions:
+        image = function(image)
+    if (image.mode, image.size) != ("RGB", (width, height)):
+        raise TypeError(
+            f"{functions[-1]} returned an image of {image.width}×{image.height} in {image.mode}, expected "
+            f"{width}×{height} in RGB: use compile=False for a preprocess= that contains it"
+        )
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
