@@ -88,8 +88,8 @@ class Direct:
             name: value.to(self._device) if isinstance(value, torch.Tensor) else value
             for name, value in values.items()
         }
-        if self._statistics is not None and "image" in moved:
-            moved["image"] = normalise_batch(moved["image"], *self._statistics)
+        if self._statistics is not None:
+            _normalise(moved, self._statistics)
         return moved
 
 
@@ -177,9 +177,20 @@ def _send(values: Values, slot: _Slot, stream: torch.Stream, statistics: Statist
     for name, value in moved.items():
         if isinstance(value, torch.Tensor):
             moved[name] = value.to(stream.device)
-    if statistics is not None and "image" in moved:
-        moved["image"] = normalise_batch(moved["image"], *statistics)
+    if statistics is not None:
+        _normalise(moved, statistics)
     return _Sent(moved, stream.record_event())
+
+
+def _normalise(values: Values, statistics: Statistics) -> None:
+    """Normalise the images of a batch on its device, or its patches; these are 0 where there are none."""
+    if "image" in values:
+        values["image"] = normalise_batch(values["image"], *statistics)
+    elif "patches" in values:
+        levels, valid = values["patches"], values["patch_valid"]
+        channels_last = levels.view(len(levels), -1, 1, 3).permute(0, 3, 1, 2)
+        floats = normalise_batch(channels_last, *statistics).permute(0, 2, 3, 1).reshape(levels.shape)
+        values["patches"] = floats.masked_fill_(~valid[..., None], 0.0)
 
 
 def _hand_out(sent: Future[_Sent]) -> Values:

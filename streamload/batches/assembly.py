@@ -117,8 +117,18 @@ class BatchInProgress(Protocol):
         ...
 
 
-BatchFactory = Callable[[int, Allocate], BatchInProgress]
-"""Makes an empty batch, given its capacity in samples and an allocator for its tensors."""
+class BatchFactory(Protocol):
+    """Makes an empty batch."""
+
+    def __call__(self, size: int, allocate: Allocate, seq_len: int = 0) -> BatchInProgress:
+        """Make it.
+
+        Args:
+            size: its capacity, in samples.
+            allocate: makes its tensors.
+            seq_len: the most patches of an image; 0 where images aren't made into patches.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +202,12 @@ class BatchAssembly:
         """
         images, map_sample = None if self.images is None else self.images.batch_factory(), self.map_sample
         if map_sample is not None:
-            return lambda size, allocate: _MappedBatch(
+            return lambda size, allocate, seq_len=0: _MappedBatch(
                 map_sample, self, None if images is None else images(size, allocate), allocate
             )
         made = [feature.batch_factory(features[feature.name], derived) for feature in self.features]
-        return lambda size, allocate: _CaptionedBatch(
-            None if images is None else images(size, allocate),
+        return lambda size, allocate, seq_len=0: _CaptionedBatch(
+            None if images is None else images(size, allocate, seq_len),
             [feature(size, allocate) for feature in made],
             self,
             allocate,

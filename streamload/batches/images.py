@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from streamload.batches.collate import Allocate, collate_images
+from streamload.batches.patches import PatchMemory
 from streamload.derived.preparation import Preparation
 from streamload.transforms.decode import (
     Pixels,
@@ -21,7 +23,8 @@ from streamload.transforms.decode import (
 )
 from streamload.transforms.execute import PlannedTransform, Put
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import ImagePlan, Statistics
+from streamload.transforms.patches import GivenPatches, PlannedPatches
+from streamload.transforms.plan import ImagePlan, PatchPlan, Statistics
 from streamload.transforms.processors import GivenProcessor, image_processor_of
 from streamload.transforms.resize import Place
 from streamload.transforms.stored import is_stored, stored_pixels
@@ -62,12 +65,27 @@ class Images(Protocol):
         ...
 
 
+class ImagesFactory(Protocol):
+    """Makes the images of an empty batch."""
+
+    def __call__(self, size: int, allocate: Allocate, seq_len: int = 0) -> Images:
+        """Make them.
+
+        Args:
+            size: the capacity, in samples.
+            allocate: makes their tensors.
+            seq_len: the most patches of an image; 0 where images aren't made into patches.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ImageAssembly:
     """How images become batches.
 
     Attributes:
-        preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value.
+        preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value; or a
+            plan or functions to patches.
         as_bytes: leave a plan's images as uint8, to be normalised later.
         preparation: by which images are prepared; None: none are.
         changes_pixels: whether the preparation does, so that it is applied to images that aren't prepared.
@@ -76,7 +94,7 @@ class ImageAssembly:
             tensors.
     """
 
-    preprocess: ImagePlan | Preprocess
+    preprocess: ImagePlan | PatchPlan | GivenPatches | Preprocess
     as_bytes: bool = False
     preparation: Preparation | None = None
     changes_pixels: bool = True
@@ -86,7 +104,7 @@ class ImageAssembly:
     @property
     def unnormalised(self) -> Statistics | None:
         """The statistics for images that are left as uint8; None: nothing is left to normalise."""
-        if self.as_bytes and isinstance(self.preprocess, ImagePlan):
+        if self.as_bytes and isinstance(self.preprocess, ImagePlan | PatchPlan):
             return self.preprocess.statistics
         return None
 
@@ -95,13 +113,25 @@ class ImageAssembly:
         """The preparation to apply to images that aren't prepared; None: none."""
         return self.preparation if self.changes_pixels else None
 
-    def batch_factory(self) -> Callable[[int, Allocate], Images]:
-        """A function that makes the images of an empty batch, given its capacity and an allocator."""
+    def batch_factory(self) -> ImagesFactory:
+        """A function that makes the images of an empty batch."""
         preprocess = self.preprocess
         if isinstance(preprocess, ImagePlan):
             transform, places = PlannedTransform(preprocess, self.as_bytes), _Places()
-            return lambda size, allocate: _PlannedImages(transform, self, places, size, allocate)
-        return lambda size, allocate: _GivenImages(preprocess, self, allocate)
+            return lambda size, allocate, seq_len=0: _PlannedImages(
+                transform, self, _ImageMemory(transform.plan, self.as_bytes, places, size, allocate)
+            )
+        if isinstance(preprocess, PatchPlan):
+            planned = functools.cache(functools.partial(PlannedPatches, preprocess, as_bytes=self.as_bytes))
+            dtype = torch.uint8 if self.as_bytes else torch.float32
+            return lambda size, allocate, seq_len=0: _PlannedImages(
+                planned(seq_len), self, PatchMemory(size, allocate, seq_len, preprocess.patch_size, dtype)
+            )
+        if isinstance(preprocess, GivenPatches):
+            return lambda size, allocate, seq_len=0: _GivenPatchImages(
+                preprocess, self, size, allocate, seq_len
+            )
+        return lambda size, allocate, seq_len=0: _GivenImages(preprocess, self, allocate)
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The input of the transform, valid until the next call."""
@@ -152,33 +182,41 @@ def _channels_first(levels: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch.split(levels.permute(0, 3, 1, 2), 1)
 
 
+class _ImageMemory:
+    """The images of a batch, all of one size."""
+
+    def __init__(self, plan: ImagePlan, as_bytes: bool, places: _Places, size: int, allocate: Allocate):
+        if as_bytes or plan.statistics is None:
+            memory = allocate((size, *plan.size, 3), torch.uint8)
+            self.batch = memory.permute(0, 3, 1, 2)
+            self.places = places.of(memory, _channels_first)
+        else:
+            self.batch = allocate((size, 3, *plan.size), torch.float32)
+            self.places = places.of(self.batch, torch.unbind)
+
+    def values(self, count: int) -> dict[str, Any]:
+        return {"image": self.batch[:count]}
+
+
 class _PlannedImages:
     """Images by a plan, each written straight into its place in the batch."""
 
     def __init__(
         self,
-        transform: PlannedTransform,
+        transform: PlannedTransform | PlannedPatches,
         assembly: ImageAssembly,
-        places: _Places,
-        size: int,
-        allocate: Allocate,
+        memory: _ImageMemory | PatchMemory,
     ):
-        self._transform, plan = transform, transform.plan
+        self._transform: Any = transform
+        self._memory, self._places = memory, memory.places
         self._pixels = assembly.pixels
         self._resizing = assembly.resizing
         self._most_pixels = assembly.most_pixels
         self._count = 0
         self._given: list[torch.Tensor] = []  # by last_image
         self._exit = ExitStack()
-        if plan.given:
+        if transform.plan.given:
             self._exit.enter_context(SeededGenerators())
-        if assembly.as_bytes or plan.statistics is None:
-            memory = allocate((size, *plan.size, 3), torch.uint8)
-            self._batch = memory.permute(0, 3, 1, 2)
-            self._places = places.of(memory, _channels_first)
-        else:
-            self._batch = allocate((size, 3, *plan.size), torch.float32)
-            self._places = places.of(self._batch, torch.unbind)
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
         """See Images."""
@@ -207,7 +245,8 @@ class _PlannedImages:
 
     def last_image(self) -> torch.Tensor:
         """See Images. Not a view of the batch: torch would copy the whole batch to send one."""
-        image = torch.from_numpy(self._batch.numpy()[self._count - 1])
+        assert isinstance(self._memory, _ImageMemory)  # map_sample isn't given patches
+        image = torch.from_numpy(self._memory.batch.numpy()[self._count - 1])
         del self._given[self._count - 1 :]
         self._given.append(image)
         return image
@@ -217,14 +256,15 @@ class _PlannedImages:
 
     def as_batch(self, images: list[Any]) -> torch.Tensor | None:
         are_ours = len(images) == len(self._given) and all(map(operator.is_, images, self._given))
-        return self._batch[: self._count] if are_ours else None
+        return self._memory.values(self._count)["image"] if are_ours else None
 
     def _put(self, pixels: Pixels, seed: int) -> Put:
         height, width, _ = pixels.shape
-        return self._transform.put(pixels, self._transform.draw(height, width, seed))
+        put: Put = self._transform.put(pixels, self._transform.draw(height, width, seed))
+        return put
 
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
-        return {"image": self._batch[: self._count]}
+        return self._memory.values(self._count)
 
     def close(self) -> None:
         self._exit.close()
@@ -292,3 +332,26 @@ class _GivenImages:
 
     def close(self) -> None:
         self._exit.close()
+
+
+class _GivenPatchImages(_GivenImages):
+    """The user's own transform to patches, run as given; its results are written into the batch at once."""
+
+    def __init__(
+        self, given: GivenPatches, assembly: ImageAssembly, size: int, allocate: Allocate, seq_len: int
+    ):
+        super().__init__(given.transforms[seq_len], assembly, allocate)
+        self._patch_size, self._count = given.patch_size, 0
+        self._memory = PatchMemory(size, allocate, seq_len, given.patch_size, torch.float32)
+
+    def add(self, parsed: tuple[memoryview, bool, int]) -> None:
+        """See Images."""
+        super().add(parsed)
+        self._memory.places[self._count].put_given(self._values.pop(), self._patch_size)
+        self._count += 1
+
+    def drop_last(self) -> None:
+        self._count -= 1
+
+    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
+        return self._memory.values(self._count)

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 
 from streamload.batches.collate import Allocate
-from streamload.transforms.patches import PatchRow
+from streamload.transforms.patches import NAMES, PatchRow
 from streamload.transforms.plan import Size
-
-NAMES = ("patches", "patch_coord", "patch_valid")
-"""The values of such a batch; in the training loop they are one dict, `image`, with `seq_len`."""
 
 
 class PatchMemory:

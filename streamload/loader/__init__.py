@@ -15,7 +15,7 @@ import torch
 from streamload.batches.facts import read_facts
 from streamload.batches.images import Preprocess
 from streamload.derived.features import Features, read_features
-from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
+from streamload.loader.groups import Batches, Cache, Images, Order, Patches, Shards, Workers
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import (
     LoaderOptions,
@@ -37,6 +37,7 @@ __all__ = [
     "Loader",
     "LoaderOptions",
     "Order",
+    "Patches",
     "Shards",
     "Source",
     "Workers",
@@ -92,7 +93,8 @@ def make_loader(
             package was built with a C compiler, else within one level of 255. So is an image processor of
             transformers, if that gives the same bits. Anything else runs as given, its random generators
             seeded by the sample; the log says which. None: open_clip's default for 224 pixels (in training a
-            random resized crop, else resize and centre crop), compiled.
+            random resized crop, else resize and centre crop), compiled. With Images(patches=…) it is a
+            function of max_seq_len= and patch_size= that returns such a transform.
         batch_size: samples in a batch of one rank.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. With it,
@@ -110,7 +112,8 @@ def make_loader(
             other: there may be fewer batches than `len()`.
         output: "tuple": (images float32[N, 3, H, W], texts, labels int64[N]), without those that have no key;
             "dict": {"image", "text", "label"}; "hf": {"pixel_values", "input_ids", "labels"} and all else
-            that tokenizer and image processor return, such as an "attention_mask".
+            that tokenizer and image processor return, such as an "attention_mask". With Images(patches=…)
+            the images are a dict: {"patches", "patch_coord", "patch_valid", "seq_len"}.
         with_keys: add the samples' `__key__` and `__url__` lists: a dict as last element, or two entries.
         on_error: "skip" counts and logs samples that can't be used; "raise" raises on the first one.
         device: torch's name of the device that batches are copied to. None: they stay in host memory.

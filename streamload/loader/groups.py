@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,11 +19,14 @@ from streamload.errors import OptionError
 from streamload.loader.sources import Factors
 from streamload.options import Eviction, Option, Revalidate, Where, options
 from streamload.options.values import parse_choice
+from streamload.order.seq_lens import SeqLens
 
 ImageDtype = Literal["float32", "uint8"]
 TextPaddingName = Literal["max", "longest"]
 
 _LARGEST_BLOCK = 65_536
+_LONGEST_PIXELS = 1 << 16
+"""The longest side of a resized image (transforms/resize.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,63 @@ class Shards:
                 raise OptionError(f"{name}={value!r}; expected a share from 0 to 1, or None for no limit")
 
 
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """Images as patches, each in its own aspect and resolution: timm's NaFlex.
+
+    Args:
+        patch_size: height and width of a patch, in pixels; one number for both.
+        seq_lens: the most patches of an image; images are resized to as many as fit. A step of training has
+            one of these, drawn by the seed, the same on all ranks; an evaluation has the largest.
+        seq_len_probs: how often each is drawn, in relation to the others; None: all alike.
+
+    Raises:
+        OptionError: a value that can't be used.
+    """
+
+    patch_size: int | tuple[int, int] = 16
+    seq_lens: Sequence[int] = (128, 256, 576, 784, 1024)
+    seq_len_probs: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        is_pair = isinstance(self.patch_size, Sequence) and len(self.patch_size) == 2
+        if not (is_pair or isinstance(self.patch_size, int)):
+            raise OptionError(f"patch_size={self.patch_size!r}; expected one or two numbers of pixels")
+        if not (isinstance(self.seq_lens, Sequence) and self.seq_lens):
+            raise OptionError(f"seq_lens={self.seq_lens!r}; expected at least one number of patches")
+        for side in self.sides:
+            at_least(1, patch_size=side)
+        for seq_len in self.seq_lens:
+            at_least(1, seq_lens=seq_len)
+        if (longest := max(self.seq_lens) * max(self.sides)) > _LONGEST_PIXELS:
+            raise OptionError(
+                f"{max(self.seq_lens)} patches in a row have {longest:,} pixels; at most {_LONGEST_PIXELS:,} "
+                f"are possible: lower seq_lens or patch_size"
+            )
+        probs = self.seq_len_probs
+        if probs is not None and (
+            len(probs) != len(self.seq_lens)
+            or not all(0 <= each < math.inf for each in probs)
+            or not any(probs)
+        ):
+            raise OptionError(
+                f"seq_len_probs={probs!r}; expected a number of at least 0 for each of the seq_lens "
+                f"{tuple(self.seq_lens)}, and not only 0"
+            )
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of a patch, in pixels."""
+        height, width = (self.patch_size,) * 2 if isinstance(self.patch_size, int) else self.patch_size
+        return height, width
+
+    def lengths(self, train: bool, seed: int) -> SeqLens:
+        """The sequence lengths of a run."""
+        if not train:
+            return SeqLens((max(self.seq_lens),), (1,), seed)
+        return SeqLens(tuple(self.seq_lens), tuple(self.seq_len_probs or [1] * len(self.seq_lens)), seed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
     """How images are decoded and transformed, beside `preprocess`.
@@ -99,6 +160,8 @@ class Images:
         max_pixels: larger images are left out, counted as `too_large`, as are those that need as much memory
             or time as these to decode (docs/guides/samples.md). None: 20,000,000
             (STREAMLOAD_MAX_IMAGE_PIXELS).
+        patches: make images into patches, each in its own aspect and resolution
+            (docs/guides/variable-resolution.md). None: batches have images of one size.
 
     Raises:
         OptionError: a value that can't be used.
@@ -108,11 +171,14 @@ class Images:
     compile: bool = True
     prepare: str | None = None
     max_pixels: int | None = None
+    patches: Patches | None = None
 
     def __post_init__(self) -> None:
         parse_choice(self.dtype, ("float32", "uint8"), "dtype")
         if self.prepare not in (None, AUTO):
             Preparation.parse(self.prepare)
+        if not (self.patches is None or isinstance(self.patches, Patches)):
+            raise OptionError(f"patches={self.patches!r:.100}; expected a streamload.Patches(…), or None")
         _check_settings(self, "images")
 
 

@@ -29,6 +29,7 @@ from streamload.loader.schedule import Schedule
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
 from streamload.loader.worker_config import counted_samples
 from streamload.metrics import Counters, Snapshot, total
+from streamload.transforms.patches import NAMES
 from streamload.worker import Batch, EpochStart, SkippedSample
 
 _MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
@@ -371,6 +372,10 @@ class Loader(DataLoaderInterface):
     def _shape(self, values: dict[str, Any]) -> Any:
         """A batch's values in the form of `output`."""
         options = self.options
+        if options.images.patches is not None:
+            patches = {name: values.pop(name) for name in NAMES}
+            patches["seq_len"] = patches["patches"].shape[1]
+            values = {"image": patches, **values}
         if options.features and self._pool is not None:
             values |= take_features(values, self._pool.features, self._counts)
         extra = {name: values.pop(name) for name in ("__key__", "__url__")} if options.with_keys else {}

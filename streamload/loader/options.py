@@ -22,8 +22,9 @@ from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.values import parse_choice
 from streamload.shards.facts import BUILT_IN, Column
-from streamload.transforms.compile import compile_transform
-from streamload.transforms.plan import NotRecognised
+from streamload.transforms.compile import compile_transform, patch_plan_or_given
+from streamload.transforms.patches import GivenPatches
+from streamload.transforms.plan import NotRecognised, PatchPlan, clip_patch_plan
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
@@ -117,6 +118,8 @@ class LoaderOptions:
         self._refuse_unusable_features()
         self._refuse_unknown_padding()
         self._refuse_bucketing()
+        if self.images.patches is not None:
+            self._refuse_unusable_patches()
 
     def settings(self) -> Settings:
         """The options that variables can set, too, resolved now.
@@ -206,6 +209,38 @@ class LoaderOptions:
                 "one length has nothing to gain)"
             )
 
+    def _refuse_unusable_patches(self) -> None:
+        """Refuse what needs images of one size, and a transform that isn't made for a number of patches."""
+        if self.output == "hf":
+            raise OptionError('patches= is for output="dict" or "tuple": "hf" has images of one size')
+        for name, given in (("map_sample", self.workers.map_sample), ("features", self.features)):
+            if given:
+                raise OptionError(f"{name}= is for images of one size, and patches= makes images of several")
+        self.patch_transform(is_compiled=False)
+
+    def patch_transform(self, is_compiled: bool) -> PatchPlan | GivenPatches:
+        """What makes images into patches.
+
+        Args:
+            is_compiled: whether to compile it, if that is possible.
+
+        Raises:
+            OptionError: preprocess= doesn't make a transform for a number of patches.
+        """
+        patches = self.images.patches
+        assert patches is not None
+        if self.preprocess is None:
+            return clip_patch_plan(self.train, patches.sides)
+        lengths = patches.lengths(self.train, self.seed).lengths
+        try:
+            return patch_plan_or_given(self.preprocess, lengths, patches.sides, is_compiled)
+        except TypeError as exc:
+            raise OptionError(
+                f"with patches=, preprocess= is a function that returns the transform for a number of "
+                f"patches: preprocess(max_seq_len=…, patch_size=…), as in open_clip's main branch, or "
+                f"functools.partial(timm.data.create_transform, naflex=True, …); it failed: {exc}"
+            ) from exc
+
     def _refuse_uint8_of_given(self) -> None:
         """Refuse a transform whose images can't be had as uint8: one that isn't compiled."""
         is_mapped = self.workers.map_sample is not None and self.preprocess is None
@@ -213,7 +248,10 @@ class LoaderOptions:
             raise OptionError(
                 'Images(dtype="uint8") is for a compiled preprocess=, not for functions that run as given'
             )
-        if self.preprocess is not None:
+        if self.images.patches is not None:
+            if isinstance(self.patch_transform(self.images.compile), GivenPatches):
+                raise OptionError('Images(dtype="uint8") is for a preprocess= that can be compiled')
+        elif self.preprocess is not None:
             try:
                 compile_transform(self.preprocess)
             except NotRecognised as exc:

@@ -40,7 +40,8 @@ from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.compile import plan_or_given
-from streamload.transforms.plan import ImagePlan, clip_plan
+from streamload.transforms.patches import GivenPatches
+from streamload.transforms.plan import ImagePlan, PatchPlan, clip_plan
 from streamload.worker import Bucketing, SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
@@ -106,7 +107,7 @@ def _worker_config(
     rank, first_group = (topology.rank, 0) if options.train else (0, topology.rank)
     processes = topology.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
-    groups = orders[0].groups
+    groups, patches = orders[0].groups, options.images.patches
     return WorkerConfig(
         shards=shards,
         origin=OriginOptions(outage_seconds=settings.origin_wait),
@@ -130,6 +131,7 @@ def _worker_config(
         selection=_selection(options),
         assembly=assembly,
         bucketing=_bucketing(options, schedule.order, assembly),
+        seq_lens=None if patches is None else patches.lengths(options.train, options.seed),
         with_keys=options.with_keys,
         prepares=prepares,
     )
@@ -205,7 +207,7 @@ def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly
 
 def _assembly(
     options: LoaderOptions,
-    transform: ImagePlan | Preprocess | None,
+    transform: ImagePlan | PatchPlan | GivenPatches | Preprocess | None,
     prepared: RunPreparation,
     most_pixels: int,
 ) -> BatchAssembly:
@@ -263,10 +265,12 @@ def _choose(key: str | None) -> Choose | None:
     return None if key is None else KeySpec.parse(key).choose
 
 
-def _transform(options: LoaderOptions) -> ImagePlan | Preprocess | None:
+def _transform(options: LoaderOptions) -> ImagePlan | PatchPlan | GivenPatches | Preprocess | None:
     """The plan of preprocess=, or the function itself if it isn't compiled; None: images stay bytes."""
     if options.workers.map_sample is None or options.preprocess is not None:
         _warn_of_missing_kernel()
+    if options.images.patches is not None:
+        return options.patch_transform(options.images.compile)
     if options.preprocess is None:
         return None if options.workers.map_sample is not None else clip_plan(options.train)
     return plan_or_given(options.preprocess, options.images.compile)

@@ -64,13 +64,14 @@ def patch_plan_or_given(
     """The one plan of the functions that a factory makes for each sequence length, or these; logs which.
 
     Raises:
-        NotRecognised: the factory isn't one.
+        TypeError: the factory isn't one.
     """
-    given = GivenPatches(patch_size, {length: _made(factory, length, patch_size) for length in seq_lens})
+    made = {length: factory(max_seq_len=length, patch_size=patch_size) for length in seq_lens}
+    given = GivenPatches(patch_size, made)
     if not is_wanted:
         return given
     try:
-        plan, *others = [compile_patches(*made, patch_size) for made in given.transforms.items()]
+        plan, *others = [compile_patches(length, made[length], patch_size) for length in seq_lens]
         if any(other != plan for other in others):
             raise NotRecognised("it depends on the number of patches in more than the size")
     except NotRecognised as exc:
@@ -78,13 +79,6 @@ def patch_plan_or_given(
         return given
     logger.info("preprocess= is compiled: %s", plan)
     return plan
-
-
-def _made(factory: Callable[..., Any], seq_len: int, patch_size: Size) -> Any:
-    try:
-        return factory(max_seq_len=seq_len, patch_size=patch_size)
-    except TypeError as exc:
-        raise NotRecognised(f"{shown(factory)}(max_seq_len=…, patch_size=…) failed: {exc}") from exc
 
 
 def compile_patches(seq_len: int, transform: Any, patch_size: Size) -> PatchPlan:

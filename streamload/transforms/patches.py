@@ -25,6 +25,9 @@ from streamload.transforms.plan import PatchPlan, Size, Statistics
 from streamload.transforms.resize import Filter, Place, Put, resizing
 from streamload.transforms.user import SeededGenerators
 
+NAMES = ("patches", "patch_coord", "patch_valid")
+"""The values of an image as patches, or of a batch; a training loop has them in one dict, with `seq_len`."""
+
 
 @dataclass(frozen=True, slots=True)
 class GivenPatches:
@@ -61,7 +64,7 @@ class PatchRow(NamedTuple):
         (rows, columns), (height, width) = grid, patch_size
         count = rows * columns
         patches = self.patches[:count]
-        parts = image.unflatten(1, (rows, height)).unflatten(3, (columns, width))
+        parts = image.view(3, rows, height, columns, width)
         patches.view(rows, columns, height, width, 3).copy_(parts.permute(1, 3, 2, 4, 0))
         places = self.coord[:count].view(rows, columns, 2)
         places[..., 0] = torch.arange(rows, device="cpu")[:, None]
@@ -70,11 +73,37 @@ class PatchRow(NamedTuple):
         self._pad(count)
         return patches
 
-    def put_patches(self, made: Mapping[str, torch.Tensor]) -> None:
-        """Write what timm's Patchify returns: `patches`, `patch_coord` and `patch_valid`."""
-        count = len(made["patches"])
-        for mine, name in zip(self, ("patches", "patch_coord", "patch_valid"), strict=True):
-            mine[:count] = made[name]
+    def put_given(self, made: Any, patch_size: Size) -> None:
+        """Write what a function as given returned: a float image [3, H, W], or timm's Patchify of it.
+
+        Raises:
+            TypeError: something else.
+            ValueError: it isn't of whole patches, or has more of them than there is room for.
+        """
+        if isinstance(made, Mapping) and set(NAMES) <= made.keys():
+            values = [made[name] for name in NAMES]
+            shown, count = f"patches {list(values[0].shape)}", len(values[0])
+            fits = values[0].shape[1:] == self.patches.shape[1:]
+        elif isinstance(made, torch.Tensor) and made.dtype == torch.float32 and made.ndim == 3:
+            sides = zip(made.shape[1:], patch_size, strict=True)
+            (rows, above), (columns, before) = (divmod(side, patch) for side, patch in sides)
+            shown, count = f"an image {list(made.shape)}", rows * columns
+            fits = len(made) == 3 and not (above or before)
+        else:
+            raise TypeError(
+                f"preprocess= returned a {type(made).__name__} for an image; expected float32[3, H, W], or "
+                f"a dict with {', '.join(NAMES)}"
+            )
+        if not fits or not 0 < count <= len(self.valid):
+            raise ValueError(
+                f"preprocess= returned {shown}; expected at most {len(self.valid)} patches of "
+                f"{patch_size[0]}×{patch_size[1]} pixels"
+            )
+        if isinstance(made, torch.Tensor):
+            self.put_image(made, Grid(rows, columns), patch_size)
+            return
+        for mine, value in zip(self, values, strict=True):
+            mine[:count] = value
         self._pad(count)
 
     def _pad(self, count: int) -> None:

@@ -150,7 +150,7 @@ class WorkerLoop:
                 if self._reader.reads_ranges:
                     later = position + (self._workers or 1) * self._config.split.batch
                     self._reader.want_ranges(sampler.coming(later))
-                made = self._make(begin, start.epoch, step)  # B, C, D while F, G go on; H, I, J
+                made = self._make(begin, start.epoch, position, step)  # B, C, D while F, G go on; H, I, J
                 if made is None:
                     self._check_end(number, start)
                     return
@@ -201,11 +201,12 @@ class WorkerLoop:
             )
 
     def _make(
-        self, begin: BatchFactory, epoch: int, step: Step | PlannedStep
+        self, begin: BatchFactory, epoch: int, position: int, step: Step | PlannedStep
     ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
-        batch = begin(step.size, self._empty)
+        seq_lens = self._config.seq_lens
+        batch = begin(step.size, self._empty, 0 if seq_lens is None else seq_lens.at(epoch, position))
         skipped: list[SkippedSample] = []
         found = 0
         with contextlib.closing(batch), _one_thread():

@@ -24,6 +24,7 @@ from streamload.order.buckets import Blocks
 from streamload.order.cursor import Cursor
 from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
+from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
 from streamload.origins.origin import OriginOptions
 
@@ -77,6 +78,8 @@ class WorkerConfig:
     selection: Selection
     """The samples that are used, decided from the index alone."""
     assembly: BatchAssembly
+    seq_lens: SeqLens | None
+    """How many patches the images of a step have at most; None: images aren't made into patches."""
     with_keys: bool
     """Whether a batch carries the keys and URLs of its samples."""
     bucketing: Bucketing | None = None
