@@ -17,7 +17,7 @@ import typer
 import streamload
 from streamload import errors, metrics
 from streamload.cli import app
-from streamload.loader import Features, Loader, Source, make_loader
+from streamload.loader import Features, Loader, Patches, Source, make_loader
 from streamload.loader.groups import GROUPS
 from streamload.options import options
 
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"(?<!`)\b(STREAMLOAD_[A-Z_]+)\b")
 def arguments() -> str:
     """The arguments of make_loader, and those of its groups."""
     parts = ["## make_loader", _summary(make_loader), *_described(make_loader, "Args")]
-    for group in (*GROUPS.values(), Features):
+    for group in (*GROUPS.values(), Patches, Features):
         parts += [f"## {group.__name__}", _summary(group), *_described(group, "Args")]
     return "\n\n".join(parts)
 

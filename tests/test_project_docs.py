@@ -81,7 +81,7 @@ def test_python_blocks_can_be_parsed_and_use_public_names(page):
                 assert hasattr(importlib.import_module("streamload"), node.attr), node.attr
 
 
-GROUPS = ("make_loader", "Shards", "Images", "Order", "Cache", "Workers", "Features")
+GROUPS = ("make_loader", "Shards", "Images", "Order", "Cache", "Workers", "Patches", "Features")
 TAKEN = {name: set(inspect.signature(getattr(streamload, name)).parameters) for name in (*GROUPS, "Source")}
 
 

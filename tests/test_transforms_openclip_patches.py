@@ -15,7 +15,7 @@ from photographs import photograph
 from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
-from streamload.batches.patches import PatchMemory
+from streamload.batches.image_memory import PatchMemory
 from streamload.ipc import own_empty
 from streamload.transforms import kernel
 from streamload.transforms.compile import compile_patches, patch_plan_or_given

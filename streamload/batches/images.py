@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from streamload.batches.collate import Allocate, collate_images
-from streamload.batches.patches import PatchMemory
+from streamload.batches.image_memory import ImageMemory, PatchMemory, Places
 from streamload.derived.preparation import Preparation
 from streamload.transforms.decode import (
     Pixels,
@@ -26,7 +25,6 @@ from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.patches import GivenPatches, PlannedPatches
 from streamload.transforms.plan import ImagePlan, PatchPlan, Statistics
 from streamload.transforms.processors import GivenProcessor, image_processor_of
-from streamload.transforms.resize import Place
 from streamload.transforms.stored import is_stored, stored_pixels
 from streamload.transforms.user import SeededGenerators, UserTransform
 
@@ -117,9 +115,9 @@ class ImageAssembly:
         """A function that makes the images of an empty batch."""
         preprocess = self.preprocess
         if isinstance(preprocess, ImagePlan):
-            transform, places = PlannedTransform(preprocess, self.as_bytes), _Places()
+            transform, places = PlannedTransform(preprocess, self.as_bytes), Places()
             return lambda size, allocate, seq_len=0: _PlannedImages(
-                transform, self, _ImageMemory(transform.plan, self.as_bytes, places, size, allocate)
+                transform, self, ImageMemory(transform.plan, self.as_bytes, places, size, allocate)
             )
         if isinstance(preprocess, PatchPlan):
             planned = functools.cache(functools.partial(PlannedPatches, preprocess, as_bytes=self.as_bytes))
@@ -159,45 +157,6 @@ class _Planned(NamedTuple):
     put: Put | None
 
 
-class _Places:
-    """Where a batch's images lie in its memory; computed once for each pooled buffer."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[Place]]] = {}
-
-    def of(
-        self, memory: torch.Tensor, split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    ) -> Sequence[Place]:
-        """The places of a tensor's images; `split` (always the same) divides it into images."""
-        number = id(memory)  # forgotten when the tensor dies
-        if number not in self._known:
-            forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
-            # Views keep their base alive: the detached tensor, not the one that is to be forgotten.
-            self._known[number] = forget, [Place.of(part) for part in split(memory.detach())]
-        return self._known[number][1]
-
-
-def _channels_first(levels: torch.Tensor) -> Sequence[torch.Tensor]:
-    """[N, H, W, 3] → N views [1, 3, H, W]."""
-    return torch.split(levels.permute(0, 3, 1, 2), 1)
-
-
-class _ImageMemory:
-    """The images of a batch, all of one size."""
-
-    def __init__(self, plan: ImagePlan, as_bytes: bool, places: _Places, size: int, allocate: Allocate):
-        if as_bytes or plan.statistics is None:
-            memory = allocate((size, *plan.size, 3), torch.uint8)
-            self.batch = memory.permute(0, 3, 1, 2)
-            self.places = places.of(memory, _channels_first)
-        else:
-            self.batch = allocate((size, 3, *plan.size), torch.float32)
-            self.places = places.of(self.batch, torch.unbind)
-
-    def values(self, count: int) -> dict[str, Any]:
-        return {"image": self.batch[:count]}
-
-
 class _PlannedImages:
     """Images by a plan, each written straight into its place in the batch."""
 
@@ -205,7 +164,7 @@ class _PlannedImages:
         self,
         transform: PlannedTransform | PlannedPatches,
         assembly: ImageAssembly,
-        memory: _ImageMemory | PatchMemory,
+        memory: ImageMemory | PatchMemory,
     ):
         self._transform: Any = transform
         self._memory, self._places = memory, memory.places
@@ -245,7 +204,7 @@ class _PlannedImages:
 
     def last_image(self) -> torch.Tensor:
         """See Images. Not a view of the batch: torch would copy the whole batch to send one."""
-        assert isinstance(self._memory, _ImageMemory)  # map_sample isn't given patches
+        assert isinstance(self._memory, ImageMemory)  # map_sample isn't given patches
         image = torch.from_numpy(self._memory.batch.numpy()[self._count - 1])
         del self._given[self._count - 1 :]
         self._given.append(image)
