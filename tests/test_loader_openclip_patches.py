@@ -1,4 +1,4 @@
-"""A loader with the factories of timm's NaFlex transforms: as timm's collator makes it, and what a model takes.
+"""A loader with the factories of timm's NaFlex transforms: timm's own batches, and a model that trains.
 
 These run in the environment that has open_clip, and timm with it.
 """
@@ -60,8 +60,7 @@ def batches(paths, cache, factory, **options):
         cache_dir=cache,
         **options,
     ) as loader:
-        for batch in loader:
-            yield batch
+        yield from loader
 
 
 @pytest.mark.parametrize("name", FACTORIES)
