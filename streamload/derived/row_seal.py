@@ -22,19 +22,21 @@ class Row:
     """A stored row, checked.
 
     Attributes:
-        sealed: the row as it is stored.
+        stored: the row as it is stored.
         layout: what it looks like, as it is stored.
         input_digest: of the input that it was computed from; 0: unknown.
+        head_bytes: what precedes its leaves in `stored`.
     """
 
-    sealed: bytes
+    stored: bytes
     layout: bytes
     input_digest: int
+    head_bytes: int
 
     @property
     def body(self) -> memoryview:
         """The bytes of its leaves."""
-        return memoryview(self.sealed)[_HEAD.size + len(self.layout) :]
+        return memoryview(self.stored)[self.head_bytes :]
 
 
 def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
@@ -54,7 +56,8 @@ def unseal(key: bytes, data: bytes) -> Row:
     _, layout_bytes, input_digest, checksum = _HEAD.unpack_from(data)
     if checksum != _checksum(key, layout_bytes, input_digest, memoryview(data)[_HEAD.size :]):
         raise CacheCorrupt(f"the row {key.hex()} fails its checksum")
-    return Row(data, data[_HEAD.size : _HEAD.size + layout_bytes], input_digest)
+    head_bytes = _HEAD.size + layout_bytes
+    return Row(data, data[_HEAD.size : head_bytes], input_digest, head_bytes)
 
 
 def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:

@@ -157,7 +157,7 @@ class RowShard:
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if xxh3_64_intdigest(body) != self._checksums[place]:
             return self._damaged(key)
-        return Row(self._layout, memoryview(body), 0)
+        return Row(bytes(body), self._layout, 0, 0)
 
     def _damaged(self, key: SampleKey) -> Row | None:
         self.damaged += 1

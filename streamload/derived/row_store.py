@@ -111,7 +111,7 @@ class RowStore:
             from_disk = self.disk.read(missing)
             found |= from_disk
             if self.copy is not None and from_disk:
-                self.copy.write([(key, row.sealed) for key, row in from_disk.items()], label)
+                self.copy.write([(key, row.stored) for key, row in from_disk.items()], label)
         self.counts.read_seconds += time.perf_counter() - began
         self.counts.bytes_read += sum(len(row.body) for row in found.values())
         return found
