@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import streamload
-from streamload import Batches, OptionError, Order, Shards, Source, StateMismatch
+from streamload import Batches, Images, OptionError, Order, Patches, Shards, Source, StateMismatch
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 
@@ -236,6 +236,21 @@ def test_bad_samples_are_replaced_without_another_shape(tmp_path: Path, bucketin
         assert [step.shape for step in steps] == [step.shape for step in expected]
         differ = [set(one.keys) ^ set(other.keys) for one, other in zip(steps, expected, strict=True)]
         assert 8 <= sum(map(bool, differ)) <= 12
+
+
+def test_patches_of_a_step_have_one_length_with_captions_of_like_ones(data: Path, tmp_path: Path) -> None:
+    images = Images(patches=Patches(8, seq_lens=(4, 9)))
+    for bucketing in ("step", 32):
+        expected = run(data, tmp_path, images=images, bucketing=bucketing)
+        (one, other) = loaders(data, tmp_path, 2, images=images, bucketing=bucketing)
+        with one, other:
+            found = [
+                (first["text"].shape, first["image"]["patches"].shape, second["image"]["patches"].shape)
+                for first, second in zip(one, other, strict=True)
+            ]
+        assert [text[1] for text, _, _ in found] == [step.shape for step in expected]
+        assert all(first == second for _, first, second in found)
+        assert {first[1] for _, first, _ in found} == {4, 9}
 
 
 def test_another_bucketing_only_between_blocks(data: Path, tmp_path: Path) -> None:

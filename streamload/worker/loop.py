@@ -206,7 +206,8 @@ class WorkerLoop:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
         seq_lens = self._config.seq_lens
-        batch = begin(step.size, self._empty, 0 if seq_lens is None else seq_lens.at(epoch, position))
+        seq_len = 0 if seq_lens is None else seq_lens.at(epoch, position)
+        batch = begin(step.size, self._empty, seq_len)
         skipped: list[SkippedSample] = []
         found = 0
         with contextlib.closing(batch), _one_thread():
@@ -222,7 +223,10 @@ class WorkerLoop:
             if not found:
                 return None
             with self._counts.timed("transform_ns"):
-                values = batch.finish(step.bounds)
+                bounds = step.bounds
+                if bounds is not None:
+                    bounds[:, 1] = seq_len
+                values = batch.finish(bounds)
         self._reader.fill_ahead()
         return values, skipped
 
