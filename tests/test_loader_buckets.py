@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -251,6 +252,29 @@ def test_patches_of_a_step_have_one_length_with_captions_of_like_ones(data: Path
         assert [text[1] for text, _, _ in found] == [step.shape for step in expected]
         assert all(first == second for _, first, second in found)
         assert {first[1] for _, first, _ in found} == {4, 9}
+
+
+def test_images_that_are_not_enlarged_are_planned_by_their_patches(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [60, 60], options=ShardOptions(image_side=(8, 60)))
+    images = Images(patches=Patches(8, seq_lens=(16, 40), max_ratio=1.0))
+    options: dict[str, Any] = {"images": images, "bucketing": 64, "multiple": 4}
+    plain = loaders(tmp_path / "data", tmp_path / "cache", **{**options, "bucketing": None})[0]
+    (one, other) = loaders(tmp_path / "data", tmp_path / "cache", 2, **options)
+    sizes = {}
+    with plain, one, other:
+        spread_plain = [int(np.ptp(batch["image"]["patch_valid"].sum(1).numpy())) for batch in plain]
+        spread, keys = [], []
+        for batches in zip(one, other, strict=True):
+            counts = [batch["image"]["patch_valid"].sum(1).numpy() for batch in batches]
+            spread.append(int(np.ptp(np.concatenate(counts))))
+            keys += [key for batch in batches for key in batch["__key__"]]
+            assert batches[0]["image"]["patches"].shape == batches[1]["image"]["patches"].shape
+            sizes |= {key: int(n) for batch, own in zip(batches, counts, strict=True)
+                      for key, n in zip(batch["__key__"], own, strict=True)}  # fmt: skip
+    assert len(keys) == len(set(keys)) == 120
+    assert sum(spread) < 0.85 * sum(spread_plain)
+    assert min(sizes.values()) < 6
+    assert max(sizes.values()) > 16
 
 
 def test_another_bucketing_only_between_blocks(data: Path, tmp_path: Path) -> None:

@@ -91,8 +91,11 @@ def test_the_grid_of_a_size_is_timms():
             numbers.choice([1, 49, 128, 256, 576, 784, 1024]),
             numbers.choice([(16, 16), (14, 32)]),
         )
-        _, (expected_height, expected_width) = get_image_size_for_seq((height, width), patch, seq_len)
-        grid = patch_grid(height, width, seq_len, patch)
+        most = numbers.choice([None, 0.3, 1.0, 2.5])
+        _, (expected_height, expected_width) = get_image_size_for_seq(
+            (height, width), patch, seq_len, max_ratio=most
+        )
+        grid = patch_grid(height, width, seq_len, patch, most)
         assert grid == (expected_height // patch[0], expected_width // patch[1]), (height, width)
         assert grid.rows * grid.columns <= seq_len
 

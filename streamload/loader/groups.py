@@ -95,6 +95,9 @@ class Patches:
         seq_lens: the most patches of an image; images are resized to as many as fit. A step of training has
             one of these, drawn by the seed, the same on all ranks; an evaluation has the largest.
         seq_len_probs: how often each is drawn, in relation to the others; None: all alike.
+        max_ratio: by which factor images are enlarged at most, as timm's ResizeToSequence has it; 1.0: they
+            aren't, so small ones have fewer patches, and `Batches(bucketing=…)` goes by these, too. None: all
+            are enlarged until they fill the sequence.
 
     Raises:
         OptionError: a value that can't be used.
@@ -103,6 +106,7 @@ class Patches:
     patch_size: int | tuple[int, int] = 16
     seq_lens: Sequence[int] = (128, 256, 576, 784, 1024)
     seq_len_probs: Sequence[float] | None = None
+    max_ratio: float | None = None
 
     def __post_init__(self) -> None:
         is_pair = isinstance(self.patch_size, Sequence) and len(self.patch_size) == 2
@@ -119,6 +123,8 @@ class Patches:
                 f"{max(self.seq_lens)} patches in a row have {longest:,} pixels; at most {_LONGEST_PIXELS:,} "
                 f"are possible: lower seq_lens or patch_size"
             )
+        if self.max_ratio is not None and not 0 < self.max_ratio < math.inf:
+            raise OptionError(f"max_ratio={self.max_ratio!r}; expected a factor above 0, or None")
         probs = self.seq_len_probs
         if probs is not None and (
             len(probs) != len(self.seq_lens)

@@ -6,7 +6,7 @@ import difflib
 import multiprocessing
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -203,11 +203,17 @@ class LoaderOptions:
             return
         if not self.train:
             raise OptionError("bucketing= is for training: evaluation has the samples in the order as listed")
-        if self.batches.text_padding == "max":
+        patches = self.images.patches
+        if self.batches.text_padding == "max" and (patches is None or patches.max_ratio is None):
             raise OptionError(
-                'bucketing= goes by lengths that vary: give text_padding="longest" (a batch of captions of '
-                "one length has nothing to gain)"
+                'bucketing= goes by lengths that vary: give text_padding="longest", or patches=Patches(…, '
+                "max_ratio=1.0) (captions of one length and images that fill theirs have nothing to gain)"
             )
+
+    @property
+    def goes_by_tokens(self) -> bool:
+        """Whether bucketing goes by the lengths of captions."""
+        return self.batches.bucketing is not None and self.batches.text_padding == "longest"
 
     def _refuse_unusable_patches(self) -> None:
         """Refuse what needs images of one size, and a transform that isn't made for a number of patches."""
@@ -230,16 +236,23 @@ class LoaderOptions:
         patches = self.images.patches
         assert patches is not None
         if self.preprocess is None:
-            return clip_patch_plan(self.train, patches.sides)
+            return replace(clip_patch_plan(self.train, patches.sides), max_ratio=patches.max_ratio)
         lengths = patches.lengths(self.train, self.seed).lengths
         try:
-            return patch_plan_or_given(self.preprocess, lengths, patches.sides, is_compiled)
+            found = patch_plan_or_given(self.preprocess, lengths, patches.sides, is_compiled)
         except TypeError as exc:
             raise OptionError(
                 f"with patches=, preprocess= is a function that returns the transform for a number of "
                 f"patches: preprocess(max_seq_len=…, patch_size=…), as in open_clip's main branch, or "
                 f"functools.partial(timm.data.create_transform, naflex=True, …); it failed: {exc}"
             ) from exc
+        if patches.max_ratio is None:
+            return found
+        if isinstance(found, PatchPlan):
+            return replace(found, max_ratio=patches.max_ratio)
+        raise OptionError(
+            "max_ratio= is for a compiled transform: this one runs as given, and resizes by itself"
+        )
 
     def _refuse_uint8_of_given(self) -> None:
         """Refuse a transform whose images can't be had as uint8: one that isn't compiled."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from streamload.batches.assembly import BatchAssembly, Choose
 from streamload.batches.facts import token_count
@@ -193,16 +194,23 @@ def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(KeySpec.parse(key) for key in options.keys)
     reads_all = options.workers.map_sample is not None
     columns = dict(options.columns)
-    if options.batches.bucketing is not None:
+    if options.goes_by_tokens:
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
     return Selection(keys, options.shards.keep, reads_all, columns)
 
 
 def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly) -> Bucketing | None:
-    if order.blocks is None or assembly.tokenizer is None:
+    if order.blocks is None:
         return None
-    most = assembly.tokenizer([_LONG_TEXT], [0]).ids.shape[1]
-    return Bucketing(order.blocks[0], TOKENS, most, options.batches.text_pad_multiple)
+    text, most, patches = None, 0, options.images.patches
+    if options.goes_by_tokens and assembly.tokenizer is not None:
+        text, most = TOKENS, assembly.tokenizer([_LONG_TEXT], [0]).ids.shape[1]
+    found = Bucketing(order.blocks[0], text, most, options.batches.text_pad_multiple)
+    if patches is None:
+        return found
+    return replace(
+        found, patches_most=max(patches.seq_lens), patch_size=patches.sides, max_ratio=patches.max_ratio
+    )
 
 
 def _assembly(

@@ -10,6 +10,9 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE, Box
 
 _LEAST, _MOST, _PRECISION = 1e-6, 100.0, 1e-5
@@ -24,7 +27,9 @@ class Grid(NamedTuple):
     columns: int
 
 
-def patch_grid(height: int, width: int, seq_len: int, patch_size: tuple[int, int]) -> Grid:
+def patch_grid(
+    height: int, width: int, seq_len: int, patch_size: tuple[int, int], max_ratio: float | None = None
+) -> Grid:
     """Return the largest grid of at most `seq_len` patches that keeps the aspect of a box.
 
     That of timm's `get_image_size_for_seq`: sides are rounded up to whole patches, so that the aspect changes
@@ -35,6 +40,7 @@ def patch_grid(height: int, width: int, seq_len: int, patch_size: tuple[int, int
         width: of the box, in pixels.
         seq_len: at least 1.
         patch_size: height and width of a patch, in pixels.
+        max_ratio: by which factor sides are enlarged at most; None: until the patches fill `seq_len`.
     """
     patch_height, patch_width = patch_size
     ceil, low, high = math.ceil, _LEAST, _MOST
@@ -45,7 +51,21 @@ def patch_grid(height: int, width: int, seq_len: int, patch_size: tuple[int, int
             low = factor
         else:
             high = factor
-    return Grid(ceil(height * low / patch_height), ceil(width * low / patch_width))
+    factor = low if max_ratio is None else min(low, max_ratio)
+    return Grid(ceil(height * factor / patch_height), ceil(width * factor / patch_width))
+
+
+def most_patches(
+    heights: NDArray[np.float64],
+    widths: NDArray[np.float64],
+    patch_size: tuple[int, int],
+    max_ratio: float,
+) -> NDArray[np.float64]:
+    """Return the most patches of images of any sequence length, and of any box of theirs; NaN stays NaN."""
+    patch_height, patch_width = patch_size
+    rows, columns = np.ceil(heights * max_ratio / patch_height), np.ceil(widths * max_ratio / patch_width)
+    found: NDArray[np.float64] = rows * columns
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class PlannedPatches:
             DecodeError: the image is so long that it has more patches however small it is.
         """
         box, patch_size = choices.box, self.plan.patch_size
-        grid = patch_grid(box.height, box.width, self._seq_len, patch_size)
+        grid = patch_grid(box.height, box.width, self._seq_len, patch_size, self.plan.max_ratio)
         if grid.rows * grid.columns > self._seq_len:
             raise DecodeError(f"image of {box.width}×{box.height} has more than {self._seq_len} patches")
         size = grid.rows * patch_size[0], grid.columns * patch_size[1]

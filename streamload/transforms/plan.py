@@ -178,6 +178,7 @@ class PatchPlan:
         crop: the random crop; None: all of the image.
         by: the filter of the resizing; of several, each image draws one.
         colour, given, statistics: as of an ImagePlan.
+        max_ratio: by which factor sides are enlarged at most; None: until the patches fill the sequence.
     """
 
     patch_size: Size
@@ -186,6 +187,7 @@ class PatchPlan:
     colour: tuple[Flip | Grey, ...] = ()
     given: tuple[Given, ...] = ()
     statistics: Statistics = OPENAI
+    max_ratio: float | None = None
 
 
 def clip_plan(train: bool, size: int = 224) -> ImagePlan:

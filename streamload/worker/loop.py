@@ -15,7 +15,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy.random  # noqa: F401
+import numpy as np
+import numpy.random
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -225,7 +226,7 @@ class WorkerLoop:
             with self._counts.timed("transform_ns"):
                 bounds = step.bounds
                 if bounds is not None:
-                    bounds[:, 1] = seq_len
+                    bounds[:, 1] = np.minimum(bounds[:, 1], seq_len)
                 values = batch.finish(bounds)
         self._reader.fill_ahead()
         return values, skipped

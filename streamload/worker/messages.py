@@ -27,6 +27,7 @@ from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
 from streamload.origins.origin import OriginOptions
+from streamload.transforms.patch_grid import most_patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,18 @@ class Bucketing:
         text: the name of the fact that says how long a sample's text is; None: texts don't count.
         text_most: tokens of the longest text, and of those of which nothing is known.
         text_multiple: of the tokens of a place in a batch.
+        patches_most: of an image, and of those of which nothing is known; 0: images have no patches.
+        patch_size: of each patch.
+        max_ratio: by which factor images are enlarged at most; None: all have the most patches.
     """
 
     steps: int
     text: str | None
     text_most: int
     text_multiple: int
+    patches_most: int = 0
+    patch_size: tuple[int, int] = (1, 1)
+    max_ratio: float | None = None
 
     def blocks(self, batch: int, epoch: int, origin: int) -> Blocks:
         """The blocks of a sequence, by the epoch in which it began."""
@@ -111,18 +118,23 @@ class Bucketing:
     @property
     def facts(self) -> list[str]:
         """The names of the facts that costs follow from."""
-        return [] if self.text is None else [self.text]
+        sizes = [] if self.max_ratio is None else ["width", "height"]
+        return sizes if self.text is None else [self.text, *sizes]
 
     def costs(self, facts: Mapping[str, npt.NDArray[np.float64]], count: int) -> npt.NDArray[np.float64]:
         """float64[count, 2]: the length of the text and the size of the image, in tokens, by facts."""
         costs = np.zeros((count, 2))
         if self.text is not None:
             costs[:, 0] = np.fmin(facts[self.text], self.text_most)
+        costs[:, 1] = self.patches_most
+        if self.max_ratio is not None:
+            most = most_patches(facts["height"], facts["width"], self.patch_size, self.max_ratio)
+            costs[:, 1] = np.fmin(most, self.patches_most)
         return costs
 
     def any_row(self, count: int) -> npt.NDArray[np.int32]:
         """The room for rows of any length: int32[count, 2]."""
-        return np.full((count, 2), (self.text_most, 0), np.int32)
+        return np.full((count, 2), (self.text_most, self.patches_most), np.int32)
 
     def rounded(self, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
         """The room for rows that cost at most this: int32[N, 2]."""
