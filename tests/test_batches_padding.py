@@ -133,9 +133,10 @@ def test_the_widths_of_rows_are_counted_from_the_side_that_is_not_padded():
         widths = widths_of({}, valid)
         assert widths.bounds.tolist() == [[2, 0], [3, 0], [0, 0], [4, 0]]
         assert widths.pads_left is pads_left
-    patches = widths_of({"text": torch.zeros(4, 77), "patch_valid": right[:, :2]}, None)
+    patches = widths_of({"patch_valid": right[:, :2]}, None, 77)
+    assert (patches.full, patches.varies) == ((77, 2), (False, True))
     assert patches.bounds.tolist() == [[77, 2], [77, 1], [77, 0], [77, 2]]
-    assert widths_of({"text": torch.zeros(4, 77)}, None) is None
+    assert widths_of({}, None, 77) is None
 
 
 def test_padding_that_is_not_known_is_refused_when_the_loader_is_made():

@@ -262,3 +262,37 @@ def test_only_a_tokenizer_that_is_known_is_replaced():
     assert adapt_tokenizer(own)(["a"], [1]).ids[0, 1] == 7
     copied = pickle.loads(pickle.dumps(CachingTokenizer(SimpleTokenizer())))
     assert torch.equal(copied(["a photo"]), SimpleTokenizer()(["a photo"]))
+
+
+@pytest.mark.parametrize("reduction", ["", "simple", "random", "shuffle"])
+def test_the_padding_of_the_simple_tokenizer_is_what_follows_its_last_end_token(reduction):
+    """ "!" has the id of the padding, and a caption may name the end token."""
+    captions = [*CAPTIONS, "!", "wow!!!?!", "a <end_of_text> b", "!<end_of_text>!"]
+    own = SimpleTokenizer(context_length=20, reduction_mask=reduction)
+    texts = adapt_tokenizer(own, finds_padding=True)(captions, range(len(captions)))
+    assert texts.ids.shape == texts.valid.shape == (len(captions), 20)
+    for ids, valid in zip(texts.ids.tolist(), texts.valid.tolist(), strict=True):
+        count = sum(valid)
+        assert valid == [True] * count + [False] * (20 - count)
+        assert ids[count - 1] == own.eot_token_id
+        assert not any(ids[count:])
+    few = adapt_tokenizer(own, finds_padding=True)(["a cat", "wow!!!?!"], [1, 2])
+    cut = few.cut_to_longest(1)
+    assert cut.ids.shape[1] < 20
+    assert cut.ids.tolist() == few.ids[:, : cut.ids.shape[1]].tolist()
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_the_padding_of_the_hf_tokenizer_is_that_of_the_one_within_it(tmp_path, strips):
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "two", "cats", "and", "long", "dog"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    captions = ["a cat", "", "two cats and a long long dog"]
+    own = open_clip.tokenizer.HFTokenizer(str(tmp_path), context_length=12, strip_sep_token=strips)
+    texts = adapt_tokenizer(own, finds_padding=True)(captions, [1, 2, 3])
+    assert texts.ids.tolist() == own(captions).tolist()
+    assert texts.valid.tolist() == (texts.ids != 0).tolist()  # as OpenCLIP's main branch says
+    most = int(texts.valid.sum(1).max())
+    assert 0 < most < 12
+    assert texts.cut_to_longest(1).ids.tolist() == texts.ids[:, :most].tolist()

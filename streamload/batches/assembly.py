@@ -308,28 +308,26 @@ class _CaptionedBatch:
     def _values(self, keys: Sequence[str], bounds: Bounds | None) -> dict[str, Any]:
         assembly = self._assembly
         values = {} if self._images is None else self._images.finish(keys)
-        valid: torch.Tensor | None = None
-        whole: list[str] | torch.Tensor | None = None  # before texts are cut: features are found by them
+        whole: Any = None  # texts before they are cut: features are found by them
+        widths = widths_of(values, None)
         if assembly.text is not None:
-            captions = [one.caption for one in self._added if one.caption is not None]
-            values["text"] = whole = captions
-            if assembly.tokenizer is not None and captions:
-                texts = assembly.tokenizer(captions, [one.seed for one in self._added])
-                whole = texts.ids
-                if assembly.text_padding is not None:
-                    texts = texts.cut_to_longest(assembly.text_padding.multiple, bounds)
-                    valid = texts.valid
-                values["text"] = texts.ids
-                if assembly.as_model_inputs:
-                    values |= texts.others
-                if assembly.text_padding is not None and assembly.text_padding.with_valid:
-                    values["text_valid"] = valid
+            values["text"] = whole = [one.caption for one in self._added if one.caption is not None]
+        if assembly.tokenizer is not None and whole:
+            texts = assembly.tokenizer(whole, [one.seed for one in self._added])
+            whole, padding = texts.ids, assembly.text_padding
+            if padding is not None:
+                texts = texts.cut_to_longest(padding.multiple, bounds)
+            values["text"] = texts.ids
+            if assembly.as_model_inputs:
+                values |= texts.others
+            if padding is not None and padding.with_valid:
+                values["text_valid"] = texts.valid
+            widths = widths_of(values, texts.valid, whole.shape[1], texts.columns())
         if assembly.label is not None:
             labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
         for feature in self._features:
             values |= feature.finish(whole)
-        widths = widths_of(values, valid)
         return values if widths is None else {**values, WIDTHS: widths.with_room(bounds)}
 
     def close(self) -> None:

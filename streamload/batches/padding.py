@@ -6,7 +6,7 @@ never guessed from ids: many tokenizers pad with an id that captions also have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +40,16 @@ class RowWidths(NamedTuple):
 
     Attributes:
         bounds: int32[N, 2]: the most tokens and the most patches of each row.
+        full: the most that any row of any batch can have of both.
+        varies: of which of both rows may have fewer.
+        texts: the values of the batch whose columns are tokens.
         pads_left: whether captions are padded on the left.
     """
 
     bounds: Bounds
+    full: tuple[int, int]
+    varies: tuple[bool, bool]
+    texts: tuple[str, ...]
     pads_left: bool
 
     def with_room(self, bounds: Bounds | None) -> RowWidths:
@@ -98,31 +104,37 @@ def declared(ids: torch.Tensor, tokenizer: Any) -> torch.Tensor | None:
     return ids != pad
 
 
-def widths_of(values: Mapping[str, Any], text_valid: torch.Tensor | None) -> RowWidths | None:
+def widths_of(
+    values: Mapping[str, Any], text_valid: torch.Tensor | None, length: int = 0, texts: Sequence[str] = ()
+) -> RowWidths | None:
     """Count the columns that each row of a batch needs; None if nothing in it is padded to its longest row.
 
     Args:
         values: of the batch; `patch_valid` bool[N, P] marks the patches of images.
         text_valid: bool[N, L]: the ids that aren't padding; rows are padded on one side. None: `text` has a
             fixed length.
+        length: of texts that aren't cut.
+        texts: the names of the values whose columns are tokens.
     """
     patch_valid = values.get("patch_valid")
     if text_valid is None and patch_valid is None:
         return None
-    text, pads_left = values.get("text"), False
+    pads_left = False
     rows = len(text_valid if text_valid is not None else patch_valid)  # type: ignore[arg-type]
     bounds = np.zeros((rows, 2), np.int32)
     if text_valid is not None:
-        has_ids, length = text_valid.any(1), text_valid.shape[1]
+        has_ids, width = text_valid.any(1), text_valid.shape[1]
         first = text_valid.int().argmax(1)
         pads_left = bool((first[has_ids] > 0).any())
-        last = length - text_valid.flip(1).int().argmax(1)
-        bounds[:, 0] = ((length - first if pads_left else last) * has_ids).numpy()
-    elif isinstance(text, torch.Tensor):
-        bounds[:, 0] = text.shape[1]
+        last = width - text_valid.flip(1).int().argmax(1)
+        bounds[:, 0] = ((width - first if pads_left else last) * has_ids).numpy()
+    else:
+        bounds[:, 0] = length
     if patch_valid is not None:
         bounds[:, 1] = patch_valid.sum(1).numpy()
-    return RowWidths(bounds, pads_left)
+    full = length, 0 if patch_valid is None else patch_valid.shape[1]
+    varies = text_valid is not None, patch_valid is not None
+    return RowWidths(bounds, full, varies, tuple(texts), pads_left)
 
 
 def columns_for(valid: torch.Tensor, multiple: int, least: int = 1) -> slice:

@@ -36,6 +36,11 @@ class Texts(NamedTuple):
     others: dict[str, torch.Tensor]
     valid: torch.Tensor | None = None
 
+    def columns(self) -> list[str]:
+        """The names of a batch's values that have a column for each token."""
+        same = [name for name, value in self.others.items() if value.shape[1:2] == self.ids.shape[1:]]
+        return ["text", "text_valid", *same]
+
     def cut_to_longest(self, multiple: int, bounds: Bounds | None = None) -> Texts:
         """Leave out columns that are padding in all rows.
 

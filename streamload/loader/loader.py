@@ -23,6 +23,7 @@ from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import take_features
 from streamload.loader.groups import at_least
+from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.pool import WorkerPool
 from streamload.loader.schedule import Schedule
@@ -56,6 +57,8 @@ class Loader(DataLoaderInterface):
         self._epoch_start = 0.0, Snapshot(), 0  # its time, the counters then, and the epoch
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
+        self._yielded = YieldedBatches()
+        self._parts: Microbatches | None = None  # of the last step
         self._reset_process()
 
     def __repr__(self) -> str:
@@ -71,6 +74,8 @@ class Loader(DataLoaderInterface):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._parts is not None:
+            self._parts.explain(error)
         self.close()
 
     @property
@@ -237,6 +242,28 @@ class Loader(DataLoaderInterface):
                 raise
         return self._start_epoch(started)  # a worker was killed between two epochs: with new workers
 
+    def microbatches(self, batch: Any) -> Microbatches:
+        """Iterate over a step's batch in parts of `Batches(microbatch=…)` consecutive rows.
+
+        A part has the batch's form: a dict, or a tuple to unpack. Its tensors are views; captions and patches
+        are cut to the part's longest row. `part.fraction` is its share of the batch's rows (multiply a mean
+        loss by it), `part.rows` the slice of them, and `part.is_last` is True for the last part (for DDP's
+        `no_sync`). Features aren't in parts: call their modules with the batch, and take `part.rows`.
+
+        Args:
+            batch: as this loader yielded it.
+
+        Returns:
+            An iterable for one `for` loop, which has to reach its end. As a context manager it adds the step,
+            shape and keys of the current part to an out-of-memory error; so does `with loader:`.
+
+        Raises:
+            OptionError: another batch, or one with tensors that haven't a row for each sample.
+        """
+        known = self._yielded.find(batch)
+        self._parts = Microbatches(batch, known, self.options.batches.microbatch)
+        return self._parts
+
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
         names = [source.name for source in self.options.sources]
@@ -277,7 +304,7 @@ class Loader(DataLoaderInterface):
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._control.by_source[0, :, 0] += batch.source_samples
-        return self._shape(values)
+        return self._output(batch, values)
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted."""
@@ -368,6 +395,23 @@ class Loader(DataLoaderInterface):
             self._pool = WorkerPool(self, self.options, self._schedule, self._control)
             self._step_samples = self._pool.step_samples
         return self._pool
+
+    def _output(self, batch: Batch, values: dict[str, Any]) -> Any:
+        """A batch in the form of `output`, known to `microbatches`."""
+        keys = values.get("__key__", ())
+        if not self.options.with_keys:
+            values = {name: value for name, value in values.items() if name not in ("__key__", "__url__")}
+        output = self._shape(values)
+        position = self._schedule.tracker.now()
+        step = (position.position - position.start) // self._step_samples - 1
+        names = tuple(name for name in values if name not in ("__key__", "__url__"))
+        if self.options.images.patches is not None:  # they are one value
+            names = ("image", *names)
+        widths = batch.widths
+        if widths is not None and self.options.output == "hf":
+            widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
+        self._yielded.add(output, Yielded(step, batch.samples, names, widths, keys))
+        return output
 
     def _shape(self, values: dict[str, Any]) -> Any:
         """A batch's values in the form of `output`."""

@@ -1,0 +1,240 @@
+"""Microbatches: a step's batch in parts of consecutive rows, each cut to its own longest row.
+
+Parts are views. Which rows a step trains on never changes, and parts have equal rows on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamload.batches.padding import RowWidths
+from streamload.derived.feature_rows import FeatureRows
+from streamload.errors import OptionError, add_note
+
+_PATCHES = ("patches", "patch_coord", "patch_valid")
+_MOST_WIDTHS = 16
+"""Widths of parts where captions or images vary; where both do, a quarter and a half of it: 32 shapes."""
+_KEYS_SHOWN = 4
+
+
+class DictPart(dict[str, Any]):
+    """A part of a batch with named values.
+
+    Attributes:
+        fraction: its share of the batch's rows.
+        rows: its rows in the batch.
+        is_last: whether it is the batch's last part.
+    """
+
+    fraction: float
+    rows: slice
+    is_last: bool
+
+
+class TuplePart(tuple[Any, ...]):
+    """A part of a batch that is a tuple; the attributes are those of DictPart."""
+
+    fraction: float
+    rows: slice
+    is_last: bool
+
+
+class Cut(NamedTuple):
+    """The shape of a part.
+
+    Attributes:
+        rows: of the batch.
+        tokens, patches: columns; 0: there are none, or they aren't cut.
+    """
+
+    rows: slice
+    tokens: int
+    patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """A batch as the training loop got it.
+
+    Attributes:
+        step: its number in the epoch, from 0.
+        samples: its rows.
+        names: of the elements, if it is a tuple.
+        widths: the columns that each row needs; None: all.
+        keys: of its samples.
+    """
+
+    step: int
+    samples: int
+    names: tuple[str, ...]
+    widths: RowWidths | None
+    keys: Sequence[str]
+
+    def cut(self, first: int, stop: int) -> Cut:
+        """The shape of some rows: their most tokens and patches, rounded up so that shapes are few."""
+        rows, widths = slice(first, stop), self.widths
+        if widths is None or stop <= first:
+            return Cut(rows, 0, 0)
+        most = widths.bounds[rows].max(0).tolist()
+        shares = (4, 2) if all(widths.varies) else (1, 1)
+        return Cut(rows, *map(_rounded, most, widths.full, shares))
+
+    def describe(self, cut: Cut) -> str:
+        """Name the step, the shape and the keys of the dearest rows of a part."""
+        rows, shape = cut.rows, f"rows {cut.rows.start}–{cut.rows.stop - 1} of {self.samples}"
+        shape += "".join(
+            f", {count} {name}" for name, count in zip(cut._fields[1:], cut[1:], strict=True) if count
+        )
+        order: npt.NDArray[np.intp] | range = range(rows.stop - rows.start)
+        if self.widths is not None:
+            order = np.argsort(-self.widths.bounds[rows].sum(1), kind="stable")
+        keys = [repr(self.keys[rows.start + int(place)]) for place in order[:_KEYS_SHOWN]]
+        return f"in step {self.step}, a microbatch of {shape}; its largest samples: {', '.join(keys)}"
+
+
+class Microbatches:
+    """The parts of a batch: iterate it once, to its end.
+
+    As a context manager it adds to an out-of-memory error what was being computed.
+
+    Args:
+        batch: as the training loop got it.
+        yielded: what is known of it.
+        rows: of each part, the last of which may have fewer; None: all.
+    """
+
+    def __init__(self, batch: Any, yielded: Yielded, rows: int | None):
+        self._batch, self._yielded = batch, yielded
+        self._rows = rows or max(1, yielded.samples)
+        self._used: Cut | None = None  # the part that the training loop is using
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = self._yielded.samples
+        for first in range(0, samples, self._rows):
+            self._used = cut = self._yielded.cut(first, min(first + self._rows, samples))
+            yield _part(self._batch, self._yielded, cut)
+        self._used = self._batch = None  # the batch's memory is used again
+
+    def __enter__(self) -> Microbatches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.explain(error)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an out-of-memory error which part was in use. Once."""
+        if self._used is not None and isinstance(error, Exception) and is_out_of_memory(error):
+            add_note(error, self._yielded.describe(self._used))
+            self._used = None
+
+
+class YieldedBatches:
+    """What is known of the batches that the training loop still holds, found by their tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Yielded]] = {}
+
+    def add(self, batch: Any, yielded: Yielded) -> None:
+        """Remember a batch as long as its first tensor lives."""
+        for tensor in _tensors(batch):
+            gone = functools.partial(_forget, self._known, id(tensor))
+            self._known[id(tensor)] = weakref.ref(tensor, gone), yielded
+            return
+
+    def find(self, batch: Any) -> Yielded:
+        """What is known of a batch.
+
+        Raises:
+            OptionError: it isn't one that this loader yielded.
+        """
+        for tensor in _tensors(batch):
+            found = self._known.get(id(tensor))
+            if found is not None and found[0]() is tensor:
+                return found[1]
+        raise OptionError(
+            "microbatches() takes a batch as this loader yielded it, with tensors: to have it on a device, "
+            "give make_loader device=, or copy each part there"
+        )
+
+
+def _forget(known: dict[int, Any], place: int, _: object) -> None:
+    known.pop(place, None)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of a device or of this machine."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+
+
+def _part(batch: Any, yielded: Yielded, cut: Cut) -> DictPart | TuplePart:
+    part: DictPart | TuplePart
+    if isinstance(batch, Mapping):
+        part = DictPart(_values(batch, yielded, cut))
+    else:
+        names = [*yielded.names, *[""] * (len(batch) - len(yielded.names))]
+        part = TuplePart(_value(name, value, yielded, cut) for name, value in zip(names, batch, strict=True))
+    part.fraction = (cut.rows.stop - cut.rows.start) / yielded.samples
+    part.rows, part.is_last = cut.rows, cut.rows.stop == yielded.samples
+    return part
+
+
+def _values(values: Mapping[str, Any], yielded: Yielded, cut: Cut) -> dict[str, Any]:
+    """The values of a part; features are left out, as their modules take the whole batch."""
+    return {
+        name: _value(name, value, yielded, cut)
+        for name, value in values.items()
+        if not isinstance(value, FeatureRows)
+    }
+
+
+def _value(name: str, value: Any, yielded: Yielded, cut: Cut) -> Any:
+    if isinstance(value, Mapping):
+        part = _values(value, yielded, cut)
+        return (
+            part | {"seq_len": part["patches"].shape[1]} if "patches" in part and "seq_len" in part else part
+        )
+    if isinstance(value, list):
+        return value[cut.rows]
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    if len(value) != yielded.samples:
+        raise OptionError(
+            f"microbatches() cuts a batch by rows: {name or 'a value'} {list(value.shape)} hasn't "
+            f"{yielded.samples}"
+        )
+    widths = yielded.widths
+    if widths is not None and name in _PATCHES:
+        return value[cut.rows, : cut.patches]
+    if widths is not None and name in widths.texts:
+        start = max(0, value.shape[1] - cut.tokens) if widths.pads_left else 0
+        return value[cut.rows, start : start + cut.tokens]
+    return value[cut.rows]
+
+
+def _rounded(most: int, full: int, share: int) -> int:
+    """A width rounded up to one of at most _MOST_WIDTHS ÷ share, of 8 columns at least; 0 stays 0."""
+    step = -(-full * share // _MOST_WIDTHS)
+    step = -(-step // 8) * 8
+    return min(full, max(1, -(-most // step)) * step) if full else 0
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    for value in values if isinstance(values, tuple | list) else list(values):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping | tuple | list) and not isinstance(value, str):
+            yield from _tensors(value)
