@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,40 @@ class Feed(Protocol):
     def close(self) -> object:
         """Release the device; idempotent. Batches that were not handed out are lost."""
         ...
+
+
+class CudaMemory:
+    """The memory of a CUDA device, and its time; see loader/part_size.py."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def limit_bytes(self) -> int:
+        """What this process can have in all."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free + torch.cuda.memory_reserved(self._device))
+
+    def allocated_bytes(self) -> int:
+        """What tensors have now."""
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        """The most that tensors had since then."""
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def seconds(self) -> float:
+        """A clock, once the device has done what it was given."""
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def memory_of(device: torch.device | None) -> CudaMemory | None:
+    """What reads a device's memory; None if nothing does. It doesn't start the device."""
+    return CudaMemory(device) if device is not None and device.type == "cuda" else None
 
 
 def feed_for(device: torch.device | None, statistics: Statistics | None = None) -> Feed:

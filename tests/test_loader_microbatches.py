@@ -12,6 +12,7 @@ from streamload.batches.padding import RowWidths
 from streamload.loader.microbatches import Microbatches, Yielded
 from streamload.testing.shards import write_shards
 from tests.test_batches_padding import words
+from tests.test_loader_part_size import LIMIT, Device
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +229,29 @@ def test_another_error_and_one_between_steps_have_no_note(shards, tmp_path, in_p
         train(loader)
     assert isinstance(raised.value, ValueError) is in_part
     assert not getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_auto_finds_the_rows_that_a_device_has_room_for(shards, tmp_path, monkeypatch, workers):
+    """On a simulated device, with the loader's own batches."""
+    simulated = Device(LIMIT // 50, 0, LIMIT / 40, LIMIT / 80, 0.0, 0.01, 1)
+    monkeypatch.setattr("streamload.loader.loader.memory_of", lambda device: simulated)
+    batches = Batches(microbatch="auto")
+    sizes = []
+    with make(shards, tmp_path, batches=batches, batch_size=48, num_batches=8, num_workers=workers) as loader:
+        for batch in loader:
+            sizes.append([])
+            for part in loader.microbatches(batch):
+                rows = len(part["text"])
+                simulated.compute(rows, 1.0, is_first=part.rows.start == 0)
+                sizes[-1].append(rows)
+            simulated.update()
+    assert all(sum(step) == 48 for step in sizes)
+    assert sizes[0][:4] == [1, 2, 4, 8]
+    assert len({max(step) for step in sizes[6:]}) == 1
+    assert 20 <= max(sizes[2]) <= 26
+
+
+def test_auto_without_a_device_whose_memory_can_be_read(shards, tmp_path):
+    with pytest.raises(OptionError, match="reads the memory of a CUDA device, and device=None"):
+        make(shards, tmp_path, batches=Batches(microbatch="auto"))

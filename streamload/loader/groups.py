@@ -310,7 +310,9 @@ class Batches:
             about so many samples of the run, up to 65,536, whose samples make its steps in a random order;
             each sample still comes once in a pass, but a batch's samples are alike. Lengths are known
             before samples are decoded, and the plan is the same on all ranks. None: in the order of the run.
-        microbatch: the rows of each part of `loader.microbatches(batch)`; None: all.
+        microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
+            CUDA device has room for, found in the first steps by what parts take; the smallest size that is
+            about as fast as the largest; the same on all ranks.
 
     Raises:
         OptionError: a value that can't be used.
@@ -319,11 +321,13 @@ class Batches:
     text_padding: TextPaddingName = "max"
     text_pad_multiple: int = 8
     bucketing: Literal["step"] | int | None = None
-    microbatch: int | None = None
+    microbatch: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
-        at_least(1, text_pad_multiple=self.text_pad_multiple, microbatch=self.microbatch)
+        at_least(1, text_pad_multiple=self.text_pad_multiple)
+        if self.microbatch != "auto":
+            at_least(1, microbatch=self.microbatch)
         if self.bucketing != "step":
             at_least(1, bucketing=self.bucketing)
             if self.bucketing is not None and self.bucketing > _LARGEST_BLOCK:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from streamload.batches.collate import unnamed
-from streamload.device import Feed, feed_for
-from streamload.errors import OrderDiverged
+from streamload.device import Feed, feed_for, memory_of
+from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, report_data_wait
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
@@ -25,6 +25,7 @@ from streamload.loader.features import take_features
 from streamload.loader.groups import at_least
 from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions, read_device
+from streamload.loader.part_size import DeviceMemory, PartSizer
 from streamload.loader.pool import WorkerPool
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
@@ -58,6 +59,9 @@ class Loader(DataLoaderInterface):
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
         self._yielded = YieldedBatches()
+        self._sizer: PartSizer | None = None
+        if options.batches.microbatch == "auto":
+            self._sizer = PartSizer(self._memory(), self._least)
         self._parts: Microbatches | None = None  # of the last step
         self._reset_process()
 
@@ -260,8 +264,9 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
-        known = self._yielded.find(batch)
-        self._parts = Microbatches(batch, known, self.options.batches.microbatch)
+        known, patches = self._yielded.find(batch), self.options.images.patches
+        rows, longest = self.options.batches.microbatch, max(patches.seq_lens) if patches else 0
+        self._parts = Microbatches(batch, known, self._sizer if rows == "auto" else rows, longest)
         return self._parts
 
     def stats(self) -> Snapshot:
@@ -395,6 +400,24 @@ class Loader(DataLoaderInterface):
             self._pool = WorkerPool(self, self.options, self._schedule, self._control)
             self._step_samples = self._pool.step_samples
         return self._pool
+
+    def _memory(self) -> DeviceMemory:
+        """What reads the memory of the device.
+
+        Raises:
+            OptionError: nothing does.
+        """
+        memory = memory_of(self.options.device)
+        if memory is None:
+            raise OptionError(
+                f"microbatch='auto' reads the memory of a CUDA device, and device={self.options.device}: "
+                f"give device='cuda', or a number of rows"
+            )
+        return memory
+
+    def _least(self, value: float) -> float:
+        """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
+        return min(gather(value, self.world_size)) if self.options.train else value
 
     def _output(self, batch: Batch, values: dict[str, Any]) -> Any:
         """A batch in the form of `output`, known to `microbatches`."""

@@ -19,6 +19,7 @@ import torch
 from streamload.batches.padding import RowWidths
 from streamload.derived.feature_rows import FeatureRows
 from streamload.errors import OptionError, add_note
+from streamload.loader.part_size import PartSizer
 
 _PATCHES = ("patches", "patch_coord", "patch_valid")
 _MOST_WIDTHS = 16
@@ -109,20 +110,36 @@ class Microbatches:
     Args:
         batch: as the training loop got it.
         yielded: what is known of it.
-        rows: of each part, the last of which may have fewer; None: all.
+        rows: of each part, the last of which may have fewer; a sizer decides on each; None: all.
+        longest: the most patches of an image of any step; 0: images aren't patches.
     """
 
-    def __init__(self, batch: Any, yielded: Yielded, rows: int | None):
-        self._batch, self._yielded = batch, yielded
-        self._rows = rows or max(1, yielded.samples)
+    def __init__(self, batch: Any, yielded: Yielded, rows: int | PartSizer | None, longest: int = 0):
+        self._batch, self._yielded, self._longest = batch, yielded, longest
+        self._rows = rows if rows is not None else max(1, yielded.samples)
         self._used: Cut | None = None  # the part that the training loop is using
 
     def __iter__(self) -> Iterator[Any]:
-        samples = self._yielded.samples
-        for first in range(0, samples, self._rows):
-            self._used = cut = self._yielded.cut(first, min(first + self._rows, samples))
+        samples, sizer = self._yielded.samples, self._rows
+        first = 0
+        while first < samples:
+            rows = sizer if isinstance(sizer, int) else sizer.begin_part(samples - first)
+            self._used = cut = self._yielded.cut(first, min(first + rows, samples))
             yield _part(self._batch, self._yielded, cut)
+            if not isinstance(sizer, int):
+                sizer.end_part(cut.rows.stop - first, self._width_of(cut))
+            first = cut.rows.stop
+        if not isinstance(sizer, int):
+            sizer.end_step()
         self._used = self._batch = None  # the batch's memory is used again
+
+    def _width_of(self, cut: Cut) -> float:
+        """The width of a part ÷ that of the widest one."""
+        widths = self._yielded.widths
+        if widths is None:
+            return 1.0
+        longest = widths.full[0], self._longest
+        return min(have / most if have and most else 1.0 for have, most in zip(cut[1:], longest, strict=True))
 
     def __enter__(self) -> Microbatches:
         return self

@@ -1,0 +1,158 @@
+"""How many rows of a step go through the device at once, for `Batches(microbatch="auto")`.
+
+Parts grow while it is seen what they take; which rows a step trains on never changes, and no row is computed
+twice. All ranks have parts of one size: the least of what each has room for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+_SPARE = 0.06
+"""Of the device's memory: for fragmentation, and for what differs between parts of one shape."""
+_PROBED_STEPS = 3
+"""Steps in which sizes are looked for: in the first, gradients appear, and behind it an optimizer's state."""
+_DIVISORS = (1, 2, 4)
+"""Of the largest size: which sizes are timed, each for one step."""
+_AS_FAST = 0.97
+_DECISION_STEPS = 32
+_HIGH, _LOW, _LOW_TIMES = 0.92, 0.70, 3
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device, and its time."""
+
+    def limit_bytes(self) -> int:
+        """What this process can have in all."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """What it has now."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most it had since then."""
+        ...
+
+    def seconds(self) -> float:
+        """A clock, once the device has done what it was given."""
+        ...
+
+
+Agree = Callable[[float], float]
+"""Returns the least of the ranks' values; all of them have to call it."""
+
+
+class PartSizer:
+    """The number of rows of each part.
+
+    A row of the widest shape takes at most what a row of a part took × (widest ÷ its width)²: attention is
+    quadratic in width, all else grows more slowly, and what a part takes beside its rows counts as theirs.
+    So each part gives a bound, and the least of all holds.
+
+    Args:
+        memory: of the device.
+        agree: among the ranks.
+
+    Attributes:
+        rows: of a part, from now on.
+    """
+
+    def __init__(self, memory: DeviceMemory, agree: Agree):
+        self.rows = 1
+        self._memory, self._agree = memory, agree
+        self._row_bytes = math.inf
+        self._growth_bytes = 0  # of what stays, in the first part of a step: gradients
+        self._step, self._part = 0, 0
+        self._begun_bytes, self._began = 0, 0.0
+        self._work = 0.0  # of the step so far: rows × width
+        self._largest, self._rates = 0, [0.0] * len(_DIVISORS)
+        self._peak_share, self._low = 0.0, 0
+
+    def begin_part(self, left: int) -> int:
+        """How many rows the next part has, of those that are left of the step."""
+        memory = self._memory
+        if self._step < _PROBED_STEPS:
+            self.rows = int(self._agree(float(self._probed(left))))
+        if self._is_timed and self._part == 0:
+            self._began = memory.seconds()
+        self._begun_bytes = memory.allocated_bytes()
+        memory.reset_peak()
+        return min(self.rows, left)
+
+    def end_part(self, rows: int, width: float) -> None:
+        """The part was computed.
+
+        Args:
+            rows: of it.
+            width: its width ÷ the widest, from above 0 to 1.
+        """
+        memory = self._memory
+        stays, peak = memory.allocated_bytes(), memory.peak_bytes()
+        taken = max(peak - max(stays, self._begun_bytes), 1)
+        self._row_bytes = min(self._row_bytes, taken / rows / width**2)
+        if self._part == 0:
+            self._growth_bytes = max(self._growth_bytes, stays - self._begun_bytes)
+        self._peak_share = max(self._peak_share, peak / memory.limit_bytes())
+        self._part += 1
+        self._work += rows * width
+
+    def end_step(self) -> None:
+        """The step's parts were computed."""
+        work, self._work = self._work, 0.0
+        self._part = 0
+        self._step += 1
+        if self._step == _PROBED_STEPS:
+            self._largest = self.rows
+        timed = self._step - _PROBED_STEPS
+        if 1 <= timed <= len(_DIVISORS):
+            self._rates[timed - 1] = work / max(self._memory.seconds() - self._began, 1e-9)
+        if timed == len(_DIVISORS):
+            self.rows = self._fastest()
+        elif self._is_timed:
+            self.rows = max(1, self._largest // _DIVISORS[timed])
+        elif self._step % _DECISION_STEPS == 0:
+            self._decide()
+
+    @property
+    def _is_timed(self) -> bool:
+        return _PROBED_STEPS <= self._step < _PROBED_STEPS + len(_DIVISORS)
+
+    def _probed(self, left: int) -> int:
+        """The size that is tried next: twice the last one, if there is room for it."""
+        doubled = 2 * self.rows if math.isfinite(self._row_bytes) else 1
+        return max(1, min(doubled, self._fitting(), left if self._part == 0 else doubled))
+
+    def _fitting(self) -> int:
+        """How many rows of the widest shape there is room for now."""
+        if math.isinf(self._row_bytes):
+            return 1
+        room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes()
+        if self._part == 0:
+            room -= self._growth_bytes
+        return max(1, int(room / self._row_bytes))
+
+    def _fastest(self) -> int:
+        """The smallest of the timed sizes that is about as fast as the fastest."""
+        rates = [self._agree(rate) for rate in self._rates]
+        fast = [place for place, rate in enumerate(rates) if rate >= _AS_FAST * max(rates)]
+        self._largest = max(1, self._largest // _DIVISORS[max(fast)])
+        return self._largest
+
+    def _decide(self) -> None:
+        """One size down where memory is short, up again where there was room for long."""
+        share = -self._agree(-self._peak_share)
+        self._peak_share = 0.0
+        self._low = self._low + 1 if share < _LOW else 0
+        if share > _HIGH:
+            self.rows = max(1, self.rows * 3 // 4)
+        elif self._low >= _LOW_TIMES:
+            larger = min(self._largest, self.rows + max(1, self.rows // 4))
+            self.rows = max(self.rows, min(larger, int(self._agree(float(self._fitting())))))
+            self._low = 0

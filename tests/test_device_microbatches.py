@@ -1,0 +1,91 @@
+"""Sizes of parts on a CUDA device, by its own allocator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import streamload
+from streamload import Batches
+from streamload.device import CudaMemory
+from streamload.testing.shards import ShardOptions, write_shards
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ROWS = 512
+
+
+def tokenize(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[1 + sum(map(ord, text)) % 900] * 16 for text in texts])
+
+
+class Tower(nn.Module):
+    """A transformer over the patches of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 256, 16, 16)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.patches(images).flatten(2).transpose(1, 2)).mean(1)
+
+
+class Training:
+    """Of a tower towards embeddings of the captions."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.tower, self.texts = Tower().cuda(), nn.EmbeddingBag(1000, 256).cuda()
+        parameters = [*self.tower.parameters(), *self.texts.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+
+    def compute(self, images: torch.Tensor, ids: torch.Tensor, fraction: float) -> None:
+        loss = nn.functional.mse_loss(self.tower(images), self.texts(ids))
+        (loss * fraction).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def peak_of(training: Training, images: torch.Tensor, ids: torch.Tensor, rows: int) -> int:
+    """What the device has at most in a step with parts of so many rows."""
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        training.compute(images[:rows], ids[:rows], 1.0)
+    training.update()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("limit_mb", [1200, 2500])
+def test_parts_stay_within_the_limit_and_use_most_of_it(
+    limit_mb: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path / "data", [ROWS], options=ShardOptions(image_side=(24, 40)))
+    limit = limit_mb << 20
+    monkeypatch.setattr(CudaMemory, "limit_bytes", lambda _: limit)
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    training, sizes, peaks = Training(), [], []
+    with streamload.make_loader(
+        str(tmp_path / "data"), tokenize, batch_size=ROWS, num_batches=12, num_workers=2, device="cuda",
+        batches=Batches(microbatch="auto"),
+    ) as loader:  # fmt: skip
+        for batch in loader:
+            torch.cuda.reset_peak_memory_stats()
+            sizes.append([])
+            for part in loader.microbatches(batch):
+                images, ids = part
+                training.compute(images, ids, part.fraction)
+                sizes[-1].append(len(ids))
+                peaks.append(torch.cuda.max_memory_allocated())
+            training.update()
+            images, ids = batch
+    assert all(sum(step) == ROWS for step in sizes)
+    assert max(peaks) <= limit
+    best = max(rows for rows in range(8, ROWS + 1, 8) if peak_of(training, images, ids, rows) <= limit)
+    print(f"limit {limit_mb} MB: parts of {max(sizes[2])} rows, {best} would fit; later {max(sizes[-1])}")
+    assert max(sizes[2]) >= 0.85 * best
