@@ -121,9 +121,10 @@ class Microbatches:
 
     def __iter__(self) -> Iterator[Any]:
         samples, sizer = self._yielded.samples, self._rows
+        batch_bytes = sum(tensor.nbytes for tensor in _tensors(self._batch))
         first = 0
         while first < samples:
-            rows = sizer if isinstance(sizer, int) else sizer.begin_part(samples - first)
+            rows = sizer if isinstance(sizer, int) else sizer.begin_part(samples - first, batch_bytes)
             self._used = cut = self._yielded.cut(first, min(first + rows, samples))
             yield _part(self._batch, self._yielded, cut)
             if not isinstance(sizer, int):

@@ -69,15 +69,21 @@ class PartSizer:
         self._memory, self._agree = memory, agree
         self._row_bytes = math.inf
         self._growth_bytes = 0  # of what stays, in the first part of a step: gradients
+        self._ahead_bytes = 0
         self._step, self._part = 0, 0
         self._begun_bytes, self._began = 0, 0.0
         self._work = 0.0  # of the step so far: rows × width
         self._largest, self._rates = 0, [0.0] * len(_DIVISORS)
         self._peak_share, self._low = 0.0, 0
 
-    def begin_part(self, left: int) -> int:
-        """How many rows the next part has, of those that are left of the step."""
-        memory = self._memory
+    def begin_part(self, left: int, ahead_bytes: int = 0) -> int:
+        """How many rows the next part has.
+
+        Args:
+            left: rows of the step.
+            ahead_bytes: of the step's batch: as much may arrive for the next step at any time.
+        """
+        memory, self._ahead_bytes = self._memory, ahead_bytes
         if self._step < _PROBED_STEPS:
             self.rows = int(self._agree(float(self._probed(left))))
         if self._is_timed and self._part == 0:
@@ -95,8 +101,11 @@ class PartSizer:
         """
         memory = self._memory
         stays, peak = memory.allocated_bytes(), memory.peak_bytes()
-        taken = max(peak - max(stays, self._begun_bytes), 1)
-        self._row_bytes = min(self._row_bytes, taken / rows / width**2)
+        # What was let go of meanwhile, or came to stay, counts as taken: both make the bound larger. Only a
+        # step's first part is left out, in which gradients appear and the last batch goes.
+        taken = max(peak - min(stays, self._begun_bytes), 1)
+        if self._part > 0 or math.isinf(self._row_bytes):
+            self._row_bytes = min(self._row_bytes, taken / rows / width**2)
         if self._part == 0:
             self._growth_bytes = max(self._growth_bytes, stays - self._begun_bytes)
         self._peak_share = max(self._peak_share, peak / memory.limit_bytes())
@@ -133,7 +142,7 @@ class PartSizer:
         """How many rows of the widest shape there is room for now."""
         if math.isinf(self._row_bytes):
             return 1
-        room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes()
+        room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes() - self._ahead_bytes
         if self._part == 0:
             room -= self._growth_bytes
         return max(1, int(room / self._row_bytes))
