@@ -24,6 +24,7 @@ from streamload.loader.options import (
     read_device,
     refuse_arguments,
     refuse_other_groups,
+    sized_by_steps,
     whole_number,
 )
 from streamload.loader.sources import Source, read_sources
@@ -95,7 +96,7 @@ def make_loader(
             seeded by the sample; the log says which. None: open_clip's default for 224 pixels (in training a
             random resized crop, else resize and centre crop), compiled. With Images(patches=…) it is a
             function of max_seq_len= and patch_size= that returns such a transform.
-        batch_size: samples in a batch of one rank.
+        batch_size: samples in a batch of one rank. With Patches(steps=…) each step has its own.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. With it,
             each epoch continues where the last one stopped; without, an epoch is one pass over all samples.
@@ -139,6 +140,7 @@ def make_loader(
     given = dict(locals())
     refuse_arguments(given.pop("unknown"), given)
     refuse_other_groups(given)
+    given |= sized_by_steps(given)
     given["features"] = read_features(features, _TAKEN)
     given["columns"] = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)

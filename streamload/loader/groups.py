@@ -24,7 +24,7 @@ from streamload.order.seq_lens import SeqLens
 ImageDtype = Literal["float32", "uint8"]
 TextPaddingName = Literal["max", "longest"]
 
-_LARGEST_BLOCK = 65_536
+LARGEST_BLOCK = 65_536
 _LONGEST_PIXELS = 1 << 16
 """The longest side of a resized image (transforms/resize.py)."""
 
@@ -98,6 +98,8 @@ class Patches:
         max_ratio: by which factor images are enlarged at most, as timm's ResizeToSequence has it; 1.0: they
             aren't, so small ones have fewer patches, and `Batches(bucketing=…)` goes by these, too. None: all
             are enlarged until they fill the sequence.
+        steps: of training, as (most patches of an image, rows of a rank), in place of drawn lengths and of
+            batch_size. Each epoch has all of them in another order; num_batches may ask for fewer or more.
 
     Raises:
         OptionError: a value that can't be used.
@@ -107,6 +109,7 @@ class Patches:
     seq_lens: Sequence[int] = (128, 256, 576, 784, 1024)
     seq_len_probs: Sequence[float] | None = None
     max_ratio: float | None = None
+    steps: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         is_pair = isinstance(self.patch_size, Sequence) and len(self.patch_size) == 2
@@ -135,6 +138,19 @@ class Patches:
                 f"seq_len_probs={probs!r}; expected a number of at least 0 for each of the seq_lens "
                 f"{tuple(self.seq_lens)}, and not only 0"
             )
+        if self.steps is not None:
+            self._check_steps(self.steps)
+
+    def _check_steps(self, steps: Sequence[tuple[int, int]]) -> None:
+        if self.seq_len_probs is not None:
+            raise OptionError("give seq_len_probs= or steps=, which has the length of each step")
+        if not (steps and {seq_len for seq_len, _ in steps} <= set(self.seq_lens)):
+            raise OptionError(
+                f"steps={steps!r:.100}; expected at least one (seq_len, rows), each seq_len one of the "
+                f"seq_lens {tuple(self.seq_lens)}"
+            )
+        for _, rows in steps:
+            at_least(1, steps=rows)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -330,9 +346,9 @@ class Batches:
             at_least(1, microbatch=self.microbatch)
         if self.bucketing != "step":
             at_least(1, bucketing=self.bucketing)
-            if self.bucketing is not None and self.bucketing > _LARGEST_BLOCK:
+            if self.bucketing is not None and self.bucketing > LARGEST_BLOCK:
                 raise OptionError(
-                    f"bucketing={self.bucketing}; expected at most {_LARGEST_BLOCK} samples, or 'step'"
+                    f"bucketing={self.bucketing}; expected at most {LARGEST_BLOCK} samples, or 'step'"
                 )
 
 

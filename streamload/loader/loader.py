@@ -50,11 +50,11 @@ class Loader(DataLoaderInterface):
         """Lightning creates a second loader for prediction; its last three arguments change nothing."""
         self.options = options
         self._schedule = Schedule(options)
-        self._step_samples = 0  # over all ranks
         self._length: int | None = None  # batches of an epoch, as of the last call of num_batches
         self._counted_samples: int | None = None  # by the indexes in the cache
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
+        self._step = -1  # of the epoch, of the batch that was yielded last
         self._epoch_start = 0.0, Snapshot(), 0  # its time, the counters then, and the epoch
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
@@ -226,7 +226,7 @@ class Loader(DataLoaderInterface):
         agreed = schedule.weights(by_rank[0][0])  # an error is raised on all ranks
         position = max(position for _, position in by_rank)
         self._control.changes.write({"changes": tracker.change(agreed, position)})
-        return (position - current.start) // batch
+        return schedule.step_at(current.epoch, position - current.start)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
@@ -301,7 +301,8 @@ class Loader(DataLoaderInterface):
         self._checks.check_order(batch)
         if batch.blocked:
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
-        self._schedule.tracker.advance(batch.position + self._step_samples, batch.groups)
+        self._schedule.tracker.advance(batch.stop, batch.groups)
+        self._step += 1
         self._checks.count_skipped(batch)
         self._check_shards()
         if not batch.samples:
@@ -362,6 +363,7 @@ class Loader(DataLoaderInterface):
             changes_generation=self._control.changes.generation,
             features={name: one.start() for name, one in pool.features.items()},
             blocks_from=position.blocks_from,
+            table_from=(position.epoch, position.position - position.start),
         )
         before = self.stats()  # before any worker starts on this epoch
         self._control.order.write(start.to_json())
@@ -371,9 +373,10 @@ class Loader(DataLoaderInterface):
             self._feed = feed_for(self.options.device, pool.statistics)
         schedule.tracker.start()
         self._epoch_start = started, before, position.epoch
+        self._step = schedule.step_at(position.epoch, position.position - position.start) - 1
         expected = None  # unless num_batches was read
         if self._length is not None and schedule.is_one_pass:
-            expected = self._length - (position.position - position.start) // self._step_samples
+            expected = self._length - (position.position - position.start) // schedule.split().batch
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
         monitor = None if ranks is None else RankMonitor(ranks, self._control)
@@ -398,7 +401,6 @@ class Loader(DataLoaderInterface):
             self.close()
         if self._pool is None:
             self._pool = WorkerPool(self, self.options, self._schedule, self._control)
-            self._step_samples = self._pool.step_samples
         return self._pool
 
     def _memory(self) -> DeviceMemory:
@@ -425,15 +427,13 @@ class Loader(DataLoaderInterface):
         if not self.options.with_keys:
             values = {name: value for name, value in values.items() if name not in ("__key__", "__url__")}
         output = self._shape(values)
-        position = self._schedule.tracker.now()
-        step = (position.position - position.start) // self._step_samples - 1
         names = tuple(name for name in values if name not in ("__key__", "__url__"))
         if self.options.images.patches is not None:  # they are one value
             names = ("image", *names)
         widths = batch.widths
         if widths is not None and self.options.output == "hf":
             widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
-        self._yielded.add(output, Yielded(step, batch.samples, names, widths, keys))
+        self._yielded.add(output, Yielded(self._step, batch.samples, names, widths, keys))
         return output
 
     def _shape(self, values: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from streamload.loader.groups import GROUPS, Batches, Cache, Images, Order, Shar
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.values import parse_choice
+from streamload.order.steps import StepTable
 from streamload.shards.facts import BUILT_IN, Column
 from streamload.transforms.compile import compile_transform, patch_plan_or_given
 from streamload.transforms.patches import GivenPatches
@@ -167,6 +168,8 @@ class LoaderOptions:
                 "num_batches= is for training: an evaluation yields each sample once (num_samples= may say "
                 "how many there are)"
             )
+        if self.step_table is not None and (self.num_samples is not None or self.order.endless):
+            raise OptionError("Patches(steps=…) says what an epoch has: leave out num_samples= and endless=")
         if self.order.endless and (sized or not self.train):
             raise OptionError("endless= is for training, without num_samples= and num_batches=")
         if len(self.sources) > 1 and not self.train:
@@ -203,6 +206,8 @@ class LoaderOptions:
             return
         if not self.train:
             raise OptionError("bucketing= is for training: evaluation has the samples in the order as listed")
+        if self.step_table is not None:
+            raise OptionError("bucketing= is for steps of one size, not for those of Patches(steps=…)")
         patches = self.images.patches
         if self.batches.text_padding == "max" and (patches is None or patches.max_ratio is None):
             raise OptionError(
@@ -289,6 +294,14 @@ class LoaderOptions:
             )
 
     @property
+    def step_table(self) -> StepTable | None:
+        """The steps of an epoch of training, where Patches(steps=…) gives them."""
+        patches = self.images.patches
+        if patches is None or patches.steps is None or not self.train:
+            return None
+        return StepTable(tuple(patches.steps), self.num_batches or len(patches.steps), self.seed)
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """The keys that select samples: a usable sample has a member for every key."""
         shards = self.shards
@@ -311,6 +324,15 @@ class LoaderOptions:
         """Whether an epoch starts where the last one stopped, in the middle of a pass."""
         sized = self.num_batches is not None or self.num_samples is not None
         return self.train and (sized or self.order.endless or len(self.sources) > 1)
+
+
+def sized_by_steps(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch_size and num_batches of a training whose steps are listed: the most rows, and all steps."""
+    patches = given["images"].patches
+    if patches is None or patches.steps is None or not given["train"]:
+        return {}
+    batches = len(patches.steps) if given["num_batches"] is None else given["num_batches"]
+    return {"batch_size": max(rows for _, rows in patches.steps), "num_batches": batches}
 
 
 def refuse_arguments(unknown: Mapping[str, Any], known: Collection[str]) -> None:

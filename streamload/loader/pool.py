@@ -42,7 +42,6 @@ class WorkerPool:
 
     Attributes:
         order: by which the workers read.
-        step_samples: samples of a step, over all ranks.
         statistics: by which images that arrive as bytes are to be normalised, if any.
         features: of its batches, by name.
 
@@ -53,7 +52,7 @@ class WorkerPool:
     def __init__(self, owner: object, options: LoaderOptions, schedule: Schedule, control: ControlBlock):
         config, placed = worker_config_for(options, schedule)
         self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
-        self.order, self.step_samples = schedule.order, config.split.batch
+        self.order = schedule.order
         self.features = bound_features(options, config.assembly.features)
         images = config.assembly.images if options.images.dtype == "float32" else None
         self.statistics: Statistics | None = None if images is None else images.unnormalised

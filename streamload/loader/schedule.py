@@ -31,6 +31,7 @@ from streamload.loader.state import check_fits, check_options, from_state, has_m
 from streamload.order.mixing import shares_of
 from streamload.order.plan import OrderOptions
 from streamload.order.split import Split
+from streamload.order.steps import refuse_uneven
 from streamload.topology import Topology, read_topology
 
 logger = logging.getLogger("streamload")
@@ -79,7 +80,9 @@ class Schedule:
         """Samples of an epoch over all ranks; None if only reading the data tells, or there is no end."""
         if not self._options.train:
             return self._epoch_samples()
-        batches = self.num_batches
+        table, batches = self._options.step_table, self.num_batches
+        if table is not None:
+            return table.rows * self.topology.world_size
         return None if batches is None else batches * self._options.batch_size * self.topology.world_size
 
     @property
@@ -112,8 +115,19 @@ class Schedule:
                 f"a run that {what} has to know how long an epoch is: give num_samples or num_batches, put a "
                 f"sizes.json beside the shards, or say endless=True"
             )
-        batch = self.split().batch
+        split, table = self.split(), self._options.step_table
+        if table is not None:
+            offset = position.position - position.start
+            return len(table.remaining(position.epoch, offset, split.ranks))
+        batch = split.batch
         return max(0, position.start + batches * batch - position.position) // batch
+
+    def step_at(self, epoch: int, offset: int) -> int:
+        """The first step of an epoch that begins after so many of its samples, or then."""
+        split, table = self.split(), self._options.step_table
+        if table is None:
+            return offset // split.batch
+        return table.count - len(table.remaining(epoch, offset, split.ranks))
 
     @property
     def shards(self) -> int:
@@ -165,7 +179,10 @@ class Schedule:
 
     def split(self) -> Split:
         """How steps are split among ranks."""
-        return split_for(self._options, self.topology, self.order.groups)
+        split = split_for(self._options, self.topology, self.order.groups)
+        if self._options.step_table is not None:
+            refuse_uneven(split.groups, split.ranks)
+        return split
 
     def weights(self, changed: Mapping[str, float]) -> Weights:
         """The weights of the sources, with some of them changed.

@@ -133,6 +133,7 @@ def _worker_config(
         assembly=assembly,
         bucketing=_bucketing(options, schedule.order, assembly),
         seq_lens=None if patches is None else patches.lengths(options.train, options.seed),
+        step_table=options.step_table,
         with_keys=options.with_keys or options.batches.microbatch is not None,
         prepares=prepares,
     )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from streamload.errors import OptionError
 from streamload.order.buckets import Blocks
-from streamload.order.split import Split
+from streamload.order.steps import Steps
 
 UNIT = 1 << 32
 """The sum of all shares."""
@@ -110,7 +110,7 @@ class Mixing:
     """The portions of one group, step by step.
 
     Args:
-        split: of the steps.
+        steps: of the epoch.
         group: its number.
         position: the global position of the first step.
         changes: of the shares; the first is in effect at `position`. May be replaced by a list that is the
@@ -122,7 +122,7 @@ class Mixing:
 
     def __init__(
         self,
-        split: Split,
+        steps: Steps,
         group: int,
         position: int,
         changes: Sequence[Change],
@@ -131,7 +131,7 @@ class Mixing:
         blocks: Blocks | None = None,
     ) -> None:
         self.changes = changes
-        self._deal, self._group, self._blocks = split, group, blocks
+        self._steps, self._group, self._blocks = steps, group, blocks
         self._position = position
         self._given, self._owed = tuple(given), tuple(owed)
 
@@ -148,9 +148,9 @@ class Mixing:
         raise ValueError(f"no step begins at {position}, or it is gone: the next is at {self._position}")
 
     def _next(self) -> Portion:
-        position = self._position
-        self._position = self._blocks.at(position).end if self._blocks else position + self._deal.batch
-        size = self._deal.start(self._position, self._group) - self._deal.start(position, self._group)
+        position, split = self._position, self._steps.at(self._position)
+        self._position = self._blocks.at(position).end if self._blocks else position + split.batch
+        size = split.start(self._position, self._group) - split.start(position, self._group)
         found = portion(self._given, self._owed, in_effect(self.changes, position)[0].shares, size)
         self._given, self._owed = found.stop, found.owed
         return found

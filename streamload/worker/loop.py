@@ -36,6 +36,7 @@ from streamload.errors import (
 from streamload.ipc import BufferPool, ControlBlock, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.hashing import sample_seed
+from streamload.order.steps import Steps
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
 from streamload.worker.buckets import PlannedStep
@@ -146,12 +147,13 @@ class WorkerLoop:
                     latest = self._control.changes.read()
                     changes_generation = latest["generation"]
                     sampler.change(changes_from(latest["changes"]))
-                position = start.position + number * self._config.split.batch
+                position = sampler.steps.begin(number)
                 step = sampler.at(position)  # E
                 if self._reader.reads_ranges:
-                    later = position + (self._workers or 1) * self._config.split.batch
+                    later = sampler.steps.begin(number + (self._workers or 1))
                     self._reader.want_ranges(sampler.coming(later))
-                made = self._make(begin, start.epoch, position, step)  # B, C, D while F, G go on; H, I, J
+                seq_len = self._seq_len(sampler.steps, start.epoch, position)
+                made = self._make(begin, start.epoch, seq_len, step)  # B, C, D while F, G go on; H, I, J
                 if made is None:
                     self._check_end(number, start)
                     return
@@ -164,11 +166,11 @@ class WorkerLoop:
                     values = self._slots.hand_over(values, self._counts)
                 if self._config.with_keys:
                     values |= origins
-                samples = len(origins["__key__"])
+                samples, stop = len(origins["__key__"]), sampler.steps.begin(number + 1)
                 blocked = self._reader.blocked()
                 yield Batch(
-                    values, position, states, skipped, spans, samples, step.taken, start.generation, blocked,
-                    widths,
+                    values, position, stop, states, skipped, spans, samples, step.taken, start.generation,
+                    blocked, widths,
                 )  # fmt: skip
         except Superseded:
             return
@@ -202,12 +204,10 @@ class WorkerLoop:
             )
 
     def _make(
-        self, begin: BatchFactory, epoch: int, position: int, step: Step | PlannedStep
+        self, begin: BatchFactory, epoch: int, seq_len: int, step: Step | PlannedStep
     ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
-        seq_lens = self._config.seq_lens
-        seq_len = 0 if seq_lens is None else seq_lens.at(epoch, position)
         batch = begin(step.size, self._empty, seq_len)
         skipped: list[SkippedSample] = []
         found = 0
@@ -230,6 +230,13 @@ class WorkerLoop:
                 values = batch.finish(bounds)
         self._reader.fill_ahead()
         return values, skipped
+
+    def _seq_len(self, steps: Steps, epoch: int, position: int) -> int:
+        """The most patches of an image in a step; 0: images aren't made into patches."""
+        seq_lens = self._config.seq_lens
+        if seq_lens is None:
+            return 0
+        return steps.seq_len(position) or seq_lens.at(epoch, position)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor of a batch: in a shared buffer if one is free."""

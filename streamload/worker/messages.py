@@ -26,6 +26,7 @@ from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
+from streamload.order.steps import Steps, StepTable
 from streamload.origins.origin import OriginOptions
 from streamload.transforms.patch_grid import most_patches
 
@@ -81,6 +82,8 @@ class WorkerConfig:
     assembly: BatchAssembly
     seq_lens: SeqLens | None
     """How many patches the images of a step have at most; None: images aren't made into patches."""
+    step_table: StepTable | None
+    """The steps of an epoch, if they differ in size."""
     with_keys: bool
     """Whether a batch carries the keys and URLs of its samples."""
     bucketing: Bucketing | None = None
@@ -269,8 +272,16 @@ class EpochStart(NamedTuple):
     """What is known of each feature, by its name."""
     blocks_from: int = 0
     """The position at which the blocks of bucketing begin."""
+    table_from: tuple[int, int] = (0, 0)
+    """With a table of steps: the epoch in the training loop, and its samples before the first step."""
     generation: int = 0
     """The generation of this start in the control block."""
+
+    def steps_of(self, config: WorkerConfig) -> Steps:
+        """The steps from the first one on."""
+        table = config.step_table
+        remaining = None if table is None else table.remaining(*self.table_from, config.split.ranks)
+        return Steps(config.split, self.position, remaining)
 
     def to_json(self) -> dict[str, Any]:
         """The start as JSON-able values, without its generation."""
@@ -283,6 +294,7 @@ class EpochStart(NamedTuple):
             "changes_generation": self.changes_generation,
             "features": self.features,
             "blocks_from": self.blocks_from,
+            "table_from": self.table_from,
         }
 
     @classmethod
@@ -325,6 +337,8 @@ class Batch(NamedTuple):
     """With the lists `__key__` and `__url__` if `with_keys`."""
     position: int
     """The position of its step: the global samples of the sequence before it."""
+    stop: int
+    """The position after its step."""
     groups: SealedStates
     """The state after this step of each group that contributed, by group number."""
     skipped: list[SkippedSample]

@@ -25,6 +25,9 @@ class Sampler:
         config: what is read.
         reader: has the reference streams.
         start: where the epoch begins.
+
+    Attributes:
+        steps: of the epoch.
     """
 
     def __init__(self, config: WorkerConfig, reader: Reader, start: EpochStart):
@@ -33,6 +36,7 @@ class Sampler:
         self._start = start
         self._changes = start.changes
         self._groups = config.split.groups_of(config.rank)
+        self.steps = start.steps_of(config)
         self._mixtures: dict[int, Mixing] = {}
         self._planner: BlockPlanner | None = None
         if config.bucketing is not None:
@@ -48,7 +52,7 @@ class Sampler:
         """The step at a global position."""
         if len(self._config.sources) > 1:
             self._reader.give_shares(in_effect(self._changes, position))
-        shares = self._config.split.shares(position, self._config.rank, self._groups)
+        shares = self.steps.at(position).shares(position, self._config.rank, self._groups)
         if self._planner is not None and self._planner.blocks.is_planned(position):
             groups = {share.group: share.size for share in shares}
             return PlannedStep(self._config, self._planner, position, groups)
@@ -58,9 +62,11 @@ class Sampler:
     def coming(self, position: int) -> list[tuple[int, int]]:
         """This rank's samples of a later step, by shard and number, as far as they are known."""
         found: list[tuple[int, int]] = []
+        if position not in self.steps:
+            return found
         if self._planner is not None and self._planner.blocks.is_planned(position):
             return self._coming_of_block(self._planner, position)
-        for share in self._config.split.shares(position, self._config.rank, self._groups):
+        for share in self.steps.at(position).shares(position, self._config.rank, self._groups):
             # A copy, as weights may still change before that step.
             part = _Part(share, copy.copy(self._mixture(share.group)).at(position))
             for source in _sources(part.seats):
@@ -86,7 +92,7 @@ class Sampler:
             blocks = None if self._planner is None else self._planner.blocks
             position = start.position if blocks is None else blocks.at(start.position).begin
             found = self._mixtures[group] = Mixing(
-                self._config.split, group, position, self._changes, given, owed, blocks
+                self.steps, group, position, self._changes, given, owed, blocks
             )
         return found
 

@@ -1,0 +1,107 @@
+"""Where the steps of an epoch begin, and how large each is (step E). Arithmetic only.
+
+Steps are alike, or come from a table of how many patches an image has at most and how many rows a rank has.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from streamload.errors import OptionError
+from streamload.order.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The steps of each epoch, in an order that the seed and the epoch draw.
+
+    Attributes:
+        steps: of each, the most patches of an image and the rows of a rank.
+        count: steps of an epoch; after all of `steps` the first ones come again.
+        seed: of the run.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    count: int
+    seed: int
+
+    def of_epoch(self, epoch: int) -> list[tuple[int, int]]:
+        """Return the steps of an epoch: in the order of OpenCLIP's main branch for the same seed."""
+        steps = list(self.steps)
+        random.Random(self.seed + epoch).shuffle(steps)
+        return [steps[number % len(steps)] for number in range(self.count)]
+
+    def remaining(self, epoch: int, offset: int, ranks: int) -> list[tuple[int, int]]:
+        """Return the steps of an epoch that begin at an offset or later.
+
+        Args:
+            epoch: its number.
+            offset: samples of the epoch over all ranks before it; within a step if it was saved with another
+                number of ranks.
+            ranks: that share the steps.
+        """
+        steps = self.of_epoch(epoch)
+        begins = [0, *itertools.accumulate(rows * ranks for _, rows in steps)]
+        return steps[bisect.bisect_left(begins, offset) :]
+
+    @property
+    def rows(self) -> int:
+        """All rows of a rank in an epoch, by the order of the table."""
+        return sum(self.steps[number % len(self.steps)][1] for number in range(self.count))
+
+
+class Steps:
+    """The steps of an epoch from a position on.
+
+    Args:
+        split: of a step; with a table, of its largest.
+        position: of the first step.
+        table: of each step, the most patches of an image and the rows of a rank; None: all are as `split`
+            says.
+    """
+
+    def __init__(self, split: Split, position: int, table: Sequence[tuple[int, int]] | None = None) -> None:
+        self._split, self._position = split, position
+        self._begins: list[int] | None = None
+        if table is not None:
+            sizes = (rows * split.ranks for _, rows in table)
+            self._begins = list(itertools.accumulate(sizes, initial=position))
+            self._by_position = dict(zip(self._begins, table, strict=False))
+            self._splits = {rows: replace(split, batch=rows * split.ranks) for _, rows in table}
+
+    def __contains__(self, position: int) -> bool:
+        """Whether a step begins there, given a position from `begin`."""
+        return self._begins is None or position in self._by_position
+
+    def begin(self, number: int) -> int:
+        """Return the position of a step by its number; after the last one of a table, where that ends."""
+        if self._begins is None:
+            return self._position + number * self._split.batch
+        return self._begins[min(number, len(self._begins) - 1)]
+
+    def at(self, position: int) -> Split:
+        """Return how the step that begins at a position is split."""
+        if self._begins is None:
+            return self._split
+        return self._splits[self._by_position[position][1]]
+
+    def seq_len(self, position: int) -> int | None:
+        """Return the most patches of an image in the step that begins at a position; None without a table."""
+        return None if self._begins is None else self._by_position[position][0]
+
+
+def refuse_uneven(groups: int, ranks: int) -> None:
+    """Refuse a table of steps where ranks don't share groups evenly: each step would read other groups.
+
+    Raises:
+        OptionError: `groups` doesn't divide `ranks`.
+    """
+    if ranks % groups:
+        raise OptionError(
+            f"steps of several sizes need groups that divide the ranks, and {groups} don't divide {ranks}: "
+            f"give Order(groups=…)"
+        )
