@@ -126,6 +126,13 @@ def test_batches_are_tuples_under_the_released_version(shards: str) -> None:
     assert [texts[:, 0].tolist() for _, texts in batches] == [[1, 2, 0, 4], [5, 6, 7, 8]]
 
 
+def test_batches_keep_their_form_where_it_is_installed_twice(shards: str) -> None:
+    module = data_module()
+    openclip.install(module)
+    openclip.install(module, compile=False)
+    assert all(isinstance(batch, tuple) for batch in validate(module, args_for(val_data=shards)))
+
+
 def test_batches_are_dicts_of_image_and_text_under_the_development_version(shards: str) -> None:
     module = data_module(development=True)
     openclip.install(module)
@@ -148,7 +155,8 @@ def test_the_development_versions_selection_of_samples_is_heeded(shards: str) ->
     ("flags", "named"),
     [
         ({"use_naflex": True}, "--use-naflex"),
-        ({"genlip": True, "variable_text": True}, "--genlip, --variable-text"),
+        ({"genlap": True, "use_naflex": True}, "--genlap"),
+        ({"naflex_mixture": "a,b", "bucket_size": 3}, "--bucket-size, --naflex-mixture"),
         ({"json_text_key": "a", "json_text_key_probs": [1.0]}, "--json-text-key-probs"),
         ({"json_text_key": "a;b"}, "several fields"),
     ],
@@ -165,8 +173,9 @@ def test_what_the_development_version_asks_beyond_that_is_an_error(
 def test_an_unknown_argument_of_the_function_is_an_error_unless_it_is_none(shards: str) -> None:
     module = data_module(development=True)
     openclip.install(module)
-    with pytest.raises(OptionError, match="naflex_data_config"):
-        validate(module, args_for(development=True, val_data=shards), naflex_data_config={"patch": 16})
+    validate(module, args_for(development=True, val_data=shards), audio_config=None)
+    with pytest.raises(OptionError, match="audio_config"):
+        validate(module, args_for(development=True, val_data=shards), audio_config={"rate": 16})
 
 
 def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) -> None:

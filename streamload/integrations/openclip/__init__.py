@@ -4,7 +4,8 @@
 
 or, in your script, `install()` before `open_clip_train.main.main(arguments)`. It replaces the function with
 which OpenCLIP opens WebDataset shards. Numbers of batches are rounded as OpenCLIP does, so the learning rate
-schedule stays the same. Supports open_clip 3.3.0 and the development version, whose batches are dicts.
+schedule stays the same. Supports open_clip 3.3.0 and the development version, whose batches are dicts, with
+its --use-naflex and captions of several lengths.
 
 With --dataset-resampled, shards are still not drawn at random: each pass yields each sample once.
 --train-data-upsampling-factors, which don't need that flag here, mix the sources in the proportions that
@@ -28,6 +29,7 @@ from streamload.integrations.openclip.arguments import (
     told_by_flags,
 )
 from streamload.integrations.openclip.data import Batches, Data, training, validation
+from streamload.integrations.openclip.naflex import refuse_other_transforms, text_options
 from streamload.loader import Cache, Images
 from streamload.transforms import kernel
 
@@ -83,20 +85,22 @@ def install(
             tokenizer: Any = None,
             **more: Any,
         ) -> Data:
+            naflex = more.pop("naflex_data_config", None)
             unknown = sorted(name for name, value in more.items() if value is not None)
             if unknown:
                 raise OptionError(f"streamload doesn't support OpenCLIP's {', '.join(unknown)}")
             refuse_unknown(args)
-            common = {"tokenizer": tokenizer, "preprocess": preprocess_img, "output": output, "cache": cache}
+            refuse_other_transforms(args, naflex, preprocess_img, is_train=is_train)
+            common: dict[str, Any] = {"preprocess": preprocess_img, "output": output, "cache": cache}
             with told_by_flags(args):
                 shards, most_pixels = selected(args, legacy=is_legacy)
-                common["shards"] = shards
+                common |= {"shards": shards, **text_options(args, tokenizer, is_train=is_train)}
                 if is_train:
                     common["images"] = Images(compile=compile, prepare=prepare, max_pixels=most_pixels)
-                    return training(args, common, epoch, floor, moved)
+                    return training(args, common, epoch, floor, moved, naflex)
                 is_exact = not kernel.why_not()  # reported metrics must be comparable
                 common["images"] = Images(compile=compile and is_exact, max_pixels=most_pixels)
-                return validation(args, common)
+                return validation(args, common, naflex)
 
         return get_wds_dataset
 

@@ -30,12 +30,26 @@ _GONE = {
 
 # Arguments that select the training data. Unknown ones must not be ignored: these are supported …
 _SUPPORTED = {
+    "bucket_chunk",
+    "bucket_pool",
+    "bucket_prefetch_pools",
     "dataset_resampled",
     "dataset_type",
     "image_key",
     "json_text_key",
     "max_image_pixels",
+    "naflex_batch_divisor",
+    "naflex_loss_scale",
+    "naflex_max_text_tokens",
+    "naflex_max_tokens_per_batch",
+    "naflex_num_train_image_tokens",
+    "naflex_pad_multiple",
+    "naflex_patch_size_probs",
+    "naflex_patch_sizes",
+    "naflex_seq_len_probs",
+    "naflex_seq_lens",
     "text_key",
+    "text_pad_multiple",
     "train_data",
     "train_data_upsampling_factors",
     "train_num_samples",
@@ -43,9 +57,12 @@ _SUPPORTED = {
     "val_num_samples",
 }
 # … these change samples or batches in ways that we don't support …
-_REFUSED = {"genlap", "genlip", "length_bucketing", "use_naflex", "variable_text"}
+_REFUSED = {"genlap", "naflexclap"}
 # … and any other with such a prefix is refused.
-_ABOUT_DATA = ("data_", "dataset_", "image_key", "json_", "max_image_", "text_key", "train_data", "train_num")
+_ABOUT_DATA = (
+    "bucket_", "data_", "dataset_", "image_key", "json_", "max_image_", "naflex_", "text_key", "text_pad",
+    "train_data", "train_num",
+)  # fmt: skip
 _ABOUT_VALIDATION = ("val_data", "val_num")
 
 # Names of make_loader's arguments in error messages → the flags that set them.
@@ -53,6 +70,10 @@ _FLAGS = {
     "batch_size": "--batch-size",
     "num_workers": "--workers",
     "num_samples": "--train-num-samples",
+    "seq_lens": "--naflex-seq-lens",
+    "seq_len_probs": "--naflex-seq-len-probs",
+    "patch_size": "--naflex-patch-sizes",
+    "text_pad_multiple": "--text-pad-multiple",
     "num_batches": "--train-num-samples",
     "upsampling_factors": "--train-data-upsampling-factors",
     "seed": "--seed",

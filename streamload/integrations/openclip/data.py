@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from streamload import Order
 from streamload.errors import OptionError
 from streamload.integrations.openclip.arguments import listed_size, rank_of, rounded, told_by_flags
+from streamload.integrations.openclip.naflex import evaluation_patches, training_patches, training_steps
 from streamload.integrations.openclip.resume import Saver, saver_for, take_up
 from streamload.loader import Loader, make_loader
 
@@ -79,7 +81,12 @@ class Batches:
 
 
 def training(
-    args: Any, common: dict[str, Any], epoch: int, floor: bool, moved: Sequence[tuple[str, str]]
+    args: Any,
+    common: dict[str, Any],
+    epoch: int,
+    floor: bool,
+    moved: Sequence[tuple[str, str]],
+    naflex: Any = None,
 ) -> Data:
     """The training data of a rank; epochs have OpenCLIP's length.
 
@@ -89,20 +96,23 @@ def training(
         epoch: the first epoch.
         floor: whether an epoch's length is rounded down.
         moved: old and new URL prefixes of shards that have moved since the state was saved.
+        naflex: OpenCLIP's NaFlex configuration, by which epochs have a length and steps are of several sizes.
     """
     if not args.train_data:
         raise OptionError("OpenCLIP was given no --train-data")
     rank = rank_of(args)
-    size = args.train_num_samples or listed_size(args.train_data)
-    if not size:
-        raise OptionError(
-            "OpenCLIP plans its learning rate by the number of samples: give --train-num-samples, "
-            "or put a sizes.json ({shard name: samples}) beside the shards"
-        )
+    has_tokens = naflex is not None and naflex.train_num_image_tokens is not None
+    if has_tokens and args.train_num_samples:
+        raise OptionError("give --train-num-samples or --naflex-num-train-image-tokens")
+    size = 0 if has_tokens else _size(args)
     if args.dataset_resampled and rank == 0:
         logger.info("--dataset-resampled: shards are not drawn; each pass yields each sample once")
-    in_a_step = args.batch_size * args.world_size
-    num_batches = rounded(size, in_a_step, args.workers, floor=floor)
+    if naflex is None:
+        num_batches = rounded(size, args.batch_size * args.world_size, args.workers, floor=floor)
+    else:
+        steps = training_steps(args, naflex, size, common["tokenizer"])
+        num_batches = rounded(len(steps), 1, args.workers, floor=False)
+        common["images"] = replace(common["images"], patches=training_patches(naflex, steps))
     loader = make_loader(
         args.train_data,
         batch_size=args.batch_size,
@@ -119,14 +129,27 @@ def training(
     loader.set_epoch(epoch)
     if getattr(args, "resume", None):
         take_up(loader, args, epoch, moved)
-    batches = Batches(loader, args, num_batches, num_batches * in_a_step)
+    batches = Batches(loader, args, num_batches, loader.num_samples or 0)
     return Data(batches.saved_by(saver_for(args)), epoch)
 
 
-def validation(args: Any, common: dict[str, Any]) -> Data:
+def _size(args: Any) -> int:
+    """The samples of an epoch."""
+    size = args.train_num_samples or listed_size(args.train_data)
+    if not size:
+        raise OptionError(
+            "OpenCLIP plans its learning rate by the number of samples: give --train-num-samples, "
+            "or put a sizes.json ({shard name: samples}) beside the shards"
+        )
+    return size
+
+
+def validation(args: Any, common: dict[str, Any], naflex: Any = None) -> Data:
     """The validation data: every rank has a loader of the whole set, only rank 0 iterates it."""
     if not args.val_data:
         raise OptionError("OpenCLIP was given no --val-data")
+    if naflex is not None:
+        common["images"] = replace(common["images"], patches=evaluation_patches(naflex))
     size = args.val_num_samples or 0  # only for its log: the set ends with its data
     loader = make_loader(
         args.val_data, batch_size=args.batch_size, num_workers=args.workers, train=False, **common
