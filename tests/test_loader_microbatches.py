@@ -255,3 +255,46 @@ def test_auto_finds_the_rows_that_a_device_has_room_for(shards, tmp_path, monkey
 def test_auto_without_a_device_whose_memory_can_be_read(shards, tmp_path):
     with pytest.raises(OptionError, match="reads the memory of a CUDA device, and device=None"):
         make(shards, tmp_path, batches=Batches(microbatch="auto"))
+
+
+@pytest.mark.parametrize("bucketing", ["step", 64])
+@pytest.mark.parametrize("with_patches", [False, True])
+def test_no_part_has_more_than_max_tokens_and_all_ranks_have_the_same_parts(
+    shards, tmp_path, bucketing, with_patches
+):
+    images = Images(patches=Patches(8, (16, 40), max_ratio=0.5)) if with_patches else Images()
+    most = 130
+    batches = Batches(text_padding="longest", text_pad_multiple=4, bucketing=bucketing, max_tokens=most)
+    options = {"batches": batches, "images": images, "batch_size": 12}
+    first = make(shards, tmp_path, order=Order(rank=0, world_size=2, groups=1), **options)
+    second = make(shards, tmp_path, order=Order(rank=1, world_size=2, groups=1), **options)
+    rows = 0
+    with first, second:
+        for batch, other in zip(first, second, strict=True):
+            parts = [list(loader.microbatches(own)) for loader, own in ((first, batch), (second, other))]
+            shapes = [
+                [
+                    (part["text"].shape, part["image"]["patches"].shape if with_patches else None)
+                    for part in own
+                ]
+                for own in parts
+            ]
+            assert shapes[0] == shapes[1]
+            assert [part.rows for part in parts[0]] == [part.rows for part in parts[1]]
+            for (count, ids), patches in shapes[0]:
+                assert count * (ids + (patches[1] if patches else 0)) <= most
+            rows += sum(len(part["text"]) for part in parts[0])
+            assert len(parts[0]) > 1
+    assert rows % 12 == 0
+    assert rows
+
+
+def test_max_tokens_that_cannot_hold(shards, tmp_path):
+    with pytest.raises(OptionError, match="max_tokens= needs bucketing="):
+        Batches(text_padding="longest", max_tokens=100)
+    small = Batches(text_padding="longest", bucketing="step", max_tokens=3)
+    with pytest.raises(OptionError, match="max_tokens=3; expected at least"):
+        list(make(shards, tmp_path, batches=small))
+    several = Batches(text_padding="longest", bucketing="step", max_tokens=1000)
+    with pytest.raises(OptionError, match="one plan for all ranks"):
+        list(make(shards, tmp_path, batches=several, order=Order(rank=0, world_size=2, groups=2)))

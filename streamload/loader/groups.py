@@ -329,6 +329,8 @@ class Batches:
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             CUDA device has room for, found in the first steps by what parts take; the smallest size that is
             about as fast as the largest; the same on all ranks.
+        max_tokens: of each part at most, ids and patches with their padding; it needs bucketing=, by which
+            all ranks know each other's lengths, and room for the longest row. None: any number.
 
     Raises:
         OptionError: a value that can't be used.
@@ -338,10 +340,16 @@ class Batches:
     text_pad_multiple: int = 8
     bucketing: Literal["step"] | int | None = None
     microbatch: int | Literal["auto"] | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
-        at_least(1, text_pad_multiple=self.text_pad_multiple)
+        at_least(1, text_pad_multiple=self.text_pad_multiple, max_tokens=self.max_tokens)
+        if self.max_tokens is not None and self.bucketing is None:
+            raise OptionError(
+                "max_tokens= needs bucketing=, 'step' or a number of samples: by its plan all ranks have the "
+                "same parts"
+            )
         if self.microbatch != "auto":
             at_least(1, microbatch=self.microbatch)
         if self.bucketing != "step":

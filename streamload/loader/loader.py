@@ -266,7 +266,9 @@ class Loader(DataLoaderInterface):
         """
         known, patches = self._yielded.find(batch), self.options.images.patches
         rows, longest = self.options.batches.microbatch, max(patches.seq_lens) if patches else 0
-        self._parts = Microbatches(batch, known, self._sizer if rows == "auto" else rows, longest)
+        self._parts = Microbatches(
+            batch, known, self._sizer if rows == "auto" else rows, longest, self.options.batches.max_tokens
+        )
         return self._parts
 
     def stats(self) -> Snapshot:

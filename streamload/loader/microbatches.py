@@ -61,6 +61,12 @@ class Cut(NamedTuple):
     tokens: int
     patches: int
 
+    @property
+    def padded(self) -> int:
+        """Its tokens and patches with padding."""
+        rows: int = self.rows.stop - self.rows.start
+        return rows * (self.tokens + self.patches)
+
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
@@ -112,10 +118,19 @@ class Microbatches:
         yielded: what is known of it.
         rows: of each part, the last of which may have fewer; a sizer decides on each; None: all.
         longest: the most patches of an image of any step; 0: images aren't patches.
+        max_tokens: of a part, padding and patches included; None: any.
     """
 
-    def __init__(self, batch: Any, yielded: Yielded, rows: int | PartSizer | None, longest: int = 0):
+    def __init__(
+        self,
+        batch: Any,
+        yielded: Yielded,
+        rows: int | PartSizer | None,
+        longest: int = 0,
+        max_tokens: int | None = None,
+    ):
         self._batch, self._yielded, self._longest = batch, yielded, longest
+        self._max_tokens = max_tokens
         self._rows = rows if rows is not None else max(1, yielded.samples)
         self._used: Cut | None = None  # the part that the training loop is using
 
@@ -125,7 +140,7 @@ class Microbatches:
         first = 0
         while first < samples:
             rows = sizer if isinstance(sizer, int) else sizer.begin_part(samples - first, batch_bytes)
-            self._used = cut = self._yielded.cut(first, min(first + rows, samples))
+            self._used = cut = self._cut(first, min(first + rows, samples))
             yield _part(self._batch, self._yielded, cut)
             if not isinstance(sizer, int):
                 sizer.end_part(cut.rows.stop - first, self._width_of(cut))
@@ -133,6 +148,17 @@ class Microbatches:
         if not isinstance(sizer, int):
             sizer.end_step()
         self._used = self._batch = None  # the batch's memory is used again
+
+    def _cut(self, first: int, stop: int) -> Cut:
+        """The shape of the part that begins at a row, with fewer rows where it would have too many tokens."""
+        cut, least = self._yielded.cut(first, stop), first + 1
+        if self._max_tokens is None or cut.padded <= self._max_tokens:
+            return cut
+        while stop - least > 1:
+            middle = (least + stop) // 2
+            fits = self._yielded.cut(first, middle).padded <= self._max_tokens
+            least, stop = (middle, stop) if fits else (least, middle)
+        return self._yielded.cut(first, least)
 
     def _width_of(self, cut: Cut) -> float:
         """The width of a part ÷ that of the widest one."""

@@ -127,6 +127,11 @@ def _blocks(options: LoaderOptions, topology: Topology, groups: int) -> tuple[in
             f"bucketing= needs steps of equal parts from each of the {groups} groups, and a step has {batch} "
             f"samples: give a batch_size so that {groups} divides that"
         )
+    if options.batches.max_tokens is not None and groups > 1:
+        raise OptionError(
+            f"max_tokens= needs one plan for all ranks, and each of {groups} groups has its own: give "
+            f"order=Order(groups=1)"
+        )
     return (1 if bucketing == "step" else max(1, bucketing // batch)), batch
 
 

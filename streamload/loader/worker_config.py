@@ -21,7 +21,7 @@ from streamload.cache.shard_cache import Selection, ShardCache
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.preparation import AUTO
-from streamload.errors import StreamloadError
+from streamload.errors import OptionError, StreamloadError
 from streamload.loader.features import feature_assemblies
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec
@@ -206,6 +206,9 @@ def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly
     text, most, patches = None, 0, options.images.patches
     if options.goes_by_tokens and assembly.tokenizer is not None:
         text, most = TOKENS, assembly.tokenizer([_LONG_TEXT], [0]).ids.shape[1]
+    room, longest = options.batches.max_tokens, most + (max(patches.seq_lens) if patches is not None else 0)
+    if room is not None and room < longest:
+        raise OptionError(f"max_tokens={room}; expected at least {longest}, what the longest row may have")
     found = Bucketing(order.blocks[0], text, most, options.batches.text_pad_multiple)
     if patches is None:
         return found
