@@ -138,27 +138,26 @@ def test_a_part_of_one_row_that_is_too_large_is_not_tried_twice() -> None:
         train([one], 8, 1, 1)
 
 
-def test_more_memory_that_another_needs_is_given_way_to() -> None:
-    one = device(3)
+def test_sizes_stay_while_nothing_changes_and_give_way_to_what_another_takes() -> None:
+    one = Device(LIMIT // 50, 0, LIMIT / 50, 0, 0, 0.05, 3)
     sizer = PartSizer(one, lambda value: value)
 
     def step() -> int:
-        left, rows = 256, 0
+        left, rows, largest = 256, 0, 0
         while left:
             rows = sizer.begin_part(left)
             one.compute(rows, 1.0, is_first=left == 256)
             sizer.end_part(rows, 1.0)
-            left -= rows
+            left, largest = left - rows, max(largest, rows)
         one.update()
         sizer.end_step()
-        return sizer.rows
+        return largest
 
-    for _ in range(31):
-        before = step()
-    one.weights += int(0.95 * LIMIT - one.peak) // 4
-    for _ in range(40):
-        after = step()
-    assert after <= before
+    sizes = [step() for _ in range(100)]
+    assert set(sizes[6:]) == {max(sizes[2:])}  # parts have overhead, so the largest size is the fastest
+    one.weights += int(0.04 * LIMIT) // 4
+    later = [step() for _ in range(70)]
+    assert min(later) == max(sizes[6:]) * 3 // 4
 
 
 def test_all_ranks_have_the_size_of_the_least() -> None:

@@ -18,7 +18,8 @@ _DIVISORS = (1, 2, 4)
 """Of the largest size: which sizes are timed, each for one step."""
 _AS_FAST = 0.97
 _DECISION_STEPS = 32
-_HIGH, _LOW, _LOW_TIMES = 0.92, 0.70, 3
+_HIGH, _LOW, _LOW_TIMES = 1 - _SPARE / 2, 0.70, 3
+"""Above the first share of the memory parts get smaller; below the second, so many times in a row, larger."""
 
 
 class DeviceMemory(Protocol):
@@ -136,7 +137,8 @@ class PartSizer:
     def _probed(self, left: int) -> int:
         """The size that is tried next: twice the last one, if there is room for it."""
         doubled = 2 * self.rows if math.isfinite(self._row_bytes) else 1
-        return max(1, min(doubled, self._fitting(), left if self._part == 0 else doubled))
+        most = left if self._part == 0 else doubled  # the rest of a step may be small: that is no size
+        return max(1, min(doubled, self._fitting(), most))
 
     def _fitting(self) -> int:
         """How many rows of the widest shape there is room for now."""
