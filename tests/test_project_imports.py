@@ -31,6 +31,7 @@ def test_importing_streamload_imports_neither_torch_nor_numpy():
         "streamload.order.group",
         "streamload.origins.origin",
         "streamload.shards.index",
+        "streamload.steering",
         "streamload.options",
         "streamload.topology",
         "streamload.metrics",

@@ -1,0 +1,108 @@
+"""What a policy is: `every` and `decide`, a pure function of a summary and of its own memory.
+
+Plain functions are adapted, and what a policy returns is checked, before it becomes shares of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from streamload.errors import OptionError
+from streamload.steering.summary import Summary
+
+FUNCTION_EVERY = 200
+"""The steps between two decisions of a plain function."""
+
+
+class Decided(NamedTuple):
+    """The answer of a policy.
+
+    Attributes:
+        weights: by the sources' names, in the scale of the summary's weights; a source that isn't named keeps
+            its weight. None: no change.
+        memory: handed in again at the next decision. JSON-able, a few KB at most: it is part of the state.
+        reason: one line for the log of decisions.
+    """
+
+    weights: Mapping[str, float] | None
+    memory: Any = None
+    reason: str = ""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides weights. The same summary and memory give the same answer, and nothing else counts.
+
+    Attributes:
+        every: a decision is made at each step of the run that this number divides.
+    """
+
+    @property
+    def every(self) -> int:
+        """The steps from one decision to the next."""
+        ...
+
+    def decide(self, summary: Summary, memory: Any) -> Decided:
+        """Return the weights from now on, and what to remember; `memory` is None at the first decision."""
+        ...
+
+
+PlainFunction = Callable[[Summary], Mapping[str, float] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionPolicy:
+    """A plain function of the summary as a policy without memory."""
+
+    function: PlainFunction
+    every: int = FUNCTION_EVERY
+
+    def decide(self, summary: Summary, memory: Any) -> Decided:
+        """Return what the function returns."""
+        weights = self.function(summary)
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return Decided(weights, None, "no change" if weights is None else name)
+
+
+def as_policy(given: Policy | PlainFunction) -> Policy:
+    """Return a policy as it is, and a plain function as a policy that is asked every 200 steps.
+
+    Raises:
+        OptionError: it is neither, or its `every` isn't a positive whole number.
+    """
+    if isinstance(given, type):
+        raise OptionError(f"mixing={given.__name__} is a class; give an object: {given.__name__}(…)")
+    if isinstance(given, Policy):
+        every = given.every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise OptionError(f"{type(given).__name__}.every is {every!r}; expected a number of steps from 1")
+        return given
+    if callable(given):
+        return FunctionPolicy(given)
+    raise OptionError(
+        f"mixing={given!r}; expected Progress(), Schedule({{step: weights}}), Target(reference), a "
+        f"function of a Summary, or an object with `every` and `decide`"
+    )
+
+
+def weights_of(decided: Decided, summary: Summary) -> tuple[float, ...] | None:
+    """Return the weight of each source in the order of the summary; None if nothing changes.
+
+    Raises:
+        OptionError: an unknown source, a weight that is negative or not a number, or only zero weights.
+    """
+    if decided.weights is None:
+        return None
+    names = [source.name for source in summary.sources]
+    for name, weight in decided.weights.items():
+        if name not in names:
+            raise OptionError(f"the policy gave a weight to {name!r}, and the sources are {', '.join(names)}")
+        if not hasattr(weight, "__float__") or not isfinite(weight) or weight < 0:
+            raise OptionError(f"the policy gave {name!r} the weight {weight!r}; expected a number from 0")
+    found = tuple(float(decided.weights.get(source.name, source.weight)) for source in summary.sources)
+    if not any(found):
+        raise OptionError("the policy gave every source the weight 0, which leaves nothing to read")
+    return found
