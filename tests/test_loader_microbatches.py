@@ -235,7 +235,7 @@ def test_another_error_and_one_between_steps_have_no_note(shards, tmp_path, in_p
 def test_auto_finds_the_rows_that_a_device_has_room_for(shards, tmp_path, monkeypatch, workers):
     """On a simulated device, with the loader's own batches."""
     simulated = Device(LIMIT // 50, 0, LIMIT / 40, LIMIT / 80, 0.0, 0.01, 1)
-    monkeypatch.setattr("streamload.loader.loader.memory_of", lambda device: simulated)
+    monkeypatch.setattr("streamload.loader.output.memory_of", lambda device: simulated)
     batches = Batches(microbatch="auto")
     sizes = []
     with make(shards, tmp_path, batches=batches, batch_size=48, num_batches=8, num_workers=workers) as loader:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from streamload.batches.collate import unnamed
-from streamload.device import Feed, feed_for, memory_of
-from streamload.errors import OptionError, OrderDiverged
+from streamload.device import Feed, feed_for
+from streamload.errors import OrderDiverged
 from streamload.ipc import ControlBlock
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, report_data_wait
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
@@ -23,19 +22,15 @@ from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import take_features
 from streamload.loader.groups import at_least
-from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
+from streamload.loader.microbatches import Microbatches
 from streamload.loader.options import LoaderOptions, read_device
-from streamload.loader.part_size import DeviceMemory, PartSizer
+from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
 from streamload.loader.worker_config import counted_samples
 from streamload.metrics import Counters, Snapshot, total
-from streamload.transforms.patches import NAMES
 from streamload.worker import Batch, EpochStart, SkippedSample
-
-_MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
-"""The values of a batch by the names that transformers' models use."""
 
 
 class Loader(DataLoaderInterface):
@@ -58,11 +53,7 @@ class Loader(DataLoaderInterface):
         self._epoch_start = 0.0, Snapshot(), 0  # its time, the counters then, and the epoch
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        self._yielded = YieldedBatches()
-        self._sizer: PartSizer | None = None
-        if options.batches.microbatch == "auto":
-            self._sizer = PartSizer(self._memory(), self._least)
-        self._parts: Microbatches | None = None  # of the last step
+        self._outputs = Outputs(options, self._schedule)
         self._reset_process()
 
     def __repr__(self) -> str:
@@ -78,8 +69,7 @@ class Loader(DataLoaderInterface):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._parts is not None:
-            self._parts.explain(error)
+        self._outputs.explain(error)
         self.close()
 
     @property
@@ -264,12 +254,7 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
-        known, patches = self._yielded.find(batch), self.options.images.patches
-        rows, longest = self.options.batches.microbatch, max(patches.seq_lens) if patches else 0
-        self._parts = Microbatches(
-            batch, known, self._sizer if rows == "auto" else rows, longest, self.options.batches.max_tokens
-        )
-        return self._parts
+        return self._outputs.microbatches(batch)
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
@@ -312,7 +297,8 @@ class Loader(DataLoaderInterface):
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._control.by_source[0, :, 0] += batch.source_samples
-        return self._output(batch, values)
+        features = {} if self._pool is None else take_features(values, self._pool.features, self._counts)
+        return self._outputs.form(batch, values, features, self._step)
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted."""
@@ -404,57 +390,6 @@ class Loader(DataLoaderInterface):
         if self._pool is None:
             self._pool = WorkerPool(self, self.options, self._schedule, self._control)
         return self._pool
-
-    def _memory(self) -> DeviceMemory:
-        """What reads the memory of the device.
-
-        Raises:
-            OptionError: nothing does.
-        """
-        memory = memory_of(self.options.device)
-        if memory is None:
-            raise OptionError(
-                f"microbatch='auto' reads the memory of a CUDA device, and device={self.options.device}: "
-                f"give device='cuda', or a number of rows"
-            )
-        return memory
-
-    def _least(self, value: float) -> float:
-        """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
-        return min(gather(value, self.world_size)) if self.options.train else value
-
-    def _output(self, batch: Batch, values: dict[str, Any]) -> Any:
-        """A batch in the form of `output`, known to `microbatches`."""
-        keys = values.get("__key__", ())
-        if not self.options.with_keys:
-            values = {name: value for name, value in values.items() if name not in ("__key__", "__url__")}
-        output = self._shape(values)
-        names = tuple(name for name in values if name not in ("__key__", "__url__"))
-        if self.options.images.patches is not None:  # they are one value
-            names = ("image", *names)
-        widths = batch.widths
-        if widths is not None and self.options.output == "hf":
-            widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
-        self._yielded.add(output, Yielded(self._step, batch.samples, names, widths, keys))
-        return output
-
-    def _shape(self, values: dict[str, Any]) -> Any:
-        """A batch's values in the form of `output`."""
-        options = self.options
-        if options.images.patches is not None:
-            patches = {name: values.pop(name) for name in NAMES}
-            patches["seq_len"] = patches["patches"].shape[1]
-            values = {"image": patches, **values}
-        if options.features and self._pool is not None:
-            values |= take_features(values, self._pool.features, self._counts)
-        extra = {name: values.pop(name) for name in ("__key__", "__url__")} if options.with_keys else {}
-        if options.workers.map_sample is not None:
-            return unnamed(values, extra)
-        if options.output == "hf":
-            return {_MODEL_INPUTS.get(name, name): value for name, value in values.items()} | extra
-        if options.output == "dict":
-            return {**values, **extra}
-        return (*values.values(), extra) if extra else tuple(values.values())
 
 
 def gather_state(loader: Loader) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""What the training loop gets: a batch in the form of `output=`, and its parts (step K)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streamload.batches.collate import unnamed
+from streamload.derived.feature_rows import FeatureRows
+from streamload.device import memory_of
+from streamload.errors import OptionError
+from streamload.loader.distributed import gather
+from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
+from streamload.loader.options import LoaderOptions
+from streamload.loader.part_size import DeviceMemory, PartSizer
+from streamload.loader.schedule import Schedule
+from streamload.transforms.patches import NAMES
+from streamload.worker import Batch
+
+_MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
+"""The values of a batch by the names that transformers' models use."""
+_ORIGINS = ("__key__", "__url__")
+
+
+class Outputs:
+    """The batches of a loader as the training loop gets them.
+
+    Args:
+        options: of the loader.
+        schedule: of its epochs; its ranks agree on the size of parts.
+
+    Raises:
+        OptionError: `microbatch="auto"` on a device whose memory can't be read.
+    """
+
+    def __init__(self, options: LoaderOptions, schedule: Schedule):
+        self._options, self._schedule = options, schedule
+        self._yielded = YieldedBatches()
+        self._sizer: PartSizer | None = None
+        if options.batches.microbatch == "auto":
+            self._sizer = PartSizer(_device_memory(options), self._least)
+        self._parts: Microbatches | None = None  # of the last step
+
+    def form(
+        self, batch: Batch, values: dict[str, Any], features: Mapping[str, FeatureRows], step: int
+    ) -> Any:
+        """Give a batch its form, which `microbatches` knows from then on.
+
+        Args:
+            batch: as the worker made it.
+            values: its values on the device.
+            features: its rows of features, by name.
+            step: its number in the epoch.
+        """
+        keys = values.get("__key__", ())
+        extra = {name: values.pop(name) for name in _ORIGINS if name in values}
+        names = (*values, *features)
+        if self._options.images.patches is not None:  # they are one value
+            names = ("image", *(name for name in names if name not in NAMES))
+        widths = batch.widths
+        if widths is not None and self._options.output == "hf":
+            widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
+        output = self._shaped(values, features, extra if self._options.with_keys else {})
+        self._yielded.add(output, Yielded(step, batch.samples, names, widths, keys))
+        return output
+
+    def microbatches(self, batch: Any) -> Microbatches:
+        """The parts of a batch that `form` returned.
+
+        Raises:
+            OptionError: another batch, or one with tensors that haven't a row for each sample.
+        """
+        known, patches = self._yielded.find(batch), self._options.images.patches
+        rows, longest = self._options.batches.microbatch, max(patches.seq_lens) if patches else 0
+        self._parts = Microbatches(
+            batch, known, self._sizer if rows == "auto" else rows, longest, self._options.batches.max_tokens
+        )
+        return self._parts
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an out-of-memory error which part was in use."""
+        if self._parts is not None:
+            self._parts.explain(error)
+
+    def _least(self, value: float) -> float:
+        """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
+        if not self._options.train:
+            return value
+        return min(gather(value, self._schedule.topology.world_size))
+
+    def _shaped(
+        self, values: dict[str, Any], features: Mapping[str, FeatureRows], extra: dict[str, Any]
+    ) -> Any:
+        """A batch's values in the form of `output`."""
+        options = self._options
+        if options.images.patches is not None:
+            patches = {name: values.pop(name) for name in NAMES}
+            patches["seq_len"] = patches["patches"].shape[1]
+            values = {"image": patches, **values}
+        values |= features
+        if options.workers.map_sample is not None:
+            return unnamed(values, extra)
+        if options.output == "hf":
+            return {_MODEL_INPUTS.get(name, name): value for name, value in values.items()} | extra
+        if options.output == "dict":
+            return {**values, **extra}
+        return (*values.values(), extra) if extra else tuple(values.values())
+
+
+def _device_memory(options: LoaderOptions) -> DeviceMemory:
+    """What reads the memory of the device.
+
+    Raises:
+        OptionError: nothing does.
+    """
+    memory = memory_of(options.device)
+    if memory is None:
+        raise OptionError(
+            f"microbatch='auto' reads the memory of a CUDA device, and device={options.device}: "
+            f"give device='cuda', or a number of rows"
+        )
+    return memory
