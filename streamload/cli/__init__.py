@@ -4,6 +4,7 @@
 code 2.
 """
 
+import json
 import sys
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from streamload.cli.cache import cache
 from streamload.cli.daemon import daemon
 from streamload.cli.doctor import doctor
 from streamload.cli.features import features
+from streamload.cli.logs import LogFormat, LogLevel, flags_first, log_to_stderr, report_failure, stop_logging
+from streamload.cli.options import AsJson
 from streamload.cli.pack import pack
 from streamload.cli.warm import warm
 from streamload.errors import StreamloadError
@@ -26,11 +29,12 @@ app = typer.Typer(
 )
 
 
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the version."""
     from importlib.metadata import version as installed
 
-    print(installed("streamload"))
+    found = installed("streamload")
+    print(json.dumps({"version": found}) if as_json else found)
 
 
 def _print_version(asked: bool) -> None:
@@ -41,12 +45,26 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     _: Annotated[
         bool,
         typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
     ] = False,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(help="Of the logs, which go to stderr: text, or a JSON object a line. For any command."),
+    ] = LogFormat.text,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(
+            help="The least that is logged. None: info for the daemon, warning for other commands.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Options before the command."""
+    """Options before the command; those of logs may stand after it, too."""
+    usual = LogLevel.info if context.invoked_subcommand == "daemon" else LogLevel.warning
+    log_to_stderr(log_format, log_level or usual)
 
 
 for command in (bench, daemon, doctor, pack, version, warm):
@@ -58,7 +76,9 @@ app.add_typer(features, name="features")
 def main() -> None:
     """Run the command line."""
     try:
-        app()
+        app(flags_first(sys.argv[1:]))
     except (StreamloadError, OSError) as exc:
-        print(f"streamload: {' '.join(str(exc).split())}", file=sys.stderr)
+        report_failure(" ".join(str(exc).split()))
         sys.exit(2)
+    finally:
+        stop_logging()

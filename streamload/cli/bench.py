@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamload.cli.logs import progress_console
 from streamload.cli.options import StorageOptions, storage_options_of
 from streamload.errors import OptionError
 
@@ -35,7 +36,12 @@ def bench(
         float | None, typer.Option(min=0.0, help="Duration of your training step, to compare with.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the whole report to a file.")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Also write the whole report to a file; '-': print it, and nothing else.",
+        ),
     ] = None,
     cache_dir: Annotated[
         str | None, typer.Option(help="The cache whose disk is measured; nothing stays in it.")
@@ -63,16 +69,21 @@ def bench(
         cache_dir=cache_dir,
         storage_options=storage_options_of(storage_options),
     )
+    is_printed = json_file == Path("-")
     if json_file is not None and not json_file.parent.is_dir():
         raise OptionError(f"--json={json_file}: there is no folder {json_file.parent}")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit removes the temporary files
     try:
-        with Console(stderr=True).status("starting") as status:
+        with progress_console().status("starting") as status:
             report = profile(urls, options, on_step=status.update)
     finally:
         signal.signal(signal.SIGTERM, before)
+    text = json.dumps(report.as_dict(), indent=1)
+    if is_printed:
+        print(text)
+        return
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        json_file.write_text(f"{text}\n")
     show(report, Console())
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamload.cli.logs import logger, progress_console
 from streamload.cli.options import (
     AsJson,
     CacheDir,
@@ -107,8 +110,6 @@ def daemon(
     if urls == ["status"]:
         show_status(listen or DEFAULT_LISTEN, as_json)
         return
-    if as_json:
-        raise OptionError("--json is for `streamload daemon status`")
     given = ServiceOptions(
         urls=tuple(urls or ()),
         runs=tuple(run or ()),
@@ -132,18 +133,21 @@ def daemon(
         ray_cpus=ray_cpus,
         listen=listen,
     )
-    serve(given)
+    serve(given, as_json)
 
 
-def serve(given: ServiceOptions) -> None:
+def serve(given: ServiceOptions, as_json: bool = False) -> None:
     """Run a daemon to its end, and print how it ended.
 
     Raises:
         typer.Exit: with 1 if `--once` could not hold a shard.
     """
     status = run_to_end(given)
-    print(_line(status))
-    print_failures(status)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(status)))
+    else:
+        print(_line(status))
+        print_failures(status)
     if given.once and not status.notice and (status.failed or not status.is_complete):
         raise typer.Exit(1)
 
@@ -170,8 +174,6 @@ def show_status(listen: str, as_json: bool = False) -> None:
     Raises:
         OptionError: no daemon answers there.
     """
-    import json
-
     import urllib3
 
     from streamload.daemon.status_server import listen_at, url_at
@@ -204,12 +206,10 @@ def show_status(listen: str, as_json: bool = False) -> None:
 
 @contextlib.contextmanager
 def _shown(service: Service) -> Iterator[None]:
-    """Show a daemon's status: a bar on a terminal, else a line every ten seconds."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    """Show a daemon's status: a bar on a terminal, else lines of the log, ten seconds apart."""
+    console = progress_console()
     ended = threading.Event()
-    show = _bar if console.is_terminal else _lines
+    show = _bar if console.is_terminal and not console.quiet else _lines
     thread = threading.Thread(target=show, args=(service.status, ended, console), name="streamload-show")
     thread.start()
     try:
@@ -230,12 +230,12 @@ def _bar(status: Callable[[], Status], ended: threading.Event, console: Any) -> 
             bar.update(task, total=now.wanted or None, completed=now.held, description=_short(now))
 
 
-def _lines(status: Callable[[], Status], ended: threading.Event, console: Any) -> None:
+def _lines(status: Callable[[], Status], ended: threading.Event, _: Any) -> None:
     last = ""
     while not ended.wait(_PLAIN_SECONDS):
         line = _line(status())
         if line != last:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            logger.info("%s", line)
             last = line
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from streamload.cli.logs import progress_console
 from streamload.cli.options import AsJson
 from streamload.errors import OptionError
 
@@ -169,11 +170,10 @@ def _with_bar(pairs: Iterator[Pair]) -> Iterator[Pair]:
     if not sys.stderr.isatty():
         yield from pairs
         return
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.completed:,} samples packed"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=progress_console()) as bar:
         task = bar.add_task("", total=None)
         for pair in pairs:
             yield pair

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamload.cli.logs import progress_console
 from streamload.cli.options import (
     AsJson,
     Cache,
@@ -90,11 +91,8 @@ def warm(
     if ray is not None:
         if facts:
             raise OptionError("--facts are kept in a node's own cache, which --ray doesn't fill")
-        if as_json:
-            raise OptionError("--json is for a warm-up by this process, without --ray")
-        _warm_by_ray(
-            urls, [cache, memory_size], **common, ray=ray, ray_cpus=ray_cpus, concurrency=concurrency
-        )
+        by_ray: dict[str, Any] = {"ray": ray, "ray_cpus": ray_cpus, "concurrency": concurrency}
+        _warm_by_ray(urls, [cache, memory_size], as_json, **common, **by_ray)
         return
     from streamload.cache.locks import allow_many_files
     from streamload.daemon.warm import warm as fill
@@ -167,6 +165,7 @@ def _print(report: "WarmReport") -> None:
 def _warm_by_ray(
     urls: list[str],
     of_this_node: list[str | None],
+    as_json: bool,
     *,
     write_back: bool | None,
     **options: Any,  # of ServiceOptions
@@ -178,7 +177,8 @@ def _warm_by_ray(
         raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
     if write_back is False:
         raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
-    serve(ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options))
+    given = ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options)
+    serve(given, as_json)
 
 
 class _Bar:
@@ -208,7 +208,6 @@ class _Bar:
 
 
 def _drawn_bar() -> "tuple[Progress, TaskID]":
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -217,6 +216,6 @@ def _drawn_bar() -> "tuple[Progress, TaskID]":
         TextColumn("shards, {task.description}"),
         TimeElapsedColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Progress(*columns, console=progress_console())
     bar.start()
     return bar, bar.add_task("connecting", total=None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.cache.options import AsJson, CacheDir, print_foreign, tier_at
+from streamload.cli.logs import progress_console
 from streamload.cli.options import StorageOptions, storage_options_of
 
 if TYPE_CHECKING:
@@ -89,13 +90,12 @@ def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]
 
 def _read_all(tier: "Tier", known: "dict[str, Shard]", jobs: int, *, take_out: bool) -> _Tally:
     """Verify all shards, with a progress bar on a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from streamload.cache.verify import verify as look_at_all
     from streamload.metrics import format_bytes
 
-    console = Console(stderr=True)
+    console = progress_console()
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from streamload.cli.features.options import SHORT, AsJson, Directory, root_of
+from streamload.cli.logs import progress_console
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +49,6 @@ def verify(
 
 def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
     """Verify all rows, with a progress line on a terminal."""
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from streamload.derived.row_catalog import open_catalog
@@ -56,7 +56,7 @@ def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
     from streamload.derived.row_upkeep import verify as look_at_all
     from streamload.metrics import format_bytes
 
-    console = Console(stderr=True)
+    console = progress_console()
     found = Verified()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (

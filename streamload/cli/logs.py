@@ -1,0 +1,139 @@
+"""Logs of the command line on stderr: text or JSON lines, with times in UTC and levels.
+
+Results are printed on stdout by the commands themselves. A training's logs are its own: nothing here is
+imported by it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import datetime, timezone
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from streamload.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger("streamload")
+
+_FLAGS = ("--log-format", "--log-level")
+
+
+class LogFormat(str, Enum):
+    """The values of --log-format."""
+
+    text = "text"
+    json = "json"
+
+
+class LogLevel(str, Enum):
+    """The values of --log-level."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Writes to the sys.stderr of the moment: a progress bar on a terminal replaces it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
+class _TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z WARNING the message`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = [f"{_time_of(record)} {record.levelname} {printable(record.getMessage())}"]
+        return "\n".join([*lines, *filter(None, [_traceback_of(record)])])
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, pid and message, and traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, Any] = {
+            "time": _time_of(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        traceback = _traceback_of(record)
+        return json.dumps(said | ({"traceback": traceback} if traceback else {}))
+
+
+_HANDLER = _StderrHandler()
+
+
+def log_to_stderr(form: LogFormat, level: LogLevel) -> None:
+    """Write logs to stderr from now on; those of other libraries from warnings on. Idempotent.
+
+    Args:
+        level: of streamload's own.
+    """
+    _HANDLER.setFormatter(_JsonFormatter() if form is LogFormat.json else _TextFormatter())
+    logging.getLogger().addHandler(_HANDLER)
+    logger.setLevel(level.value.upper())
+    logging.captureWarnings(form is LogFormat.json)
+
+
+def stop_logging() -> None:
+    """Undo log_to_stderr: the caller of main() may go on. Idempotent."""
+    logging.getLogger().removeHandler(_HANDLER)
+    logger.setLevel(logging.NOTSET)
+    logging.captureWarnings(False)
+
+
+def report_failure(message: str) -> None:
+    """Say in one line on stderr why a command failed."""
+    if writes_json():
+        logger.error("%s", message)
+    else:
+        print(f"streamload: {message}", file=sys.stderr)
+
+
+def writes_json() -> bool:
+    """Whether stderr gets JSON lines, and nothing else."""
+    return isinstance(_HANDLER.formatter, _JsonFormatter)
+
+
+def progress_console() -> Console:
+    """Where progress is shown: stderr, or nowhere if that gets JSON lines."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=writes_json())
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The arguments with --log-format and --log-level before the command: they may stand anywhere."""
+    first: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            rest += [word, *words]
+        elif word in _FLAGS:
+            first += [word, *([value] if (value := next(words, None)) is not None else [])]
+        else:
+            (first if word.startswith(tuple(f"{flag}=" for flag in _FLAGS)) else rest).append(word)
+    return [*first, *rest]
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    time = datetime.fromtimestamp(record.created, timezone.utc)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _traceback_of(record: logging.LogRecord) -> str:
+    return logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
