@@ -106,15 +106,30 @@ def stats() -> str:
     longer = _section(metrics.Snapshot, "Attributes")
     rows = []
     for field in dataclasses.fields(metrics.Snapshot):
-        counter = field.name.replace("seconds_to_first_batch", "first_batch_ns")
-        said = [
-            metrics.COUNTERS.get(counter) or metrics.COUNTERS.get(counter.replace("_seconds", "_ns")),
-            longer.get(field.name),
-        ]
+        name = field.name.replace("seconds_to_first_batch", "first_batch_ns")
+        counter = metrics.ROWS.get(name) or metrics.ROWS.get(name.replace("_seconds", "_ns"))
+        said = [longer.get(field.name)] if counter is None else [counter.help, *_extremes(counter)]
         rows.append([f"`{field.name}`", "; ".join(_markdown(one).rstrip(".") for one in said if one)])
     causes = [[f"`{cause}`", _markdown(why)] for cause, why in metrics.CAUSES.items()]
     head = "## Causes\n\nThe keys of `samples_skipped` and `samples_replaced`."
     return "\n\n".join([_table(["field", "meaning"], rows), head, _table(["cause", "meaning"], causes)])
+
+
+def _extremes(metric: Any) -> list[str]:
+    """What values near 0, and near the maximum, mean."""
+    return [
+        f"{which} {meaning}" for which, meaning in (("near 0:", metric.low), ("near", metric.high)) if meaning
+    ]
+
+
+def exported() -> str:
+    """Each metric that is published beside a run, and exported."""
+    rows = []
+    for metric in (*metrics.METRICS, *metrics.GIVEN):
+        labels = "".join(f", `{label}`" for label in metric.labels).removeprefix(", ")
+        said = [metric.help, *_extremes(metric)]
+        rows.append([f"`{metric.name}`", metric.kind, labels, "; ".join(_markdown(one) for one in said)])
+    return _table(["metric", "kind", "labels", "meaning"], rows)
 
 
 def error_tree() -> str:
@@ -143,6 +158,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "variables": variables,
     "commands": commands,
     "stats": stats,
+    "metrics": exported,
     "errors": error_tree,
 }
 

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.metrics import CAUSES, COUNTERS, WIDTH, Counters, Snapshot, format_bytes
+from streamload.metrics import (
+    CAUSES,
+    COUNTERS,
+    GIVEN,
+    METRICS,
+    WIDTH,
+    Counters,
+    Snapshot,
+    format_bytes,
+)
+from streamload.metrics.gauges import Gauges
+from streamload.metrics.registry import BUCKET_NS
 
 
 @given(
@@ -148,3 +159,55 @@ def test_a_snapshot_reads_as_text():
 )
 def test_bytes_are_shown_in_thousands(number, expected):
     assert format_bytes(number) == expected
+
+
+@given(st.lists(st.integers(0, 1 << 45), max_size=30))
+def test_a_wait_is_counted_in_the_bucket_whose_bound_is_the_first_above_it(waits):
+    counters = Counters()
+    for waited_ns in waits:
+        counters.observe_wait(waited_ns)
+    buckets = counters.snapshot().wait_buckets
+    bounds = [BUCKET_NS << place for place in range(len(buckets) - 1)]
+    assert sum(buckets) == len(waits)
+    for place, bound in enumerate(bounds):
+        assert sum(buckets[: place + 1]) == sum(waited_ns < bound for waited_ns in waits)
+
+
+def test_every_metric_has_its_own_name_and_labels_that_tell_its_rows_apart():
+    names = [metric.name for metric in (*METRICS, *GIVEN)]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        labels = [row.labels for row in metric.rows]
+        assert len(set(labels)) == len(labels) > 0
+        assert {len(each) for each in labels} == {len(metric.labels)}
+        assert all(row.name.endswith("_ns") == (metric.unit == "seconds") for row in metric.rows)
+    assert len(COUNTERS) == sum(len(metric.rows) for metric in METRICS)
+
+
+def test_since_keeps_what_is_ready_now_and_takes_buckets_apart():
+    counters = Counters()
+    counters.observe_wait(1)
+    counters.set("ready_batches", 3)
+    earlier = counters.snapshot()
+    counters.observe_wait(1)
+    later = counters.snapshot().since(earlier)
+    assert (later.ready_batches, later.wait_buckets[0]) == (3, 1)
+
+
+def test_a_gauge_keeps_its_last_value_by_labels_and_loses_one_that_is_no_number():
+    gauges = Gauges()
+    gauges.set("source_loss", 2.5, "a")
+    gauges.set("source_loss", 1.5, "a")
+    gauges.set("source_loss", 0.5, "b")
+    gauges.set("source_loss", float("nan"), "b")
+    gauges.set("epoch", 3)
+    assert gauges.values() == {"source_loss": {("a",): 1.5}, "epoch": {(): 3.0}}
+
+
+def test_a_gauge_of_an_unknown_metric_or_with_other_labels_fails():
+    with pytest.raises(KeyError, match="source_mood"):
+        Gauges().set("source_mood", 1.0)
+    with pytest.raises(ValueError, match="1 labels"):
+        Gauges().set("source_loss", 1.0)
+    with pytest.raises(ValueError, match="origin_bytes"):
+        Gauges().set("origin_bytes", 1.0)
