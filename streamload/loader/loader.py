@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from streamload.device import Feed, feed_for
-from streamload.errors import OrderDiverged
+from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
+from streamload.loader.batch_info import BatchInfo
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, report_data_wait
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
@@ -255,6 +256,28 @@ class Loader(DataLoaderInterface):
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
         return self._outputs.microbatches(batch)
+
+    @property
+    def info(self) -> BatchInfo:
+        """What is known of the batch that was yielded last: its rows' sources, weights, keys, its size.
+
+        Raises:
+            OptionError: no batch was yielded yet.
+        """
+        if self._outputs.last is None:
+            raise OptionError("loader.info is that of the last batch, and none was yielded yet")
+        return self._outputs.last
+
+    def info_of(self, batch: Any) -> BatchInfo:
+        """What is known of a batch that the training loop still holds.
+
+        Args:
+            batch: as this loader yielded it.
+
+        Raises:
+            OptionError: it is another one, or one without tensors.
+        """
+        return self._outputs.info_of(batch)
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from streamload.derived.feature_rows import FeatureRows
 from streamload.errors import OptionError, add_note
 from streamload.loader.part_size import PartSizer
 
+K = TypeVar("K")
 _PATCHES = ("patches", "patch_coord", "patch_valid")
 _MOST_WIDTHS = 16
 """Widths of parts where captions or images vary; where both do, a quarter and a half of it: 32 shapes."""
@@ -183,33 +184,26 @@ class Microbatches:
             self._used = None
 
 
-class YieldedBatches:
+class YieldedBatches(Generic[K]):
     """What is known of the batches that the training loop still holds, found by their tensors."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Yielded]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], K]] = {}
 
-    def add(self, batch: Any, yielded: Yielded) -> None:
+    def add(self, batch: Any, known: K) -> None:
         """Remember a batch as long as its first tensor lives."""
         for tensor in _tensors(batch):
             gone = functools.partial(_forget, self._known, id(tensor))
-            self._known[id(tensor)] = weakref.ref(tensor, gone), yielded
+            self._known[id(tensor)] = weakref.ref(tensor, gone), known
             return
 
-    def find(self, batch: Any) -> Yielded:
-        """What is known of a batch.
-
-        Raises:
-            OptionError: it isn't one that this loader yielded.
-        """
+    def find(self, batch: Any) -> K | None:
+        """What is known of a batch; None if it isn't one that was added."""
         for tensor in _tensors(batch):
             found = self._known.get(id(tensor))
             if found is not None and found[0]() is tensor:
                 return found[1]
-        raise OptionError(
-            "microbatches() takes a batch as this loader yielded it, with tensors: to have it on a device, "
-            "give make_loader device=, or copy each part there"
-        )
+        return None
 
 
 def _forget(known: dict[int, Any], place: int, _: object) -> None:

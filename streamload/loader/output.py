@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from streamload.batches.collate import unnamed
 from streamload.derived.feature_rows import FeatureRows
 from streamload.device import memory_of
 from streamload.errors import OptionError
+from streamload.loader.batch_info import BatchInfo
 from streamload.loader.distributed import gather
 from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions
@@ -29,13 +32,18 @@ class Outputs:
         options: of the loader.
         schedule: of its epochs; its ranks agree on the size of parts.
 
+    Attributes:
+        last: what is known of the last batch; None before the first.
+
     Raises:
         OptionError: `microbatch="auto"` on a device whose memory can't be read.
     """
 
     def __init__(self, options: LoaderOptions, schedule: Schedule):
         self._options, self._schedule = options, schedule
-        self._yielded = YieldedBatches()
+        self._sources = tuple(source.name for source in options.sources)
+        self._known = YieldedBatches[BatchInfo]()
+        self.last: BatchInfo | None = None
         self._sizer: PartSizer | None = None
         if options.batches.microbatch == "auto":
             self._sizer = PartSizer(_device_memory(options), self._least)
@@ -57,12 +65,30 @@ class Outputs:
         names = (*values, *features)
         if self._options.images.patches is not None:  # they are one value
             names = ("image", *(name for name in names if name not in NAMES))
+        shapes = {name: tuple(one.shape) for name, one in values.items() if isinstance(one, torch.Tensor)}
+        device = next((one.device for one in values.values() if isinstance(one, torch.Tensor)), None)
         widths = batch.widths
         if widths is not None and self._options.output == "hf":
             widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
         output = self._shaped(values, features, extra if self._options.with_keys else {})
-        self._yielded.add(output, Yielded(step, batch.samples, names, widths, keys))
+        yielded = Yielded(step, batch.samples, names, widths, keys)
+        self.last = BatchInfo(yielded, self._sources, batch.seats, shapes, device)
+        self._known.add(output, self.last)
         return output
+
+    def info_of(self, batch: Any) -> BatchInfo:
+        """What is known of a batch that `form` returned.
+
+        Raises:
+            OptionError: it is another one, or one without tensors.
+        """
+        found = self._known.find(batch)
+        if found is None:
+            raise OptionError(
+                "expected a batch as this loader yielded it, with tensors: to have it on a device, give "
+                "make_loader device=, or copy each part there"
+            )
+        return found
 
     def microbatches(self, batch: Any) -> Microbatches:
         """The parts of a batch that `form` returned.
@@ -70,7 +96,7 @@ class Outputs:
         Raises:
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
-        known, patches = self._yielded.find(batch), self._options.images.patches
+        known, patches = self.info_of(batch).yielded, self._options.images.patches
         rows, longest = self._options.batches.microbatch, max(patches.seq_lens) if patches else 0
         self._parts = Microbatches(
             batch, known, self._sizer if rows == "auto" else rows, longest, self._options.batches.max_tokens

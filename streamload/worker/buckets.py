@@ -158,7 +158,7 @@ class PlannedStep:
     Attributes:
         position: the global position where it begins.
         groups: those that the rank reads in it, with how many samples of each.
-        taken: how many samples it computes, by source; valid after `visits`.
+        seats: int64[size]: the source of each sample; valid after `visits`.
         bounds: int32[N, 2], for each row the most tokens of text and image of that row on any rank; valid
             after `visits`.
     """
@@ -167,7 +167,7 @@ class PlannedStep:
     planner: BlockPlanner
     position: int
     groups: dict[int, int]
-    taken: list[int] = field(default_factory=list)
+    seats: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     bounds: npt.NDArray[np.int32] | None = None
     _wait: Wait = field(default_factory=Wait)
 
@@ -189,7 +189,7 @@ class PlannedStep:
         rows = np.concatenate([rows for rows, _ in parts])[order]
         assert self.config.bucketing is not None
         self.bounds = self.config.bucketing.rounded(np.concatenate([most for _, most in parts])[order])
-        self.taken = np.bincount(rows[:, 0], minlength=len(self.config.sources)).tolist()
+        self.seats = rows[:, 0]
         yield [
             Visit(source, pass_, shard, number, (tokens, patches))
             for (source, pass_, shard, number), (tokens, patches) in zip(

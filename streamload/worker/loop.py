@@ -41,6 +41,7 @@ from streamload.worker import process
 from streamload.worker.blocked import Superseded
 from streamload.worker.buckets import PlannedStep
 from streamload.worker.messages import (
+    SEAT,
     Batch,
     EpochStart,
     SealedStates,
@@ -167,10 +168,12 @@ class WorkerLoop:
                 if self._config.with_keys:
                     values |= origins
                 samples, stop = len(origins["__key__"]), sampler.steps.begin(number + 1)
-                blocked = self._reader.blocked()
+                blocked, seats = self._reader.blocked(), step.seats
+                taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
+                packed = seats.astype(SEAT).tobytes() if len(taken) > 1 else b""
                 yield Batch(
-                    values, position, stop, states, skipped, spans, samples, step.taken, start.generation,
-                    blocked, widths,
+                    values, position, stop, states, skipped, spans, samples, taken, start.generation,
+                    blocked, widths, packed,
                 )  # fmt: skip
         except Superseded:
             return

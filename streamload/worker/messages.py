@@ -146,6 +146,10 @@ class Bucketing:
         return room
 
 
+SEAT = np.dtype("<i4")
+"""The source of a row, as batches carry it."""
+
+
 class Visit(NamedTuple):
     """One use of one sample.
 
@@ -355,3 +359,5 @@ class Batch(NamedTuple):
     """The shards that the training loop waited for, and for how many nanoseconds."""
     widths: RowWidths | None = None
     """The columns that each row needs; None: all of them."""
+    seats: bytes = b""
+    """SEAT[samples]: the source of each row; empty: there is one source."""

@@ -136,11 +136,9 @@ class Step:
         return None if bucketing is None else bucketing.any_row(self.size)
 
     @property
-    def taken(self) -> list[int]:
-        """The same by source."""
-        seats = np.concatenate([part.seats for part in self.parts])
-        taken: list[int] = np.bincount(seats, minlength=len(self.config.sources)).tolist()
-        return taken
+    def seats(self) -> npt.NDArray[np.int64]:
+        """The source of each sample: int64[size]."""
+        return np.concatenate([part.seats for part in self.parts])
 
     def visits(self) -> Iterator[list[Visit] | None]:
         """The samples, in parts as they become known; fewer where the sequence ends.

@@ -1,0 +1,110 @@
+"""What the loader knows of a batch that it yielded: where its rows come from, their weights, its size.
+
+Nothing is computed, and nothing goes to the device, before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamload.errors import OptionError
+from streamload.loader.microbatches import Yielded
+from streamload.worker import SEAT
+
+
+class BatchInfo:
+    """What is known of a batch.
+
+    Args:
+        yielded: its rows, and the columns that each needs.
+        sources: the names of all sources.
+        seats: SEAT[N] as bytes: the source of each row; empty: there is one source.
+        shapes: of its tensors, by the names that they have in `output="dict"`.
+        device: of its tensors.
+        source_weights: of the rows of each source; None: 1.
+
+    Attributes:
+        step: its number in the epoch, from 0.
+        rows: its number of rows.
+        sources: the names of all sources; `source` has their indexes.
+        shapes: of its tensors, padding included, by name.
+        source_weights: the weight that rows have by their source; None: 1.
+    """
+
+    def __init__(
+        self,
+        yielded: Yielded,
+        sources: tuple[str, ...] = (),
+        seats: bytes = b"",
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        device: torch.device | None = None,
+        source_weights: Sequence[float] | None = None,
+    ):
+        self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
+        self.shapes, self.source_weights = shapes or {}, source_weights
+        self._yielded, self._seats, self._device = yielded, seats, device
+
+    def __repr__(self) -> str:
+        return f"<BatchInfo step {self.step}, {self.rows} rows, {self.tokens or self.shapes}>"
+
+    @property
+    def seats(self) -> npt.NDArray[np.int32]:
+        """The source of each row, in host memory: int32[N]."""
+        return np.frombuffer(self._seats, SEAT) if self._seats else np.zeros(self.rows, SEAT)
+
+    @cached_property
+    def source(self) -> torch.Tensor:
+        """The source of each row, as its index in `sources`: int64[N], on the batch's device."""
+        return self._on_device(torch.from_numpy(self.seats.astype(np.int64)))
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """The weight of each row in the loss: float32[N], on the batch's device; 1 by default."""
+        if self.source_weights is None:
+            return self._on_device(torch.ones(self.rows))
+        by_source = np.asarray(self.source_weights, np.float32)
+        return self._on_device(torch.from_numpy(by_source[self.seats]))
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The `__key__` of each row.
+
+        Raises:
+            OptionError: they weren't asked for; then workers don't send them.
+        """
+        if len(self._yielded.keys) != self.rows:
+            raise OptionError("the keys of a batch's rows come with it if make_loader has with_keys=True")
+        return self._yielded.keys
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """What rows have without padding: ids as "text", patches as "image"; what isn't known is left out.
+
+        With bucketing, the room that a row has on all ranks. Captions of a fixed length count in full.
+        """
+        widths, found = self._yielded.widths, {}
+        if widths is None:
+            shape = self.shapes.get("text", ())
+            return {"text": shape[0] * shape[1]} if len(shape) == 2 else {}
+        for name, column, full in zip(("text", "image"), widths.bounds.T, widths.full, strict=True):
+            if full:
+                found[name] = int(column.sum())
+        return found
+
+    @property
+    def yielded(self) -> Yielded:
+        """What microbatches are cut by."""
+        return self._yielded
+
+    def _on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the batch's device, for which the processor doesn't wait."""
+        if self._device is None or self._device.type == "cpu":
+            return values
+        if self._device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self._device, non_blocking=True)
