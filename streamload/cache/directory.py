@@ -6,7 +6,7 @@
     shards/<digest>/          a published shard: the same directory, renamed
     bare/<digest>/            index-only: the data had no space, its samples are read from the origin
     gone/<digest>/            the tombstone of a shard that was given up, with the samples before the failure
-    runs/                     which shards the live runs will read (cache/demand.py)
+    runs/                     what the live runs will read (cache/demand.py); their metrics (cache/runs.py)
     trash/                    being deleted
 
 Anything with another name was not made here and is never touched.

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.cache import demand
+from streamload.cache import demand, runs
 from streamload.cache.directory import bytes_below
 from streamload.cache.eviction import HeldShard
 from streamload.cache.fill import can_be_taken_over
@@ -175,6 +175,7 @@ class _Sweep:
             for path in [
                 *demand.files(self._tier.root / "runs"),
                 *demand.version_logs(self._tier.root / "runs"),
+                *runs.files(self._tier.root),
             ]:
                 dead = FileLock.acquire(path)
                 if dead is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from streamload.cache import demand
+from streamload.cache import demand, runs
 from streamload.cache.directory import KINDS, bytes_below
 from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
@@ -160,7 +160,11 @@ def foreign(tier: Tier) -> Iterator[Foreign]:
         for path in _listed(tier.root / kind):
             strange = list(_judge(path, KINDS[kind].fullmatch(path.name) is not None, stat.S_ISDIR))
             yield from strange or (foreign_in(path) if kind != "trash" else ())
-    own = {*demand.files(tier.root / "runs"), *demand.version_logs(tier.root / "runs")}
+    own = {
+        *demand.files(tier.root / "runs"),
+        *demand.version_logs(tier.root / "runs"),
+        *runs.files(tier.root),
+    }
     for path in _listed(tier.root / "runs"):
         yield from _judge(path, path in own, stat.S_ISREG)
 
