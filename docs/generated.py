@@ -40,6 +40,7 @@ _OF_A_LOADER = (
     "load_state_dict",
     "set_weights",
     "stats",
+    "trace",
     "skipped",
     "close",
     "num_batches",

@@ -83,11 +83,13 @@ class ControlBlock:
     Attributes:
         order: what to produce; a worker that follows an older generation stops.
         changes: of the sources' shares, since the order was written.
+        tracing: the `folder` for spans while a trace runs; "" when it has ended.
     """
 
     def __init__(self, writers: int, sources: int = 1):
         self.order = SharedJson()
         self.changes = SharedJson()
+        self.tracing = SharedJson()
         self._counters = SharedArray((writers, WIDTH), torch.int64)
         self._by_source = SharedArray((writers, sources, 2), torch.int64)
         self._wanted = SharedArray((1,), torch.float64)

@@ -29,6 +29,7 @@ from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
+from streamload.loader.trace import Trace
 from streamload.loader.worker_config import counted_samples
 from streamload.metrics import Counters, Snapshot, total
 from streamload.worker import Batch, EpochStart, SkippedSample
@@ -55,6 +56,7 @@ class Loader(DataLoaderInterface):
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
         self._outputs = Outputs(options, self._schedule)
+        self._trace: Trace | None = None  # while one runs
         self._reset_process()
 
     def __repr__(self) -> str:
@@ -285,6 +287,21 @@ class Loader(DataLoaderInterface):
         by_source = dict(zip(names, self._control.by_source.sum(axis=0), strict=True))
         return Snapshot.of(self._control.counters, by_source, self._waits.worst())
 
+    def trace(self, steps: int = 20) -> Trace:
+        """Record what the workers and the fills of this rank do, from now on for a number of steps.
+
+        `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
+        own: batches, waits for bytes and fills of each worker, and the data waits of the training.
+
+        Args:
+            steps: batches that the training loop takes until the recording ends.
+        """
+        at_least(1, steps=steps)
+        if self._trace is not None:
+            self._trace.stop()
+        self._trace = Trace(self._control, steps)
+        return self._trace
+
     def close(self) -> None:
         """End the workers and release the cache. Idempotent; the loader can be iterated again.
 
@@ -313,6 +330,8 @@ class Loader(DataLoaderInterface):
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
         self._schedule.tracker.advance(batch.stop, batch.groups)
         self._step += 1
+        if self._trace is not None and self._trace.took():
+            self._trace = None
         self._checks.count_skipped(batch)
         self._check_shards()
         if not batch.samples:
@@ -341,6 +360,8 @@ class Loader(DataLoaderInterface):
             self._control.want(False)
             self.waited_ns = waited_ns = int((time.monotonic() - since) * 1e9)
             self._counts.add("data_wait_ns", waited_ns)
+            if self._trace is not None:
+                self._trace.waited(waited_ns)
         if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ class FillResult:
         filled: what this look has filled and published: the shard, or its prepared form. None: nothing.
         directory: where that is.
         error: why the shard can't be fetched, if no tombstone says so.
+        began_ns: when the transfer began, since the epoch; 0: there was none.
     """
 
     shard: Shard
@@ -81,6 +83,7 @@ class FillResult:
     filled: Shard | None = None
     directory: Path | None = None
     error: StreamloadError | None = None
+    began_ns: int = 0
 
 
 class _Look(NamedTuple):
@@ -282,6 +285,7 @@ class Prefetcher:
         self, mode: StorageMode, shard: Shard, form: Shard, part: Part, opened: contextlib.ExitStack
     ) -> float:
         """Fill a claimed part; the caller closes what it opens."""
+        began_ns = time.time_ns()
         try:
             with self._heartbeat.of(part, form.digest):
                 outcome = fill(
@@ -302,7 +306,7 @@ class Prefetcher:
                 raise
             self._sink(FillResult(shard, Filled.GAVE_UP, error=error))
             return self._options.retry_seconds
-        return self._after_fill(mode, shard, form, outcome)
+        return self._after_fill(mode, shard, form, outcome, began_ns)
 
     def _is_refused(self, mode: StorageMode, shard: Shard, form: Shard, waits: bool) -> bool:
         """Note whether a fill waits for room; True: it is to end, and start again in another way."""
@@ -310,7 +314,9 @@ class Prefetcher:
             self.store_unprepared(shard)  # rather than wait: what it takes more isn't needed
         return self._fallback.note(shard, mode, waits) or form.digest in self._unprepared
 
-    def _after_fill(self, mode: StorageMode, shard: Shard, form: Shard, outcome: Outcome) -> float:
+    def _after_fill(
+        self, mode: StorageMode, shard: Shard, form: Shard, outcome: Outcome, began_ns: int
+    ) -> float:
         """Note and report how a fill ended."""
         if outcome.tombstone is not None:
             self._tombstones.append(outcome.tombstone)
@@ -327,7 +333,7 @@ class Prefetcher:
         if outcome.result is Filled.PUBLISHED and not mode.index_only:
             self._counts.add("shards_published")
             filled, directory = form, mode.tier.published(form.digest)
-        self._sink(FillResult(shard, outcome.result, filled, directory))
+        self._sink(FillResult(shard, outcome.result, filled, directory, began_ns=began_ns))
         return _NO_ROOM_SECONDS if is_refused else _HELD_SECONDS
 
     def _form(self, mode: StorageMode, shard: Shard) -> Shard:

@@ -10,6 +10,7 @@ from streamload.worker.messages import (
     SourceOrder,
     WorkerConfig,
 )
+from streamload.worker.spans import Spans
 
 __all__ = [
     "SEAT",
@@ -18,6 +19,7 @@ __all__ = [
     "EpochStart",
     "SkippedSample",
     "SourceOrder",
+    "Spans",
     "StreamDataset",
     "WorkerConfig",
 ]

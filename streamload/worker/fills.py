@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Collection, Container, Iterable
 
 from streamload.cache.fallback_tier import FallbackTier
@@ -22,6 +23,7 @@ from streamload.prefetch.ranges import Range, Ranges
 from streamload.prefetch.scheduler import FillRequest
 from streamload.worker.feature_shards import FeatureShards
 from streamload.worker.messages import EpochStart, WorkerConfig
+from streamload.worker.spans import Spans
 
 
 class Fills:
@@ -30,15 +32,17 @@ class Fills:
     Args:
         config: what is read.
         counts: of this process.
+        spans: of its fills, while a trace runs.
 
     Attributes:
         features: derived shards, fetched and read.
         reads_ranges: whether samples have had to be read from their origin by range.
     """
 
-    def __init__(self, config: WorkerConfig, counts: Counters):
+    def __init__(self, config: WorkerConfig, counts: Counters, spans: Spans):
         self._config = config
         self._counts = counts
+        self._spans = spans
         self._closing = threading.Event()
         self.tier = _open_tier(config, counts)
         self.fallback_tier = FallbackTier(config.tier_root, counts)
@@ -125,6 +129,8 @@ class Fills:
 
     def _after_fill(self, result: FillResult) -> None:
         """Store a shard that this process has filled in the shared cache, too."""
+        if result.began_ns:
+            self._spans.add("fill", result.began_ns, time.time_ns(), shard=result.shard.name)
         if result.filled is not None and result.directory is not None:
             self._sharing.published(result.filled, result.directory)
 

@@ -53,6 +53,7 @@ from streamload.worker.messages import (
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
 from streamload.worker.sampler import Sampler, Step
+from streamload.worker.spans import Spans
 
 _READ_AHEAD_BYTES = 16 << 20
 """About the most bytes of a batch's samples that are read in advance."""
@@ -125,7 +126,8 @@ class WorkerLoop:
         self._control = control
         self._worker, self._workers = worker, workers
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
-        self._reader = Reader(config, control, self._counts, worker, workers)
+        self._spans = Spans(control, f"worker {worker}" if workers else "training")
+        self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
         self._slots = buffers
         self._replacements = Replacements(config, self._reader)
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
@@ -154,7 +156,8 @@ class WorkerLoop:
                     later = sampler.steps.begin(number + (self._workers or 1))
                     self._reader.want_ranges(sampler.coming(later))
                 seq_len = self._seq_len(sampler.steps, start.epoch, position)
-                made = self._make(begin, start.epoch, seq_len, step)  # B, C, D while F, G go on; H, I, J
+                with self._spans.of(f"batch {number}"):
+                    made = self._make(begin, start.epoch, seq_len, step)  # B, C, D while F, G go on; H, I, J
                 if made is None:
                     self._check_end(number, start)
                     return

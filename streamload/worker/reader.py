@@ -33,6 +33,7 @@ from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.progress import ProgressPublisher
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
+from streamload.worker.spans import Spans
 
 logger = logging.getLogger("streamload")
 
@@ -50,17 +51,25 @@ class Reader:
         config: what is read.
         control: shows whether the training loop waits, and whether another epoch was started.
         counts: of this process.
+        spans: of this process, while a trace runs.
         worker, workers: the index of this process among how many; 0 workers: the rank itself.
     """
 
     def __init__(
-        self, config: WorkerConfig, control: ControlBlock, counts: Counters, worker: int, workers: int
+        self,
+        config: WorkerConfig,
+        control: ControlBlock,
+        counts: Counters,
+        spans: Spans,
+        worker: int,
+        workers: int,
     ):
         self._parent = os.getppid() if workers else None
         self._config = config
         self._control = control
         self._counts = counts
-        self._fills = Fills(config, counts)
+        self._spans = spans
+        self._fills = Fills(config, counts, spans)
         self.feature_rows = self._fills.features.rows
         self._reads_only_features = config.assembly.reads_only_features
         self._tier = self._fills.tier
@@ -303,6 +312,9 @@ class Reader:
         began = time.monotonic_ns()
         time.sleep(poll_seconds(blocked))
         waited_ns = time.monotonic_ns() - began
+        if self._spans.is_on:
+            now_ns, shard = time.time_ns(), self._config.shards[needed[0]].name if needed else ""
+            self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
         self._counts.add("bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
         if needed and self._control.wanted_seconds():
