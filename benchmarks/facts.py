@@ -37,8 +37,9 @@ from benchmarks.contenders.workload import versions
 from streamload.batches.facts import read_facts
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fill import fill
+from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList, shard_of
-from streamload.cache.shard_cache import Selection, ShardCache
+from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin

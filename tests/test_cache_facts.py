@@ -22,8 +22,9 @@ from streamload.cache.fill import Filled as FillResult
 from streamload.cache.fill import fill
 from streamload.cache.garbage import clear, collect_garbage
 from streamload.cache.inventory import take_inventory
+from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList, shard_of
-from streamload.cache.shard_cache import Selection, ShardCache
+from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.cache.verify import verify
 from streamload.errors import DatasetChanged

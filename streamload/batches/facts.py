@@ -21,9 +21,10 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 from streamload.batches.captions import read_caption, read_number
 from streamload.batches.fact_tables import read_table
 from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
+from streamload.cache.selection import Repeat
 from streamload.derived.code import Describer
 from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, SampleError, add_note
-from streamload.shards.facts import BUILT_IN, Column, FactSample, Values, column_digest
+from streamload.shards.facts import BUILT_IN, IN_RECORDS, Column, FactSample, Values, column_digest
 from streamload.shards.keys import KeySpec
 from streamload.shards.samples import IMAGE_EXTENSIONS
 
@@ -192,6 +193,33 @@ def read_facts(
             raise OptionError(f"facts={{{name!r}: …}}; expected a name other than {', '.join(BUILT_IN)}")
         columns[name] = _column(name, fact, text_key, tokenizer)
     return columns
+
+
+def read_repeat(repeat: Any, columns: Mapping[str, Column]) -> Repeat | None:
+    """How often samples are used, from `Shards(repeat=…)`.
+
+    Args:
+        repeat: the name of a fact, a function of an entry, or a pair of one and its version; None.
+        columns: of the run.
+
+    Raises:
+        OptionError: anything else.
+    """
+    if repeat is None:
+        return None
+    if isinstance(repeat, str) and (repeat in columns or repeat in IN_RECORDS):
+        definition = columns[repeat].digest if repeat in columns else repeat
+        return Repeat(repeat, None, column_digest(["repeat", definition]))
+    if isinstance(repeat, tuple) and len(repeat) == 2 and callable(repeat[0]) and isinstance(repeat[1], str):
+        return Repeat("", repeat[0], column_digest(["repeat", "version", repeat[1]]))
+    if callable(repeat):
+        where = f"repeat={repeat!r:.60}"
+        return Repeat("", repeat, column_digest(["repeat", "function", *_described(repeat, where)]))
+    names = ", ".join(dict.fromkeys([*columns, *BUILT_IN]))
+    raise OptionError(
+        f"repeat={repeat!r:.60}; expected the name of a fact ({names}), a function of a sample's index "
+        f"entry, or a pair of a function and its version"
+    )
 
 
 def token_count(text_key: str | None, tokenizer: Any) -> Column:

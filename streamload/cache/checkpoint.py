@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from streamload.cache.selection import Numbers
 from streamload.cache.shard import version_of
-from streamload.cache.shard_cache import Numbers, ShardCache
+from streamload.cache.shard_cache import ShardCache
 from streamload.cache.shard_view import ShardView
 from streamload.errors import CacheCorrupt, DatasetChanged, OptionError
 

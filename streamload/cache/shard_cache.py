@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from streamload import errors
 from streamload.cache.facts import ShardFacts
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
+from streamload.cache.selection import Numbers, Selection
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Fetch, Found, ShardView
@@ -26,68 +27,28 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
 from streamload.origins.origin import Version
-from streamload.shards.facts import BUILT_IN, IN_RECORDS, Column, Values
+from streamload.shards.facts import IN_RECORDS, Values
 from streamload.shards.index import IndexReader
-from streamload.shards.keys import KeySpec, chosen, usable
 from streamload.shards.samples import Entry
-
-Keep = Callable[[Entry], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The samples that have the required members, and that the user's function keeps.
-
-    Attributes:
-        keys: of image, text, label: a sample must have one member for each.
-        keep: takes an entry; returning False excludes the sample. Its errors propagate.
-        reads_all: read all members of a sample, rather than those that the keys choose.
-        columns: how the facts are made that batches are planned by and `keep` reads, by name.
-    """
-
-    keys: tuple[KeySpec, ...]
-    keep: Keep | None = None
-    reads_all: bool = False
-    columns: Mapping[str, Column] = field(default_factory=dict)
-
-    @property
-    def kept_by(self) -> list[str]:
-        """The names of the facts that `keep` gets."""
-        return [] if self.keep is None else [name for name in self.columns if name not in BUILT_IN]
-
-    def needed(self, extensions: Collection[str]) -> set[str]:
-        """The members of a sample to read."""
-        return set(extensions) if self.reads_all else chosen(extensions, self.keys)
-
-    def of(
-        self, reader: IndexReader, start: int, facts: Mapping[str, Values]
-    ) -> tuple[npt.NDArray[np.bool_], int]:
-        """For each entry from `start` on whether it is used; and how many lack a required member.
-
-        Args:
-            reader: of an index.
-            start: the number of the first entry.
-            facts: of these entries, by name: those in `kept_by`.
-        """
-        mask = usable(reader, self.keys, start)
-        missing = len(mask) - int(mask.sum())
-        if self.keep is not None:
-            for place in np.flatnonzero(mask).tolist():
-                entry = reader.entry(start + place)
-                if facts:
-                    entry = entry._replace(facts={name: float(own[place]) for name, own in facts.items()})
-                mask[place] = bool(self.keep(entry))
-        return mask, missing
-
 
 logger = logging.getLogger("streamload")
 
-Numbers = npt.NDArray[np.int64]
 Facts = dict[str, Values]
 _PATIENCE_SHARDS = 3
 _PATIENCE_SAMPLES = 3_000
 _KEYS_SHOWN = 5
 _SHOWN_CHARACTERS = 200
+
+
+class _Usable(NamedTuple):
+    """The usable samples among the first `seen` of a shard: their numbers, and how often they are used."""
+
+    seen: int
+    numbers: Numbers
+    rates: Values
+
+
+_NONE_USABLE = _Usable(0, np.empty(0, np.int64), np.empty(0))
 
 
 class ShardCache:
@@ -127,7 +88,7 @@ class ShardCache:
         self._fetch = fetch
         self._freshness = freshness
         self._views: dict[int, ShardView] = {}
-        self._usable: dict[int, tuple[int, Numbers]] = {}
+        self._usable: dict[int, _Usable] = {}
         self._facts: dict[int, ShardFacts] = {}
         self._complete: set[int] = set()
         self._given_up: set[int] = set()
@@ -144,22 +105,22 @@ class ShardCache:
         """
         view = self.view(shard)
         view.refresh()
-        seen, numbers = self._usable.get(shard, (0, np.empty(0, np.int64)))
+        seen, numbers, rates = self._usable.get(shard, _NONE_USABLE)
         if view.reader is not None and view.count > seen:
-            facts = self.facts(shard, range(seen, view.count), self._selection.kept_by)
+            facts = self.facts(shard, range(seen, view.count), self._selection.facts)
             if facts is None or view.reader is None:
                 return numbers, False
             try:
-                mask, missing = self._selection.of(view.reader, seen, facts)
+                fresh = self._selection.of(view.reader, seen, facts)
             except CacheCorrupt:
                 view.invalidate()
                 return numbers, False
-            fresh = seen + np.flatnonzero(mask)
-            numbers = np.concatenate([numbers, fresh])
-            self._count("samples_skipped_missing", shard, missing)
-            self._usable_check.saw(view, seen, len(fresh))
-            seen = view.count
-            self._usable[shard] = (seen, numbers)
+            numbers = np.concatenate([numbers, fresh.numbers])
+            if fresh.rates is not None:
+                rates = np.concatenate([rates, fresh.rates])
+            self._count("samples_skipped_missing", shard, fresh.missing)
+            self._usable_check.saw(view, seen, len(fresh.numbers))
+            self._usable[shard] = _Usable(view.count, numbers, rates)
         if view.gave_up:
             self._give_up(view, shard)
         if view.ended:
@@ -169,6 +130,10 @@ class ShardCache:
                 self._count("shards_complete", shard)
                 self._warn(view, shard)
         return numbers, view.ended
+
+    def rates(self, shard: int) -> Values:
+        """How often the usable samples so far are used in a pass; empty if nothing says so."""
+        return self._usable.get(shard, _NONE_USABLE).rates
 
     def view(self, shard: int) -> ShardView:
         """The open view of a shard; opened now if it isn't."""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from streamload.batches.facts import read_facts
+from streamload.batches.facts import read_facts, read_repeat
 from streamload.batches.images import Preprocess
 from streamload.derived.features import Features, read_features
 from streamload.loader.groups import Batches, Cache, Images, Order, Patches, Shards, Workers
@@ -143,6 +143,7 @@ def make_loader(
     given |= sized_by_steps(given)
     given["features"] = read_features(features, _TAKEN)
     given["columns"] = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
+    given["repeat"] = read_repeat(shards.repeat, given["columns"])
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
     given["device"] = None if device is None else read_device(device)
     given["seed"] = whole_number("seed", seed)

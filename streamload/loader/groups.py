@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from streamload.batches.assembly import Collate, MapSample
-from streamload.cache.shard_cache import Keep
+from streamload.cache.selection import Keep, RateFunction
 from streamload.cache.shared.objects import refuse_url
 from streamload.derived.preparation import AUTO, Preparation
 from streamload.errors import OptionError
@@ -48,6 +48,10 @@ class Shards:
             ("scores.csv:other": another column); or a function of `__key__` and the members' bytes without
             images, which is found changed by its code, or a pair of it and a version. Unknown: NaN. They are
             kept beside the index (docs/guides/facts.md); tables are read when the loader is made.
+        repeat: how often a sample is used in each pass of a training, in the mean: the name of a fact, or a
+            function of the index entry, as `keep` gets it (or a pair of one and a version), that returns it.
+            0.3: in three of ten passes, drawn by the seed anew in each; 2.5: twice or three times; 0: never;
+            unknown: once. It has to be pure, like `keep`.
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
@@ -65,6 +69,7 @@ class Shards:
     blank_captions: bool = True
     keep: Keep | None = None
     facts: Mapping[str, Any] | None = None
+    repeat: str | RateFunction | tuple[RateFunction, str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     max_bad_samples: float | None = 0.1
     max_bad_shards: float | None = 0.1

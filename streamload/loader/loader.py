@@ -48,7 +48,7 @@ class Loader(DataLoaderInterface):
         self.options = options
         self._schedule = Schedule(options)
         self._length: int | None = None  # batches of an epoch, as of the last call of num_batches
-        self._counted_samples: int | None = None  # by the indexes in the cache
+        self._counted_samples: tuple[int, int] | None = None  # epoch, samples by the indexes in the cache
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
         self._step = -1  # of the epoch, of the batch that was yielded last
@@ -109,10 +109,12 @@ class Loader(DataLoaderInterface):
         """
         batches = self._schedule.num_batches
         if batches is None and self._schedule.is_one_pass:
-            if self._counted_samples is None:
-                self._counted_samples = counted_samples(self.options, self._counts)
+            epoch = self._schedule.drawn_epoch
+            if self._counted_samples is None or self._counted_samples[0] != epoch:
+                samples = counted_samples(self.options, self._counts, epoch)
+                self._counted_samples = None if samples is None else (epoch, samples)
             if self._counted_samples is not None:
-                batches = self._schedule.batches_of(self._counted_samples)
+                batches = self._schedule.batches_of(self._counted_samples[1])
         self._length = batches
         return batches
 
@@ -123,7 +125,7 @@ class Loader(DataLoaderInterface):
         if samples is not None or batches is None:
             return samples
         if not self.options.train:
-            return self._counted_samples
+            return None if self._counted_samples is None else self._counted_samples[1]
         return batches * self.options.batch_size * self.world_size
 
     def __len__(self) -> int:
@@ -407,7 +409,7 @@ class Loader(DataLoaderInterface):
         self._epoch_start = started, before, position.epoch
         self._step = schedule.step_at(position.epoch, position.position - position.start) - 1
         expected = None  # unless num_batches was read
-        if self._length is not None and schedule.is_one_pass:
+        if self._length is not None and schedule.is_one_pass and self.options.repeat is None:
             expected = self._length - (position.position - position.start) // schedule.split().batch
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)

@@ -15,6 +15,7 @@ import torch
 
 from streamload.batches.images import Preprocess
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.cache.selection import Repeat
 from streamload.derived.features import Features
 from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS, Batches, Cache, Images, Order, Shards, Workers, at_least
@@ -32,8 +33,8 @@ Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
 
 _PICKLED = (
-    "tokenizer", "preprocess", "shards.keep", "shards.facts", "shards.storage_options", "workers.map_sample",
-    "workers.collate", "cache.shared_options",
+    "tokenizer", "preprocess", "shards.keep", "shards.facts", "repeat", "shards.storage_options",
+    "workers.map_sample", "workers.collate", "cache.shared_options",
 )  # fmt: skip
 """The user's own objects, which are sent to the workers."""
 
@@ -90,6 +91,7 @@ class LoaderOptions:
     workers: Workers
     features: Mapping[str, Features]
     columns: Mapping[str, Column]
+    repeat: Repeat | None
 
     def __post_init__(self) -> None:
         if isinstance(self.shuffle, bool):
@@ -172,6 +174,8 @@ class LoaderOptions:
             raise OptionError("Patches(steps=…) says what an epoch has: leave out num_samples= and endless=")
         if self.order.endless and (sized or not self.train):
             raise OptionError("endless= is for training, without num_samples= and num_batches=")
+        if self.repeat is not None and not self.train:
+            raise OptionError("repeat= is for training: an evaluation yields each sample once")
         if len(self.sources) > 1 and not self.train:
             raise OptionError(
                 "sources are mixed in training; an evaluation yields each sample once: join URLs by '::'"
@@ -311,9 +315,11 @@ class LoaderOptions:
 
     @property
     def choice(self) -> tuple[str, ...]:
-        """The keys and facts as a state records them."""
+        """The keys, facts and repeats as a state records them."""
         shards = self.shards
         facts = [f"{name}={one.digest}" for name, one in self.columns.items() if name not in BUILT_IN]
+        if self.repeat is not None:
+            facts.append(f"repeat={self.repeat.digest}")
         if self.workers.map_sample is not None:
             return ("map_sample", *self.keys, *facts)
         label = () if shards.label_key is None else (shards.label_key,)

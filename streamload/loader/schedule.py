@@ -90,6 +90,14 @@ class Schedule:
         """Whether an epoch is one pass over all data, read as one group."""
         return self._groups_by_options() == 1 and not self._options.epochs_continue
 
+    @property
+    def drawn_epoch(self) -> int:
+        """The epoch by which the samples of its pass are counted: 0 if all passes have the same number."""
+        if self._options.repeat is None:
+            return 0
+        self.settle()
+        return self.tracker.now().sequence
+
     def batches_of(self, samples: int) -> int:
         """Batches of this rank in an epoch of so many samples over all ranks."""
         batch_size, topology = self._options.batch_size, self.topology
@@ -111,9 +119,10 @@ class Schedule:
         batches = self.num_batches
         if batches is None:
             what = "mixes several sources" if len(order.sources) > 1 else f"is on {order.groups} nodes"
+            counts = "" if options.repeat is not None else "put a sizes.json beside the shards, "
             raise OptionError(
-                f"a run that {what} has to know how long an epoch is: give num_samples or num_batches, put a "
-                f"sizes.json beside the shards, or say endless=True"
+                f"a run that {what} has to know how long an epoch is: give num_samples or num_batches, "
+                f"{counts}or say endless=True"
             )
         split, table = self.split(), self._options.step_table
         if table is not None:
@@ -312,8 +321,8 @@ class Schedule:
         return sum(sizes[place] or ()) if all(sizes) else len(source.urls)
 
     def _epoch_samples(self) -> int | None:
-        """Samples of an epoch by num_samples, or by sizes.json."""
-        if self._options.num_samples is not None:
+        """Samples of an epoch by num_samples, or by sizes.json, which doesn't know of `repeat=`."""
+        if self._options.num_samples is not None or self._options.repeat is not None:
             return self._options.num_samples
         sizes = self._read_sizes()
         return None if None in sizes else sum(sum(own or ()) for own in sizes)

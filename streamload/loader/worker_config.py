@@ -16,8 +16,9 @@ from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fallback_tier import remove_unused
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
+from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
-from streamload.cache.shard_cache import Selection, ShardCache
+from streamload.cache.shard_cache import ShardCache
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.preparation import AUTO
@@ -35,6 +36,7 @@ from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
 from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
+from streamload.order.repeats import uses, visit_key
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.shards.keys import KeySpec
@@ -139,12 +141,13 @@ def _worker_config(
     )
 
 
-def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
-    """The number of usable samples of all shards, by the indexes in the cache; None if one is incomplete.
+def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
+    """The samples of one pass over all shards, by the indexes in the cache; None if one is incomplete.
 
     Args:
         options: the loader's.
         counts: where damage found in the cache is counted.
+        epoch: of the pass; with `repeat=` each has another number.
     """
     settings = options.settings()
     transform = _transform(options) if options.images.prepare == AUTO else None
@@ -160,21 +163,27 @@ def counted_samples(options: LoaderOptions, counts: Counters) -> int | None:
                 samples = _count_samples(
                     ShardCache(
                         tier, shards, _selection(options), skip=True, counts=counts, counted=lambda _: False
-                    )
+                    ),
+                    None if options.repeat is None else (options.seed, epoch),
                 )
                 if samples is not None:
                     return samples
     return None
 
 
-def _count_samples(cache: ShardCache) -> int | None:
+def _count_samples(cache: ShardCache, drawn: tuple[int, int] | None) -> int | None:
+    """See `counted_samples`; `drawn` has the seed and the epoch by which samples are repeated."""
     samples = 0
     with contextlib.closing(cache):
         for place in range(len(cache.shards)):
             numbers, ended = cache.arrived(place)
             if not ended:
                 return None
-            samples += len(numbers)
+            count = len(numbers)
+            if drawn is not None:
+                seed, epoch = drawn
+                count = int(uses(visit_key(seed, epoch, 0, place), numbers, cache.rates(place)).sum())
+            samples += count
             cache.keep_open(())
     return samples
 
@@ -197,7 +206,7 @@ def _selection(options: LoaderOptions) -> Selection:
     columns = dict(options.columns)
     if options.goes_by_tokens:
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
-    return Selection(keys, options.shards.keep, reads_all, columns)
+    return Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
 
 
 def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly) -> Bucketing | None:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.padding import RowWidths
 from streamload.cache.checkpoint import CheckpointShard
+from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
-from streamload.cache.shard_cache import Selection
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.derived.feature_rows import FeatureStart
 from streamload.errors import OptionError
@@ -155,7 +155,7 @@ class Visit(NamedTuple):
 
     Attributes:
         source: its source.
-        pass_: the pass of that source.
+        pass_: the pass of that source; with another number for each further use of the sample in it.
         shard: the index of its shard among those of the run.
         number: its number in the shard.
         most: the most tokens of text and image that its place in the batch has room for; None: any.

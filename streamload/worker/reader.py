@@ -16,7 +16,8 @@ import numpy.typing as npt
 from streamload.batches.assembly import Sample, Unread
 from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.forecast import KNOWN_PART
-from streamload.cache.shard_cache import Facts, Numbers, ShardCache
+from streamload.cache.selection import Numbers
+from streamload.cache.shard_cache import Facts, ShardCache
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Found
 from streamload.ipc import ControlBlock
@@ -24,6 +25,7 @@ from streamload.metrics import Counters
 from streamload.order.group import GroupOrder
 from streamload.order.mixing import Change
 from streamload.order.plan import pass_order
+from streamload.order.repeats import RepeatedArrivals
 from streamload.origins.outages import listen, outages
 from streamload.prefetch.ranges import Range
 from streamload.shards.samples import Entry
@@ -295,7 +297,16 @@ class Reader:
 
         begun, begun_in = ({} if state is None else state.begun), order.pass_
         arrivals = CheckedArrivals(self._cache, own.first, begun, lambda: order.pass_ == begun_in)
-        return ReferenceStream(order, next_pass, config.shards, own.first, arrivals, self._tier)
+        repeated = None
+        if config.selection.repeat is not None:
+            repeated = RepeatedArrivals(
+                arrivals,
+                lambda shard: self._cache.rates(own.first + shard),
+                lambda: order.pass_,
+                own.order.seed,
+                start.epoch,
+            )
+        return ReferenceStream(order, next_pass, config.shards, own.first, arrivals, self._tier, repeated)
 
     def _source_of(self, shard: int) -> int:
         """The source of a shard."""

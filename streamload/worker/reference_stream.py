@@ -18,6 +18,7 @@ from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
+from streamload.order.repeats import RepeatedArrivals, apart
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
 
@@ -39,6 +40,7 @@ class ReferenceStream:
         first: the index of the source's first shard among them.
         arrivals: what has arrived of the source's shards.
         tier: where this reader announces its demand.
+        repeated: the same arrivals with each sample as often as it comes in the pass; None: once.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class ReferenceStream:
         first: int,
         arrivals: CheckedArrivals,
         tier: Tier,
+        repeated: RepeatedArrivals | None = None,
     ):
         self._order = order
         self._next_pass = next_pass
         self._shards = shards
         self._first = first
         self._arrivals = arrivals
+        self._repeated = repeated
         self._base = order.position
         self._known = np.empty((0, 3), np.int64)  # one row each
         self._demand_file = DemandFile(tier.root / "runs")
@@ -75,7 +79,7 @@ class ReferenceStream:
     def blocked(self) -> list[int]:
         """The shards that the order waits for, the most urgent first."""
         self._in_use = None
-        return self._here(self._order.blocked(self._arrivals))
+        return self._here(self._order.blocked(self._repeated or self._arrivals))
 
     def reaches(self, position: int) -> bool:
         """Whether all references before a position are known, or there are no more."""
@@ -96,10 +100,12 @@ class ReferenceStream:
             most: about the most references to add, if room for their shards is short.
         """
         self._in_use = None
-        fresh = self._order.advance(self._arrivals, most)
+        fresh = self._order.advance(self._repeated or self._arrivals, most)
         if len(fresh.shards):
             rows = np.column_stack(fresh)
             rows[:, _SHARD] += self._first
+            if self._repeated is not None:
+                apart(rows)
             self._known = np.concatenate([self._known, rows])
         return len(fresh.shards) > 0
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamload.cache.demand import DemandFile
+from streamload.cache.selection import Selection
 from streamload.cache.shard import Shard
-from streamload.cache.shard_cache import Selection, ShardCache
+from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.errors import CacheFull, DatasetChanged
 from streamload.metrics import Counters
