@@ -15,7 +15,7 @@ import torch
 from streamload.batches.facts import read_facts, read_repeat
 from streamload.batches.images import Preprocess
 from streamload.derived.features import Features, read_features
-from streamload.loader.groups import Batches, Cache, Images, Order, Patches, Shards, Workers
+from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import (
     LoaderOptions,
@@ -27,6 +27,7 @@ from streamload.loader.options import (
     sized_by_steps,
     whole_number,
 )
+from streamload.loader.patches import Patches
 from streamload.loader.sources import Source, read_sources
 from streamload.urls import Urls
 

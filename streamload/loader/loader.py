@@ -22,7 +22,6 @@ from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, a
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import take_features
-from streamload.loader.groups import at_least
 from streamload.loader.microbatches import Microbatches
 from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.output import Outputs
@@ -32,6 +31,7 @@ from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_sta
 from streamload.loader.trace import Trace
 from streamload.loader.worker_config import counted_samples
 from streamload.metrics import Counters, Snapshot, total
+from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample
 
 

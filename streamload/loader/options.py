@@ -18,10 +18,10 @@ from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.selection import Repeat
 from streamload.derived.features import Features
 from streamload.errors import OptionError
-from streamload.loader.groups import GROUPS, Batches, Cache, Images, Order, Shards, Workers, at_least
+from streamload.loader.groups import GROUPS, Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
-from streamload.options.values import parse_choice
+from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import StepTable
 from streamload.shards.facts import BUILT_IN, Column
 from streamload.transforms.compile import compile_transform, patch_plan_or_given

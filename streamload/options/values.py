@@ -214,3 +214,14 @@ def parse_directory(value: object, name: str) -> Path:
     if isinstance(text, bytes) or "://" in text or "\0" in text:
         raise OptionError(f"{name}={value!r} is not a directory; expected a path on a local disk")
     return Path.cwd() / Path(text).expanduser()
+
+
+def at_least(least: int, **values: int | None) -> None:
+    """Refuse numbers below `least`; None passes.
+
+    Raises:
+        OptionError: it names the argument.
+    """
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise OptionError(f"{name}={value!r}; expected a whole number of at least {least}")
