@@ -16,6 +16,7 @@ from streamload.cli.daemon import daemon
 from streamload.cli.doctor import doctor
 from streamload.cli.features import features
 from streamload.cli.logs import LogFormat, LogLevel, flags_first, log_to_stderr, report_failure, stop_logging
+from streamload.cli.metrics import metrics
 from streamload.cli.options import AsJson
 from streamload.cli.pack import pack
 from streamload.cli.warm import warm
@@ -27,6 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: half the time to start
 )
+
+
+_SERVERS = ("daemon", "metrics")
 
 
 def version(as_json: AsJson = False) -> None:
@@ -57,13 +61,13 @@ def _options(
     log_level: Annotated[
         LogLevel | None,
         typer.Option(
-            help="The least that is logged. None: info for the daemon, warning for other commands.",
+            help="The least that is logged. None: info for daemon and metrics, warning for other commands.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Options before the command; those of logs may stand after it, too."""
-    usual = LogLevel.info if context.invoked_subcommand == "daemon" else LogLevel.warning
+    usual = LogLevel.info if context.invoked_subcommand in _SERVERS else LogLevel.warning
     log_to_stderr(log_format, log_level or usual)
 
 
@@ -71,6 +75,7 @@ for command in (bench, daemon, doctor, pack, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")
 app.add_typer(features, name="features")
+app.add_typer(metrics, name="metrics")
 
 
 def main() -> None:

@@ -176,7 +176,7 @@ def show_status(listen: str, as_json: bool = False) -> None:
     """
     import urllib3
 
-    from streamload.daemon.status_server import listen_at, url_at
+    from streamload.daemon.page_server import listen_at, url_at
     from streamload.metrics import format_bytes
 
     url = url_at(*listen_at(listen))

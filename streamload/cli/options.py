@@ -53,6 +53,16 @@ Features = Annotated[
 RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")]
 
 
+def roots_of(cache_dirs: list[str] | None) -> list[Path]:
+    """Where this node's runs are: the caches that were named, else those that a loader here would use."""
+    from streamload.cache.placement import memory_root
+
+    if cache_dirs:
+        return [read_settings(cache_dir=directory).cache_dir for directory in cache_dirs]
+    settings = read_settings()
+    return [settings.cache_dir, memory_root(settings)]
+
+
 def storage_options_of(text: str | None, name: str = "--storage-options") -> dict[str, Any] | None:
     """The value of --storage-options, or of another option that is like it.
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import get_args
 
 from streamload.cache.demand import DemandFile, lives
+from streamload.cache.placement import memory_root
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.objects import Objects
@@ -62,6 +63,7 @@ class Service:
         self._recipes = Recipes(options.prepare, options.recipe_of)
         self._named = None if options.urls else Named.of(options.origins)
         self._notice = Notice()
+        self._roots: tuple[Path, ...] = ()  # of this node's tiers
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._daemon = self._made(stack)
@@ -98,6 +100,7 @@ class Service:
         settings = read_settings(
             cache_dir=options.cache_dir, cache_size=options.cache_size, shared_cache=options.shared_cache
         )
+        self._roots = (settings.cache_dir, memory_root(settings))
         shared = SharedOptions.of(settings, options.shared_cache_options)
         if shared is not None:  # the target stores shards itself
             shared = dataclasses.replace(shared, write_back=False)
@@ -242,11 +245,11 @@ class Service:
         if listen == "none":
             return None
         try:
-            server = StatusServer(self._daemon.status, listen or DEFAULT_LISTEN)
+            server = StatusServer(self._daemon.status, listen or DEFAULT_LISTEN, self._roots)
         except OptionError:
             if listen is not None:
                 raise
-            server = StatusServer(self._daemon.status, "127.0.0.1:0")
+            server = StatusServer(self._daemon.status, "127.0.0.1:0", self._roots)
         logger.info("/metrics, /healthz and /status are at %s", server.url)
         return stack.enter_context(server)
 
