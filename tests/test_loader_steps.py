@@ -5,7 +5,7 @@ import json
 import pytest
 
 import streamload
-from streamload import Batches, Images, OptionError, Order, Patches, Source
+from streamload import Batches, Images, OptionError, Order, Patches, Source, StateMismatch
 from streamload.cache.part import reserved_bytes
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
@@ -116,6 +116,29 @@ def test_a_state_goes_on_with_another_number_of_ranks_at_the_next_step(shards, t
     assert not before & {key for pair in rest for batch in pair for key in batch["__key__"]}
     for loader in loaders:
         loader.close()
+
+
+@pytest.mark.parametrize("steps", [[*STEPS, (16, 4)], [(16, 8), (64, 2), (64, 2), (16, 8), (64, 1)], None])
+def test_other_steps_only_between_two_epochs(shards, tmp_path, steps):
+    with loader_of(shards, tmp_path, workers=0) as loader:
+        batches = iter(loader)
+        next(batches)
+        within = loader.state_dict()
+        assert len(list(batches)) == 4
+        between = loader.state_dict()
+    with loader_of(shards, tmp_path, workers=0, steps=[list(step) for step in STEPS]) as loader:
+        loader.load_state_dict(within)
+        assert len(list(loader)) == 4
+    options = {"num_samples": 40, "batch_size": 8} if steps is None else {}
+    with loader_of(shards, tmp_path, workers=0, steps=steps, **options) as loader:
+        with pytest.raises(StateMismatch, match=r"the middle of epoch 0, which has the steps of another"):
+            loader.load_state_dict(within)
+        loader.load_state_dict(between)
+        assert len(list(loader)) == len(steps or range(5))
+        state = loader.state_dict()
+    with loader_of(shards, tmp_path, workers=0) as loader:
+        loader.load_state_dict(state)
+        assert sorted(map(shape_of, loader)) == sorted(STEPS)
 
 
 def test_mixed_sources_keep_their_shares_and_take_new_weights_at_a_step(shards, tmp_path):

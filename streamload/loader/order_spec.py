@@ -60,6 +60,7 @@ class OrderSpec:
             if unknown.
         fitted: whether lanes and windows are final. They are after the first epoch has started.
         blocks: the steps of a block and the samples of a step, if steps are planned by block.
+        table: a digest of the steps of an epoch, if these differ in size.
     """
 
     data: str
@@ -73,6 +74,7 @@ class OrderSpec:
     sizes: str | None = None
     fitted: bool = True
     blocks: tuple[int, int] | None = None
+    table: str | None = None
 
 
 def make_order_spec(
@@ -110,6 +112,7 @@ def make_order_spec(
         tuple(len(source.urls) for source in options.sources),
         fitted=is_listed or None not in (options.order.lanes, options.shuffle),
         blocks=_blocks(options, topology, groups),
+        table=None if options.step_table is None else options.step_table.digest,
     )
 
 

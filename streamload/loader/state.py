@@ -56,6 +56,7 @@ def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence
             if order.blocks is None
             else {"blocks": list(order.blocks), "blocks_from": position.blocks_from}
         ),
+        **({} if order.table is None else {"table": order.table}),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items()},
     }
@@ -135,6 +136,12 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
             f"sizes.json beside the shards was changed, added or removed since the state was saved: its "
             f"counts would cut the {saved.groups} groups differently in the middle of a pass. Restore the "
             f"file, or load a state of an epoch's start"
+        )
+    if position.position != position.start and saved.table != ours.table:
+        raise StateMismatch(
+            f"the state is from the middle of epoch {position.epoch}, which has the steps of another "
+            f"Patches(steps=…), or of none: go on with the same steps to its end, and change them between "
+            f"two epochs"
         )
     if position.position and (missing := sorted(needed - position.groups.keys())):
         raise StateMismatch(
@@ -232,6 +239,7 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
         None if sizes is None else str(sizes),
         bool(state.get("fitted", True)),
         None if state.get("blocks") is None else _blocks_in(state["blocks"]),
+        None if state.get("table") is None else str(state["table"]),
     )
 
 

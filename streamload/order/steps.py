@@ -11,6 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import xxhash
+
 from streamload.errors import OptionError
 from streamload.order.split import Split
 
@@ -47,6 +49,11 @@ class StepTable:
         steps = self.of_epoch(epoch)
         begins = [0, *itertools.accumulate(rows * ranks for _, rows in steps)]
         return steps[bisect.bisect_left(begins, offset) :]
+
+    @property
+    def digest(self) -> str:
+        """Two tables with one digest have the same steps in each epoch of as many."""
+        return xxhash.xxh3_64_hexdigest(repr([(int(most), int(rows)) for most, rows in self.steps]).encode())
 
     @property
     def rows(self) -> int:
