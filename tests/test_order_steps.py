@@ -5,8 +5,9 @@ import random
 import pytest
 
 from streamload.errors import OptionError
+from streamload.order.buckets import Block, Blocks
 from streamload.order.split import Split
-from streamload.order.steps import Steps, StepTable, refuse_uneven
+from streamload.order.steps import Resize, Steps, StepTable, refuse_uneven
 
 STEPS = ((128, 16), (576, 3), (1024, 2), (128, 16), (128, 5))
 
@@ -55,6 +56,71 @@ def test_what_is_left_of_an_epoch_begins_at_the_offset_or_after_it(number):
             assert table.remaining(7, within, ranks) == whole[place + 1 :]
         offset += rows * ranks
     assert table.remaining(7, offset + 1, ranks) == []
+
+
+def followed(batch, position, resizes, count):
+    """The first steps from a position on, one by one: (where each begins, its size)."""
+    found = []
+    while len(found) < count:
+        batch = next((each.batch for each in reversed(resizes) if each.position <= position), batch)
+        found.append((position, batch))
+        position += batch
+    return found
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_steps_follow_their_sizes_however_these_become_known(number):
+    rng = random.Random(number)
+    position, first = rng.randrange(100), rng.randint(1, 9)
+    resizes, place, batch = [], position, first
+    for _ in range(rng.randint(1, 4)):
+        place += rng.randint(0 if not resizes else 1, 5) * batch
+        batch = rng.randint(1, 9)
+        resizes.append(Resize(place, batch))
+    expected = followed(first, position, resizes, 40)
+    at_once = Steps(Split(first, 1, 1), position, None, None, resizes)
+    learned = Steps(Split(first, 1, 1), position)
+    for known in range(1, len(resizes) + 1):
+        learned.resize(resizes[rng.randrange(known) : known])  # those that are over may be left out
+    for steps in (at_once, learned):
+        assert [steps.begin(each) for each in range(40)] == [begin for begin, _ in expected]
+        assert [steps.at(begin).batch for begin, _ in expected] == [size for _, size in expected]
+        assert [steps.number(begin) for begin, _ in expected] == list(range(40))
+        assert all(steps.number(begin + 1) == each + 1 for each, (begin, _) in enumerate(expected))
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_an_epoch_ends_where_its_next_step_would_not_be_full_in_the_size_until_then(number):
+    rng = random.Random(number)
+    first, resizes, place, batch = rng.randint(1, 9), [], 0, 0
+    batch = first
+    for _ in range(rng.randint(0, 3)):
+        place += rng.randint(1, 4) * batch
+        batch = rng.randint(1, 9)
+        resizes.append(Resize(place, batch))
+    steps = Steps(Split(first, 1, 1), 0, None, None, resizes)
+    for samples in range(60):
+        count, before = 0, first
+        for begin, size in followed(first, 0, resizes, 70):
+            if begin + max(size, before) > samples:
+                break
+            count, before = count + 1, size
+        assert steps.count_within(samples) == count, samples
+
+
+def test_blocks_begin_again_where_steps_have_another_size():
+    blocks = Blocks.of_sequence(8, 6, 0, 0)
+    steps = Steps(Split(8, 1, 1), 0, None, blocks, [Resize(64, 16, 3), Resize(160, 4, 12)])
+    assert [steps.block(begin) for begin in (0, 8, 24, 56, 64, 96, 112, 159, 160, 207)] == [
+        Block(0, 8), Block(8, 16), Block(16, 32), Block(32, 64), Block(64, 112), Block(64, 112),
+        Block(112, 160), Block(112, 160), Block(160, 208), Block(160, 208),
+    ]  # fmt: skip
+    assert [steps.is_planned(begin) for begin in (0, 8, 64)] == [False, True, True]
+
+
+def test_a_size_that_changes_within_a_step_is_refused():
+    with pytest.raises(OptionError, match="change in size at 30, where no step begins"):
+        Steps(Split(12, 1, 1), 0, None, None, [Resize(30, 6)])
 
 
 def test_groups_that_ranks_cannot_share_evenly_are_refused():

@@ -66,6 +66,8 @@ class Epoch:
 
     Attributes:
         done: no more batches come.
+        steps: how many batches it has; None: until the data ends.
+        expected: how many it should have by the known sizes of shards; None: unknown.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Epoch:
         self._batches = batches
         self._feed = feed
         self._count = 0  # of batches so far
-        self._steps, self._expected = steps, expected
+        self.steps, self.expected = steps, expected
         self._accelerate = accelerate
         self._started = started
         self._pending: _Pending | None = None  # looked ahead
@@ -128,6 +130,21 @@ class Epoch:
                 self._fail(exc)
             raise
 
+    @property
+    def ahead(self) -> int:
+        """Steps after the last one yielded that may have been begun, the same on all ranks."""
+        options = self._loader.options
+        looks = self._feed.runs_ahead or self._accelerate is not None or self._pending is not None
+        return options.workers.prefetch_factor * options.num_workers + looks
+
+    def plan(self, left: int | None) -> None:
+        """Steps have another size: so many are left, None until the data ends."""
+        self.steps = None if left is None else self._count + left
+
+    def expect(self, left: int | None) -> None:
+        """So many batches should be left by the known sizes of shards; None: unknown."""
+        self.expected = None if left is None else self._count + left
+
     def _next_output(self) -> Any:
         """The next batch that has samples, in its output form."""
         if self._monitor is not None:
@@ -141,8 +158,8 @@ class Epoch:
                 batch, values = pending()
             waited_ns, self._pending_waited_ns = self._pending_waited_ns + self._loader.waited_ns, 0
             self._count += 1
-            is_last = self._count == self._steps
-            if not is_last and (self._accelerate is not None or self._count == self._expected):
+            is_last = self._count == self.steps
+            if not is_last and (self._accelerate is not None or self._count == self.expected):
                 with self._loader.waiting(time.monotonic()):
                     self._pending = self._look_ahead(_next_or_none)
                 self._pending_waited_ns = self._loader.waited_ns

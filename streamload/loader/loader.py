@@ -17,6 +17,7 @@ from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_info import BatchInfo
+from streamload.loader.changes import Changes
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, report_data_wait
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
@@ -26,6 +27,7 @@ from streamload.loader.microbatches import Microbatches
 from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
+from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
 from streamload.loader.trace import Trace
@@ -91,6 +93,11 @@ class Loader(DataLoaderInterface):
         """Set by `Accelerator.prepare`; ignored."""
 
     @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """Samples in a batch of this rank: as set last."""
+        return self._schedule.rows
+
+    @property
     def skipped(self) -> list[SkippedSample]:
         """The first thousand samples that could not be used."""
         return self._checks.skipped
@@ -126,7 +133,7 @@ class Loader(DataLoaderInterface):
             return samples
         if not self.options.train:
             return None if self._counted_samples is None else self._counted_samples[1]
-        return batches * self.options.batch_size * self.world_size
+        return batches * self._schedule.rows * self.world_size
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
@@ -210,18 +217,33 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: an unknown source, a negative weight, or all weights are zero.
         """
-        schedule, tracker = self._schedule, self._schedule.tracker
-        batch = schedule.split().batch
-        current = tracker.now()
-        position = current.position
-        if self._current_epoch() is not None:
-            ahead = 1 if self._feed is not None and self._feed.runs_ahead else 0
-            position += (self.options.workers.prefetch_factor * self.options.num_workers + ahead) * batch
-        by_rank = gather((dict(weights), schedule.next_block(position)), self.world_size)
-        agreed = schedule.weights(by_rank[0][0])  # an error is raised on all ranks
-        position = max(position for _, position in by_rank)
-        self._control.changes.write({"changes": tracker.change(agreed, position)})
-        return schedule.step_at(current.epoch, position - current.start)
+        return Changes(self._schedule, self._control, self._current_epoch()).set_weights(weights)
+
+    def set_batch_size(self, rows: int) -> int:
+        """Change the samples of each rank's batch, from the first step that no worker can have started.
+
+        With torch.distributed all ranks have to call it after the same step; the number of rank 0 counts.
+        Without, every rank has to be given the same. With bucketing= the change waits for the next block. It
+        is part of the state: a resumed run goes on with it as long as batch_size × ranks stays as it was.
+        Epochs of num_batches keep this number, those of num_samples or of all samples have more or fewer
+        batches, and `len()` is that of an epoch of this size.
+
+        Args:
+            rows: samples in a batch of one rank.
+
+        Returns:
+            The step, counted from the start of the current epoch, or of the next one between two epochs; if
+            the epoch ends before it, the change takes effect in the next.
+
+        Raises:
+            OptionError: fewer than one, an evaluation, steps of Patches(steps=…), or a step that isn't
+                equal parts of several groups.
+        """
+        epoch = self._current_epoch()
+        step = Changes(self._schedule, self._control, epoch).set_batch_size(rows)
+        if epoch is not None:
+            epoch.expect(self._expected(self._schedule.tracker.now()))
+        return step
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
@@ -396,6 +418,7 @@ class Loader(DataLoaderInterface):
             dict(position.groups),
             changes_generation=self._control.changes.generation,
             features={name: one.start() for name, one in pool.features.items()},
+            resizes=() if position.sizes is None else position.sizes.resizes,
             blocks_from=position.blocks_from,
             table_from=(position.epoch, position.position - position.start),
         )
@@ -407,16 +430,25 @@ class Loader(DataLoaderInterface):
             self._feed = feed_for(self.options.device, pool.statistics)
         schedule.tracker.start()
         self._epoch_start = started, before, position.epoch
-        self._step = schedule.step_at(position.epoch, position.position - position.start) - 1
-        expected = None  # unless num_batches was read
-        if self._length is not None and schedule.is_one_pass and self.options.repeat is None:
-            expected = self._length - (position.position - position.start) // schedule.split().batch
+        self._step = schedule.step_of(position) - 1
+        expected = self._expected(position)
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
         monitor = None if ranks is None else RankMonitor(ranks, self._control)
         epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
         self._current = weakref.ref(epoch)
         return epoch
+
+    def _expected(self, position: Position) -> int | None:
+        """Batches of one pass after a position, by the sizes of shards; None unless num_batches was read."""
+        schedule = self._schedule
+        if self._length is None or not schedule.is_one_pass or self.options.repeat is not None:
+            return None
+        counted = None if self._counted_samples is None else self._counted_samples[1]
+        samples = schedule.epoch_samples() or counted
+        if position.sizes is None or samples is None:
+            return self._length - schedule.step_of(position)
+        return schedule.steps_within(position, samples)
 
     def _end_epoch(self, why: str) -> None:
         epoch = self._current_epoch()

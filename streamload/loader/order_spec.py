@@ -135,7 +135,13 @@ def _blocks(options: LoaderOptions, topology: Topology, groups: int) -> tuple[in
             f"max_tokens= needs one plan for all ranks, and each of {groups} groups has its own: give "
             f"order=Order(groups=1)"
         )
-    return (1 if bucketing == "step" else max(1, bucketing // batch)), batch
+    return block_steps(options, batch) or 1, batch
+
+
+def block_steps(options: LoaderOptions, batch: int) -> int | None:
+    """The steps of a block, of so many samples each; None without bucketing."""
+    bucketing = options.batches.bucketing
+    return bucketing if bucketing is None else 1 if bucketing == "step" else max(1, bucketing // batch)
 
 
 def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:

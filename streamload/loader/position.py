@@ -7,9 +7,32 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from streamload.errors import StateMismatch
-from streamload.order.buckets import Blocks
 from streamload.order.mixing import Change, in_effect
+from streamload.order.steps import Resize
 from streamload.worker.messages import GroupState
+
+
+class Sizes(NamedTuple):
+    """The sizes of steps, of a run on which set_batch_size was called.
+
+    Attributes:
+        base: samples of a step over all ranks by the options that the run began with.
+        resizes: other sizes, from a position on.
+        step: steps of the epoch before that position.
+    """
+
+    base: int
+    resizes: tuple[Resize, ...]
+    step: int
+
+    @property
+    def last(self) -> Resize:
+        """The size that was set last."""
+        return self.resizes[-1]
+
+    def anew(self, position: int, block: int) -> Sizes:
+        """The size that was set last as the only one, from the start of a block on."""
+        return self._replace(resizes=(Resize(position, self.last.batch, block),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +48,7 @@ class Position:
         changes: of the sources' shares, from the position on.
         weights: of the sources, as set last; the last change is by these.
         blocks_from: the position at which blocks of steps began, by the bucketing of now.
+        sizes: of the steps; None: all are as the options say.
     """
 
     epoch: int
@@ -35,15 +59,19 @@ class Position:
     changes: tuple[Change, ...]
     weights: tuple[float, ...]
     blocks_from: int = 0
+    sizes: Sizes | None = None
 
     def after(self, position: int, groups: Mapping[int, GroupState]) -> Position:
         """The position after a step that ends at `position`."""
-        changes = tuple(in_effect(self.changes, position))
-        return replace(self, position=position, groups=groups, changes=changes)
+        changes, sizes = tuple(in_effect(self.changes, position)), self.sizes
+        if sizes is not None:
+            sizes = Sizes(sizes.base, tuple(in_effect(sizes.resizes, position)), sizes.step + 1)
+        return replace(self, position=position, groups=groups, changes=changes, sizes=sizes)
 
     def next_epoch(self) -> Position:
         """The start of an epoch that continues where this one stopped."""
-        return replace(self, epoch=self.epoch + 1, start=self.position)
+        sizes = None if self.sizes is None else self.sizes._replace(step=0)
+        return replace(self, epoch=self.epoch + 1, start=self.position, sizes=sizes)
 
     def in_moved_shards(self) -> Position:
         """The same position in shards that were moved: identified by their indexes, not by their versions.
@@ -70,7 +98,8 @@ class Position:
         changes = tuple(
             change._replace(position=max(0, change.position - self.position)) for change in self.changes
         )
-        return Position(self.epoch, self.epoch, 0, 0, {}, changes, self.weights)
+        sizes = None if self.sizes is None else self.sizes.anew(0, self.sizes.last.block)
+        return Position(self.epoch, self.epoch, 0, 0, {}, changes, self.weights, sizes=sizes)
 
 
 class Weights(NamedTuple):
@@ -89,11 +118,13 @@ class EpochTracker:
     Attributes:
         epoch: the next epoch.
         weights: of the sources, as set last; None before the first epoch.
+        sizes: of steps, the last one as set last; None: as the options say.
     """
 
     def __init__(self, epochs_continue: bool):
         self.epoch = 0
         self.weights: Weights | None = None
+        self.sizes: Sizes | None = None
         self._epochs_continue = epochs_continue
         self._current: Position | None = None
         self._is_fresh = False  # no batch was yielded since the position was loaded, or its epoch started
@@ -114,8 +145,11 @@ class EpochTracker:
         if last is not None and self._epochs_continue and self.epoch == last.epoch + 1:
             return last.next_epoch()
         assert self.weights is not None
-        given, shares = self.weights
-        return Position(self.epoch, self.epoch, 0, 0, {}, (Change(0, shares),), given)
+        (given, shares), sizes = self.weights, self.sizes
+        if sizes is not None:
+            is_base = sizes.last.batch == sizes.base
+            sizes = None if is_base else sizes.anew(0, sizes.last.block)._replace(step=0)
+        return Position(self.epoch, self.epoch, 0, 0, {}, (Change(0, shares),), given, sizes=sizes)
 
     def now(self) -> Position:
         """The position for a state: after the last batch, or the start of the next epoch."""
@@ -139,25 +173,33 @@ class EpochTracker:
         """Resume at a position."""
         self._current, self._is_fresh, self._is_finished = position, True, False
         self.epoch, self.weights = position.epoch, Weights(position.weights, position.changes[-1].shares)
+        self.sizes = position.sizes
 
-    def change(self, weights: Weights, position: int) -> list[Change]:
-        """Set weights from a position on; returns the changes in effect from now on."""
+    def change(self, weights: Weights, position: int) -> None:
+        """Set weights from a position on."""
         self.weights = weights
-        if self._current is None:
-            return [Change(0, weights.shares)]
-        earlier = [change for change in self._current.changes if change.position < position]
-        changes = (*earlier, Change(position, weights.shares))
-        self._current = replace(self._current, changes=changes, weights=weights.given)
-        return list(changes)
+        if self._current is not None:
+            earlier = [change for change in self._current.changes if change.position < position]
+            changes = (*earlier, Change(position, weights.shares))
+            self._current = replace(self._current, changes=changes, weights=weights.given)
+
+    def resize(self, base: int, resize: Resize, step: int) -> None:
+        """Set the size of steps from a position on.
+
+        Args:
+            base: the size by the options.
+            resize: the new size.
+            step: steps of the current epoch so far.
+        """
+        sizes = None if self._current is None else self._current.sizes
+        earlier = () if sizes is None else sizes.resizes
+        resizes = (*(each for each in earlier if each.position < resize.position), resize)
+        self.sizes = Sizes(base, resizes, step)
+        if self._current is not None:
+            self._current = replace(self._current, sizes=self.sizes)
 
     def _count_epoch(self) -> None:
         if self._is_fresh:
             self._is_fresh = False
             if self._current is not None and self.epoch == self._current.epoch:
                 self.epoch += 1
-
-
-def blocks_of(blocks: tuple[int, int], position: Position) -> Blocks:
-    """The blocks of the sequence at a position, by the steps of one and the samples of a step."""
-    steps, batch = blocks
-    return Blocks.of_sequence(batch, steps, position.sequence, position.blocks_from)

@@ -25,13 +25,14 @@ from streamload.loader.order_spec import (
     source_orders,
     split_for,
 )
-from streamload.loader.position import EpochTracker, Position, Weights, blocks_of
+from streamload.loader.position import EpochTracker, Position, Weights
+from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
 from streamload.loader.sizes import compare_sizes, read_sizes, sizes_digest
 from streamload.loader.state import check_fits, check_options, from_state, has_more_shards, to_state
 from streamload.order.mixing import shares_of
 from streamload.order.plan import OrderOptions
 from streamload.order.split import Split
-from streamload.order.steps import refuse_uneven
+from streamload.order.steps import Resize, Steps, refuse_uneven
 from streamload.topology import Topology, read_topology
 
 logger = logging.getLogger("streamload")
@@ -72,18 +73,24 @@ class Schedule:
         options = self._options
         if options.num_batches is not None or options.order.endless:
             return options.num_batches
-        samples = self._epoch_samples()
+        samples = self.epoch_samples()
         return None if samples is None else self.batches_of(samples)
 
     @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks; None if only reading the data tells, or there is no end."""
         if not self._options.train:
-            return self._epoch_samples()
+            return self.epoch_samples()
         table, batches = self._options.step_table, self.num_batches
         if table is not None:
             return table.rows * self.topology.world_size
-        return None if batches is None else batches * self._options.batch_size * self.topology.world_size
+        return None if batches is None else batches * self.rows * self.topology.world_size
+
+    @property
+    def rows(self) -> int:
+        """Samples of a step of this rank, as set last; those of an epoch are by this size."""
+        sizes = self.tracker.sizes
+        return self._options.batch_size if sizes is None else sizes.last.batch // self.topology.world_size
 
     @property
     def is_one_pass(self) -> bool:
@@ -100,7 +107,7 @@ class Schedule:
 
     def batches_of(self, samples: int) -> int:
         """Batches of this rank in an epoch of so many samples over all ranks."""
-        batch_size, topology = self._options.batch_size, self.topology
+        batch_size, topology = self.rows, self.topology
         rank, world_size = topology.rank, topology.world_size
         if self._options.train:
             return max(1, samples // (batch_size * world_size))
@@ -128,15 +135,42 @@ class Schedule:
         if table is not None:
             offset = position.position - position.start
             return len(table.remaining(position.epoch, offset, split.ranks))
-        batch = split.batch
-        return max(0, position.start + batches * batch - position.position) // batch
+        if position.sizes is None:
+            return max(0, position.start + batches * split.batch - position.position) // split.batch
+        if options.num_batches is not None:
+            return max(0, options.num_batches - position.sizes.step)
+        return self.steps_within(position, self.epoch_samples() or 0)
 
-    def step_at(self, epoch: int, offset: int) -> int:
-        """The first step of an epoch that begins after so many of its samples, or then."""
+    def steps_within(self, position: Position, samples: int) -> int:
+        """Steps after a position, in training, of an epoch of so many samples from its start on."""
+        left = self.steps_from(position).count_within(position.start + samples - position.position)
+        return max(1, left) if position.position == position.start else left
+
+    def steps_from(self, position: Position) -> Steps:
+        """The steps from a position on."""
+        split, table, blocks = self.split(), self._options.step_table, None
+        if self.order.blocks is not None:
+            blocks = blocks_of(self.order.blocks, position)
+        remaining = None
+        if table is not None:
+            remaining = table.remaining(position.epoch, position.position - position.start, split.ranks)
+        resizes = () if position.sizes is None else position.sizes.resizes
+        return Steps(split, position.position, remaining, blocks, resizes)
+
+    def step_of(self, position: Position, later: int | None = None) -> int:
+        """The number in its epoch of the step that begins at a position.
+
+        Args:
+            position: of the run.
+            later: the first step that begins there, or after it, instead.
+        """
         split, table = self.split(), self._options.step_table
-        if table is None:
-            return offset // split.batch
-        return table.count - len(table.remaining(epoch, offset, split.ranks))
+        offset = position.position - position.start
+        if table is not None:
+            offset = offset if later is None else later - position.start
+            return table.count - len(table.remaining(position.epoch, offset, split.ranks))
+        taken = offset // split.batch if position.sizes is None else position.sizes.step
+        return taken if later is None else taken + self.steps_from(position).number(later)
 
     @property
     def shards(self) -> int:
@@ -242,7 +276,7 @@ class Schedule:
             ours = replace(ours, groups=saved.groups)
             if saved.groups > 1 and saved.sizes is not None:
                 ours = replace(ours, sizes=sizes_digest(self._read_sizes(saved.groups)))
-        position = self._from_block(saved, ours, position)
+        position = of_ranks(self._options, self.topology, from_block(self._options, saved, ours, position))
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)
         check_options(saved, position, self._options)
@@ -251,32 +285,14 @@ class Schedule:
         self._settled = None
         self.tracker.load(position)
 
-    @staticmethod
-    def _from_block(saved: OrderSpec, ours: OrderSpec, position: Position) -> Position:
-        """Where to resume with other blocks than the state's.
-
-        Raises:
-            StateMismatch: within a block, whose samples are planned together.
-        """
-        if saved.blocks == ours.blocks:
-            return position
-        block = None if saved.blocks is None else blocks_of(saved.blocks, position).at(position.position)
-        if block is not None and block.begin != position.position:
-            batch = 1 if saved.blocks is None else saved.blocks[1]
-            raise StateMismatch(
-                f"the state is from within a block of bucketing=, which ends in "
-                f"{(block.end - position.position) // batch} steps: go on with the same bucketing= and "
-                f"global batch size ({batch}) until then, or resume from a state between two blocks"
-            )
-        return replace(position, blocks_from=position.position)
+    def resized(self, rows: int, position: int) -> Resize:
+        """Steps of so many samples of each rank, from a position on; see resizing.resized."""
+        return resized(self._options, self.split(), rows, position)
 
     def next_block(self, position: int) -> int:
         """The first position from this one on between two blocks; without bucketing, this one."""
-        blocks = self.order.blocks
-        if blocks is None:
-            return position
-        block = blocks_of(blocks, self.tracker.now()).at(position)
-        return position if block.begin == position else block.end
+        block = self.steps_from(self.tracker.now()).block(position)
+        return position if block is None or block.begin == position else block.end
 
     def _over_more_shards(self, saved: OrderSpec, position: Position) -> Position:
         """Where to resume with more shards than the state has.
@@ -320,7 +336,7 @@ class Schedule:
         sizes = self._read_sizes()
         return sum(sizes[place] or ()) if all(sizes) else len(source.urls)
 
-    def _epoch_samples(self) -> int | None:
+    def epoch_samples(self) -> int | None:
         """Samples of an epoch by num_samples, or by sizes.json, which doesn't know of `repeat=`."""
         if self._options.num_samples is not None or self._options.repeat is not None:
             return self._options.num_samples

@@ -12,10 +12,12 @@ import xxhash
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest
-from streamload.loader.position import Position
+from streamload.loader.position import Position, Sizes
 from streamload.order.group import most_skipped
 from streamload.order.mixing import UNIT
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
+from streamload.order.split import Split
+from streamload.order.steps import Resize, Steps
 from streamload.worker.messages import GroupState, changes_from
 
 FORMAT = 3
@@ -57,6 +59,7 @@ def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence
             else {"blocks": list(order.blocks), "blocks_from": position.blocks_from}
         ),
         **({} if order.table is None else {"table": order.table}),
+        **({} if position.sizes is None else {"batch_sizes": _sizes_to(position.sizes)}),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items()},
     }
@@ -267,7 +270,24 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
         _whole_number(state[name]) for name in ("epoch", "sequence", "began", "position")
     )
     blocks_from = _whole_number(state.get("blocks_from", 0), 0, position)
-    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from)
+    sizes = None if "batch_sizes" not in state else _sizes_in(state["batch_sizes"], position)
+    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from, sizes)
+
+
+def _sizes_to(sizes: Sizes) -> dict[str, Any]:
+    return {"base": sizes.base, "step": sizes.step, "resizes": [list(resize) for resize in sizes.resizes]}
+
+
+def _sizes_in(value: Any, position: int) -> Sizes:
+    base, step = _whole_number(value["base"], 1), _whole_number(value["step"])
+    resizes = tuple(
+        Resize(_whole_number(at), _whole_number(batch, 1), _whole_number(block, 1))
+        for at, batch, block in value["resizes"]
+    )
+    if not resizes:
+        raise OptionError("no sizes of steps")
+    Steps(Split(base, 1, 1), position, None, None, resizes)  # raises where a size changes within a step
+    return Sizes(base, resizes, step)
 
 
 def _whole_number(number: Any, least: int = 0, most: int = _MOST) -> int:

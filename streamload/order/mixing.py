@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
-from streamload.order.buckets import Blocks
-from streamload.order.steps import Steps
+from streamload.order.steps import Resize, Steps
 
 UNIT = 1 << 32
 """The sum of all shares."""
@@ -70,7 +69,10 @@ class Change(NamedTuple):
     shares: tuple[int, ...]
 
 
-def in_effect(changes: Sequence[Change], position: int) -> list[Change]:
+_Changed = TypeVar("_Changed", Change, Resize)
+
+
+def in_effect(changes: Sequence[_Changed], position: int) -> list[_Changed]:
     """Return the changes in effect from a position on: the last one up to it, and all later ones."""
     first = max((i for i, change in enumerate(changes) if change.position <= position), default=0)
     return list(changes[first:])
@@ -110,14 +112,13 @@ class Mixing:
     """The portions of one group, step by step.
 
     Args:
-        steps: of the epoch.
+        steps: of the epoch; if they are planned by block, portions are those of whole blocks.
         group: its number.
-        position: the global position of the first step.
+        position: the global position of the first step or block.
         changes: of the shares; the first is in effect at `position`. May be replaced by a list that is the
             same up to the last step that was asked for.
         given: the position of each source in its own sequence.
         owed: the credit of each source at that point, in UNITs.
-        blocks: if given, portions are those of whole blocks, not of steps.
     """
 
     def __init__(
@@ -128,10 +129,9 @@ class Mixing:
         changes: Sequence[Change],
         given: Sequence[int],
         owed: Sequence[int],
-        blocks: Blocks | None = None,
     ) -> None:
         self.changes = changes
-        self._steps, self._group, self._blocks = steps, group, blocks
+        self._steps, self._group = steps, group
         self._position = position
         self._given, self._owed = tuple(given), tuple(owed)
 
@@ -149,7 +149,8 @@ class Mixing:
 
     def _next(self) -> Portion:
         position, split = self._position, self._steps.at(self._position)
-        self._position = self._blocks.at(position).end if self._blocks else position + split.batch
+        block = self._steps.block(position)
+        self._position = position + split.batch if block is None else block.end
         size = split.start(self._position, self._group) - split.start(position, self._group)
         found = portion(self._given, self._owed, in_effect(self.changes, position)[0].shares, size)
         self._given, self._owed = found.stop, found.owed

@@ -1,6 +1,7 @@
 """Where the steps of an epoch begin, and how large each is (step E). Arithmetic only.
 
-Steps are alike, or come from a table of how many patches an image has at most and how many rows a rank has.
+Steps are alike until their size is set anew, or come from a table of how many patches an image has at most
+and how many rows a rank has.
 """
 
 from __future__ import annotations
@@ -10,11 +11,27 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import xxhash
 
 from streamload.errors import OptionError
+from streamload.order.buckets import Block, Blocks
 from streamload.order.split import Split
+
+
+class Resize(NamedTuple):
+    """Another size of steps, from the one on that begins at a global position; one does.
+
+    Attributes:
+        position: where that step begins; between two blocks, if steps are planned by block.
+        batch: samples of a step over all ranks.
+        block: steps of a block.
+    """
+
+    position: int
+    batch: int
+    block: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,22 @@ class StepTable:
         return sum(self.steps[number % len(self.steps)][1] for number in range(self.count))
 
 
+class _Stretch(NamedTuple):
+    """Steps of one size, each where the one before ends.
+
+    Attributes:
+        number: of the first one.
+        position: where that begins.
+        split: of each.
+        blocks: by which they are planned; None: they aren't.
+    """
+
+    number: int
+    position: int
+    split: Split
+    blocks: Blocks | None
+
+
 class Steps:
     """The steps of an epoch from a position on.
 
@@ -69,16 +102,53 @@ class Steps:
         position: of the first step.
         table: of each step, the most patches of an image and the rows of a rank; None: all are as `split`
             says.
+        blocks: by which steps are planned; None: they aren't.
+        resizes: other sizes than that of `split`, in ascending order; not with a table.
+
+    Raises:
+        OptionError: a size is to change within a step.
     """
 
-    def __init__(self, split: Split, position: int, table: Sequence[tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self,
+        split: Split,
+        position: int,
+        table: Sequence[tuple[int, int]] | None = None,
+        blocks: Blocks | None = None,
+        resizes: Sequence[Resize] = (),
+    ) -> None:
         self._split, self._position = split, position
+        self._stretches = [_Stretch(0, position, split, blocks)]
         self._begins: list[int] | None = None
         if table is not None:
             sizes = (rows * split.ranks for _, rows in table)
             self._begins = list(itertools.accumulate(sizes, initial=position))
             self._by_position = dict(zip(self._begins, table, strict=False))
             self._splits = {rows: replace(split, batch=rows * split.ranks) for _, rows in table}
+        self.resize(resizes)
+
+    def resize(self, resizes: Sequence[Resize]) -> None:
+        """Replace the sizes from the first of `resizes` on; nobody may have begun a step after it.
+
+        Raises:
+            OptionError: a size is to change within a step.
+        """
+        for resize in resizes:
+            before = [each for each in self._stretches if each.position < resize.position]
+            first = self._stretches[0]
+            number, position = 0, first.position
+            if before:
+                last, position = before[-1], resize.position
+                steps, rest = divmod(position - last.position, last.split.batch)
+                number = last.number + steps
+                if rest:
+                    raise OptionError(f"steps change in size at {position}, where no step begins")
+            blocks = first.blocks
+            if blocks is not None:
+                grows = blocks.are_growing and resize.position == 0
+                blocks = Blocks(resize.batch, resize.block, resize.position, grows)
+            split = replace(first.split, batch=resize.batch)
+            self._stretches = [*before, _Stretch(number, position, split, blocks)]
 
     def __contains__(self, position: int) -> bool:
         """Whether a step begins there, given a position from `begin`."""
@@ -86,19 +156,54 @@ class Steps:
 
     def begin(self, number: int) -> int:
         """Return the position of a step by its number; after the last one of a table, where that ends."""
-        if self._begins is None:
-            return self._position + number * self._split.batch
-        return self._begins[min(number, len(self._begins) - 1)]
+        if self._begins is not None:
+            return self._begins[min(number, len(self._begins) - 1)]
+        stretch = next(each for each in reversed(self._stretches) if each.number <= number)
+        return stretch.position + (number - stretch.number) * stretch.split.batch
+
+    def number(self, position: int) -> int:
+        """Return the number of the first step that begins at a position or later; not with a table."""
+        stretch = self._stretch(position)
+        count = -(-(position - stretch.position) // stretch.split.batch)
+        return stretch.number + max(0, count)
 
     def at(self, position: int) -> Split:
         """Return how the step that begins at a position is split."""
         if self._begins is None:
-            return self._split
+            return self._stretch(position).split
         return self._splits[self._by_position[position][1]]
+
+    def block(self, position: int) -> Block | None:
+        """Return the block of the step that begins at a position; None: steps aren't planned by block."""
+        blocks = self._stretch(position).blocks
+        return None if blocks is None else blocks.at(position)
+
+    def is_planned(self, position: int) -> bool:
+        """Whether the step that begins at a position is planned by block."""
+        blocks = self._stretch(position).blocks
+        return blocks is not None and blocks.is_planned(position)
+
+    def count_within(self, samples: int) -> int:
+        """Return how many of the steps an epoch has that ends after so many samples; not with a table.
+
+        It ends where the next step, of the size as it was until then, would not be full: a size that is set
+        from there on is that of the next epoch.
+        """
+        end = self._position + samples
+        for stretch, after in zip(self._stretches, [*self._stretches[1:], None], strict=True):
+            full = max(0, end - stretch.position) // stretch.split.batch
+            if after is None or full <= after.number - stretch.number:
+                break
+        return stretch.number + full
 
     def seq_len(self, position: int) -> int | None:
         """Return the most patches of an image in the step that begins at a position; None without a table."""
         return None if self._begins is None else self._by_position[position][0]
+
+    def _stretch(self, position: int) -> _Stretch:
+        """The steps around a position; one before the first step is within its block."""
+        before = (each for each in reversed(self._stretches) if each.position <= position)
+        return next(before, self._stretches[0])
 
 
 def refuse_uneven(groups: int, ranks: int) -> None:

@@ -15,8 +15,10 @@ from streamload.errors import NoValidSamples
 from streamload.order.buckets import Block, cells, dealt
 from streamload.order.hashing import BUCKETS, key
 from streamload.order.mixing import Mixing, Portion
+from streamload.order.split import Split
+from streamload.order.steps import Steps
 from streamload.worker.blocked import Wait
-from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, Visit, WorkerConfig
+from streamload.worker.messages import GroupState, SourceState, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
 
 Rows = npt.NDArray[np.int64]
@@ -54,15 +56,13 @@ class BlockPlanner:
     Args:
         config: what is read.
         reader: has the reference streams and facts.
-        start: where the epoch begins.
+        steps: of the epoch, planned by block.
         mixture: gives the portions of a group's blocks.
     """
 
-    def __init__(
-        self, config: WorkerConfig, reader: Reader, start: EpochStart, mixture: Callable[[int], Mixing]
-    ):
+    def __init__(self, config: WorkerConfig, reader: Reader, steps: Steps, mixture: Callable[[int], Mixing]):
         assert config.bucketing is not None
-        self.blocks = config.bucketing.blocks(config.split.batch, start.epoch, start.blocks_from)
+        self.steps = steps
         self._config, self._reader, self._mixture = config, reader, mixture
         self._bucketing = config.bucketing
         self._plans: dict[int, BlockPlan] = {}
@@ -75,19 +75,27 @@ class BlockPlanner:
         """
         found = self.known(group, position)
         if found is None:
-            block = self.blocks.at(position)
+            block = self.block(position)
             found = self._plans[group] = self._plan(group, block, self._mixture(group).at(block.begin), wait)
         return found
 
     def known(self, group: int, position: int) -> BlockPlan | None:
         """The same if it is planned."""
         found = self._plans.get(group)
-        return found if found is not None and found.block == self.blocks.at(position) else None
+        return found if found is not None and found.block == self.block(position) else None
+
+    def block(self, position: int) -> Block:
+        """The block of the step at a global position."""
+        found = self.steps.block(position)
+        assert found is not None
+        return found
 
     def state_after(self, group: int, position: int) -> GroupState:
         """The state of a group after the step at a position of a planned block."""
         plan = self._plans[group]
-        if position + self._config.split.batch < plan.block.end or len(plan.rows) < sum(plan.portion.take):
+        if position + self.steps.at(position).batch < plan.block.end or len(plan.rows) < sum(
+            plan.portion.take
+        ):
             return plan.before
         return self._state(group, plan.portion.owed, plan.portion.stop)
 
@@ -106,7 +114,7 @@ class BlockPlanner:
         before = self._state(group, portion.owed_before, portion.first)
         rows, spans = self._references(group, portion, wait)
         costs = self._costs(rows)
-        steps = (block.end - block.begin) // self._config.split.batch
+        steps = (block.end - block.begin) // self.steps.at(block.begin).batch
         size = sum(portion.take) // steps
         whole = min(steps, len(rows) // size)
         seed = self._config.sources[0].order.seed
@@ -179,7 +187,7 @@ class PlannedStep:
     def visits(self) -> Iterator[list[Visit] | None]:
         """The samples, all at once; None if the step isn't full, which all ranks skip then."""
         plans = [self.planner.at(group, self.position, self._wait) for group in self.groups]
-        number = (self.position - plans[0].block.begin) // self.config.split.batch
+        number = (self.position - plans[0].block.begin) // self._split.batch
         if any(number >= len(plan.steps) for plan in plans):
             yield None
             return
@@ -205,7 +213,7 @@ class PlannedStep:
     def spans(self) -> dict[str, Span]:
         """The hashes before and after the block, by group and source, and of its plan."""
         spans: dict[str, Span] = {}
-        after = self.position + self.config.split.batch
+        after = self.position + self._split.batch
         for group in self.groups:
             plan = self.planner.at(group, self.position, self._wait)
             next_ = after if after < plan.block.end else -1  # the next block has another plan
@@ -213,9 +221,13 @@ class PlannedStep:
             spans[f"{group}.plan"] = Span(self.position, plan.digest, next_, plan.digest)
         return spans
 
+    @property
+    def _split(self) -> Split:
+        return self.planner.steps.at(self.position)
+
     def _dealt(self, group: int, plan: BlockPlan, number: int) -> tuple[Rows, npt.NDArray[np.float64]]:
         """The rows of a group that this rank computes, and their bounds."""
         cell = plan.steps[number]
-        sizes = np.array(self.config.split.sizes(self.position, group))
+        sizes = np.array(self._split.sizes(self.position, group))
         places, bounds = dealt(plan.costs[cell], sizes, self.config.rank)
         return plan.rows[cell[places]], bounds

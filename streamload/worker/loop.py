@@ -43,12 +43,12 @@ from streamload.worker.buckets import PlannedStep
 from streamload.worker.messages import (
     SEAT,
     Batch,
+    Changed,
     EpochStart,
     SealedStates,
     SkippedSample,
     Visit,
     WorkerConfig,
-    changes_from,
 )
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
@@ -140,16 +140,17 @@ class WorkerLoop:
             self._slots.take_back()
         sampler = Sampler(self._config, self._reader, start)
         begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
-        numbers = range(start.steps) if start.steps is not None else itertools.count()
-        changes_generation = start.changes_generation
+        steps, changes_generation = start.steps, start.changes_generation
         try:
-            for number in itertools.islice(numbers, self._worker, None, self._workers or 1):
+            for number in itertools.count(self._worker, self._workers or 1):
                 if self._control.order.generation != start.generation:
                     return
                 if changes_generation != self._control.changes.generation:
-                    latest = self._control.changes.read()
-                    changes_generation = latest["generation"]
-                    sampler.change(changes_from(latest["changes"]))
+                    latest = Changed.from_json(self._control.changes.read())
+                    steps, changes_generation = latest.steps, latest.generation
+                    sampler.change(latest.changes, latest.resizes)
+                if steps is not None and number >= steps:
+                    return
                 position = sampler.steps.begin(number)
                 step = sampler.at(position)  # E
                 if self._reader.reads_ranges:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
-from streamload.order.steps import Steps, StepTable
+from streamload.order.steps import Resize, Steps, StepTable
 from streamload.origins.origin import OriginOptions
 from streamload.transforms.patch_grid import most_patches
 
@@ -274,6 +274,8 @@ class EpochStart(NamedTuple):
     """The generation of the control block's changes that are among these."""
     features: dict[str, FeatureStart]
     """What is known of each feature, by its name."""
+    resizes: Sequence[Resize] = ()
+    """Other sizes of steps than that of the configuration, from the position on."""
     blocks_from: int = 0
     """The position at which the blocks of bucketing begin."""
     table_from: tuple[int, int] = (0, 0)
@@ -285,7 +287,10 @@ class EpochStart(NamedTuple):
         """The steps from the first one on."""
         table = config.step_table
         remaining = None if table is None else table.remaining(*self.table_from, config.split.ranks)
-        return Steps(config.split, self.position, remaining)
+        blocks = None
+        if config.bucketing is not None:
+            blocks = config.bucketing.blocks(config.split.batch, self.epoch, self.blocks_from)
+        return Steps(config.split, self.position, remaining, blocks, self.resizes)
 
     def to_json(self) -> dict[str, Any]:
         """The start as JSON-able values, without its generation."""
@@ -297,6 +302,7 @@ class EpochStart(NamedTuple):
             "groups": {str(number): state.to_json() for number, state in self.groups.items()},
             "changes_generation": self.changes_generation,
             "features": self.features,
+            "resizes": self.resizes,
             "blocks_from": self.blocks_from,
             "table_from": self.table_from,
         }
@@ -306,13 +312,42 @@ class EpochStart(NamedTuple):
         """The start that `to_json` wrote, with the control block's generation."""
         groups = {int(number): GroupState.from_json(state) for number, state in value["groups"].items()}
         features = {name: FeatureStart(*start) for name, start in value["features"].items()}
-        changes = changes_from(value["changes"])
-        return cls(**{**value, "changes": changes, "groups": groups, "features": features})
+        changes, resizes = changes_from(value["changes"]), resizes_from(value["resizes"])
+        parsed: dict[str, Any] = {"changes": changes, "resizes": resizes, "features": features}
+        return cls(**{**value, **parsed, "groups": groups})
+
+
+class Changed(NamedTuple):
+    """What has changed since an epoch's start."""
+
+    changes: list[Change]
+    """Of the sources' shares."""
+    resizes: list[Resize]
+    """Of the steps' sizes, from a position on that no worker has passed when it reads this."""
+    steps: int | None
+    """How many steps the epoch has since its start."""
+    generation: int = 0
+    """The generation of these values in the control block."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The changes as JSON-able values, without their generation."""
+        return {name: value for name, value in self._asdict().items() if name != "generation"}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Changed:
+        """The changes that `to_json` wrote, with the control block's generation."""
+        parsed = {"changes": changes_from(value["changes"]), "resizes": resizes_from(value["resizes"])}
+        return cls(**{**value, **parsed})
 
 
 def changes_from(value: list[Any]) -> list[Change]:
     """Changes of shares from their JSON form."""
     return [Change(position, tuple(shares)) for position, shares in value]
+
+
+def resizes_from(value: list[Any]) -> list[Resize]:
+    """Sizes of steps from their JSON form."""
+    return [Resize(*each) for each in value]
 
 
 class SkippedSample(NamedTuple):

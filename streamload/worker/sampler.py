@@ -12,6 +12,7 @@ import numpy.typing as npt
 from streamload.errors import NoValidSamples
 from streamload.order.mixing import Change, Mixing, Portion, in_effect
 from streamload.order.split import Share
+from streamload.order.steps import Resize
 from streamload.worker.blocked import Wait
 from streamload.worker.buckets import BlockPlanner, PlannedStep
 from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, Visit, WorkerConfig
@@ -40,11 +41,12 @@ class Sampler:
         self._mixtures: dict[int, Mixing] = {}
         self._planner: BlockPlanner | None = None
         if config.bucketing is not None:
-            self._planner = BlockPlanner(config, reader, start, self._mixture)
+            self._planner = BlockPlanner(config, reader, self.steps, self._mixture)
 
-    def change(self, changes: list[Change]) -> None:
-        """Change the shares of later steps."""
+    def change(self, changes: list[Change], resizes: list[Resize]) -> None:
+        """Change the shares of later steps, and their sizes."""
         self._changes = changes
+        self.steps.resize(resizes)
         for mixture in self._mixtures.values():
             mixture.changes = changes
 
@@ -53,7 +55,7 @@ class Sampler:
         if len(self._config.sources) > 1:
             self._reader.give_shares(in_effect(self._changes, position))
         shares = self.steps.at(position).shares(position, self._config.rank, self._groups)
-        if self._planner is not None and self._planner.blocks.is_planned(position):
+        if self._planner is not None and self.steps.is_planned(position):
             groups = {share.group: share.size for share in shares}
             return PlannedStep(self._config, self._planner, position, groups)
         parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
@@ -64,7 +66,7 @@ class Sampler:
         found: list[tuple[int, int]] = []
         if position not in self.steps:
             return found
-        if self._planner is not None and self._planner.blocks.is_planned(position):
+        if self._planner is not None and self.steps.is_planned(position):
             return self._coming_of_block(self._planner, position)
         for share in self.steps.at(position).shares(position, self._config.rank, self._groups):
             # A copy, as weights may still change before that step.
@@ -89,11 +91,9 @@ class Sampler:
             state = start.groups.get(self._config.first_group + group)
             given = zeros if state is None else [source.cursor.position for source in state.sources]
             owed = zeros if state is None else state.owed
-            blocks = None if self._planner is None else self._planner.blocks
-            position = start.position if blocks is None else blocks.at(start.position).begin
-            found = self._mixtures[group] = Mixing(
-                self.steps, group, position, self._changes, given, owed, blocks
-            )
+            block = self.steps.block(start.position)
+            position = start.position if block is None else block.begin
+            found = self._mixtures[group] = Mixing(self.steps, group, position, self._changes, given, owed)
         return found
 
 

@@ -1,0 +1,79 @@
+"""Changes in the middle of an epoch: the sources' weights, and the size of steps (steps B and E).
+
+They are in effect from the first step that no worker of any rank can have begun, and are part of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from streamload.ipc import ControlBlock
+from streamload.loader.distributed import gather
+from streamload.loader.epoch import Epoch
+from streamload.loader.schedule import Schedule
+from streamload.worker import Changed
+
+
+class Changes:
+    """What changes weights and sizes of a loader; the workers read it before each step.
+
+    Args:
+        schedule: of its epochs.
+        control: which its workers read.
+        epoch: the current one; None: there is none, and no worker has begun the next step.
+    """
+
+    def __init__(self, schedule: Schedule, control: ControlBlock, epoch: Epoch | None):
+        self._schedule, self._control, self._epoch = schedule, control, epoch
+        schedule.settle()
+        self._now = schedule.tracker.now()
+
+    def set_weights(self, weights: Mapping[str, float]) -> int:
+        """See Loader.set_weights."""
+        schedule = self._schedule
+        steps = schedule.steps_from(self._now)
+        position = steps.begin(0 if self._epoch is None else self._epoch.ahead)
+        by_rank = gather((dict(weights), schedule.next_block(position)), schedule.topology.world_size)
+        agreed = schedule.weights(by_rank[0][0])  # an error is raised on all ranks
+        position = max(position for _, position in by_rank)
+        step = schedule.step_of(self._now, position)
+        schedule.tracker.change(agreed, position)
+        self._send()
+        return step
+
+    def set_batch_size(self, rows: int) -> int:
+        """See Loader.set_batch_size."""
+        schedule, now = self._schedule, self._now
+        by_rank = gather((rows, self._first_free()), schedule.topology.world_size)
+        rows = by_rank[0][0]
+        split, position = schedule.split(), max(position for _, position in by_rank)
+        resize = schedule.resized(rows, position)  # an error is raised on all ranks
+        last = None if now.sizes is None else now.sizes.last
+        if resize.batch == (split.batch if last is None else last.batch):
+            return schedule.step_of(now, now.position if last is None else max(now.position, last.position))
+        schedule.tracker.resize(split.batch, resize, schedule.step_of(now))
+        self._now = schedule.tracker.now()
+        if self._epoch is not None:
+            self._epoch.plan(schedule.steps(self._now))
+        self._send()
+        return schedule.step_of(self._now, position)
+
+    def _first_free(self) -> int:
+        """The first position at which a step may have another size: at the epoch's end at the latest.
+
+        A worker that has made its last batch of an epoch makes no more, so the epoch isn't longer for it.
+        """
+        schedule, number = self._schedule, 0
+        if self._epoch is not None:
+            left, number = schedule.steps(self._now), self._epoch.ahead
+            number = number if left is None else min(number, left)
+        return schedule.next_block(schedule.steps_from(self._now).begin(number))
+
+    def _send(self) -> None:
+        """Tell the workers of the current epoch."""
+        if self._epoch is None:
+            return
+        sizes = self._schedule.tracker.now().sizes
+        resizes = [] if sizes is None else list(sizes.resizes)
+        changed = Changed(list(self._schedule.tracker.now().changes), resizes, self._epoch.steps)
+        self._control.changes.write(changed.to_json())
