@@ -93,6 +93,8 @@ class ControlBlock:
         self._counters = SharedArray((writers, WIDTH), torch.int64)
         self._by_source = SharedArray((writers, sources, 2), torch.int64)
         self._wanted = SharedArray((1,), torch.float64)
+        self._taken = SharedArray((1,), torch.int64)
+        self._ends = SharedArray((writers, 2), torch.int64)
         self._blocked = SharedArray((writers, _BLOCKED_BYTES), torch.uint8)
 
     @property
@@ -104,6 +106,25 @@ class ControlBlock:
     def by_source(self) -> npt.NDArray[np.int64]:
         """int64[writers, sources, 2]: samples taken, and nanoseconds waited for bytes."""
         return self._by_source.array
+
+    @property
+    def taken(self) -> int:
+        """How many batches of the current order the rank has received."""
+        return int(self._taken.array[0])
+
+    def take(self, count: int) -> None:
+        """Set how many batches of the current order were received; 0 before it is written."""
+        self._taken.array[0] = count
+
+    def end(self, writer: int, generation: int, number: int) -> None:
+        """Set the first step that a process found missing at the end of the order of a generation."""
+        self._ends.array[writer] = 0, number
+        self._ends.array[writer, 0] = generation
+
+    def is_past_end(self, generation: int, number: int) -> bool:
+        """Return whether a process found that this step, or an earlier one, isn't there."""
+        ends = self._ends.array
+        return bool(np.any((ends[:, 0] == generation) & (ends[:, 1] <= number)))
 
     def want(self, now: bool) -> None:
         """Set whether the training loop is waiting for a batch."""

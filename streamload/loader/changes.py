@@ -11,7 +11,7 @@ from streamload.ipc import ControlBlock
 from streamload.loader.distributed import gather
 from streamload.loader.epoch import Epoch
 from streamload.loader.schedule import Schedule
-from streamload.worker import Changed
+from streamload.worker import Changed, InFlight
 
 
 class Changes:
@@ -21,10 +21,18 @@ class Changes:
         schedule: of its epochs.
         control: which its workers read.
         epoch: the current one; None: there is none, and no worker has begun the next step.
+        in_flight: what a step has to fit into; None: it may be of any size.
     """
 
-    def __init__(self, schedule: Schedule, control: ControlBlock, epoch: Epoch | None):
+    def __init__(
+        self,
+        schedule: Schedule,
+        control: ControlBlock,
+        epoch: Epoch | None,
+        in_flight: InFlight | None = None,
+    ):
         self._schedule, self._control, self._epoch = schedule, control, epoch
+        self._in_flight = in_flight
         schedule.settle()
         self._now = schedule.tracker.now()
 
@@ -47,7 +55,7 @@ class Changes:
         by_rank = gather((rows, self._first_free()), schedule.topology.world_size)
         rows = by_rank[0][0]
         split, position = schedule.split(), max(position for _, position in by_rank)
-        resize = schedule.resized(rows, position)  # an error is raised on all ranks
+        resize = schedule.resized(rows, position, self._in_flight)  # an error is raised on all ranks
         last = None if now.sizes is None else now.sizes.last
         if resize.batch == (split.batch if last is None else last.batch):
             return schedule.step_of(now, now.position if last is None else max(now.position, last.position))

@@ -34,6 +34,10 @@ class Owner(Protocol):
     waited_ns: int
     """How long the last `waiting` block took."""
 
+    def received(self, count: int) -> None:
+        """So many batches of the epoch have come from the workers."""
+        ...
+
     def waiting(self, since: float) -> AbstractContextManager[None]:
         """Count the time since `since` as data wait."""
         ...
@@ -86,6 +90,7 @@ class Epoch:
         self._batches = batches
         self._feed = feed
         self._count = 0  # of batches so far
+        self._received = 0  # also one that was looked ahead
         self.steps, self.expected = steps, expected
         self._accelerate = accelerate
         self._started = started
@@ -224,6 +229,8 @@ class Epoch:
             ) from None
 
     def _send(self, batch: Batch) -> _Pending:
+        self._received += 1
+        self._loader.received(self._received)
         ready = self._feed.send(batch.values) if batch.samples else dict
         return lambda: (batch, ready())
 

@@ -18,9 +18,10 @@ from streamload.errors import OptionError
 from streamload.loader.patches import Patches
 from streamload.loader.sources import Factors
 from streamload.options import Eviction, Option, Revalidate, Where, options
-from streamload.options.values import at_least, parse_choice
+from streamload.options.values import at_least, parse_choice, parse_size
 
 ImageDtype = Literal["float32", "uint8"]
+_MODALITIES = ("image", "text")
 TextPaddingName = Literal["max", "longest"]
 
 LARGEST_BLOCK = 65_536
@@ -206,6 +207,11 @@ class Workers:
         collate: takes the list of map_sample's results for a batch and returns the batch, a dict or a tuple,
             in the worker. None: values of one shape are stacked, others are a list.
         prefetch_factor: batches that each worker prefetches.
+        memory: limits of what workers have made, or are making, and the training loop hasn't received:
+            {"image": "4GB", "text": "64MB"}, one or both, over the workers of a rank. A step takes the most
+            that its rows can have; workers begin steps in their order, as far as they fit. The limit of
+            prefetch_factor stays. It needs images of a known size (a compiled preprocess=, or patches=) and a
+            tokenizer. None: no limits.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None: Python's default.
 
     Raises:
@@ -215,10 +221,19 @@ class Workers:
     map_sample: MapSample | None = None
     collate: Collate | None = None
     prefetch_factor: int = 2
+    memory: Mapping[str, str | int] | None = None
     multiprocessing_context: str | None = None
 
     def __post_init__(self) -> None:
         at_least(1, prefetch_factor=self.prefetch_factor)
+        if self.memory is not None:
+            if not isinstance(self.memory, Mapping) or not self.memory or self.memory.keys() - _MODALITIES:
+                raise OptionError(
+                    f"memory={self.memory!r:.100}; expected sizes of {' and '.join(_MODALITIES)}: "
+                    f'{{"image": "4GB", "text": "64MB"}}, one or both'
+                )
+            for name, value in self.memory.items():
+                parse_size(value, f"memory[{name!r}]")
         if self.multiprocessing_context is not None:
             methods = tuple(multiprocessing.get_all_start_methods())
             parse_choice(self.multiprocessing_context, methods, "multiprocessing_context")

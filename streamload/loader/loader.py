@@ -23,6 +23,7 @@ from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, a
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import take_features
+from streamload.loader.in_flight import in_flight_of
 from streamload.loader.microbatches import Microbatches
 from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.output import Outputs
@@ -31,7 +32,7 @@ from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
 from streamload.loader.trace import Trace
-from streamload.loader.worker_config import counted_samples
+from streamload.loader.worker_config import assembly_of, counted_samples
 from streamload.metrics import Counters, Snapshot, total
 from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample
@@ -236,11 +237,14 @@ class Loader(DataLoaderInterface):
             the epoch ends before it, the change takes effect in the next.
 
         Raises:
-            OptionError: fewer than one, an evaluation, steps of Patches(steps=…), or a step that isn't
-                equal parts of several groups.
+            OptionError: fewer than one, an evaluation, steps of Patches(steps=…), a step that isn't equal
+                parts of several groups, or more than Workers(memory=…) has room for.
         """
-        epoch = self._current_epoch()
-        step = Changes(self._schedule, self._control, epoch).set_batch_size(rows)
+        epoch, options = self._current_epoch(), self.options
+        in_flight = None
+        if options.workers.memory is not None:
+            in_flight = in_flight_of(options, assembly_of(options))
+        step = Changes(self._schedule, self._control, epoch, in_flight).set_batch_size(rows)
         if epoch is not None:
             epoch.expect(self._expected(self._schedule.tracker.now()))
         return step
@@ -338,6 +342,10 @@ class Loader(DataLoaderInterface):
             self._feed.close()
         self._feed = self._pool = None
 
+    def received(self, count: int) -> None:
+        """So many batches of the epoch have come from the workers, which may begin as many more."""
+        self._control.take(count)
+
     def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
         """Step K: advance the state by a batch, and give the batch its output form.
 
@@ -423,6 +431,7 @@ class Loader(DataLoaderInterface):
             table_from=(position.epoch, position.position - position.start),
         )
         before = self.stats()  # before any worker starts on this epoch
+        self._control.take(0)
         self._control.order.write(start.to_json())
         self._checks.start_epoch(self._control.order.generation)
         batches = pool.start_epoch()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.features import bound_features
 from streamload.loader.fork_safety import in_this_process, protect_workers
+from streamload.loader.in_flight import check_step
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.loader.worker_config import worker_config_for
@@ -89,7 +90,11 @@ def _data_loader(
     options: LoaderOptions, config: WorkerConfig, control: ControlBlock
 ) -> tuple[DataLoader[Batch], StreamDataset]:
     import_origins([*options.urls.kinds(), *([config.shared.url] if config.shared else [])])
-    buffers = buffers_for(options.num_workers, options.workers.prefetch_factor + _BATCHES_HELD)
+    ahead = options.workers.prefetch_factor
+    if config.in_flight is not None and options.num_workers:
+        fitting = check_step(options, config.in_flight, options.batch_size)
+        ahead = min(ahead, -(-fitting // options.num_workers))
+    buffers = buffers_for(options.num_workers, ahead + _BATCHES_HELD)
     dataset = StreamDataset(config, control, buffers)
     several = options.num_workers > 0
     batches: DataLoader[Batch] = DataLoader(

@@ -15,6 +15,7 @@ from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.distributed import can_compare
+from streamload.loader.in_flight import check_step
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
     OrderSpec,
@@ -34,6 +35,7 @@ from streamload.order.plan import OrderOptions
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps, refuse_uneven
 from streamload.topology import Topology, read_topology
+from streamload.worker import InFlight
 
 logger = logging.getLogger("streamload")
 
@@ -91,6 +93,14 @@ class Schedule:
         """Samples of a step of this rank, as set last; those of an epoch are by this size."""
         sizes = self.tracker.sizes
         return self._options.batch_size if sizes is None else sizes.last.batch // self.topology.world_size
+
+    @property
+    def most_rows(self) -> int:
+        """The most samples of a step of this rank by the sizes of now: another one may be set already."""
+        if self.tracker.sizes is None:
+            return self._options.batch_size
+        now = self.tracker.now()
+        return max(self.rows, self.steps_from(now).at(now.position).batch // self.topology.world_size)
 
     @property
     def is_one_pass(self) -> bool:
@@ -285,9 +295,12 @@ class Schedule:
         self._settled = None
         self.tracker.load(position)
 
-    def resized(self, rows: int, position: int) -> Resize:
+    def resized(self, rows: int, position: int, in_flight: InFlight | None) -> Resize:
         """Steps of so many samples of each rank, from a position on; see resizing.resized."""
-        return resized(self._options, self.split(), rows, position)
+        found = resized(self._options, self.split(), rows, position)
+        if in_flight is not None:
+            check_step(self._options, in_flight, rows)
+        return found
 
     def next_block(self, position: int) -> int:
         """The first position from this one on between two blocks; without bucketing, this one."""

@@ -24,6 +24,7 @@ from streamload.cache.tier import Tier
 from streamload.derived.preparation import AUTO
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader.features import feature_assemblies
+from streamload.loader.in_flight import in_flight_of, report
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec
 from streamload.loader.preparing import (
@@ -111,6 +112,9 @@ def _worker_config(
     processes = topology.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
     groups, patches = orders[0].groups, options.images.patches
+    in_flight = in_flight_of(options, assembly)
+    if in_flight is not None:
+        report(options, in_flight, schedule.most_rows)
     return WorkerConfig(
         shards=shards,
         origin=OriginOptions(outage_seconds=settings.origin_wait),
@@ -138,6 +142,7 @@ def _worker_config(
         step_table=options.step_table,
         with_keys=options.with_keys or options.batches.microbatch is not None,
         prepares=prepares,
+        in_flight=in_flight,
     )
 
 

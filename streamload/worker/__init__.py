@@ -1,5 +1,6 @@
 """What a DataLoader worker does: the loop over its batches, sampler, reader, and the messages to its rank."""
 
+from streamload.worker.in_flight import InFlight
 from streamload.worker.loop import StreamDataset
 from streamload.worker.messages import (
     SEAT,
@@ -19,6 +20,7 @@ __all__ = [
     "Bucketing",
     "Changed",
     "EpochStart",
+    "InFlight",
     "SkippedSample",
     "SourceOrder",
     "Spans",

@@ -12,7 +12,7 @@ import gc
 import itertools
 import multiprocessing.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ from streamload.order.steps import Steps
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
 from streamload.worker.buckets import PlannedStep
+from streamload.worker.in_flight import Admission
 from streamload.worker.messages import (
     SEAT,
     Batch,
@@ -141,6 +142,7 @@ class WorkerLoop:
         sampler = Sampler(self._config, self._reader, start)
         begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
         steps, changes_generation = start.steps, start.changes_generation
+        admission = self._admission(sampler.steps, start)
         try:
             for number in itertools.count(self._worker, self._workers or 1):
                 if self._control.order.generation != start.generation:
@@ -151,6 +153,8 @@ class WorkerLoop:
                     sampler.change(latest.changes, latest.resizes)
                 if steps is not None and number >= steps:
                     return
+                if admission is not None:
+                    admission.wait(number, self._reader.stop_if_superseded)
                 position = sampler.steps.begin(number)
                 step = sampler.at(position)  # E
                 if self._reader.reads_ranges:
@@ -160,6 +164,8 @@ class WorkerLoop:
                 with self._spans.of(f"batch {number}"):
                     made = self._make(begin, start.epoch, seq_len, step)  # B, C, D while F, G go on; H, I, J
                 if made is None:
+                    if admission is not None:
+                        self._control.end(self._worker + 1, start.generation, number)
                     self._check_end(number, start)
                     return
                 values, skipped = made
@@ -237,6 +243,23 @@ class WorkerLoop:
                 values = batch.finish(bounds)
         self._reader.fill_ahead()
         return values, skipped
+
+    def _admission(self, steps: Steps, start: EpochStart) -> Admission | None:
+        """What keeps to the limits of memory; None: there are none, or no batch is made ahead."""
+        in_flight, control = self._config.in_flight, self._control
+        if in_flight is None or not self._workers:
+            return None
+
+        def step_bytes(number: int) -> Mapping[str, int]:
+            position, rank = steps.begin(number), self._config.rank
+            split = steps.at(position)
+            rows = (rank + 1) * split.batch // split.ranks - rank * split.batch // split.ranks
+            return in_flight.step_bytes(rows, self._seq_len(steps, start.epoch, position))
+
+        def taken(number: int) -> int:
+            return number if control.is_past_end(start.generation, number) else control.taken
+
+        return Admission(in_flight, step_bytes, taken)
 
     def _seq_len(self, steps: Steps, epoch: int, position: int) -> int:
         """The most patches of an image in a step; 0: images aren't made into patches."""

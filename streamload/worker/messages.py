@@ -29,6 +29,7 @@ from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps, StepTable
 from streamload.origins.origin import OriginOptions
 from streamload.transforms.patch_grid import most_patches
+from streamload.worker.in_flight import InFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class WorkerConfig:
     """How steps are planned by block; None: samples come in the order of the sequence."""
     prepares: bool = False
     """Whether fills prepare shards themselves, where there is room."""
+    in_flight: InFlight | None = None
+    """The limits of batches that are made and not yet taken."""
 
 
 @dataclass(frozen=True, slots=True)

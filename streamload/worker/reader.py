@@ -314,7 +314,7 @@ class Reader:
 
     def _pause(self, wait: Wait, needed: list[int], source: int) -> None:
         """Wait a moment for bytes of a source, after making sure that they are being fetched."""
-        self._stop_if_superseded()
+        self.stop_if_superseded()
         self.want(needed)
         self._fills.prefetcher.check()
         blocked = self._blocked(wait, needed)
@@ -331,7 +331,8 @@ class Reader:
         if needed and self._control.wanted_seconds():
             self._blocked_ns[needed[0]] = self._blocked_ns.get(needed[0], 0) + waited_ns
 
-    def _stop_if_superseded(self) -> None:
+    def stop_if_superseded(self) -> None:
+        """Raise Superseded if the rank has started another epoch, or has died."""
         assert self._start is not None
         is_orphan = self._parent is not None and os.getppid() != self._parent
         if is_orphan or self._control.order.generation != self._start.generation:
