@@ -52,6 +52,7 @@ from streamload.errors import (
 )
 
 if TYPE_CHECKING:
+    from streamload.batches.sample_weights import complexity
     from streamload.derived.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
         Batches,
@@ -127,6 +128,7 @@ __all__ = [
     "Workers",
     "cache_info",
     "cache_module",
+    "complexity",
     "gather_state",
     "make_loader",
 ]
@@ -147,6 +149,7 @@ _LATER = {
     "Source": "streamload.loader",
     "cache_info": "streamload.derived.module_cache",
     "cache_module": "streamload.derived.module_cache",
+    "complexity": "streamload.batches.sample_weights",
     "gather_state": "streamload.loader",
     "make_loader": "streamload.loader",
 }

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.errors import OptionError, add_note
-from streamload.shards.facts import BUILT_IN, Column, Values
+from streamload.shards.facts import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
 from streamload.shards.keys import KeySpec, chosen, usable
 from streamload.shards.samples import Entry
@@ -86,7 +86,7 @@ class Selection:
     @property
     def of_entries(self) -> list[str]:
         """The names of the facts that a user's function finds in `Entry.facts`."""
-        return [name for name in self.columns if name not in BUILT_IN]
+        return [name for name in self.columns if name not in (*BUILT_IN, TOKENS)]
 
     def needed(self, extensions: Collection[str]) -> set[str]:
         """The members of a sample to read."""

@@ -47,7 +47,17 @@ __all__ = [
     "make_loader",
 ]
 
-_TAKEN = ("image", "text", "text_valid", "label", "pixel_values", "input_ids", "attention_mask", "labels")
+_TAKEN = (
+    "image",
+    "text",
+    "text_valid",
+    "label",
+    "weight",
+    "pixel_values",
+    "input_ids",
+    "attention_mask",
+    "labels",
+)
 """Names of other values of a batch."""
 _SHARDS, _IMAGES, _ORDER, _BATCHES = Shards(), Images(), Order(), Batches()
 _CACHE, _WORKERS = Cache(), Workers()

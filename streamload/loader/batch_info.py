@@ -27,6 +27,7 @@ class BatchInfo:
         shapes: of its tensors, by the names that they have in `output="dict"`.
         device: of its tensors.
         source_weights: of the rows of each source; None: 1.
+        row_weights: float32[N], of each row; None: 1.
 
     Attributes:
         step: its number in the epoch, from 0.
@@ -34,6 +35,7 @@ class BatchInfo:
         sources: the names of all sources; `source` has their indexes.
         shapes: of its tensors, padding included, by name.
         source_weights: the weight that rows have by their source; None: 1.
+        row_weights: float32[N], the weight of each row by `sample_weight=`, in host memory; None: 1.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class BatchInfo:
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         device: torch.device | None = None,
         source_weights: Sequence[float] | None = None,
+        row_weights: npt.NDArray[np.float32] | None = None,
     ):
         self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
-        self.shapes, self.source_weights = shapes or {}, source_weights
+        self.shapes, self.source_weights, self.row_weights = shapes or {}, source_weights, row_weights
         self._yielded, self._seats, self._device = yielded, seats, device
 
     def __repr__(self) -> str:
@@ -64,11 +67,14 @@ class BatchInfo:
 
     @cached_property
     def weight(self) -> torch.Tensor:
-        """The weight of each row in the loss: float32[N], on the batch's device; 1 by default."""
-        if self.source_weights is None:
-            return self._on_device(torch.ones(self.rows))
-        by_source = np.asarray(self.source_weights, np.float32)
-        return self._on_device(torch.from_numpy(by_source[self.seats]))
+        """The weight of each row in the loss: float32[N], on the batch's device; 1 by default.
+
+        It is the product of what its source and `sample_weight=` give it.
+        """
+        weights = np.ones(self.rows, np.float32) if self.row_weights is None else self.row_weights
+        if self.source_weights is not None:
+            weights = weights * np.asarray(self.source_weights, np.float32)[self.seats]
+        return self._on_device(torch.from_numpy(weights))
 
     @property
     def keys(self) -> Sequence[str]:

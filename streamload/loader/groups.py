@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from streamload.batches.assembly import Collate, MapSample
+from streamload.batches.sample_weights import Complexity, read_sample_weight
 from streamload.cache.selection import Keep, RateFunction
 from streamload.cache.shared.objects import refuse_url
 from streamload.derived.preparation import AUTO, Preparation
@@ -267,6 +268,10 @@ class Batches:
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             CUDA device has room for, found in the first steps by what parts take; the smallest size that is
             about as fast as the largest; the same on all ranks.
+        sample_weight: the weight of each row in the loss, which comes with the batch as `weight` float32[N]
+            (with output="tuple" the element after images, texts and labels) and changes nothing else:
+            streamload.complexity(…), or a function of the index entry, as `keep` gets it, that returns a
+            number from 0 (None: unknown, 1). It has to be pure (docs/guides/mixing.md).
         max_tokens: of each part at most, ids and patches with their padding; it needs bucketing=, by which
             all ranks know each other's lengths, and room for the longest row. None: any number.
 
@@ -279,6 +284,7 @@ class Batches:
     bucketing: Literal["step"] | int | None = None
     microbatch: int | Literal["auto"] | None = None
     max_tokens: int | None = None
+    sample_weight: Complexity | RateFunction | None = None
 
     def __post_init__(self) -> None:
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
@@ -288,6 +294,7 @@ class Batches:
                 "max_tokens= needs bucketing=, 'step' or a number of samples: by its plan all ranks have the "
                 "same parts"
             )
+        read_sample_weight(self.sample_weight)
         if self.microbatch != "auto":
             at_least(1, microbatch=self.microbatch)
         if self.bucketing != "step":

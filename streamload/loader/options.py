@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from streamload.batches.images import Preprocess
+from streamload.batches.sample_weights import SampleWeight, read_sample_weight
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.selection import Repeat
 from streamload.derived.features import Features
@@ -23,7 +24,7 @@ from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import StepTable
-from streamload.shards.facts import BUILT_IN, Column
+from streamload.shards.facts import BUILT_IN, TOKENS, Column
 from streamload.transforms.compile import compile_transform, patch_plan_or_given
 from streamload.transforms.patches import GivenPatches
 from streamload.transforms.plan import NotRecognised, PatchPlan, clip_patch_plan
@@ -34,7 +35,7 @@ OnError = Literal["skip", "raise"]
 
 _PICKLED = (
     "tokenizer", "preprocess", "shards.keep", "shards.facts", "repeat", "shards.storage_options",
-    "workers.map_sample", "workers.collate", "cache.shared_options",
+    "batches.sample_weight", "workers.map_sample", "workers.collate", "cache.shared_options",
 )  # fmt: skip
 """The user's own objects, which are sent to the workers."""
 
@@ -121,6 +122,7 @@ class LoaderOptions:
         self._refuse_unusable_features()
         self._refuse_unknown_padding()
         self._refuse_bucketing()
+        self._refuse_unusable_weight()
         if self.images.patches is not None:
             self._refuse_unusable_patches()
 
@@ -131,6 +133,11 @@ class LoaderOptions:
             OptionError: a variable's value can't be read.
         """
         return read_settings(**{row.name: operator.attrgetter(row.argument)(self) for row in options()})
+
+    @property
+    def sample_weight(self) -> SampleWeight | None:
+        """How rows are weighed in the loss; None: they aren't."""
+        return read_sample_weight(self.batches.sample_weight)
 
     @property
     def storage_options(self) -> dict[str, Any] | None:
@@ -217,6 +224,19 @@ class LoaderOptions:
             raise OptionError(
                 'bucketing= goes by lengths that vary: give text_padding="longest", or patches=Patches(…, '
                 "max_ratio=1.0) (captions of one length and images that fill theirs have nothing to gain)"
+            )
+
+    def _refuse_unusable_weight(self) -> None:
+        """Refuse weights of rows in an evaluation, and those by tokens without captions or a tokenizer."""
+        weight = self.sample_weight
+        if weight is None:
+            return
+        if not self.train:
+            raise OptionError("sample_weight= is for training: leave it out in an evaluation")
+        if TOKENS in weight.facts(()) and (self.tokenizer is None or self.shards.text_key is None):
+            raise OptionError(
+                "complexity(…) counts the tokens of captions: give a tokenizer, or complexity(1, 0), which "
+                "goes by images alone"
             )
 
     @property

@@ -16,6 +16,7 @@ from streamload.loader.distributed import gather
 from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions
 from streamload.loader.part_size import DeviceMemory, PartSizer
+from streamload.loader.row_weights import Weights, weights_of
 from streamload.loader.schedule import Schedule
 from streamload.transforms.patches import NAMES
 from streamload.worker import Batch
@@ -62,7 +63,8 @@ class Outputs:
         """
         keys = values.get("__key__", ())
         extra = {name: values.pop(name) for name in _ORIGINS if name in values}
-        names = (*values, *features)
+        weights = self._weights(batch, values)
+        names = (*values, *(() if weights is None else ("weight",)), *features)
         if self._options.images.patches is not None:  # they are one value
             names = ("image", *(name for name in names if name not in NAMES))
         shapes = {name: tuple(one.shape) for name, one in values.items() if isinstance(one, torch.Tensor)}
@@ -70,9 +72,11 @@ class Outputs:
         widths = batch.widths
         if widths is not None and self._options.output == "hf":
             widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
-        output = self._shaped(values, features, extra if self._options.with_keys else {})
         yielded = Yielded(step, batch.samples, names, widths, keys)
-        self.last = BatchInfo(yielded, self._sources, batch.seats, shapes, device)
+        self.last = BatchInfo(yielded, self._sources, batch.seats, shapes, device, row_weights=weights)
+        if weights is not None:
+            values["weight"] = self.last.weight
+        output = self._shaped(values, features, extra if self._options.with_keys else {})
         self._known.add(output, self.last)
         return output
 
@@ -107,6 +111,21 @@ class Outputs:
         """Add to an out-of-memory error which part was in use."""
         if self._parts is not None:
             self._parts.explain(error)
+
+    def _weights(self, batch: Batch, values: Mapping[str, Any]) -> Weights | None:
+        """The weights of a batch's rows by `sample_weight=`; None without."""
+        weight, schedule = self._options.sample_weight, self._schedule
+        if weight is None:
+            return None
+        if "weight" in values:
+            raise OptionError(
+                "with sample_weight=, batches have the rows' weights as 'weight': what map_sample or "
+                "collate returns needs another name"
+            )
+        found, schedule.mean_weight = weights_of(
+            batch.weighed, weight, schedule.mean_weight, schedule.topology.world_size
+        )
+        return found
 
     def _least(self, value: float) -> float:
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""

@@ -26,7 +26,7 @@ from streamload.loader.order_spec import (
     source_orders,
     split_for,
 )
-from streamload.loader.position import EpochTracker, Position, Weights
+from streamload.loader.position import EpochTracker, MeanWeight, Position, Weights
 from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
 from streamload.loader.sizes import compare_sizes, read_sizes, sizes_digest
 from streamload.loader.state import check_fits, check_options, from_state, has_more_shards, to_state
@@ -48,10 +48,12 @@ class Schedule:
 
     Attributes:
         tracker: of the epoch and the position in it.
+        mean_weight: by which weights of samples are scaled; None: they aren't, or it isn't known yet.
     """
 
     def __init__(self, options: LoaderOptions):
         self.tracker = EpochTracker(options.epochs_continue)
+        self.mean_weight: MeanWeight | None = None
         self._options = options
         self._settled: tuple[Topology, OrderSpec] | None = None
         self._saved: OrderSpec | None = None  # of the state that was loaded last
@@ -262,7 +264,8 @@ class Schedule:
 
     def state(self, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         """The state of this rank, with what it has counted."""
-        return to_state(replace(self.order, sizes=self._groups_cut_by), self.tracker.now(), counts)
+        position = replace(self.tracker.now(), mean_weight=self.mean_weight)
+        return to_state(replace(self.order, sizes=self._groups_cut_by), position, counts)
 
     def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], moved: Mapping[str, str]) -> None:
         """Resume from a state.
@@ -293,6 +296,7 @@ class Schedule:
         self._saved = saved if position.position else replace(saved, groups=ours.groups)
         self._groups_cut_by = saved.sizes if position.position else None
         self._settled = None
+        self.mean_weight = position.mean_weight
         self.tracker.load(position)
 
     def resized(self, rows: int, position: int, in_flight: InFlight | None) -> Resize:

@@ -12,7 +12,7 @@ import xxhash
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest
-from streamload.loader.position import Position, Sizes
+from streamload.loader.position import MeanWeight, Position, Sizes
 from streamload.order.group import most_skipped
 from streamload.order.mixing import UNIT
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
@@ -60,6 +60,7 @@ def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence
         ),
         **({} if order.table is None else {"table": order.table}),
         **({} if position.sizes is None else {"batch_sizes": _sizes_to(position.sizes)}),
+        **({} if position.mean_weight is None else {"mean_weight": list(position.mean_weight)}),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items()},
     }
@@ -271,7 +272,8 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
     )
     blocks_from = _whole_number(state.get("blocks_from", 0), 0, position)
     sizes = None if "batch_sizes" not in state else _sizes_in(state["batch_sizes"], position)
-    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from, sizes)
+    mean = None if state.get("mean_weight") is None else _mean_in(state["mean_weight"])
+    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from, sizes, mean)
 
 
 def _sizes_to(sizes: Sizes) -> dict[str, Any]:
@@ -288,6 +290,13 @@ def _sizes_in(value: Any, position: int) -> Sizes:
         raise OptionError("no sizes of steps")
     Steps(Split(base, 1, 1), position, None, None, resizes)  # raises where a size changes within a step
     return Sizes(base, resizes, step)
+
+
+def _mean_in(value: Any) -> MeanWeight:
+    definition, mean = value
+    if not isinstance(definition, str) or not 0 < float(mean) < math.inf:
+        raise OptionError("not the mean of weights")
+    return MeanWeight(definition, float(mean))
 
 
 def _whole_number(number: Any, least: int = 0, most: int = _MOST) -> int:

@@ -40,6 +40,7 @@ from streamload.order.plan import OrderOptions, pieces
 from streamload.order.repeats import uses, visit_key
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
+from streamload.shards.facts import TOKENS
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
@@ -50,8 +51,6 @@ from streamload.worker import Bucketing, SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
 
-TOKENS = "tokens of the caption"
-"""The name of the fact by which bucketing goes."""
 _LONG_TEXT = "word " * 4096
 _MIN_FILLS = 4
 _REPLACEMENTS = 64
@@ -141,6 +140,7 @@ def _worker_config(
         seq_lens=None if patches is None else patches.lengths(options.train, options.seed),
         step_table=options.step_table,
         with_keys=options.with_keys or options.batches.microbatch is not None,
+        sample_weight=options.sample_weight,
         prepares=prepares,
         in_flight=in_flight,
     )
@@ -209,7 +209,8 @@ def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(KeySpec.parse(key) for key in options.keys)
     reads_all = options.workers.map_sample is not None
     columns = dict(options.columns)
-    if options.goes_by_tokens:
+    weight = options.sample_weight
+    if options.goes_by_tokens or (weight is not None and TOKENS in weight.facts(())):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
     return Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
 

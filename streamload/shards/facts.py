@@ -25,6 +25,8 @@ Values = npt.NDArray[np.float64]
 BUILT_IN = ("width", "height", "caption_bytes", "image_bytes")
 """Facts that every run has: the first three are in the index records."""
 IN_RECORDS = frozenset(BUILT_IN[:3])
+TOKENS = "tokens of the caption"
+"""The name of the column of token counts by which a run plans and weighs."""
 
 _FORMAT = 1
 """Of the file, and of how columns of streamload's own are made."""

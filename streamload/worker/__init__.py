@@ -12,10 +12,12 @@ from streamload.worker.messages import (
     SourceOrder,
     WorkerConfig,
 )
+from streamload.worker.row_weights import VALUE
 from streamload.worker.spans import Spans
 
 __all__ = [
     "SEAT",
+    "VALUE",
     "Batch",
     "Bucketing",
     "Changed",

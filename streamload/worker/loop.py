@@ -53,6 +53,7 @@ from streamload.worker.messages import (
 )
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
+from streamload.worker.row_weights import RowWeights
 from streamload.worker.sampler import Sampler, Step
 from streamload.worker.spans import Spans
 
@@ -131,6 +132,9 @@ class WorkerLoop:
         self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
         self._slots = buffers
         self._replacements = Replacements(config, self._reader)
+        self._weights: RowWeights | None = None
+        if config.sample_weight is not None:
+            self._weights = RowWeights(config.sample_weight, config.selection, self._reader)
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._fresh = shared_empty if workers else own_empty
 
@@ -171,6 +175,7 @@ class WorkerLoop:
                 values, skipped = made
                 origins = {name: values.pop(name) for name in ("__key__", "__url__")}
                 widths = values.pop(WIDTHS, None)
+                weighed = b"" if self._weights is None else self._weights.values()
                 states, spans = SealedStates(step.states()), step.spans()
                 self._reader.let_go()
                 if self._slots is not None:
@@ -183,7 +188,7 @@ class WorkerLoop:
                 packed = seats.astype(SEAT).tobytes() if len(taken) > 1 else b""
                 yield Batch(
                     values, position, stop, states, skipped, spans, samples, taken, start.generation,
-                    blocked, widths, packed,
+                    blocked, widths, packed, weighed,
                 )  # fmt: skip
         except Superseded:
             return
@@ -222,6 +227,8 @@ class WorkerLoop:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
         batch = begin(step.size, self._empty, seq_len)
+        if self._weights is not None:
+            self._weights.begin()
         skipped: list[SkippedSample] = []
         found = 0
         with contextlib.closing(batch), _one_thread():
@@ -313,6 +320,7 @@ class WorkerLoop:
         else:
             try:
                 batch.add(seen)
+                self._weigh(visit.shard, visit.number)
                 return None
             except SampleError as exc:
                 if not self._config.skip:
@@ -328,11 +336,16 @@ class WorkerLoop:
             tried += 1
             with contextlib.suppress(SampleError):
                 batch.add(batch.parse(self._reader.sample(shard, number), seed))
+                self._weigh(shard, number)
                 return skipped
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "
             f"{skipped.message}"
         )
+
+    def _weigh(self, shard: int, number: int) -> None:
+        if self._weights is not None:
+            self._weights.add(shard, number)
 
 
 @contextlib.contextmanager

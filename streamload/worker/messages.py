@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.padding import RowWidths
+from streamload.batches.sample_weights import SampleWeight
 from streamload.cache.checkpoint import CheckpointShard
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
@@ -89,6 +90,8 @@ class WorkerConfig:
     """Whether a batch carries the keys and URLs of its samples."""
     bucketing: Bucketing | None = None
     """How steps are planned by block; None: samples come in the order of the sequence."""
+    sample_weight: SampleWeight | None = None
+    """How rows are weighed in the loss; None: they aren't."""
     prepares: bool = False
     """Whether fills prepare shards themselves, where there is room."""
     in_flight: InFlight | None = None
@@ -399,3 +402,5 @@ class Batch(NamedTuple):
     """The columns that each row needs; None: all of them."""
     seats: bytes = b""
     """SEAT[samples]: the source of each row; empty: there is one source."""
+    weighed: bytes = b""
+    """VALUE[samples]: what each row is weighed by; empty: rows aren't weighed."""

@@ -157,6 +157,13 @@ class Reader:
             self._pause(wait, [shard], self._source_of(shard))
         return found
 
+    def entries(self, shard: int, numbers: Sequence[int]) -> list[Entry]:
+        """The entries of samples that have arrived; waits where they have to be fetched again."""
+        wait = Wait()
+        while None in (found := self._cache.find(shard, numbers)):
+            self._pause(wait, [shard], self._source_of(shard))
+        return [one[1] for one in found if one is not None]
+
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
         """The entries of samples, by shard and number; None for those that have to be fetched again."""
         places: dict[int, list[int]] = {}

@@ -1,0 +1,176 @@
+"""What a sample is weighed by in the loss (`Batches(sample_weight=…)`), from facts that need no decoding.
+
+Pure functions of a sample. loader/row_weights.py makes weights of them; they change neither which samples
+come nor how often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from streamload.cache.selection import RateFunction, number_of
+from streamload.errors import OptionError
+from streamload.shards.facts import TOKENS, Values
+from streamload.shards.samples import Entry
+
+_LEAST, _MOST = 0.2, 5.0
+"""Of a weight that is relative to the mean."""
+
+
+class SampleWeight(Protocol):
+    """How rows are weighed."""
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether values are divided by their mean and clipped."""
+        ...
+
+    @property
+    def reads_entries(self) -> bool:
+        """Whether `of` needs index entries."""
+        ...
+
+    @property
+    def definition(self) -> str:
+        """What values depend on beside the sample."""
+        ...
+
+    @property
+    def mean(self) -> float | None:
+        """The mean that was given; None: none was."""
+        ...
+
+    def facts(self, own: Sequence[str]) -> Sequence[str]:
+        """The names of the facts that `of` needs, given those of the user's columns."""
+        ...
+
+    def of(self, facts: Mapping[str, Values], entries: Sequence[Entry]) -> Values:
+        """The value of each of some samples of a shard, NaN where it is unknown: float64[N].
+
+        Args:
+            facts: theirs, by name.
+            entries: theirs, with the facts of the user's columns, if they are needed.
+
+        Raises:
+            OptionError: the user's function returned something else; it names the sample.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Complexity:
+    """Weights by how much is in the image and in the caption; see `complexity`."""
+
+    image: float
+    text: float
+    mean: float | None = None
+
+    is_relative = True
+    reads_entries = False
+
+    @property
+    def definition(self) -> str:
+        """See SampleWeight."""
+        return f"complexity {self.image!r} {self.text!r}"
+
+    def facts(self, own: Sequence[str]) -> Sequence[str]:
+        """See SampleWeight."""
+        image = ["image_bytes", "width", "height"] if self.image else []
+        return [*image, TOKENS] if self.text else image
+
+    def of(self, facts: Mapping[str, Values], entries: Sequence[Entry]) -> Values:
+        """See SampleWeight."""
+        value: Values = np.zeros(len(next(iter(facts.values()))))
+        if self.image:
+            bits = 8 * facts["image_bytes"] / (facts["width"] * facts["height"])
+            value += self.image * bits / 100
+        if self.text:
+            value += self.text * facts[TOKENS] / 100
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFunction:
+    """Weights that a user's function returns for index entries; they are used as they are."""
+
+    function: RateFunction
+
+    is_relative = False
+    reads_entries = True
+    definition = "function"
+    mean = None
+
+    def facts(self, own: Sequence[str]) -> Sequence[str]:
+        """See SampleWeight."""
+        return own
+
+    def of(self, facts: Mapping[str, Values], entries: Sequence[Entry]) -> Values:
+        """See SampleWeight."""
+        return np.array([self._value(entry) for entry in entries], np.float64)
+
+    def _value(self, entry: Entry) -> float:
+        value = number_of("sample_weight", self.function, entry)
+        if value < 0:
+            raise OptionError(
+                f"the function of sample_weight= returned {value:g} for sample {entry.key!r}; expected a "
+                f"number from 0, or None if it is unknown"
+            )
+        return value
+
+
+def complexity(image: float = 0.3, text: float = 0.7, *, mean: float | None = None) -> Complexity:
+    """Weigh samples in the loss by the complexity of image and caption, from facts that the index has.
+
+    The complexity of a sample is (image × bits of its file per pixel + text × tokens of its caption) / 100.
+    Its weight is this divided by the mean, from 0.2 to 5; 1 where a fact is unknown.
+
+    Args:
+        image: how much the image counts, from 0.
+        text: how much the caption counts, from 0; it needs a tokenizer.
+        mean: of the complexity over the data. None: that of the first step of the run, over all ranks; it is
+            kept in the state.
+
+    Returns:
+        For `Batches(sample_weight=…)`.
+
+    Raises:
+        OptionError: a number that can't be used.
+    """
+    for name, value in (("image", image), ("text", text)):
+        if not _is_number(value) or value < 0:
+            raise OptionError(f"complexity({name}={value!r}); expected a number from 0")
+    if not image and not text:
+        raise OptionError("complexity(0, 0) weighs nothing: give image= or text= above 0")
+    if mean is not None and not (_is_number(mean) and mean > 0):
+        raise OptionError(f"complexity(mean={mean!r}); expected a number above 0, or None")
+    return Complexity(image, text, mean)
+
+
+def read_sample_weight(given: object) -> SampleWeight | None:
+    """How rows are weighed, from `Batches(sample_weight=…)`.
+
+    Raises:
+        OptionError: neither a complexity nor a function.
+    """
+    if given is None or isinstance(given, Complexity):
+        return given
+    if callable(given) and not isinstance(given, type) and given is not complexity:
+        return WeightFunction(given)
+    raise OptionError(
+        f"sample_weight={given!r:.60}; expected streamload.complexity(…), or a function of a sample's index "
+        f"entry that returns a number"
+    )
+
+
+def scaled(values: Values, mean: float) -> Values:
+    """Divide values by their mean, and clip: float64[N]; 1 where a value is NaN."""
+    return np.where(np.isnan(values), 1.0, np.clip(values / mean, _LEAST, _MOST))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
