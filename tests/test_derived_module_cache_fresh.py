@@ -407,7 +407,7 @@ def test_forward_that_changes_its_module_is_not_stored(caplog):
     module = cache_module()(Counts)()
     with caplog.at_level(logging.WARNING):
         assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 2)
-    assert "aren't stored, as computing changes it: attributes" in caplog.text
+    assert "aren't stored, as computing changes it, or something did since: attributes" in caplog.text
     assert torch.equal(module(X[:1], cache_key=["a"]), X[:1] + 3)
     assert cache_info(module).stored == 0
 

@@ -266,7 +266,7 @@ def test_a_planted_pickle_is_never_loaded(library, tmp_path, mode):
         connection.execute("UPDATE Cache SET key = ?, raw = 0 WHERE key = ?", (planted, key(2)))
     with opened(root) as store:
         assert set(store.read([key(at) for at in range(4)])) == {key(3)}
-        cache = store._open().cache
+        cache = rows_database._lay_out(root / HOME, 4096, store.limit_bytes)
         for bad in (key(0), key(1)):
             with contextlib.suppress(CacheCorrupt, KeyError):
                 cache[bad]

@@ -148,9 +148,10 @@ class BoundFeatures:
         Raises:
             FeatureNotCacheable: what proves its rows can't be known.
         """
-        module = self.module
-        if self._store() is None:
+        module, store = self.module, self._store()
+        if store is None:
             return FeatureStart("", 0)
+        store.flush()  # rows of the epoch before
         fingerprint = self.fingerprint()
         return FeatureStart(fingerprint, 0 if is_pending(module) else proof_of(module).canaries)
 

@@ -10,7 +10,7 @@ import enum
 import json
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ from streamload.derived.code import STRUCTURE, Describer, module_parts
 from streamload.derived.parts import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
-FORMAT = 1
+FORMAT = 2
 _SMALL_BYTES = 1 << 20
 """So many bytes of weights are digested in 0.1 ms: at every call."""
 _SHARE = 0.01
 """Of the time, for digesting larger ones while rows are only read."""
-_SAMPLED_BYTES = 512
+_SAMPLED_BYTES = 128
 _FEW_CHARACTERS = 2000
 """A description of attributes that is shorter takes about 0.1 ms: at every call."""
 _IMMUTABLE = (
@@ -138,7 +138,10 @@ def _version_of(tensor: torch.Tensor) -> int:
         raise FeatureNotCacheable(
             "the module has weights that only its first call makes (as LazyLinear's): call it once before"
         )
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return 0
 
 
 class Watch:
@@ -146,13 +149,19 @@ class Watch:
 
     What takes little time to look at is looked at in every call. The rest (large weights, of which a sample
     is looked at; many attributes; code) is looked at before rows are stored, and for a hundredth of the time.
+    On a GPU the sample is compared there, and the answer is waited for by the next look at the whole.
 
     Args:
         module: built; to be watched as long as its stamp stays the same.
         code: digests of code by name, which its classes had.
+        began: before the module was described for its fingerprint, `time.monotonic()`.
+
+    Attributes:
+        looked_at: when the last look at the whole began that has found nothing.
     """
 
-    def __init__(self, module: torch.nn.Module, code: Mapping[str, str]):
+    def __init__(self, module: torch.nn.Module, code: Mapping[str, str], began: float):
+        self.looked_at = began
         tensors = [
             tensor.detach()
             for one in module.modules()
@@ -161,6 +170,7 @@ class Watch:
         ]
         self._views = [_bytes_of(one) for one in tensors if one.device.type == "cpu" and one.is_contiguous()]
         self._others = [one for one in tensors if not (one.device.type == "cpu" and one.is_contiguous())]
+        self._samples = _Samples(self._others)
         self._is_small = not self._others and sum(map(len, self._views)) <= _SMALL_BYTES
         self._whole, self._sample = self._digest(whole=True), self._digest(whole=False)
         self._classes = {type(one) for one in module.modules()}
@@ -183,17 +193,25 @@ class Watch:
             whole: look at everything; else at what takes little time, unless the rest is due.
         """
         began = time.monotonic()
-        if not whole and began < self._due:
+        if not whole and not self.is_due:
+            self._samples.compare()
             if self._has_few_attributes and self._attributes_now() != self._attributes:
                 return False
             if self._is_small:
                 return self._digest(whole=True) == self._whole
             return self._digest(whole=False) == self._sample
-        same = self._digest(whole=True) == self._whole and self._attributes_now() == self._attributes
-        same = same and self._has_same_code()
+        same = self._digest(whole=True) == self._whole and self._samples.are_unchanged()
+        same = same and self._attributes_now() == self._attributes and self._has_same_code()
         now = time.monotonic()
-        self._due = now + (now - began) / _SHARE
+        self._due = now + (now - began) / _SHARE if same else 0.0
+        if same:
+            self.looked_at = began
         return same
+
+    @property
+    def is_due(self) -> bool:
+        """Whether looking at the whole is due."""
+        return time.monotonic() >= self._due
 
     def _attributes_now(self) -> str:
         return json.dumps(Describer().value(self._mutable, "an attribute")) if self._mutable else ""
@@ -211,6 +229,39 @@ class Watch:
             digest.update((view if step == 1 else np.ascontiguousarray(view[::step])).data)
         others = tuple(_sums(self._others)) if whole else ()
         return digest.intdigest(), others
+
+
+class _Samples:
+    """A few bytes of tensors that aren't on the CPU: compared where they are, without waiting for the answer.
+
+    Args:
+        tensors: to be compared with what they are now.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.is_contiguous():  # else a view of its bytes would be of a copy
+                view = tensor.reshape(-1).view(torch.uint8)
+                step = -(-len(view) // _SAMPLED_BYTES) | 1
+                by_device.setdefault(tensor.device, []).append(view[::step])
+        self._views = list(by_device.values())
+        self._were = [torch.cat(views) for views in self._views]
+        self._changed: list[torch.Tensor] | None = None
+
+    def compare(self) -> None:
+        """Note whether they differ now."""
+        if self._views:
+            found = [
+                (torch.cat(views) != were).any() for views, were in zip(self._views, self._were, strict=True)
+            ]
+            if self._changed is not None:
+                found = [one | other for one, other in zip(found, self._changed, strict=True)]
+            self._changed = found
+
+    def are_unchanged(self) -> bool:
+        """Whether no comparison so far has found a difference; waits for the devices."""
+        return not any(bool(one) for one in self._changed or ())
 
 
 def _size_of(value: Any) -> int:

@@ -224,6 +224,12 @@ def pending_of(module: Any) -> Pending:
     return pending
 
 
+def unbuilt(module: Any) -> contextlib.AbstractContextManager[Any]:
+    """Keep other threads from building a module, and wait for one that does, unless it is built."""
+    is_built = not is_pending(module) and _BUILDING not in module.__dict__
+    return contextlib.nullcontext() if is_built else _building
+
+
 def build(module: Any) -> None:
     """Build a module, unless it is built; what its `__init__` raises is raised as it is.
 

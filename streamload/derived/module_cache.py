@@ -139,7 +139,7 @@ def cache_module(
 
 
 def cache_info(module: torch.nn.Module | type[torch.nn.Module]) -> RowCounts:
-    """What happened to the rows of a module's directory in this process.
+    """What happened to the rows of a module's directory in this process; what waits to be stored is stored.
 
     Args:
         module: decorated by `cache_module`, or its class.
@@ -151,7 +151,10 @@ def cache_info(module: torch.nn.Module | type[torch.nn.Module]) -> RowCounts:
     if not isinstance(options, Options):
         raise TypeError(f"{module!r} is no module that cache_module decorates")
     store = None if options.place is None else open_store(options.place)
-    return RowCounts() if store is None else replace(store.counts)
+    if store is None:
+        return RowCounts()
+    store.flush()
+    return replace(store.counts)
 
 
 class Cached(LazyModule):

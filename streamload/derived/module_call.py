@@ -23,8 +23,9 @@ from streamload.derived.module_checks import Chance, is_close, refuse_module, ro
 from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of, record_settled
 from streamload.derived.row_format import Result, concatenated, join, layout_of, reordered
 from streamload.derived.row_keys import Inputs, Naming, keys_of
-from streamload.derived.row_seal import Row, seal
+from streamload.derived.row_seal import Row
 from streamload.derived.row_store import RowStore
+from streamload.derived.storing import store_result
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
 
 
@@ -149,6 +150,7 @@ class Call:
         """Whether the module came out other than was believed before it was built."""
         now = self._now()
         if now.digest == self.fingerprint.digest:
+            self.fingerprint = now
             return False
         served, self.proof.served = self.proof.served, None
         if served is not None and served.digest != now.digest:
@@ -226,12 +228,7 @@ class Call:
         self.counts.rows_computed += len(places)
         result = Result(value, None if self.rows is None else len(places))
         self._refuse_mixing(result, places)
-        now = self._now()
-        if now.digest != self.fingerprint.digest:
-            names = ", ".join(differences(self.fingerprint.parts, now.parts)[:5])
-            log_once(f"rows of {type(self.module).__name__} aren't stored, as computing changes it: {names}")
-        elif self.options.version is not None or self._weights_are_same():
-            self._store(result, places)
+        self._store(result, places)
         return result, places
 
     def _settle(self) -> None:
@@ -243,25 +240,16 @@ class Call:
             record_settled(self.module, self.store, self.fingerprint)
             self._look_up()
 
-    def _weights_are_same(self) -> bool:
-        built = self.proof.built
-        return built is not None and built.watch.is_unchanged(whole=True)
-
     def _store(self, result: Result, places: Sequence[int]) -> None:
-        digests = self.inputs.digests([self.first[place] for place in places])
-        sealed = [
-            (name, seal(name, result.layout, body, digest))
-            for place, body, digest in zip(places, result.bodies(), digests, strict=True)
-            if (name := self.unique[place]) is not None
-        ]
-        if not sealed:
+        named = [at for at, place in enumerate(places) if self.unique[place] is not None]
+        if not named:
             return
-        label = label_of(self.module, self.options)
-        if self.fingerprint.digest not in self.proof.noted:
-            self.proof.noted.add(self.fingerprint.digest)
-            note = json.dumps(dict(self.fingerprint.parts), sort_keys=True).encode()
-            self.store.disk.write_note(b"parts" + self.fingerprint.digest, note, label)
-        self.store.write(sealed, label)
+        if len(named) < len(places):  # rows of a call in which some have None for a key
+            result = result.taken(named)
+        names = [name for at in named if (name := self.unique[places[at]]) is not None]
+        digests = self.inputs.digests_later([self.first[places[at]] for at in named])
+        module, options, store = self.module, self.options, self.store
+        store_result(module, options, store, self.fingerprint, names, result, digests)
 
     def _refuse_mixing(self, result: Result, places: Sequence[int]) -> None:
         """Compute one row by itself: it has to be the same as among others."""

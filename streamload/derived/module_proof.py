@@ -6,10 +6,12 @@ or by records of earlier builds (builds.py).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,13 +29,14 @@ from streamload.derived.fingerprint import (
     stamp_of,
     torch_settings,
 )
-from streamload.derived.lazy import Pending, build, is_pending, pending_of
+from streamload.derived.lazy import Pending, build, is_pending, pending_of, unbuilt
 from streamload.derived.row_store import Place, RowStore, open_store
 from streamload.errors import FeatureNotCacheable
 
 CANARIES = 4
 """So many rows are computed again after a build."""
 _FINGERPRINTS_KEPT = 64
+_LOOKS_SECONDS, _LOOKS_SHARE = 0.1, 0.01
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,30 @@ class Built:
     device: torch.device
 
 
+class Allowance:
+    """For how long something may be done: a tenth of a second, and a hundredth of the time."""
+
+    def __init__(self) -> None:
+        self._seconds = _LOOKS_SECONDS
+        self._at = time.monotonic()
+
+    def may_begin(self) -> bool:
+        """Whether some of it is left."""
+        now = time.monotonic()
+        self._seconds = min(self._seconds + (now - self._at) * _LOOKS_SHARE, _LOOKS_SECONDS)
+        self._at = now
+        return self._seconds > 0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of what is done."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds -= time.monotonic() - began
+
+
 class Proof:
     """What proves the rows of one module, in this process."""
 
@@ -138,6 +165,7 @@ class Proof:
         """Whether the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
+        self.looks = Allowance()
         self.refused_at: Any = None
         self._with_inputs: dict[tuple[bytes, int], tuple[Mapping[str, Any], Fingerprint]] = {}
 
@@ -181,7 +209,8 @@ def fingerprint_of(
     if description.error:
         raise FeatureNotCacheable(description.error)
     proof = proof_of(module)
-    found = _of_module(module, options, store, description, proof)
+    with unbuilt(module):
+        found = _of_module(module, options, store, description, proof)
     return found if inputs is None else proof.with_inputs(found, inputs)
 
 
@@ -296,6 +325,7 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
 
 def built_state(module: Any, description: Description, proof: Proof) -> Built:
     """What is known of a built module now; anew if something in it has changed."""
+    began = time.monotonic()
     stamp = stamp_of(module)
     built = proof.built
     if built is not None and built.stamp == stamp and built.watch.is_unchanged(whole=False):
@@ -307,7 +337,7 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
         parts, code = built.parts, built.code
     elif built is not None:
         proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
-    proof.built = Built(stamp, Watch(module, code), parts, code, device_of(module))
+    proof.built = Built(stamp, Watch(module, code, began), parts, code, device_of(module))
     return proof.built
 
 

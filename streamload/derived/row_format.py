@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from streamload.derived.host_copy import Bytes, copied
 from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
@@ -113,6 +114,30 @@ class Result:
         if len(arrays) == 1:
             return [row.tobytes() for row in arrays[0]]
         return [b"".join([array[at].tobytes() for array in arrays]) for at in range(self.rows or 1)]
+
+    def copied(self) -> Callable[[], Bytes]:
+        """Copy the bytes of each row as they are now: uint8[rows, bytes of a row], when they have arrived."""
+        rows = self.rows or 1
+        copies = [copied(leaf) for _, leaf in self._leaves]
+
+        def arrived() -> Bytes:
+            arrays = [array.reshape(rows, len(array) // rows) for array in (copy() for copy in copies)]
+            if len(arrays) == 1:
+                return arrays[0]
+            return np.concatenate(arrays, axis=1) if arrays else np.empty((rows, 0), np.uint8)
+
+        return arrived
+
+    def taken(self, rows: Sequence[int]) -> Result:
+        """Some of the rows."""
+        return Result(
+            layout_of(self.layout).build([reordered(leaf, rows) for leaf in self.leaves]), len(rows)
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the tensors and arrays."""
+        return sum(leaf.nbytes for _, leaf in self._leaves)
 
     @property
     def leaves(self) -> list[Any]:

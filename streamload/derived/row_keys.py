@@ -6,18 +6,23 @@ import datetime
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from streamload.derived.host_copy import copied
 from streamload.errors import OptionError
 
-_MOST_ELEMENTS = 8192
-"""Of an input's row that is looked at to tell inputs apart, spread evenly over it."""
+Digests = Callable[[], list[int]]
+
+_RUN_BYTES, _MOST_RUNS = 64, 128
+"""Of an input's row so many runs of bytes are looked at to tell inputs apart, spread evenly over it: a cache
+line each."""
 
 
 def keys_of(cache_key: Any, inputs: Any) -> list[Any] | None:
@@ -177,11 +182,14 @@ class Inputs:
 
     def digests(self, places: Sequence[int]) -> list[int]:
         """A digest of the input of some rows, by which inputs are told apart; 0: it can't be seen."""
-        found = [0] * len(places)
-        for leaf in self.leaves if places else ():
-            for at, digest in enumerate(_digests(leaf, places, found, whole=self.rows is None)):
-                found[at] = digest
-        return found
+        return self.digests_later(places)()
+
+    def digests_later(self, places: Sequence[int]) -> Digests:
+        """As `digests`, of the input as it is now; what is returned waits for the device when called."""
+        if not places:
+            return list
+        found = [_digests(leaf, places, whole=self.rows is None) for leaf in self.leaves]
+        return lambda: _combined([of_leaf() for of_leaf in found], len(places))
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -193,26 +201,40 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray))
 
 
-def _digests(leaf: Any, places: Sequence[int], seeds: Sequence[int], *, whole: bool) -> list[int]:
-    if not whole and type(leaf) is list:
-        return [_digest_of(leaf[at], seed) for at, seed in zip(places, seeds, strict=True)]
-    if whole:
-        return [_digest_of(leaf, seeds[0])]
+def _combined(of_leaves: Sequence[Sequence[int]], count: int) -> list[int]:
+    """One digest for the leaves of each row; 0 where none can be seen."""
+    found = [0] * count
+    for digests in of_leaves:
+        found = [
+            own if not before or not own else _digest(own.to_bytes(8, "little"), before)
+            for before, own in zip(found, digests, strict=True)
+        ]
+    return found
+
+
+def _digests(leaf: Any, places: Sequence[int], *, whole: bool) -> Digests:
+    """Digests of the rows of one leaf."""
+    if not _is_array(leaf):
+        rows = [leaf] if whole else [leaf[at] for at in places]
+        now = [_digest_of(row, 0) for row in rows]
+        return lambda: now
     plain = _plain(leaf)
     if plain is None:
-        return list(seeds)
-    if len(places) == 1:
+        return lambda: [0] * len(places)
+    if whole:
+        plain = plain.unsqueeze(0)
+    elif len(places) == 1:
         plain = plain[places[0] : places[0] + 1]
     elif len(places) != plain.shape[0]:
-        plain = plain[torch.as_tensor(places, dtype=torch.long)]
-    return _digests_of_rows(plain, seeds)
+        plain = plain[torch.as_tensor(places, dtype=torch.long, device=plain.device)]
+    return _digests_of_rows(plain)
 
 
 def _digest_of(value: Any, seed: int) -> int:
     """A digest of one input; the seed itself where it can't be seen."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         plain = _plain(value)
-        return seed if plain is None else _digests_of_rows(plain.unsqueeze(0), [seed])[0]
+        return seed if plain is None else _combined([[seed], _digests_of_rows(plain.unsqueeze(0))()], 1)[0]
     if isinstance(value, str):
         return _digest(b"s" + value.encode("utf-8", "surrogatepass"), seed)
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -239,16 +261,27 @@ def _plain(value: Any) -> torch.Tensor | None:
     return plain if plain.layout is torch.strided and not plain.is_quantized else None
 
 
-def _digests_of_rows(rows: torch.Tensor, seeds: Sequence[int]) -> list[int]:
-    head = f"{rows.dtype}{list(rows.shape[1:])}".encode()
+def _digests_of_rows(rows: torch.Tensor) -> Digests:
+    head = _digest(f"{rows.dtype}{list(rows.shape[1:])}".encode(), 0)
     if not rows.numel():
-        return [_digest(head, seed) for seed in seeds]
-    flat = rows.reshape(len(rows), -1)
-    step = -(-flat.shape[1] // _MOST_ELEMENTS)
-    if step > 1:
-        flat = flat[:, :: step | 1]
-    data = flat.contiguous().cpu().view(torch.uint8).numpy()
-    return [_digest(row, _digest(head, seed)) for row, seed in zip(data, seeds, strict=True)]
+        digests = [head] * len(rows)
+        return lambda: digests
+    data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)
+    runs = data.shape[1] // _RUN_BYTES
+    if runs > _MOST_RUNS:
+        data = data[:, : runs * _RUN_BYTES]
+        words = data.view(torch.int64) if data.stride(0) % 8 == 0 and data.storage_offset() % 8 == 0 else data
+        step = -(-runs // _MOST_RUNS) | 1
+        data = words.reshape(len(rows), runs, -1)[:, ::step].contiguous()
+    if data.device.type == "cuda":
+        arrived = copied(data)
+        return lambda: _digests_of_bytes(arrived().reshape(len(rows), -1), head)
+    now = _digests_of_bytes(data.cpu().numpy().reshape(len(rows), -1), head)
+    return lambda: now
+
+
+def _digests_of_bytes(rows: NDArray[Any], head: int) -> list[int]:
+    return [_digest(row, head) for row in rows]
 
 
 def _digest(data: Any, seed: int) -> int:

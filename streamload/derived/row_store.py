@@ -24,8 +24,9 @@ from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
 from streamload.cache.memory import nearest
 from streamload.derived.log_once import log_once
+from streamload.derived.row_queue import ComputedRows, Prover, RowQueue
 from streamload.derived.row_seal import Row
-from streamload.derived.rows import RowCounts, Rows
+from streamload.derived.rows import RowCounts, Rows, SealedRow
 from streamload.derived.rows_table import DATABASE
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
@@ -92,6 +93,8 @@ class RowStore:
         self.counts = RowCounts()
         self._settings = place.settings()
         self.disk = Rows(place.root, self._disk_limit, self.counts)
+        self._queue = RowQueue(self._store_queued, self._count_dropped)
+        self._writer: Rows | None = None
         self.copy: Rows | None = None
         self._copy_lock: FileLock | None = None
         if place.level is not CacheLevel.DISK:
@@ -102,6 +105,8 @@ class RowStore:
 
     def read(self, keys: Sequence[bytes], label: str) -> dict[bytes, Row]:
         """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
+        if self._queue.holds(keys):
+            self._queue.flush()
         began = time.perf_counter()
         found: dict[bytes, Row] = {}
         if self.copy is not None:
@@ -113,13 +118,41 @@ class RowStore:
             if self.copy is not None and from_disk:
                 self.copy.write([(key, row.stored) for key, row in from_disk.items()], label)
         self.counts.read_seconds += time.perf_counter() - began
-        self.counts.bytes_read += sum(len(row.body) for row in found.values())
+        self.counts.bytes_read += sum(len(row.stored) - row.head_bytes for row in found.values())
         return found
 
-    def write(self, rows: Sequence[tuple[bytes, bytes]], label: str) -> None:
-        """Store sealed rows, as far as there is room."""
+    def add(self, rows: ComputedRows, prover: Prover | None) -> None:
+        """Store rows that a module computed, by a thread and soon; who reads one before waits for it.
+
+        Args:
+            rows: which.
+            prover: tells whether the module is still the same; None: that needs no proof.
+        """
+        self._queue.add(rows, prover)
+
+    def settle(self) -> None:
+        """Let the thread store what is proved by now."""
+        self._queue.settle()
+
+    def flush(self) -> None:
+        """Store all rows that were added, as far as they are proved and there is room."""
+        self._queue.flush()
+
+    def write(self, rows: Sequence[SealedRow], label: str) -> None:
+        """Store sealed rows at once, as far as there is room."""
+        self._write(self.disk, rows, label)
+
+    def _store_queued(self, rows: Sequence[SealedRow], label: str) -> None:
+        if self._writer is None:  # so that readers don't wait for a disk to write
+            self._writer = Rows(self.disk.root, self._disk_limit, self.counts)
+        self._write(self._writer, rows, label)
+
+    def _count_dropped(self, count: int) -> None:
+        self.counts.refused += count
+
+    def _write(self, disk: Rows, rows: Sequence[SealedRow], label: str) -> None:
         began = time.perf_counter()
-        stored = self.disk.write(rows, label)
+        stored = disk.write(rows, label)
         self.counts.stored += stored
         self.counts.bytes_written += sum(len(data) for _, data in rows) if stored == len(rows) else 0
         if self.copy is not None:
@@ -128,6 +161,7 @@ class RowStore:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete rows."""
+        self.flush()
         for rows in self._all():
             rows.delete(keys)
 
@@ -137,17 +171,25 @@ class RowStore:
         Returns:
             how many there were on disk.
         """
+        self.flush()
         self.clear_memory(label)
         return self.disk.clear(label)
 
     def clear_memory(self, label: str | None = None) -> None:
         """Delete the rows of a label, or all, from the copy in memory; they are on disk still."""
+        self.flush()
         if self.copy is not None:
             self.copy.clear(label)
 
     def close(self) -> None:
         """Close what is open; the last process that does removes the copy in memory."""
-        self.disk.close()
+        try:
+            self.flush()
+        except Exception as exc:
+            log_once(f"rows can't be stored: {exc!r}")
+        for rows in (self.disk, self._writer):
+            if rows is not None:
+                rows.close()
         copy, self.copy = self.copy, None
         lock, self._copy_lock = self._copy_lock, None
         if copy is not None and lock is not None:
@@ -241,6 +283,8 @@ def open_store(place: Place) -> RowStore | None:
 def stores_at(place: Place) -> list[RowStore]:
     """The stores of this process at a place's directory, whatever their level; of what is there already."""
     found = [store for store in _stores.values() if store is not None and store.disk.root == place.root]
+    for one in found:
+        one.flush()
     if not found and any(place.root.glob(f"*/{DATABASE}")):
         found = [store] if (store := open_store(place)) is not None else []
     return found
@@ -254,10 +298,20 @@ def close_stores() -> None:
             store.close()
 
 
+def _flush_before_fork() -> None:
+    """A child has no rows on their way; what its parent computed so far it finds stored."""
+    for store in list(_stores.values()):
+        if store is not None:
+            try:
+                store.flush()
+            except Exception as exc:
+                log_once(f"rows can't be stored: {exc!r}")
+
+
 def _forget_parents() -> None:
     """In a forked child: it holds the copy in memory by a lock of its own, and counts for itself."""
     _stores.clear()
 
 
-os.register_at_fork(after_in_child=_forget_parents)
+os.register_at_fork(before=_flush_before_fork, after_in_child=_forget_parents)
 atexit.register(close_stores)

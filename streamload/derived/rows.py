@@ -41,6 +41,8 @@ from streamload.derived.rows_table import (
 )
 from streamload.errors import CacheCorrupt, CacheError
 
+SealedRow = tuple[bytes, "bytes | memoryview"]
+"""A key, and what `row_seal.seal` gives."""
 _ASKED_AT_ONCE = 500
 """SQLite allows 999 values in a statement."""
 _TOUCH_SECONDS = 10.0
@@ -91,6 +93,8 @@ class RowCounts:
 class Rows:
     """The rows of one directory. Safe among threads and processes; it may be used across a fork.
 
+    It holds `_use` while it uses its database: threads that shouldn't wait for each other have one each.
+
     Args:
         root: of the directory, which is made with mode 0700.
         limit: what it may take, in bytes, given what it takes now.
@@ -106,11 +110,13 @@ class Rows:
         self._limit = limit
         self._database: Database | None = None
         self._number = 0
+        self._use = threading.RLock()
         self._touched: set[bytes] = set()
         self._touched_at = time.monotonic()
         self._fills_up = (0.0, False)
+        _all_rows.add(self)
         try:
-            with _use:
+            with self._use:
                 try:
                     self._open()
                 except sqlite3.Error as exc:
@@ -151,7 +157,7 @@ class Rows:
             self._touch(found)
         return found
 
-    def write(self, rows: Sequence[tuple[bytes, bytes]], label: str) -> int:
+    def write(self, rows: Sequence[SealedRow], label: str) -> int:
         """Store sealed rows, as many as there is room for; older ones go.
 
         Args:
@@ -163,8 +169,12 @@ class Rows:
         """
         stored = 0
         limit_bytes = self.limit_bytes
-        for some in _in_portions(rows, rows_at_once(limit_bytes), log_bytes(limit_bytes) // 2):
-            store = functools.partial(self._store, rows=some, label=label, limit_bytes=limit_bytes)
+        portions = list(_in_portions(rows, rows_at_once(limit_bytes), log_bytes(limit_bytes) // 2))
+        for some in portions:
+            is_last = some is portions[-1]
+            store = functools.partial(
+                self._store, rows=some, label=label, limit_bytes=limit_bytes, is_last=is_last
+            )
             stored += self._attempt(store, 0)
         self.counts.refused += len(rows) - stored
         return stored
@@ -206,7 +216,7 @@ class Rows:
 
     def flush(self) -> None:
         """Note when the rows were read that were read since it was noted last."""
-        with _use:
+        with self._use:
             keys, self._touched = list(self._touched), set()
             self._touched_at = time.monotonic()
         if keys:
@@ -214,7 +224,7 @@ class Rows:
 
     def close(self) -> None:
         """Close the connections of this process; once is enough."""
-        with _use:
+        with self._use:
             self._touched = set()
             self._close()
 
@@ -226,38 +236,27 @@ class Rows:
             self._fills_up = (now, fills_up)
         if not fills_up:
             return
-        with _use:
+        with self._use:
             self._touched.update(keys)
             is_due = time.monotonic() - self._touched_at > _TOUCH_SECONDS
         if is_due:
             self.flush()
 
     def _store(
-        self, opened: Database, rows: Sequence[tuple[bytes, bytes]], label: str, limit_bytes: int
+        self, opened: Database, rows: Sequence[SealedRow], label: str, limit_bytes: int, *, is_last: bool
     ) -> int:
         self.flush()
         with exclusive(self.root / "writing"):
-            try:
-                return self._store_alone(opened, rows, label, limit_bytes)
-            finally:
-                opened.cache.close()
-
-    def _store_alone(
-        self, opened: Database, rows: Sequence[tuple[bytes, bytes]], label: str, limit_bytes: int
-    ) -> int:
-        if not opened.shorten_log(limit_bytes):
-            return 0
-        with opened.cache.transact():
-            evicted = opened.make_room(sum(len(data) for _, data in rows), len(rows), limit_bytes)
+            if not opened.shorten_log(limit_bytes):
+                return 0
+            evicted = opened.store(rows, label, limit_bytes)
             if evicted is None:
                 log_once(
                     f"{self.root}: a limit of {limit_bytes:,} bytes has no room for rows: none are stored"
                 )
                 return 0
             self.counts.evicted += evicted
-            for key, data in rows:
-                opened.cache.set(key, data, tag=label)
-        opened.shorten_log(limit_bytes)
+            opened.shorten_log(limit_bytes, at_rest=is_last)
         return len(rows)
 
     def _attempt(self, action: Callable[[Database], Any], otherwise: Any) -> Any:
@@ -265,7 +264,7 @@ class Rows:
 
         A database that is broken is replaced by an empty one.
         """
-        with _use:
+        with self._use:
             for _ in range(2):
                 try:
                     return action(self._open())
@@ -295,7 +294,6 @@ class Rows:
             limit_bytes = self.limit_bytes
             with exclusive(self.root / "writing"):
                 self._database = Database(home, limit_bytes)
-        _open_rows.add(self)
         return self._database
 
     def _replace(self, error: Exception) -> None:
@@ -310,30 +308,34 @@ class Rows:
 
     def _close(self) -> None:
         database, self._database = self._database, None
-        _open_rows.discard(self)
         if database is not None:
             database.close()
 
 
-_use = threading.RLock()
-"""Held while this process uses a database, and while it forks: a child inherits none that is open."""
-_open_rows: weakref.WeakSet[Rows] = weakref.WeakSet()
+_all_rows: weakref.WeakSet[Rows] = weakref.WeakSet()
+_held: list[Rows] = []
 
 
 def _before_fork() -> None:
-    _use.acquire()
-    for rows in list(_open_rows):
+    """Hold all databases of this process while it forks: a child inherits none that is open."""
+    _held[:] = _all_rows
+    for rows in _held:
+        rows._use.acquire()
         rows._close()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_use.release, after_in_child=_use.release)
+def _after_fork() -> None:
+    for rows in _held:
+        rows._use.release()
+    _held.clear()
 
 
-def _in_portions(
-    rows: Sequence[tuple[bytes, bytes]], most: int, most_bytes: int
-) -> Iterator[Sequence[tuple[bytes, bytes]]]:
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+
+
+def _in_portions(rows: Sequence[SealedRow], most: int, most_bytes: int) -> Iterator[Sequence[SealedRow]]:
     """Rows in transactions of at most so many, and of so many bytes but for one row."""
-    some: list[tuple[bytes, bytes]] = []
+    some: list[SealedRow] = []
     size = 0
     for row in rows:
         if some and (size + len(row[1]) > most_bytes or len(some) == most):

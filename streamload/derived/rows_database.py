@@ -1,7 +1,7 @@
-"""The database of rows as one process has it open: by diskcache, which writes, and by SQLite, which reads.
+"""The database of rows as one process has it open: made by diskcache, read and written by SQLite.
 
-diskcache's own reading is a statement a row, and unpickles what it finds; here a batch is one statement, and
-what isn't bytes is refused.
+diskcache's own reading and writing is several statements a row, and unpickles what it finds; here a batch is
+one statement, and what isn't bytes is refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from streamload.errors import CacheCorrupt, OptionError
 _LOG_WAIT_MILLISECONDS = 200
 _PAGE_BYTES, _SMALL_PAGE_BYTES = 16384, 4096
 _SMALL_LIMIT_BYTES = 64 << 20
-_LOG_SHARE = 8
-"""An eighth of the limit is for the log."""
+_LOG_SHARE, _LARGE_LOG_SHARE = 8, 64
+"""An eighth of the limit is for the log, up to `_LOG_BYTES`; of a large limit a part of 64."""
 _PAGES_PER_ROW = 8
 """So many a transaction may write for a row and one that goes for it: its own, and those of indexes."""
-_MOST_LOG_BYTES = 8 << 20
+_LOG_BYTES, _MOST_LOG_BYTES = 8 << 20, 64 << 20
+_ROWS_A_STATEMENT = 64
+_READING_KIB, _WRITING_KIB = 1024, 8192
+"""Pages that are held in memory. A transaction that changes more writes some of them more than once."""
 
 
 @functools.cache
@@ -91,10 +94,11 @@ class Database(Table):
         )
         super().__init__(path, connection)
         try:
-            self.execute("PRAGMA cache_size = -1024")
+            self.execute(f"PRAGMA cache_size = -{_READING_KIB}")
             self.execute("PRAGMA synchronous = NORMAL")
+            self.execute("PRAGMA wal_autocheckpoint = 0")  # by `shorten_log`
             self.shorten_log(limit_bytes)
-            self.cache = _cache(home, page_bytes, limit_bytes)
+            _lay_out(home, page_bytes, limit_bytes)  # its connections are of a thread, and closed
             self.shorten_log(limit_bytes)  # diskcache has written its settings
             self.execute("SELECT * FROM (SELECT key, raw, tag, mode, filename, value FROM Cache LIMIT 0)")
         except BaseException:
@@ -113,12 +117,33 @@ class Database(Table):
         now = time.time()
         self.execute_many("UPDATE Cache SET access_time = ? WHERE key = ?", [(now, key) for key in keys])
 
-    def make_room(self, new_bytes: int, count: int, limit_bytes: int) -> int | None:
-        """Delete the rows that were not read for longest, within a transaction of `cache`.
+    def store(self, rows: Sequence[tuple[bytes, Any]], label: str, limit_bytes: int) -> int | None:
+        """Store rows in one transaction; those that were not read for longest go to make room.
+
+        Args:
+            rows: keys and bytes, or other buffers.
+            label: of the rows.
+            limit_bytes: of all that the database takes.
 
         Returns:
-            how many; None: there is no room for so much in an empty database.
+            how many went; None: there is no room for so much in an empty database, and nothing is stored.
         """
+        now = time.time()
+        self.execute(f"PRAGMA cache_size = -{_WRITING_KIB}")
+        try:
+            with self._transaction():
+                evicted = self._make_room(sum(len(data) for _, data in rows), len(rows), limit_bytes)
+                if evicted is None:
+                    return None
+                for at in range(0, len(rows), _ROWS_A_STATEMENT):
+                    some = rows[at : at + _ROWS_A_STATEMENT]
+                    values = [value for row in some for value in row]
+                    self.connection.execute(_insert(len(some)), [now, label, *values])
+        finally:
+            self.execute(f"PRAGMA cache_size = -{_READING_KIB}")
+        return evicted
+
+    def _make_room(self, new_bytes: int, count: int, limit_bytes: int) -> int | None:
         (page_bytes,), (pages,), (free,) = (
             self.execute(f"PRAGMA {name}")[0] for name in ("page_size", "page_count", "freelist_count")
         )
@@ -130,22 +155,29 @@ class Database(Table):
             return 0
         if needed + fixed_bytes + 10 * page_bytes > limit_bytes:
             return None
-        evicted, freed = 0, 0
-        victims = "SELECT key, length(value) FROM Cache ORDER BY access_time, rowid"
-        for key, size in self.connection.execute(victims):
-            if freed > over + over // 8:
-                break
-            self.cache.delete(key)
-            evicted, freed = evicted + 1, freed + size
-        return evicted
+        victims, freed = [], 0
+        select = "SELECT rowid, length(value) FROM Cache ORDER BY access_time, rowid"
+        with contextlib.closing(self.connection.execute(select)) as oldest:
+            for rowid, size in oldest:
+                if freed > over + over // 8:
+                    break
+                victims.append((rowid,))
+                freed += size
+        self.connection.executemany("DELETE FROM Cache WHERE rowid = ?", victims)
+        return len(victims)
 
-    def shorten_log(self, limit_bytes: int) -> bool:
+    def shorten_log(self, limit_bytes: int, *, at_rest: bool = False) -> bool:
         """Empty the log if it is longer than it should be, as somebody always reads; no other may write now.
+
+        Args:
+            limit_bytes: of all that the database takes.
+            at_rest: no transaction follows at once.
 
         Returns:
             whether it is short now.
         """
-        if size_of(self._path.with_name(FILES[1])) <= log_bytes(limit_bytes) // 2:
+        most_bytes = min(log_bytes(limit_bytes), _LOG_BYTES) if at_rest else log_bytes(limit_bytes)
+        if size_of(self._path.with_name(FILES[1])) <= most_bytes // 2:
             return True
         self.execute(f"PRAGMA busy_timeout = {_LOG_WAIT_MILLISECONDS}")
         try:
@@ -153,15 +185,21 @@ class Database(Table):
         finally:
             self.execute(f"PRAGMA busy_timeout = {int(WAIT_SECONDS * 1000)}")
 
-    def close(self) -> None:
-        """Close it; once is enough."""
-        super().close()
-        with contextlib.suppress(sqlite3.Error):
-            self.cache.close()
+
+@functools.cache
+def _insert(rows: int) -> str:
+    """A statement for so many rows. An update, as by diskcache, keeps what triggers count right."""
+    values = ", ".join(f"(?{3 + 2 * at}, 1, ?1, ?1, ?2, {RAW}, ?{4 + 2 * at})" for at in range(rows))
+    columns = ("store_time", "access_time", "tag", "mode", "value")
+    update = ", ".join(f"{name} = excluded.{name}" for name in columns)
+    return (
+        f"INSERT INTO Cache (key, raw, store_time, access_time, tag, mode, value) VALUES {values} "
+        f"ON CONFLICT (key, raw) DO UPDATE SET {update}, filename = NULL"
+    )
 
 
-def _cache(home: Path, page_bytes: int, limit_bytes: int) -> Any:
-    """diskcache's view of a database, without an open connection."""
+def _lay_out(home: Path, page_bytes: int, limit_bytes: int) -> Any:
+    """Make diskcache's tables, if they aren't there; return its view of them, without an open connection."""
     cache = diskcache().Cache(
         str(home),
         timeout=WAIT_SECONDS,
@@ -176,7 +214,7 @@ def _cache(home: Path, page_bytes: int, limit_bytes: int) -> Any:
         sqlite_journal_size_limit=0,
         sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
     )
-    cache.close()  # its connections are of a thread; each transaction opens one
+    cache.close()
     return cache
 
 
@@ -201,4 +239,6 @@ def rows_at_once(limit_bytes: int) -> int:
 
 def log_bytes(limit_bytes: int) -> int:
     """What of a limit is for the log."""
-    return min(_MOST_LOG_BYTES, limit_bytes // _LOG_SHARE)
+    return max(
+        min(_LOG_BYTES, limit_bytes // _LOG_SHARE), min(_MOST_LOG_BYTES, limit_bytes // _LARGE_LOG_SHARE)
+    )

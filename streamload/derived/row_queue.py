@@ -1,0 +1,212 @@
+"""Rows on their way from a module's calls into the database: a thread of this process stores them.
+
+computed → proved, by a look at the whole module after they were computed → sealed and stored, by the thread
+
+A row is stored only when its module was found to be the same after it was computed as before. Looking at all
+of a module takes long, so one look proves the rows of many calls. A process that is killed loses rows that
+were on their way; whoever needs one of those is told to `flush` first (`holds`). It starts without torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from streamload.derived.log_once import log_once
+from streamload.derived.row_seal import seal_rows
+
+_LINGER_SECONDS = 0.2
+"""The thread waits so long for more rows: a transaction of many takes less time for each."""
+_ENOUGH_BYTES, _ENOUGH_ROWS = 8 << 20, 4096
+_MOST_BYTES = 64 << 20
+"""Above this calls wait for the thread."""
+_MOST_UNPROVED_BYTES = 64 << 20
+
+Material = tuple["np.ndarray[Any, Any]", Sequence[int]]
+"""The bytes of each row, uint8[N, bytes], and the digest of each row's input."""
+
+
+class Prover(Protocol):
+    """What tells whether a module is what it was when some rows were computed."""
+
+    def is_proved(self, rows: ComputedRows) -> bool | None:
+        """Whether the rows are of the module as it was taken for; None: it wasn't looked at since."""
+
+    def look(self) -> None:
+        """Look at the whole module now."""
+
+
+@dataclass(eq=False, slots=True)
+class ComputedRows:
+    """The rows of a call.
+
+    Attributes:
+        names: under which they are stored.
+        layout: of each.
+        material: gives their bytes and the digests of their inputs; may wait for a device to copy them.
+        size_bytes: what they take in memory about.
+        label: what they are listed by.
+        state: of the module when they were computed, for its prover.
+        computed_at: when that was, `time.monotonic()`.
+    """
+
+    names: Sequence[bytes]
+    layout: bytes
+    material: Callable[[], Material]
+    size_bytes: int
+    label: str
+    state: Any
+    computed_at: float = field(default_factory=time.monotonic)
+
+
+class RowQueue:
+    """Rows of a store that aren't stored yet. Safe among threads; a forked child must not use its parent's.
+
+    Args:
+        write: stores sealed rows under a label; called by one thread at a time.
+        on_dropped: called with how many rows aren't stored since their module has changed meanwhile.
+    """
+
+    def __init__(self, write: Callable[[Sequence[Any], str], None], on_dropped: Callable[[int], None]):
+        self._write = write
+        self._on_dropped = on_dropped
+        self._changed = threading.Condition()
+        self._unproved: list[tuple[ComputedRows, Prover]] = []
+        self._waiting: deque[tuple[ComputedRows, Material]] = deque()
+        self._names: Counter[bytes] = Counter()
+        self._bytes = 0
+        self._thread: threading.Thread | None = None
+        self._writing = threading.Lock()
+
+    def holds(self, names: Iterable[bytes]) -> bool:
+        """Whether rows of some names are on their way."""
+        with self._changed:
+            return bool(self._names) and not self._names.keys().isdisjoint(names)
+
+    def add(self, rows: ComputedRows, prover: Prover | None) -> None:
+        """Take rows that were computed.
+
+        Args:
+            rows: which.
+            prover: tells whether they may be stored; None: they may.
+        """
+        with self._changed:
+            self._names.update(rows.names)
+            if prover is not None:
+                self._unproved.append((rows, prover))
+                is_full = sum(one.size_bytes for one, _ in self._unproved) > _MOST_UNPROVED_BYTES
+        if prover is None:
+            self._accept([rows])
+            return
+        if is_full:
+            prover.look()
+        self.settle()
+
+    def settle(self) -> None:
+        """Hand rows to the thread that are proved by now, and drop those whose module has changed."""
+        with self._changed:
+            some, self._unproved = self._unproved, []
+        proved, rest = [], []
+        for rows, prover in some:
+            verdict = prover.is_proved(rows)
+            if verdict is None:
+                rest.append((rows, prover))
+            elif verdict:
+                proved.append(rows)
+            else:
+                self._forget(rows)
+                self._on_dropped(len(rows.names))
+        with self._changed:
+            self._unproved[:0] = rest
+        self._accept(proved)
+
+    def flush(self) -> None:
+        """Prove and store all that is on its way, before this returns."""
+        with self._changed:
+            unproved = list(self._unproved)
+        for rows, prover in unproved:
+            if prover.is_proved(rows) is None:  # a look before may have been at the same module
+                prover.look()
+        self.settle()
+        self._store_all()
+
+    def _accept(self, some: Sequence[ComputedRows]) -> None:
+        for rows in some:
+            try:
+                material = rows.material()
+            except BaseException:
+                self._forget(rows)
+                raise
+            with self._changed:
+                self._changed.wait_for(lambda: self._bytes < _MOST_BYTES or self._thread is None)
+                self._waiting.append((rows, material))
+                self._bytes += rows.size_bytes
+                if self._thread is None:
+                    self._start()
+                elif self._has_enough():
+                    self._changed.notify_all()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="streamload-rows", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # none can be started while Python ends: `flush` stores them
+            self._thread = None
+
+    def _has_enough(self) -> bool:
+        return self._bytes >= _ENOUGH_BYTES or len(self._names) >= _ENOUGH_ROWS or not self._waiting
+
+    def _run(self) -> None:
+        """Store rows as they come; end when there are none for a while."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_enough, _LINGER_SECONDS)
+                if not self._waiting:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+            self._store_all()
+
+    def _store_all(self) -> None:
+        with self._writing:
+            while some := self._next():
+                try:
+                    sealed = [
+                        one
+                        for rows, (bodies, digests) in some
+                        for one in seal_rows(rows.names, rows.layout, bodies, digests)
+                    ]
+                    self._write(sealed, some[0][0].label)
+                except Exception as exc:  # whatever it is, training goes on
+                    log_once(f"rows can't be stored: {exc!r}")
+                finally:
+                    for rows, _ in some:
+                        self._forget(rows)
+                    with self._changed:
+                        self._bytes -= sum(rows.size_bytes for rows, _ in some)
+                        self._changed.notify_all()
+
+    def _next(self) -> list[tuple[ComputedRows, Material]]:
+        """The next rows, of one label, enough for some transactions."""
+        some: list[tuple[ComputedRows, Material]] = []
+        size = 0
+        with self._changed:
+            while self._waiting and size < _ENOUGH_BYTES:
+                if some and self._waiting[0][0].label != some[0][0].label:
+                    break
+                some.append(self._waiting.popleft())
+                size += some[-1][0].size_bytes
+        return some
+
+    def _forget(self, rows: ComputedRows) -> None:
+        with self._changed:
+            for name in rows.names:
+                self._names[name] -= 1
+                if not self._names[name]:
+                    del self._names[name]

@@ -1,0 +1,118 @@
+"""Storing what a call has computed, once the module is found to be what it was before it computed.
+
+One look at the whole module proves the rows of all calls before it. Looks take a hundredth of the time, but
+for the first ones; and come when rows are needed, too many wait, or the store is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from streamload.derived.fingerprint import Fingerprint, differences, torch_settings
+from streamload.derived.log_once import log_once
+from streamload.derived.module_proof import (
+    Built,
+    Options,
+    built_state,
+    description_of,
+    label_of,
+    proof_of,
+)
+from streamload.derived.row_format import Result
+from streamload.derived.row_keys import Digests
+from streamload.derived.row_queue import ComputedRows, Material
+from streamload.derived.row_store import RowStore
+from streamload.errors import FeatureNotCacheable
+
+_OF_INPUT_BYTES = 8192
+"""What telling inputs apart takes a row at most, until a device has copied it."""
+
+
+def store_result(
+    module: Any,
+    options: Options,
+    store: RowStore,
+    fingerprint: Fingerprint,
+    names: Sequence[bytes],
+    result: Result,
+    digests: Digests,
+) -> None:
+    """Store the rows of a result, soon, if the module is what its fingerprint says.
+
+    Args:
+        module: that has computed them.
+        options: of its class.
+        store: where to.
+        fingerprint: of the module before it computed.
+        names: of the rows; the result is of as many.
+        result: what it returned.
+        digests: gives those of the rows' inputs.
+    """
+    label = label_of(module, options)
+    proof = proof_of(module)
+    prover = None if options.version is not None else _StateProver(module)
+    if prover is not None and not _is_of(fingerprint, proof.built):
+        store.counts.refused += len(names)
+        _say_changed(module, fingerprint.parts, proof.built)
+        return
+    if fingerprint.digest not in proof.noted:
+        proof.noted.add(fingerprint.digest)
+        note = json.dumps(dict(fingerprint.parts), sort_keys=True).encode()
+        store.disk.write_note(b"parts" + fingerprint.digest, note, label)
+    copy = result.copied()
+
+    def material() -> Material:
+        return copy(), digests()
+
+    size_bytes = result.size_bytes + len(names) * _OF_INPUT_BYTES
+    store.add(ComputedRows(names, result.layout, material, size_bytes, label, proof.built), prover)
+    if prover is not None and proof.looks.may_begin():
+        with proof.looks.timed():
+            prover.look()
+        store.settle()
+
+
+class _StateProver:
+    """Whether a built module is still in the state in which it computed rows (`row_queue.Prover`)."""
+
+    def __init__(self, module: Any):
+        self._module = module
+        self._proof = proof_of(module)
+
+    def is_proved(self, rows: ComputedRows) -> bool | None:
+        """Whether the rows are of the module as it was taken for; None: it wasn't looked at since."""
+        was, built = rows.state, self._proof.built
+        if built is None or built.parts is not was.parts or built.code is not was.code:
+            _say_changed(self._module, {**was.parts, "code": was.code}, built)
+            return False
+        return True if built.watch.looked_at >= rows.computed_at else None
+
+    def look(self) -> None:
+        """Look at the whole module now."""
+        description, began = description_of(self._module), time.monotonic()
+        try:
+            watch = built_state(self._module, description, self._proof).watch
+            if watch.looked_at < began and not watch.is_unchanged(whole=True):
+                built_state(self._module, description, self._proof)  # all of it is due: described anew
+        except FeatureNotCacheable:  # it is said by the next call
+            self._proof.built = None
+
+
+def _is_of(fingerprint: Fingerprint, built: Built | None) -> bool:
+    """Whether a fingerprint is that of a module's last known state, and of torch's settings now."""
+    if built is None:
+        return False
+    now = {**built.parts, "code": built.code, "settings": list(torch_settings(built.parts["device"]))}
+    return all(fingerprint.parts.get(name) == value for name, value in now.items())
+
+
+def _say_changed(module: Any, was: Any, built: Built | None) -> None:
+    now = {} if built is None else {**built.parts, "code": built.code}
+    names = [name for name in differences(was, now) if name.partition(".")[0] in now]
+    log_once(
+        f"rows of {type(module).__name__} aren't stored, as computing changes it, or something did since: "
+        f"{', '.join(names[:5])}"
+    )
