@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from time import monotonic_ns
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +82,22 @@ class Members(NamedTuple):
     label: tuple[str, str | None] | None
 
 
+class Measured(NamedTuple):
+    """What a batch knows of its making.
+
+    Attributes:
+        decode_ns, resize_ns: of the images that were timed, one of 16 (images.py).
+        tokenize_ns: of all captions.
+        text_real, text_padding: ids of captions; 0 where nothing says which are padding.
+    """
+
+    decode_ns: int = 0
+    resize_ns: int = 0
+    tokenize_ns: int = 0
+    text_real: int = 0
+    text_padding: int = 0
+
+
 class BatchInProgress(Protocol):
     """A batch to which samples are added one by one, each parsed first."""
 
@@ -110,6 +127,10 @@ class BatchInProgress(Protocol):
         Args:
             bounds: int32[N, 2], room for the tokens and patches of each row, on other ranks as here.
         """
+        ...
+
+    def measured(self) -> Measured:
+        """What is known of its making, after `finish`."""
         ...
 
     def close(self) -> None:
@@ -243,6 +264,8 @@ class _CaptionedBatch:
         self._allows_blank = assembly.blank_captions
         self._members: dict[tuple[str, ...], Members] = {}  # by the sample's extensions
         self._added: list[_Captioned] = []
+        self._tokenize_ns = 0
+        self._ids = 0, 0  # real and padding
 
     def parse(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: if it is bad, that is cheaper to find out."""
@@ -313,11 +336,13 @@ class _CaptionedBatch:
         if assembly.text is not None:
             values["text"] = whole = [one.caption for one in self._added if one.caption is not None]
         if assembly.tokenizer is not None and whole:
+            began = monotonic_ns()
             texts = assembly.tokenizer(whole, [one.seed for one in self._added])
             whole, padding = texts.ids, assembly.text_padding
             if padding is not None:
                 texts = texts.cut_to_longest(padding.multiple, bounds)
             values["text"] = texts.ids
+            self._tokenize_ns, self._ids = monotonic_ns() - began, assembly.tokenizer.real_and_padding(texts)
             if assembly.as_model_inputs:
                 values |= texts.others
             if padding is not None and padding.with_valid:
@@ -329,6 +354,10 @@ class _CaptionedBatch:
         for feature in self._features:
             values |= feature.finish(whole)
         return values if widths is None else {**values, WIDTHS: widths.with_room(bounds)}
+
+    def measured(self) -> Measured:
+        timed = (0, 0) if self._images is None else self._images.timed_ns
+        return Measured(*timed, self._tokenize_ns, *self._ids)
 
     def close(self) -> None:
         for feature in self._features:
@@ -425,6 +454,9 @@ class _MappedBatch:
             return collate(self._values, self._allocate)
         rest = [{k: v for k, v in value.items() if k not in stacked} for value in self._values]
         return {**stacked, **collate(rest, self._allocate)}
+
+    def measured(self) -> Measured:
+        return Measured(*((0, 0) if self._images is None else self._images.timed_ns))
 
     def close(self) -> None:
         self._exit.close()

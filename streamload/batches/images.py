@@ -7,9 +7,11 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from PIL import Image
 
 from streamload.batches.collate import Allocate, collate_images
 from streamload.batches.image_memory import ImageMemory, PatchMemory, Places
@@ -30,9 +32,18 @@ from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]
 
+_TIMED_OF, _TIMED = 16, 7
+"""One image of 16 is timed, the eighth: the first ones of a batch are slower, after other code."""
+
 
 class Images(Protocol):
-    """The images of a batch, added one by one; see BatchInProgress."""
+    """The images of a batch, added one by one; see BatchInProgress.
+
+    Attributes:
+        timed_ns: the time that decoding and transforming took, of those images that were timed.
+    """
+
+    timed_ns: tuple[int, int]
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> Any:
         """Do all of an image's work before its pixels: header and random choices."""
@@ -172,6 +183,7 @@ class _PlannedImages:
         self._resizing = assembly.resizing
         self._most_pixels = assembly.most_pixels
         self._count = 0
+        self.timed_ns = (0, 0)
         self._given: list[torch.Tensor] = []  # by last_image
         self._exit = ExitStack()
         if transform.plan.given:
@@ -191,6 +203,8 @@ class _PlannedImages:
     def add(self, parsed: _Planned) -> None:
         """See Images. Written for few calls: between two images each costs a microsecond or two."""
         data, is_prepared, seed, pixels, put = parsed
+        is_timed = self._count % _TIMED_OF == _TIMED
+        began = monotonic_ns() if is_timed else 0
         if data is not None:
             if pixels is None:
                 decoded = self._pixels(data, is_prepared)
@@ -199,8 +213,12 @@ class _PlannedImages:
             if decoded is not pixels:
                 put = self._put(decoded, seed)
         assert put is not None  # as there are pixels
+        done = monotonic_ns() if is_timed else 0
         put(out=self._places[self._count])
         self._count += 1
+        if is_timed:
+            before = self.timed_ns
+            self.timed_ns = before[0] + done - began, before[1] + monotonic_ns() - done
 
     def last_image(self) -> torch.Tensor:
         """See Images. Not a view of the batch: torch would copy the whole batch to send one."""
@@ -242,6 +260,7 @@ class _GivenImages:
         self._as_model_inputs = assembly.as_model_inputs
         self._allocate = allocate
         self._values: list[Any] = []
+        self.timed_ns = (0, 0)
         self._exit = ExitStack()
         self._generators = self._exit.enter_context(SeededGenerators())
 
@@ -252,12 +271,15 @@ class _GivenImages:
     def add(self, parsed: tuple[memoryview, bool, int]) -> None:
         """See Images."""
         data, is_prepared, seed = parsed
+        began = monotonic_ns()
         if self._resized is None:
-            value = self._transform(data, self._generators, seed)
+            image = self._transform.decoded(data)
         else:
-            pixels = self._resized(data, is_prepared)
-            value = self._transform.of_pixels(pixels, self._generators, seed)
-        self._values.append(value)
+            image = Image.fromarray(self._resized(data, is_prepared).copy())
+        decoded = monotonic_ns()
+        self._values.append(self._transform(image, self._generators, seed))
+        before = self.timed_ns
+        self.timed_ns = before[0] + decoded - began, before[1] + monotonic_ns() - decoded
 
     def last_image(self) -> Any:
         return self._values[-1]["image"] if self._is_processor else self._values[-1]

@@ -160,6 +160,20 @@ def cut(tensor: torch.Tensor, columns: slice, length: int) -> torch.Tensor:
     return tensor[:, columns].contiguous()
 
 
+def known_valid(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """As `valid_ids`, but None where nothing says what is padding."""
+    recorder = getattr(tokenizer, "tokenizer", None)
+    simple = tokenizer.original if isinstance(tokenizer, CachingTokenizer) else tokenizer
+    if "attention_mask" in others:
+        mask: torch.Tensor = others["attention_mask"]
+        return mask.bool()
+    if isinstance(recorder, RecordingTokenizer):
+        return recorded(ids, recorder)
+    if _is_simple(simple):
+        return up_to_last(ids, simple.eot_token_id)
+    return declared(ids, tokenizer)
+
+
 def valid_ids(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Mark the ids that aren't padding: bool[N, L].
 
@@ -171,17 +185,7 @@ def valid_ids(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tens
     Raises:
         OptionError: nothing says for certain what is padding.
     """
-    recorder = getattr(tokenizer, "tokenizer", None)
-    simple = tokenizer.original if isinstance(tokenizer, CachingTokenizer) else tokenizer
-    valid = None
-    if "attention_mask" in others:
-        valid = others["attention_mask"].bool()
-    elif isinstance(recorder, RecordingTokenizer):
-        valid = recorded(ids, recorder)
-    elif _is_simple(simple):
-        valid = up_to_last(ids, simple.eot_token_id)
-    else:
-        valid = declared(ids, tokenizer)
+    valid = known_valid(tokenizer, ids, others)
     if valid is None or valid.shape != ids.shape:
         name = getattr(tokenizer, "__name__", type(tokenizer).__name__)
         raise OptionError(

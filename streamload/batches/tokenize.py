@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.padding import Bounds, RecordingTokenizer, columns_for, cut, valid_ids
+from streamload.batches.padding import (
+    Bounds,
+    RecordingTokenizer,
+    columns_for,
+    cut,
+    known_valid,
+    valid_ids,
+)
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.transforms.user import SeededGenerators
 
@@ -142,6 +149,16 @@ class BatchTokenizer:
         others = ids[:, ::-1] != padding
         trailing = np.where(others.any(1), others.argmax(1), ids.shape[1])
         return np.asarray(ids.shape[1] - trailing + (ends_captions & (trailing > 0)), np.int64)
+
+    def real_and_padding(self, texts: Texts) -> tuple[int, int]:
+        """How many of a batch's ids are real and how many padding; zeros where nothing says which are."""
+        valid = texts.valid
+        if valid is None:
+            valid = known_valid(self._tokenizer, texts.ids, texts.others)
+        if valid is None or valid.shape != texts.ids.shape:
+            return 0, 0
+        real = int(valid.sum())
+        return real, valid.numel() - real
 
     def draws(self) -> bool:
         """Whether the tokenizer draws random numbers; call it where nobody else uses the generators."""

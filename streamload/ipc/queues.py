@@ -47,6 +47,14 @@ def context_with_queues(method: str | None) -> BaseContext | str | None:
     return context
 
 
+_spent_ns = 0
+
+
+def spent_ns() -> int:
+    """How long this process has spent in sending and receiving messages, without waiting for them."""
+    return _spent_ns
+
+
 class MessageQueue:
     """Messages from any number of processes to one: the part of `multiprocessing.Queue` that DataLoader uses.
 
@@ -84,18 +92,22 @@ class MessageQueue:
         Args:
             value: a worker's (number, batch) that can't be pickled is replaced by (number, NotSendable).
         """
+        global _spent_ns
+        began = time.monotonic_ns()
         try:
             message = ForkingPickler.dumps(value)
         except Exception as exc:
             number, _ = value
             message = ForkingPickler.dumps((number, _refusal(exc)))
         with self._lock:
-            if not self._late and self._is_sent(message):
-                return
-            self._late.append(message)
-            if self._sender is None:
-                self._sender = threading.Thread(target=self._send_late, name="streamload-late", daemon=True)
-                self._sender.start()
+            if self._late or not self._is_sent(message):
+                self._late.append(message)
+                if self._sender is None:
+                    self._sender = threading.Thread(
+                        target=self._send_late, name="streamload-late", daemon=True
+                    )
+                    self._sender.start()
+        _spent_ns += time.monotonic_ns() - began
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the next value.
@@ -107,8 +119,15 @@ class MessageQueue:
             queue.Empty: none has come.
             OSError: it is lost, because this process has too many open files.
         """
+        global _spent_ns
         if not self._readable.poll(None if timeout is None else timeout * 1000):
             raise queue.Empty
+        began = time.monotonic_ns()
+        value = self._receive()
+        _spent_ns += time.monotonic_ns() - began
+        return value
+
+    def _receive(self) -> Any:
         packet, files, flags, _ = self._reader.recvmsg(
             _PACKET_BYTES, _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC
         )

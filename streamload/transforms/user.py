@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from streamload.transforms.decode import Pixels, decode_to_pillow
+from streamload.transforms.decode import decode_to_pillow
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 
 _LOW_32 = 0xFFFF_FFFF
@@ -61,7 +61,7 @@ def _draw() -> tuple[float, float, float]:
 
 
 class UserTransform:
-    """Applies a user's function on RGB Pillow images to image bytes.
+    """Applies a user's function on RGB Pillow images to image files.
 
     Raises DecodeError if the image can't be decoded; errors of the function are passed on unchanged.
     """
@@ -72,20 +72,17 @@ class UserTransform:
         self._function = function
         self._most_pixels = most_pixels
 
-    def __call__(self, data: bytes | memoryview, generators: SeededGenerators, seed: int) -> Any:
-        """Decode, seed, and call the function.
+    def decoded(self, data: bytes | memoryview) -> Image.Image:
+        """The image in a file."""
+        return decode_to_pillow(data, self._most_pixels)
+
+    def __call__(self, image: Image.Image, generators: SeededGenerators, seed: int) -> Any:
+        """Seed, and call the function.
 
         Args:
-            data: an image file.
+            image: which the function may keep.
             generators: entered by the caller, around the batch.
             seed: uint64 of sample and pass.
         """
-        return self._of_image(decode_to_pillow(data, self._most_pixels), generators, seed)
-
-    def of_pixels(self, pixels: Pixels, generators: SeededGenerators, seed: int) -> Any:
-        """Do the same for a decoded image: uint8[H, W, 3], which is copied."""
-        return self._of_image(Image.fromarray(pixels.copy()), generators, seed)
-
-    def _of_image(self, image: Image.Image, generators: SeededGenerators, seed: int) -> Any:
         generators.seed(seed)
         return self._function(image)

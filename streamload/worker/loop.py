@@ -56,6 +56,7 @@ from streamload.worker.replacements import Replacements
 from streamload.worker.row_weights import RowWeights
 from streamload.worker.sampler import Sampler, Step
 from streamload.worker.spans import Spans
+from streamload.worker.stages import Stages
 
 _READ_AHEAD_BYTES = 16 << 20
 """About the most bytes of a batch's samples that are read in advance."""
@@ -136,11 +137,13 @@ class WorkerLoop:
         if config.sample_weight is not None:
             self._weights = RowWeights(config.sample_weight, config.selection, self._reader)
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
+        self._stages = Stages(self._counts)
         self._fresh = shared_empty if workers else own_empty
 
     def batches(self, start: EpochStart) -> Iterator[Batch]:
         """This worker's batches of an epoch: of n workers, every n-th of the rank's."""
         self._reader.begin(start)
+        self._stages.begin()
         if self._slots is not None:
             self._slots.take_back()
         sampler = Sampler(self._config, self._reader, start)
@@ -179,17 +182,20 @@ class WorkerLoop:
                 states, spans = SealedStates(step.states()), step.spans()
                 self._reader.let_go()
                 if self._slots is not None:
-                    values = self._slots.hand_over(values, self._counts)
+                    with self._counts.timed("hand_over_ns"):
+                        values = self._slots.hand_over(values, self._counts)
                 if self._config.with_keys:
                     values |= origins
                 samples, stop = len(origins["__key__"]), sampler.steps.begin(number + 1)
                 blocked, seats = self._reader.blocked(), step.seats
                 taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
                 packed = seats.astype(SEAT).tobytes() if len(taken) > 1 else b""
+                self._counts.add("ready_batches")
                 yield Batch(
                     values, position, stop, states, skipped, spans, samples, taken, start.generation,
                     blocked, widths, packed, weighed,
                 )  # fmt: skip
+                self._stages.handed_over()
         except Superseded:
             return
 
@@ -236,18 +242,19 @@ class WorkerLoop:
                 if part is None:
                     return None
                 found += len(part)
-                with self._counts.timed("transform_ns"):
+                with self._stages.samples():
                     for one in self._read(batch, epoch, part):
                         one_skipped = self._place(batch, one)
                         if one_skipped is not None:
                             skipped.append(one_skipped)
             if not found:
                 return None
-            with self._counts.timed("transform_ns"):
+            with self._stages.finish():
                 bounds = step.bounds
                 if bounds is not None:
                     bounds[:, 1] = np.minimum(bounds[:, 1], seq_len)
                 values = batch.finish(bounds)
+            self._stages.made(batch.measured(), values.get("patch_valid"))
         self._reader.fill_ahead()
         return values, skipped
 
@@ -287,15 +294,19 @@ class WorkerLoop:
         this takes up to five times as long. So entries are looked up for all samples at once, and the rest is
         done for as many in a row as there is memory for.
         """
+        self._stages.begin_read()
         found = self._reader.find([visit.shard for visit in visits], [visit.number for visit in visits])
         row: list[tuple[Visit, Sample]] = []
         self._memory.reset()
         for visit, entry in zip(visits, found, strict=True):
             row.append((visit, self._reader.sample(visit.shard, visit.number, self._memory, entry)))
             if self._memory.is_full:
+                self._stages.end_read()
                 yield from [self._look_at(batch, epoch, *one) for one in row]
                 row.clear()
                 self._memory.reset()
+                self._stages.begin_read()
+        self._stages.end_read()
         yield from [self._look_at(batch, epoch, *one) for one in row]
 
     def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Visited:

@@ -1,0 +1,102 @@
+"""Where a worker's time goes: reading, decoding, resizing, tokenizing, collating, hand-over (steps H to J).
+
+Time stamps are per batch and per row of reads, not per image; how the time with images divides into decoding
+and resizing follows from one image of 16 (batches/images.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic_ns
+
+import torch
+
+from streamload.batches.assembly import Measured
+from streamload.ipc import spent_ns
+from streamload.metrics import Counters
+
+
+class Stages:
+    """The stages of one process's batches. Not thread-safe.
+
+    Args:
+        counts: of this process.
+    """
+
+    def __init__(self, counts: Counters):
+        self._counts = counts
+        self._samples_ns = self._read_ns = self._finish_ns = 0  # of the current batch
+        self._read_began = self._waited_before = 0
+        self._resize_share = 0.0
+        self._spent_before = spent_ns()
+
+    def begin(self) -> None:
+        """An epoch begins; none of its batches is made yet."""
+        self._counts.set("ready_batches", 0)
+        self._samples_ns = self._finish_ns = 0
+        self._spent_before = spent_ns()
+
+    @contextmanager
+    def samples(self) -> Iterator[None]:
+        """Time the reading and placing of samples."""
+        self._read_ns = 0
+        began, waited = monotonic_ns(), self._waited_ns()
+        try:
+            yield
+        finally:
+            taken_ns = monotonic_ns() - began
+            self._counts.add("transform_ns", taken_ns)
+            waited_ns = self._waited_ns() - waited
+            self._samples_ns += max(0, taken_ns - self._read_ns - waited_ns)
+            self._counts.add("read_ns", self._read_ns)
+
+    def begin_read(self) -> None:
+        """A row of samples is read from here on."""
+        self._read_began, self._waited_before = monotonic_ns(), self._waited_ns()
+
+    def end_read(self) -> None:
+        """It was read."""
+        waited_ns = self._waited_ns() - self._waited_before
+        self._read_ns += max(0, monotonic_ns() - self._read_began - waited_ns)
+
+    @contextmanager
+    def finish(self) -> Iterator[None]:
+        """Time the rest of the making."""
+        began = monotonic_ns()
+        try:
+            yield
+        finally:
+            self._finish_ns = monotonic_ns() - began
+            self._counts.add("transform_ns", self._finish_ns)
+
+    def made(self, measured: Measured, patch_valid: torch.Tensor | None) -> None:
+        """A batch was made.
+
+        Args:
+            measured: of it.
+            patch_valid: bool[N, P]: which of its places are patches; None: it has no patches.
+        """
+        add, timed_ns = self._counts.add, measured.decode_ns + measured.resize_ns
+        if timed_ns:
+            self._resize_share = measured.resize_ns / timed_ns
+        resize_ns = int(self._samples_ns * self._resize_share)
+        add("resize_ns", resize_ns)
+        add("decode_ns", self._samples_ns - resize_ns)
+        add("tokenize_ns", measured.tokenize_ns)
+        add("collate_ns", max(0, self._finish_ns - measured.tokenize_ns))
+        self._samples_ns = self._finish_ns = 0
+        add("text_tokens_real", measured.text_real)
+        add("text_tokens_padding", measured.text_padding)
+        if patch_valid is not None:
+            real = int(patch_valid.sum())
+            add("image_tokens_real", real)
+            add("image_tokens_padding", patch_valid.numel() - real)
+
+    def handed_over(self) -> None:
+        """The last batch was sent."""
+        before, self._spent_before = self._spent_before, spent_ns()
+        self._counts.add("hand_over_ns", self._spent_before - before)
+
+    def _waited_ns(self) -> int:
+        return self._counts.value("bytes_wait_ns")
