@@ -69,9 +69,12 @@ if TYPE_CHECKING:
         make_loader,
     )
     from streamload.metrics import Snapshot
+    from streamload.metrics.alerts import Alert
+    from streamload.metrics.verdict import Verdict
     from streamload.shards.samples import Entry
 
 __all__ = [
+    "Alert",
     "Batches",
     "BlankCaption",
     "Cache",
@@ -124,6 +127,7 @@ __all__ = [
     "TooManyBadSamples",
     "TooManyBadShards",
     "UrlError",
+    "Verdict",
     "WorkerDied",
     "Workers",
     "cache_info",
@@ -134,6 +138,8 @@ __all__ = [
 ]
 
 _LATER = {
+    "Alert": "streamload.metrics.alerts",
+    "Verdict": "streamload.metrics.verdict",
     "Batches": "streamload.loader",
     "Workers": "streamload.loader",
     "Shards": "streamload.loader",

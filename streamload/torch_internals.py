@@ -16,6 +16,7 @@ import torch
 from torch.autograd import profiler
 from torch.utils.data import DataLoader
 
+_LOOK_SECONDS = 1.0
 _ITERATORS = "torch.utils.data.dataloader"
 NAMES = (
     "torch._utils.ExceptionWrapper",
@@ -114,11 +115,29 @@ def abandon_workers(batches: Any) -> None:
         multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
 
 
-def next_batch(batches: Any) -> Any:
+def next_batch(batches: Any, while_waiting: Callable[[], object] | None = None) -> Any:
     """`next(batches)` without its note for a profiler, unless one is recording.
 
     The note is a fifth of what the rank does for a batch.
+
+    Args:
+        batches: torch's iterator.
+        while_waiting: called about once a second until the batch arrives, if it comes from a worker.
     """
+    if while_waiting is not None and hasattr(batches, "_get_data") and hasattr(batches, "_try_get_data"):
+
+        def get_when_arrived() -> Any:
+            while True:
+                has_arrived, data = batches._try_get_data(timeout=_LOOK_SECONDS)
+                if has_arrived:
+                    return data
+                while_waiting()
+
+        batches._get_data = get_when_arrived
+        try:
+            return next_batch(batches)
+        finally:
+            del batches._get_data
     if not hasattr(batches, "_next_data") or profiler._is_profiler_enabled:
         return next(batches)
     batch = batches._next_data()

@@ -157,11 +157,58 @@ def test_a_rank_that_waits_no_longer_when_others_look_is_no_line(
     assert not messages(caplog)
 
 
+class Waits:
+    """A rank's own waits, as a Meter has them."""
+
+    def __init__(self) -> None:
+        self.slowest: tuple[int, float] | None = None
+        self.ratio = 0.0
+        self.ticked = threading.Event()
+
+    def wait_ratio(self) -> float:
+        return self.ratio
+
+    def tick(self) -> None:
+        self.ticked.set()
+
+
+def test_the_rank_that_waits_most_is_known_to_the_others(ranks: list[Ranks]) -> None:
+    assert [rank.compare_waits(0.0) for rank in ranks] == [None, None, None]
+    assert ranks[1].compare_waits(0.3) is None
+    assert ranks[0].compare_waits(0.0) == (1, 0.3)
+    assert ranks[2].compare_waits(0.2) == (1, 0.3)
+    assert ranks[2].compare_waits(0.5) is None
+    assert [rank.compare_waits(0.3) for rank in ranks] == [(2, 0.5), (2, 0.5), None]
+    assert ranks[2].compare_waits(0.1) is None
+    assert ranks[0].compare_waits(0.0) == (2, 0.1)
+    assert ranks[0].compare_waits(0.4) is None
+    assert ranks[2].compare_waits(0.1) == (0, 0.4)
+
+
+def test_a_rank_that_has_gone_is_not_the_slowest_for_long(ranks: list[Ranks]) -> None:
+    ranks[1].compare_waits(0.6)
+    looks = [ranks[0].compare_waits(0.1) for _ in range(6)]
+    assert looks[0] == (1, 0.6)
+    assert looks[-1] is None
+    assert ranks[2].compare_waits(0.0) == (0, 0.1)
+
+
+def test_while_a_training_stands_still_its_thread_looks_at_the_alerts(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "_STILL_SECONDS", 0.0)
+    with watched(ranks[0], monkeypatch) as (watch, control):
+        control.want(False)
+        waits = watch._meter
+        assert isinstance(waits, Waits)
+        assert waits.ticked.wait(60)
+
+
 @contextlib.contextmanager
 def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankMonitor, ControlBlock]]:
     monkeypatch.setattr(distributed, "_POLL_SECONDS", 0.01)
     control = ControlBlock(1)
-    watch = RankMonitor(ranks, control)
+    watch = RankMonitor(ranks, control, Waits())
     yield watch, control
     watch.close()
     assert threading.active_count() == 1 or not watch._thread.is_alive()
@@ -198,7 +245,7 @@ def test_the_error_of_a_worker_is_told_without_its_traceback(
     assert messages(caplog) == ["rank 1 of 3 has failed, and with it the run: OriginOutage: a.tar: 404"]
 
 
-def test_a_training_that_takes_steps_never_looks_at_the_store(
+def test_a_training_that_takes_steps_never_reads_the_log(
     ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks[1].report("waits", "30 s for a.tar")
@@ -218,6 +265,9 @@ def test_a_training_that_takes_steps_never_looks_at_the_store(
 def test_a_store_that_has_gone_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def add(self, key: str, n: int) -> int:
+            raise torch.distributed.DistNetworkError("failed to recv, got 0 bytes")
+
+        def check(self, keys: list[str]) -> bool:
             raise torch.distributed.DistNetworkError("failed to recv, got 0 bytes")
 
     with watched(Ranks(Gone(), 0, 2), monkeypatch) as (watch, control):

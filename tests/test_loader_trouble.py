@@ -711,7 +711,9 @@ def test_what_has_no_room_in_the_cache_is_read_by_range(
         assert caplog.text.count("no room for") == 1
 
 
-@pytest.mark.parametrize(("shards_that_fit", "says"), [(0.5, "a shard needs|none would fit"), (2, "lanes=8")])
+@pytest.mark.parametrize(
+    ("shards_that_fit", "says"), [(0.5, "a shard needs|none would fit"), (2.2, "lanes=8")]
+)
 def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an_error(
     shards_that_fit: float, says: str, tmp_path: Path, server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,16 +7,13 @@ all of them together do; the counting itself is compared with sums that were mad
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import streamload
 from streamload.loader import checks
-from streamload.loader.checks import ShardWaits, report_data_wait
-from streamload.metrics import Snapshot
+from streamload.loader.checks import ShardWaits
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -90,26 +87,3 @@ def test_the_shards_that_cost_most_are_kept_of_any_number() -> None:
         waited.add([(shard, SECOND + (shard == 3) * SECOND)], 2 * SECOND, 10**18)
     assert next(iter(waited.worst())) == "shard-3"
     assert len(waited._by_shard_ns) <= checks._SHARDS_KEPT
-
-
-@pytest.mark.parametrize(
-    ("seconds", "done", "says"),
-    [
-        (
-            20.0,
-            {"data_wait_seconds": 15.0, "bytes_wait_seconds": 36.0, "origin_bytes": 10**9},
-            "bytes: .*50.0 MB/s",
-        ),
-        (20.0, {"data_wait_seconds": 15.0, "transform_seconds": 38.0}, "2 workers were busy 95%"),
-        (20.0, {"data_wait_seconds": 15.0, "transform_seconds": 0.1}, "neither bytes nor decoding"),
-        (20.0, {"data_wait_seconds": 9.0, "transform_seconds": 38.0}, None),
-        (5.0, {"data_wait_seconds": 4.0}, None),
-    ],
-)
-def test_an_epoch_that_mostly_waited_says_for_what(
-    seconds: float, done: dict[str, Any], says: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    report_data_wait(3, seconds, Snapshot(**done), 2)
-    assert bool(caplog.text) is (says is not None)
-    if says:
-        assert re.search(f"epoch 3: training waited for data 15 of 20 s, mostly for .*{says}", caplog.text)

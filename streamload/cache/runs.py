@@ -25,7 +25,7 @@ logger = logging.getLogger("streamload")
 
 _NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}\.metrics")
 _ATTEMPTS = 100
-_RESERVED_BYTES = 16 << 10
+_RESERVED_BYTES = 8 << 10
 """Taken at once, so that a disk that fills up later still takes the page."""
 _LOOKS, _LOOK_SECONDS = 5, 0.002
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

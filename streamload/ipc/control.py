@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -83,12 +84,14 @@ class ControlBlock:
     Attributes:
         order: what to produce; a worker that follows an older generation stops.
         changes: of the sources' shares, since the order was written.
+        while_waiting: called about every 50 ms where a process waits for bytes; for a rank without workers.
         tracing: the `folder` for spans while a trace runs; "" when it has ended.
     """
 
     def __init__(self, writers: int, sources: int = 1):
         self.order = SharedJson()
         self.changes = SharedJson()
+        self.while_waiting: Callable[[], object] | None = None
         self.tracing = SharedJson()
         self._counters = SharedArray((writers, WIDTH), torch.int64)
         self._by_source = SharedArray((writers, sources, 2), torch.int64)

@@ -1,6 +1,6 @@
 """What a rank checks as batches come (step K): their order, bad samples, missing shards, and data waits.
 
-Too large a share of bad samples or shards ends the run. Much data wait for a shard or in an epoch is logged.
+Too large a share of bad samples or shards ends the run. Much data wait for one shard is logged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from streamload.errors import OrderDiverged, TooManyBadSamples, TooManyBadShards
-from streamload.metrics import Counters, Snapshot, format_bytes
+from streamload.metrics import Counters
 from streamload.urls import redact
 from streamload.worker import Batch, SkippedSample
 
@@ -22,9 +22,6 @@ _SKIPPED_KEPT = 1000
 _FREE_SHARDS = 2
 """So few shards given up never end a run."""
 _LOGGED_SHARE = 0.03
-_LONG_EPOCH_SECONDS = 10.0
-_HIGH_WAIT, _LOW_CAUSE = 0.5, 0.1
-"""Long epochs with more data wait than the first share are logged; causes below the second aren't named."""
 _SLOW_SHARD_SECONDS = 30.0
 _SLOW_SHARD_SHARE = 0.5
 """A shard is logged once it has cost this much data wait, and this share of it all; then at twice as much."""
@@ -226,36 +223,3 @@ class ShardWaits:
         """Nanoseconds of the shards that cost the most, by redacted URL, most first."""
         most = sorted(self._by_shard_ns.items(), key=lambda item: -item[1])[:_SHARDS_SHOWN]
         return {redact(self._url(shard)): ns for shard, ns in most}
-
-
-def report_data_wait(epoch: int, seconds: float, done: Snapshot, workers: int) -> None:
-    """Log at the end of an epoch if most of it was data wait, and the cause.
-
-    Args:
-        epoch: its number.
-        seconds: how long it took.
-        done: the counters of this epoch.
-        workers: worker processes; 0: the training process decodes.
-    """
-    waited = done.data_wait_seconds
-    if seconds < _LONG_EPOCH_SECONDS or waited < _HIGH_WAIT * seconds:
-        return
-    worker_seconds = max(1, workers) * seconds
-    bytes_share = done.bytes_wait_seconds / worker_seconds
-    decoding_share = done.transform_seconds / worker_seconds
-    bytes_per_second = (done.origin_bytes + done.shared_bytes) / seconds
-    if max(bytes_share, decoding_share) < _LOW_CAUSE:
-        cause = "neither bytes nor decoding: for workers to start, or for a machine that is busy otherwise"
-    elif bytes_share >= decoding_share:
-        cause = (
-            f"bytes: workers waited for them {min(1.0, bytes_share):.0%} of the time, at "
-            f"{format_bytes(bytes_per_second)}/s"
-        )
-    else:
-        cause = (
-            f"decoding: the {max(1, workers)} workers were busy {min(1.0, decoding_share):.0%} of the time; "
-            f"give more num_workers, a lighter preprocess, or prepared shards"
-        )
-    logger.warning(
-        "epoch %d: training waited for data %.0f of %.0f s, mostly for %s", epoch, waited, seconds, cause
-    )

@@ -9,6 +9,7 @@ store, which a thread of every rank reads while its training stands still.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -16,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed
 
@@ -33,6 +34,9 @@ _WAIT_SECONDS = 30.0
 _OUTAGE_SECONDS = 5.0
 """A rank reports a wait for data after the first; after the second if a server is known to be down."""
 _KEY = "streamload/told"
+_SLOWEST = "streamload/slowest"
+_COMPARED_EVERY, _LOOKS = 2, 3
+"""Waits are compared every so many polls; an entry that hasn't changed for so many looks is old."""
 _AGREE_SECONDS = 30.0
 
 _uses: Counter[str] = Counter()
@@ -108,6 +112,7 @@ class Ranks:
         self._store = store
         self._waiting: set[int] = set()
         self._read = 0
+        self._slowest, self._seen = "", 0  # the entry of the rank that waits most, and looks since it changed
         self._lock = threading.Lock()
 
     def report(self, status: str, reason: str = "") -> int:
@@ -143,6 +148,29 @@ class Ranks:
             others = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
             logger.warning("%s has waited %s%s", self.name_of(rank), reason, others)
 
+    def compare_waits(self, ratio: float) -> tuple[int, float] | None:
+        """Compare how much the ranks wait for data; to be called every few seconds.
+
+        One entry in the store is that of the rank that waits most; a rank that waits more replaces it, and so
+        does any rank once it is old.
+
+        Args:
+            ratio: the share of the last minute in which this rank waited.
+
+        Returns:
+            The other rank that waits most, and its share; None: none waits more than this one.
+        """
+        text = self._store.get(_SLOWEST).decode() if self._store.check([_SLOWEST]) else ""
+        self._seen = self._seen + 1 if text == self._slowest else 0
+        self._slowest = text
+        rank, most, number = json.loads(text) if text else (-1, 0.0, 0)
+        if self._seen >= _LOOKS and rank != self.rank:
+            rank, most = -1, 0.0
+        if rank == self.rank or ratio > most:
+            self._store.set(_SLOWEST, json.dumps([self.rank, ratio, number + 1]))
+            return None
+        return (rank, most) if most else None
+
     def name_of(self, rank: int) -> str:
         """A rank as messages name it."""
         return f"rank {rank} of {self.world_size}"
@@ -161,16 +189,35 @@ class Ranks:
         logger.error("%s has failed, and with it the run: %s", self.name_of(rank), reason)
 
 
+class OwnWaits(Protocol):
+    """What a RankMonitor needs of this rank's numbers (meter.Meter).
+
+    Attributes:
+        slowest: the other rank that waits most for data, and its share of waiting.
+    """
+
+    slowest: tuple[int, float] | None
+
+    def wait_ratio(self) -> float:
+        """The share of the last minute in which the training loop waited for data."""
+        ...
+
+    def tick(self) -> None:
+        """Publish, and look at the alerts."""
+        ...
+
+
 class RankMonitor:
     """A thread, for one epoch, that reports this rank's waits to the other ranks and logs their reports.
 
     Args:
         ranks: of the run.
         control: of the loader.
+        meter: of this rank; gets the rank that waits most, and ticks while the training stands still.
     """
 
-    def __init__(self, ranks: Ranks, control: ControlBlock) -> None:
-        self._ranks, self._control = ranks, control
+    def __init__(self, ranks: Ranks, control: ControlBlock, meter: OwnWaits) -> None:
+        self._ranks, self._control, self._meter = ranks, control, meter
         self._reported_wait_seconds = 0.0  # of the current wait; 0: not reported yet
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamload-ranks", daemon=True)
@@ -223,10 +270,15 @@ class RankMonitor:
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
-            while not self._end.wait(_POLL_SECONDS):
+            for poll in itertools.count():
+                if self._end.wait(_POLL_SECONDS):
+                    return
                 self._report_wait()
+                if poll % _COMPARED_EVERY == 0:
+                    self._meter.slowest = self._ranks.compare_waits(self._meter.wait_ratio())
                 if self._control.still_seconds() > _STILL_SECONDS:
                     self._ranks.read_reports()
+                    self._meter.tick()
 
     def _report_wait(self) -> None:
         """Report a long wait for data, again every half minute, and its end."""

@@ -22,6 +22,7 @@ from streamload.worker import Batch
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
     from streamload.loader.distributed import RankMonitor
+    from streamload.loader.meter import Meter
 
 _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
@@ -31,6 +32,7 @@ class Owner(Protocol):
     """What an epoch needs of its loader (loader.Loader)."""
 
     options: LoaderOptions
+    meter: Meter
     waited_ns: int
     """How long the last `waiting` block took."""
 
@@ -117,8 +119,12 @@ class Epoch:
         if self.done:
             self._release()
             raise StopIteration
+        meter = self._loader.meter
+        meter.asked()
         try:
-            return self._next_output()
+            output = self._next_output()
+            meter.returned()
+            return output
         except StopIteration:
             self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
             self._finish()
@@ -159,8 +165,9 @@ class Epoch:
         while True:
             since = self._started if self._count == 0 else time.monotonic()
             with self._loader.waiting(since):
-                pending, self._pending = self._pending or self._send(next_batch(self._batches)), None
-                batch, values = pending()
+                pending, self._pending = self._pending or self._send(self._next_batch()), None
+                with self._loader.meter.copying():
+                    batch, values = pending()
             waited_ns, self._pending_waited_ns = self._pending_waited_ns + self._loader.waited_ns, 0
             self._count += 1
             is_last = self._count == self.steps
@@ -227,6 +234,10 @@ class Epoch:
                 f"{self._closed} in the middle of the epoch, which ended this iterator: iterate the loader "
                 f"again; to resume this epoch, load its state_dict() first"
             ) from None
+
+    def _next_batch(self) -> Batch:
+        batch: Batch = next_batch(self._batches, self._loader.meter.tick)
+        return batch
 
     def _send(self, batch: Batch) -> _Pending:
         self._received += 1

@@ -18,12 +18,13 @@ from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_info import BatchInfo
 from streamload.loader.changes import Changes
-from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits, report_data_wait
+from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import take_features
 from streamload.loader.in_flight import in_flight_of
+from streamload.loader.meter import LONGEST_SECONDS, Meter, OnAlert
 from streamload.loader.microbatches import Microbatches
 from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.output import Outputs
@@ -34,6 +35,7 @@ from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_sta
 from streamload.loader.trace import Trace
 from streamload.loader.worker_config import assembly_of, counted_samples
 from streamload.metrics import Counters, Snapshot, total
+from streamload.metrics.verdict import Verdict
 from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample
 
@@ -42,6 +44,10 @@ class Loader(DataLoaderInterface):
     """Batches for one rank, epoch after epoch; iterate it, or use it as a context manager.
 
     Not thread-safe. One iterator at a time: a new one closes the one before it.
+
+    Attributes:
+        options: as they were given.
+        meter: of what the training loop does, for the epoch.
     """
 
     def __init__(
@@ -55,11 +61,13 @@ class Loader(DataLoaderInterface):
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
         self._step = -1  # of the epoch, of the batch that was yielded last
-        self._epoch_start = 0.0, Snapshot(), 0  # its time, the counters then, and the epoch
+        self._epoch = 0  # that was started last
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
         self._outputs = Outputs(options, self._schedule)
         self._trace: Trace | None = None  # while one runs
+        self._on_alert: list[OnAlert] = []
+        self.meter: Meter
         self._reset_process()
 
     def __repr__(self) -> str:
@@ -315,6 +323,42 @@ class Loader(DataLoaderInterface):
         by_source = dict(zip(names, self._control.by_source.sum(axis=0), strict=True))
         return Snapshot.of(self._control.counters, by_source, self._waits.worst())
 
+    def verdict(self, seconds: float = 60.0) -> Verdict:
+        """What has limited the training over the last seconds: data, or the training itself.
+
+        `print` it for a sentence. Cheap; at any time. The log has the same every five minutes, and after each
+        epoch, if the training has waited more than 5 % of that time for data.
+
+        Args:
+            seconds: at most 600; less if the first batch came later.
+
+        Raises:
+            OptionError: another number of seconds.
+        """
+        if not 0 < seconds <= LONGEST_SECONDS:
+            raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
+        return self.meter.verdict(seconds)
+
+    def on_alert(self, call: OnAlert) -> None:
+        """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md).
+
+        The training waits for data, its origin is slow or fails, the cache thrashes, a source starves, memory
+        is tight, another rank is late, or nothing moves. An alert is raised after half a minute, and cleared
+        after half a minute below half of its limit.
+
+        Args:
+            call: called by `next`, or in a thread of this process where the training stands still. What it
+                raises is logged once, and changes nothing.
+
+        Raises:
+            OptionError: it can't be called.
+        """
+        if not callable(call):
+            raise OptionError(
+                f"on_alert() was given a {type(call).__name__}; expected a function of one Alert"
+            )
+        self._on_alert.append(call)
+
     def trace(self, steps: int = 20) -> Trace:
         """Record what the workers and the fills of this rank do, from now on for a number of steps.
 
@@ -368,6 +412,7 @@ class Loader(DataLoaderInterface):
         self._check_shards()
         if not batch.samples:
             return None
+        self.meter.took(waited_ns, sum(ns for _, ns in batch.blocked))
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._control.by_source[0, :, 0] += batch.source_samples
@@ -376,26 +421,20 @@ class Loader(DataLoaderInterface):
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted."""
-        started, before, epoch = self._epoch_start
-        done = self.stats().since(before)
-        report_data_wait(epoch, time.monotonic() - started, done, self.options.num_workers)
+        self.meter.end_epoch(self._epoch)
         self._schedule.tracker.finish()
         self._check_shards()
 
     @contextlib.contextmanager
     def waiting(self, since: float) -> Iterator[None]:
         """Count the time since `since` as data wait, and signal the wait to the workers."""
-        self._control.want(True)
+        self.meter.wait_began(since)
         try:
             yield
         finally:
-            self._control.want(False)
-            self.waited_ns = waited_ns = int((time.monotonic() - since) * 1e9)
-            self._counts.add("data_wait_ns", waited_ns)
+            self.waited_ns = self.meter.wait_ended(since)
             if self._trace is not None:
-                self._trace.waited(waited_ns)
-        if not self._counts.value("batches_yielded"):
-            self._counts.add("first_batch_ns", waited_ns)
+                self._trace.waited(self.waited_ns)
 
     def _reset_process(self) -> None:
         """Start without workers in this process; those of the process it was forked from aren't its own."""
@@ -405,6 +444,9 @@ class Loader(DataLoaderInterface):
         self._checks = BatchChecks(self._counts, self.options.train, self.options.shards.max_bad_samples)
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
         self._shard_checks = ShardChecks(self.options.shards.max_bad_shards)
+        self.meter = Meter(self.options, self._schedule, self._control, self._counts, self._on_alert)
+        if not self.options.num_workers:  # the worker's waits for bytes are in this process
+            self._control.while_waiting = self.meter.tick
 
     def _check_shards(self) -> None:
         counters = self._control.counters
@@ -430,7 +472,7 @@ class Loader(DataLoaderInterface):
             blocks_from=position.blocks_from,
             table_from=(position.epoch, position.position - position.start),
         )
-        before = self.stats()  # before any worker starts on this epoch
+        self._counts.set("ready_batches", 0)  # before any worker starts on this epoch
         self._control.take(0)
         self._control.order.write(start.to_json())
         self._checks.start_epoch(self._control.order.generation)
@@ -438,14 +480,15 @@ class Loader(DataLoaderInterface):
         if self._feed is None:  # made after the workers: forked ones must not inherit a device context
             self._feed = feed_for(self.options.device, pool.statistics)
         schedule.tracker.start()
-        self._epoch_start = started, before, position.epoch
+        self._epoch = position.epoch
         self._step = schedule.step_of(position) - 1
         expected = self._expected(position)
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
-        monitor = None if ranks is None else RankMonitor(ranks, self._control)
+        monitor = None if ranks is None else RankMonitor(ranks, self._control, self.meter)
         epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
-        self._current = weakref.ref(epoch)
+        current = self._current = weakref.ref(epoch)
+        self.meter.start_epoch(lambda: (epoch := current()) is not None and not epoch.done)
         return epoch
 
     def _expected(self, position: Position) -> int | None:
@@ -476,6 +519,7 @@ class Loader(DataLoaderInterface):
             self.close()
         if self._pool is None:
             self._pool = WorkerPool(self, self.options, self._schedule, self._control)
+            self.meter.publisher.open(self._pool.page, self._pool.tier, self._pool.run)
         return self._pool
 
 

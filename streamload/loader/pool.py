@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from streamload.cache.placement import Placed
+from streamload.cache.runs import PageFile
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.features import bound_features
 from streamload.loader.fork_safety import in_this_process, protect_workers
@@ -45,6 +47,9 @@ class WorkerPool:
         order: by which the workers read.
         statistics: by which images that arrive as bytes are to be normalised, if any.
         features: of its batches, by name.
+        tier: that they read.
+        run: its name on this node.
+        page: the file of what this rank publishes.
 
     Raises:
         CacheError: the cache directory can't be used.
@@ -52,7 +57,9 @@ class WorkerPool:
 
     def __init__(self, owner: object, options: LoaderOptions, schedule: Schedule, control: ControlBlock):
         config, placed = worker_config_for(options, schedule)
-        self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
+        self.tier, self.run = placed.tier, config.run
+        self.page = PageFile(placed.tier.root)
+        self._close_tier = weakref.finalize(owner, in_this_process(_close), self.page, placed)
         self.order = schedule.order
         self.features = bound_features(options, config.assembly.features)
         images = config.assembly.images if options.images.dtype == "float32" else None
@@ -143,6 +150,12 @@ def _stop(control: ControlBlock, batches: DataLoader[Batch], dataset: StreamData
     control.order.withdraw()
     shut_down_workers(batches)
     dataset.close()
+
+
+def _close(page: PageFile, placed: Placed) -> None:
+    """Take back what this rank published, and release its tier."""
+    page.close()
+    placed.close()
 
 
 def _identity(batch: Any) -> Any:

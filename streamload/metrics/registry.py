@@ -261,6 +261,13 @@ METRICS: tuple[Metric, ...] = (
             ),
         ),
     ),
+    counted(
+        "blocked_wait_seconds",
+        "the part of data_wait_seconds for batches whose worker was waiting for bytes at that time",
+        unit="seconds",
+        low="data is late for other reasons",
+        high="data_wait_seconds: bytes are why data is late",
+    ),
     counted("first_batch_seconds", "time from the first iter() to the first batch", unit="seconds"),
     Metric(
         "stage_seconds",

@@ -77,6 +77,7 @@ class Snapshot:
     image_tokens_padding: int = 0
     shared_wait_seconds: float = 0.0
     data_wait_seconds: float = 0.0
+    blocked_wait_seconds: float = 0.0
     wait_buckets: tuple[int, ...] = (0,) * BUCKETS
     seconds_to_first_batch: float | None = None
     bytes_wait_seconds: float = 0.0

@@ -335,6 +335,8 @@ class Reader:
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
         self._counts.add("bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
+        if self._control.while_waiting is not None:
+            self._control.while_waiting()
         if needed and self._control.wanted_seconds():
             self._blocked_ns[needed[0]] = self._blocked_ns.get(needed[0], 0) + waited_ns
 

@@ -1,0 +1,148 @@
+"""What a rank publishes about itself, and the values that aren't counted in rows: tier, sources, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from streamload.cache.locks import usage_of
+from streamload.cache.memory import available
+from streamload.cache.runs import PageFile, now
+from streamload.cache.tier import Tier
+from streamload.descriptors import Descriptor
+from streamload.device import memory_of
+from streamload.loader.options import LoaderOptions
+from streamload.loader.schedule import Schedule
+from streamload.metrics import COUNTERS
+from streamload.metrics.figures import Figures, Sample
+from streamload.metrics.gauges import Gauges
+from streamload.metrics.page import RunPage
+from streamload.metrics.verdict import LITTLE, judge
+from streamload.options import file_system
+from streamload.order.mixing import UNIT
+
+_SELDOM_SECONDS = 10.0
+"""What takes more than some microseconds to find out is found out this often."""
+
+
+class Publisher:
+    """The page of one rank.
+
+    Args:
+        options: of the loader.
+        schedule: of its epochs.
+        names: of its sources, as they are shown.
+
+    Attributes:
+        gauges: the values that aren't counted in rows; anyone in this process may set more.
+        memory_ratio: how much of the machine's memory is taken, or of the device's if that is more.
+    """
+
+    def __init__(self, options: LoaderOptions, schedule: Schedule, names: tuple[str, ...]):
+        self.gauges = Gauges()
+        self.memory_ratio = 0.0
+        self._options, self._schedule, self._names = options, schedule, names
+        self._file: PageFile | None = None
+        self._tier: Tier | None = None
+        self._next_seldom = 0.0
+        self._fixed: dict[str, Any] = {}
+
+    def open(self, file: PageFile, tier: Tier, run: str) -> None:
+        """Publish in this file from now on.
+
+        Args:
+            file: of the page; its owner closes it.
+            tier: that the rank reads.
+            run: its name.
+        """
+        topology = self._schedule.topology
+        self._file, self._tier = file, tier
+        self._fixed = {
+            "run": run,
+            "rank": topology.rank,
+            "world_size": topology.world_size,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "began": now(),
+            "workers": self._options.num_workers,
+            "sources": self._names,
+        }
+
+    def look(self, sample: Sample, figures: Figures) -> None:
+        """Set the gauges.
+
+        Args:
+            sample: the counters now.
+            figures: of the last minute.
+        """
+        put, tracker = self.gauges.set, self._schedule.tracker
+        put("data_wait_ratio", figures.wait)
+        put("waiting_seconds", figures.waiting_seconds)
+        put("still_seconds", figures.waiting_seconds or figures.still_seconds)
+        put("workers", self._options.num_workers)
+        put("epoch", tracker.now().epoch)
+        for name, (samples, waited_ns) in zip(self._names, sample.by_source.tolist(), strict=False):
+            put("samples", samples, name)
+            put("source_wait_seconds", waited_ns / 1e9, name)
+        weights = tracker.weights
+        if weights is not None:
+            for name, weight, share in zip(self._names, weights.given, weights.shares, strict=False):
+                put("source_weight", weight, name)
+                put("source_share", share / UNIT, name)
+        if time.monotonic() >= self._next_seldom:
+            self._next_seldom = time.monotonic() + _SELDOM_SECONDS
+            self._look_at_tier()
+            self._look_at_passes()
+            self._look_at_memory()
+
+    def publish(self, sample: Sample, figures: Figures, alerts: Mapping[str, str]) -> None:
+        """Write the page, if there is a file for it.
+
+        Args:
+            sample: the counters now.
+            figures: of the last minute.
+            alerts: those that are raised.
+        """
+        if self._file is None:
+            return
+        verdict, sums = judge(figures), sample.row.tolist()
+        page = RunPage(
+            **self._fixed,
+            written=now(),
+            counters=dict(zip(COUNTERS, sums, strict=False)),
+            wait_buckets=tuple(sums[len(COUNTERS) :]),
+            gauges=self.gauges.values(),
+            verdict=str(verdict) if verdict.wait >= LITTLE else "",
+            alerts=alerts,
+        )
+        self._file.write(page)
+
+    def _look_at_tier(self) -> None:
+        tier = self._tier
+        if tier is None:
+            return
+        kind = "memory" if file_system(tier.root).is_memory else "disk"
+        self.gauges.set("tier_limit_bytes", tier.limit_bytes, kind)
+        with contextlib.suppress(OSError), Descriptor.open(tier.root / "lock", os.O_RDONLY) as lock:
+            used_bytes = usage_of(lock)
+            if used_bytes is not None:
+                self.gauges.set("tier_bytes", used_bytes, kind)
+
+    def _look_at_passes(self) -> None:
+        groups = self._schedule.tracker.now().groups.values()
+        cursors = [[source.cursor.pass_ for source in group.sources] for group in groups]
+        for name, passes in zip(self._names, zip(*cursors, strict=True), strict=False):
+            self.gauges.set("source_passes", sum(passes) / len(passes), name)
+
+    def _look_at_memory(self) -> None:
+        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.memory_ratio = 1.0 - min(1.0, available().free_bytes / total_bytes)
+        device = memory_of(self._options.device)
+        if device is not None:
+            ratio = device.peak_bytes() / max(1, device.limit_bytes())
+            self.gauges.set("device_memory_ratio", ratio)
+            self.memory_ratio = max(self.memory_ratio, ratio)

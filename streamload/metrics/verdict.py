@@ -1,0 +1,173 @@
+"""What limits a training now, and what to change. Pure: figures in, a value and a sentence out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from streamload.metrics.figures import Figures
+from streamload.metrics.snapshot import format_bytes
+
+Limit = Literal["origin", "disk", "CPU", "hand-over", "device copy", "training", "another rank", "unclear"]
+
+LITTLE = 0.05
+"""A training that waits less than this share of its time isn't limited by data."""
+_FEWEST_SECONDS, _FEWEST_BATCHES = 1.0, 3
+_MOST = 0.5
+"""A cause has to explain this share of the wait, or of the workers' time that isn't spent on bytes."""
+_BUSY = 0.4
+"""Workers that are busy for less than this share of their time aren't why the training waits."""
+_WORK = ("decode", "resize", "tokenize", "collate")
+
+CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
+FILL = (
+    "Fill the cache before the training: streamload warm URLS. It can be interrupted and continued, and "
+    "needs no GPU."
+)
+FASTER_DISK = (
+    "Put the cache on a faster disk (STREAMLOAD_CACHE_DIR), or in memory where the data fits "
+    "(STREAMLOAD_CACHE=memory)."
+)
+_SMALLER = "Prepared shards (Images(prepare=…)) have a fraction of the bytes."
+_FAILING = "See the log for the origin's errors; more connections make it worse."
+_PICKLED = (
+    "Return tensors, not lists or objects: they are passed on without a copy. Give tokenizer=, so that "
+    "captions come as ids."
+)
+_COPY = "Give device= to make_loader, so that copies overlap with the steps; images then come as uint8."
+_CHEAPER = "Use a transform that is compiled, or prepared images (Images(prepare=…))."
+_SEE_LOG = "See that rank's log, or `streamload top` on its node."
+_NOTHING = "Look at stats() after some minutes, or run streamload bench."
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What limits a training over an interval.
+
+    Attributes:
+        limit: "training": it doesn't wait for data; "another rank": the steps do; "unclear": the figures
+            don't say.
+        seconds: of the interval.
+        wait: the share of it in which the training loop waited for data.
+        evidence: the figures that decided.
+        advice: what to change.
+        gain: how many times as fast the training would be if data were free: 1 / (1 - wait).
+    """
+
+    limit: Limit
+    seconds: float
+    wait: float
+    evidence: str
+    advice: str
+    gain: float
+
+    def __str__(self) -> str:
+        waited = f"waited {self.wait:.0%} of the last {_duration(self.seconds)} for data"
+        return f"{waited}: {self.evidence}. {self.advice}"
+
+
+def judge(figures: Figures) -> Verdict:
+    """The verdict on these figures."""
+    limit, evidence, advice = _decide(figures)
+    free = 1.0 - figures.wait
+    gain = 1.0 / free if free > 0 else float("inf")
+    return Verdict(limit, figures.seconds, figures.wait, evidence, advice, gain)
+
+
+def _decide(figures: Figures) -> tuple[Limit, str, str]:
+    is_stuck = figures.waiting_seconds >= _FEWEST_SECONDS
+    if figures.seconds < _FEWEST_SECONDS or (figures.batches < _FEWEST_BATCHES and not is_stuck):
+        return "unclear", "too few batches were taken to tell", _NOTHING
+    if figures.wait < LITTLE:
+        return _not_waiting(figures)
+    waited = figures.waited_seconds
+    copied, received = figures.stages.get("device", 0.0), figures.rank_hand_over_seconds
+    if copied >= _MOST * waited:
+        return "device copy", f"{copied / waited:.0%} of that for batches on their way to the device", _COPY
+    blocked, work = figures.blocked_seconds / waited, _shares(figures)
+    if received >= _MOST * waited and figures.machine.workers:
+        return "hand-over", f"{received / waited:.0%} of that to receive batches in this process", _PICKLED
+    if blocked >= _MOST:
+        return _bytes(figures)
+    if blocked > 1 - _MOST - 0.2 or not work:
+        return _unclear(figures)
+    limit = max(work, key=lambda name: work[name])
+    if work[limit] < _MOST * sum(work.values()) or sum(work.values()) < _BUSY:
+        return _unclear(figures)
+    return _of_workers(limit, work[limit], figures)
+
+
+def _not_waiting(figures: Figures) -> tuple[Limit, str, str]:
+    slowest = figures.slowest
+    if slowest is not None and slowest[1] >= max(LITTLE, 2 * figures.wait):
+        evidence = f"rank {slowest[0]} waits {slowest[1]:.0%} of the time, and all ranks wait for it"
+        return "another rank", evidence, _SEE_LOG
+    if figures.feature_seconds >= _MOST * figures.seconds:
+        evidence = f"features were computed {figures.feature_seconds / figures.seconds:.0%} of the time"
+        return "training", evidence, "Make them ahead: streamload features make."
+    return "training", "data is never late", CONSUMER
+
+
+def _shares(figures: Figures) -> dict[Limit, float]:
+    """The shares of the workers' time by what limits it, but bytes."""
+    found: dict[Limit, float] = {
+        "disk": figures.share("read", "features"),
+        "CPU": figures.share(*_WORK),
+        "hand-over": max(0.0, figures.share("hand-over")),
+    }
+    return {limit: share for limit, share in found.items() if share > 0}
+
+
+def _bytes(figures: Figures) -> tuple[Limit, str, str]:
+    """Workers lack bytes."""
+    busy = f"workers waited {figures.share('bytes'):.0%} of their time for bytes"
+    if not figures.machine.workers:
+        busy = f"{figures.blocked_seconds / figures.waited_seconds:.0%} of that for bytes"
+    if figures.machine.is_local:
+        return "disk", f"local shards are read too slowly ({busy})", FASTER_DISK
+    failures = ""
+    if figures.origin_retries or figures.origin_outages:
+        failures = f", {figures.origin_retries:,} requests were retried"
+    who, arrived = "the origin", figures.origin_bytes
+    if figures.shared_bytes > arrived:
+        who, arrived = "the shared cache", figures.shared_bytes
+    rate = arrived / figures.seconds
+    if not arrived or figures.wait >= 0.99:
+        evidence = f"bytes don't arrive ({busy}{failures})"
+    else:
+        needed = format_bytes(rate / (1 - figures.wait))
+        evidence = f"{who} gives {format_bytes(rate)}/s where {needed}/s are needed ({busy}{failures})"
+    advice = (
+        _FAILING if figures.origin_retries > 0.1 * max(1, figures.origin_requests) else f"{FILL} {_SMALLER}"
+    )
+    return "origin", evidence, advice
+
+
+def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, str, str]:
+    machine = figures.machine
+    who = f"the {machine.workers} workers" if machine.workers else "the training's process"
+    of = "their time" if machine.workers else "the wait"
+    if limit == "disk":
+        return limit, f"{who} spent {share:.0%} of {of} reading from the cache", FASTER_DISK
+    if limit == "hand-over":
+        return limit, f"{who} spent {share:.0%} of {of} passing batches on", _PICKLED
+    stages = {stage: figures.share(stage) for stage in _WORK}
+    most = max(stages, key=lambda stage: stages[stage])
+    evidence = f"{who} spent {share:.0%} of {of} making batches, most of it on {most}"
+    if machine.workers < machine.cores - 1:
+        return limit, evidence, f"More workers: {machine.cores} cores can be used (num_workers=). {_CHEAPER}"
+    return limit, evidence, _CHEAPER
+
+
+def _unclear(figures: Figures) -> tuple[Limit, str, str]:
+    shares: dict[str, float] = {"bytes": figures.share("bytes")}
+    shares |= {str(limit): share for limit, share in _shares(figures).items()}
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
+    spent = f"workers' time went into {shown}" if shown else "workers were starting, or had nothing to do"
+    return "unclear", f"no single cause ({spent})", _NOTHING
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"
