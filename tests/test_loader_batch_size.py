@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch.multiprocessing
 import streamload
 from streamload import Batches, Images, OptionError, Patches, Source, StateMismatch
 from streamload.testing.shards import write_shards
+from streamload.worker.loop import WorkerLoop
+from streamload.worker.messages import Batch, EpochStart
 from tests import flat
 from tests.test_loader_buckets import tokenize
 
@@ -252,6 +255,34 @@ def _keys_of(path: str) -> Iterator[str]:
     from streamload.testing.shards import read_oracle
 
     return (key for key, _ in read_oracle(path))
+
+
+def test_workers_that_learn_of_changes_late_take_the_same_samples(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each begins a batch only when the training loop waits for it, and finds changes that are over."""
+    mixed = [Source(data[:4], 3, "a"), Source(data[4:], 1, "b")]
+    batches_of = WorkerLoop.batches
+
+    def late(loop: WorkerLoop, start: EpochStart) -> Iterator[Batch]:
+        made = batches_of(loop, start)
+        for number in itertools.count(loop._worker, loop._workers or 1):
+            control = loop._control
+            while loop._workers and not (control.taken >= number and control.wanted_seconds()):
+                time.sleep(0.001)
+            try:
+                yield next(made)
+            except StopIteration:
+                return
+
+    monkeypatch.setattr(WorkerLoop, "batches", late)
+    sizes = {2: 24, 4: 8, 5: 4, 7: 20, 8: 16, 11: 4}
+    weights: dict[int, dict[str, float]] = {1: {"b": 3}, 3: {"a": 1}, 6: {"b": 1}, 9: {"a": 9}, 10: {"a": 0}}
+    options: dict[str, Any] = {"num_batches": 20, "prefetch_factor": 1}
+    late_run = Run(make(mixed, tmp_path, num_workers=3, **options), sizes, 1, weights)
+    shifted = [{count + 3: value for count, value in of.items()} for of in (sizes, weights)]
+    at_once = Run(make(mixed, tmp_path, **options), shifted[0], 1, shifted[1])
+    assert late_run.batches == at_once.batches
 
 
 def test_groups_of_several_nodes_have_equal_parts(data: list[str], tmp_path: Path) -> None:

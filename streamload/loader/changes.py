@@ -5,13 +5,18 @@ They are in effect from the first step that no worker of any rank can have begun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from streamload.ipc import ControlBlock
 from streamload.loader.distributed import gather
 from streamload.loader.epoch import Epoch
 from streamload.loader.schedule import Schedule
+from streamload.order.mixing import Change
+from streamload.order.steps import Resize
 from streamload.worker import Changed, InFlight
+
+_Changed = TypeVar("_Changed", Change, Resize)
 
 
 class Changes:
@@ -78,10 +83,27 @@ class Changes:
         return schedule.next_block(schedule.steps_from(self._now).begin(number))
 
     def _send(self) -> None:
-        """Tell the workers of the current epoch."""
-        if self._epoch is None:
+        """Tell the workers of the current epoch.
+
+        One that makes its next batch late reads only the latest message, and needs what was in effect for the
+        batches of the others since its last one.
+        """
+        epoch, now = self._epoch, self._schedule.tracker.now()
+        if epoch is None:
             return
-        sizes = self._schedule.tracker.now().sizes
-        resizes = [] if sizes is None else list(sizes.resizes)
-        changed = Changed(list(self._schedule.tracker.now().changes), resizes, self._epoch.steps)
+        before = epoch.changed or Changed([], [], None)
+        most = 2 + 2 * epoch.ahead
+        changes = _merged(before.changes, now.changes, most)
+        resizes = before.resizes
+        if now.sizes is not None:
+            resizes = _merged(resizes, now.sizes.resizes, most)
+        changed = Changed(changes, resizes, epoch.steps)
+        epoch.changed = changed
         self._control.changes.write(changed.to_json())
+
+
+def _merged(known: Sequence[_Changed], latest: Sequence[_Changed], most: int) -> list[_Changed]:
+    """All changes by position: those that are in effect now and later, after earlier ones."""
+    found = [each for each in known if each.position < latest[0].position]
+    found.extend(latest)
+    return found[-most:]

@@ -17,7 +17,7 @@ from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 from streamload.loader.options import LoaderOptions
 from streamload.torch_internals import next_batch, next_if_arrived
-from streamload.worker import Batch
+from streamload.worker import Batch, Changed
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
@@ -74,6 +74,7 @@ class Epoch:
         done: no more batches come.
         steps: how many batches it has; None: until the data ends.
         expected: how many it should have by the known sizes of shards; None: unknown.
+        changed: what the workers were told last of changes in this epoch; None: nothing.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Epoch:
         self._count = 0  # of batches so far
         self._received = 0  # also one that was looked ahead
         self.steps, self.expected = steps, expected
+        self.changed: Changed | None = None
         self._accelerate = accelerate
         self._started = started
         self._pending: _Pending | None = None  # looked ahead

@@ -44,7 +44,8 @@ class Sampler:
             self._planner = BlockPlanner(config, reader, self.steps, self._mixture)
 
     def change(self, changes: list[Change], resizes: list[Resize]) -> None:
-        """Change the shares of later steps, and their sizes."""
+        """Change the shares of later steps, and their sizes; those of earlier ones may be left out."""
+        changes = [*(each for each in self._changes if each.position < changes[0].position), *changes]
         self._changes = changes
         self.steps.resize(resizes)
         for mixture in self._mixtures.values():
