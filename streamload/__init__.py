@@ -72,6 +72,10 @@ if TYPE_CHECKING:
     from streamload.metrics.alerts import Alert
     from streamload.metrics.verdict import Verdict
     from streamload.shards.samples import Entry
+    from streamload.steering import Decided, Policy, SourceSummary, Summary
+    from streamload.steering.progress import Progress
+    from streamload.steering.schedule import Schedule
+    from streamload.steering.target import Target
 
 __all__ = [
     "Alert",
@@ -86,6 +90,7 @@ __all__ = [
     "ClusterError",
     "DataError",
     "DatasetChanged",
+    "Decided",
     "DecodeError",
     "Entry",
     "FeatureError",
@@ -112,8 +117,11 @@ __all__ = [
     "OriginUnavailable",
     "Patches",
     "PlanError",
+    "Policy",
+    "Progress",
     "RankFailed",
     "SampleError",
+    "Schedule",
     "ShardCut",
     "ShardError",
     "ShardFormatError",
@@ -122,8 +130,11 @@ __all__ = [
     "SharedTierError",
     "Snapshot",
     "Source",
+    "SourceSummary",
     "StateMismatch",
     "StreamloadError",
+    "Summary",
+    "Target",
     "TooManyBadSamples",
     "TooManyBadShards",
     "UrlError",
@@ -156,6 +167,13 @@ _LATER = {
     "cache_info": "streamload.derived.module_cache",
     "cache_module": "streamload.derived.module_cache",
     "complexity": "streamload.batches.sample_weights",
+    "Decided": "streamload.steering",
+    "Policy": "streamload.steering",
+    "Progress": "streamload.steering.progress",
+    "Schedule": "streamload.steering.schedule",
+    "SourceSummary": "streamload.steering",
+    "Summary": "streamload.steering",
+    "Target": "streamload.steering.target",
     "gather_state": "streamload.loader",
     "make_loader": "streamload.loader",
 }

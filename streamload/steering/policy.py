@@ -5,7 +5,7 @@ Plain functions are adapted, and what a policy returns is checked, before it bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -67,12 +67,19 @@ class FunctionPolicy:
         return Decided(weights, None, "no change" if weights is None else name)
 
 
-def as_policy(given: Policy | PlainFunction) -> Policy:
+def as_policy(given: Policy | PlainFunction, names: Sequence[str] | None = None) -> Policy:
     """Return a policy as it is, and a plain function as a policy that is asked every 200 steps.
 
+    Args:
+        given: the policy or function.
+        names: of the run's sources, if known: a policy whose `names` has others is refused.
+
     Raises:
-        OptionError: it is neither, or its `every` isn't a positive whole number.
+        OptionError: it is neither, its `every` isn't a positive whole number, or it names unknown sources.
     """
+    unknown = sorted(set(getattr(given, "names", ())) - set(names)) if names is not None else []
+    if unknown:
+        raise OptionError(f"mixing= names the source {unknown[0]!r}; there are: {', '.join(names or ())}")
     if isinstance(given, type):
         raise OptionError(f"mixing={given.__name__} is a class; give an object: {given.__name__}(…)")
     if isinstance(given, Policy):

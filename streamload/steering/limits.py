@@ -1,0 +1,120 @@
+"""How far and how often policies move shares: steps, floors, caps, and the shares that the user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.errors import OptionError
+from streamload.steering.policy import Decided
+from streamload.steering.summary import Summary
+
+Floats = NDArray[np.float64]
+
+_INTERVAL = 0.05  # of the run, from one change to the next
+_MOST_MOVED = 0.05  # of all samples, by one decision
+_LEAST_MOVED = 0.02  # a decision that would move less is left out
+
+
+def interval(summary: Summary, every: int) -> int:
+    """Return the steps from one change to the next: 5 % of the run; without an end, a tenth of it so far."""
+    return max(every, int((summary.steps or 2 * summary.step) * _INTERVAL))
+
+
+def towards(shares: Floats, wanted: Floats) -> Floats:
+    """Return the shares that are wanted, or as far on the way to them as one decision goes."""
+    moved = moved_by(shares, wanted)
+    return wanted if moved <= _MOST_MOVED else shares + (wanted - shares) * (_MOST_MOVED / moved)
+
+
+def moved_by(shares: Floats, wanted: Floats) -> float:
+    """Return the part of all samples that come from another source then."""
+    return float(np.abs(wanted - shares).sum()) / 2
+
+
+def floors(summary: Summary, given: Floats, floor: float) -> Floats:
+    """Return the least share of each source: the sources' own floors, and a policy's."""
+    own = np.array([source.floor for source in summary.sources])
+    return np.asarray(np.maximum(own, np.minimum(floor, given / 2)), np.float64)
+
+
+def caps(summary: Summary, given: Floats, max_passes: float) -> Floats:
+    """Return the share with which each source has `max_passes` at the end; at least the given one."""
+    found = np.ones(len(summary.sources))
+    total = sum(source.total_samples for source in summary.sources)
+    for place, source in enumerate(summary.sources):
+        if not source.passes:
+            continue
+        left = max(0.0, max_passes / source.passes - 1) * source.total_samples
+        to_come = total / summary.step * max(0, (summary.steps or 0) - summary.step)
+        found[place] = min(1.0, left / to_come) if to_come else float(left > 0)
+    return np.asarray(np.maximum(found, given), np.float64)
+
+
+def bounded(wanted: Floats, least: Floats, most: Floats) -> Floats:
+    """Return shares in proportion to those wanted, none below `least` or above `most`; their sum is 1.
+
+    The bounds have to leave room: the sum of `least` is at most 1, and that of `most` at least 1.
+    """
+    low, high = 0.0, 1.0
+    while np.clip(wanted * high, least, most).sum() < 1 and high < 1e12:
+        low, high = high, high * 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.clip(wanted * middle, least, most).sum() < 1 else (low, middle)
+    found = np.clip(wanted * high, least, most)
+    return np.asarray(found / found.sum(), np.float64)
+
+
+def given_shares(memory: Mapping[str, Any] | None, shares: Floats) -> dict[str, Any]:
+    """Return what to remember of shares: those that the user gave, and the last two that were decided.
+
+    Shares in effect that no decision made come from the user, who changed them during the run.
+    """
+    if memory is not None:
+        known = [memory["given"], *memory["decided"]]
+        if any(np.allclose(shares, each, atol=1e-3) for each in known):
+            return {"given": memory["given"], "decided": memory["decided"]}
+    return {"given": shares.tolist(), "decided": []}
+
+
+def checked(policy: Any) -> None:
+    """Check the options that Progress and Target have in common.
+
+    Raises:
+        OptionError: a value that isn't allowed.
+    """
+    name = type(policy).__name__
+    if policy.signal not in ("loss", "eval"):
+        raise OptionError(f'{name}(signal={policy.signal!r}); expected "loss" or "eval"')
+    if not policy.max_passes > 0:
+        raise OptionError(f"{name}(max_passes={policy.max_passes!r}); expected a number above 0")
+    if not 0 <= policy.floor <= 1:
+        raise OptionError(f"{name}(floor={policy.floor!r}); expected a number from 0 to 1")
+    if not isinstance(policy.every, int) or isinstance(policy.every, bool) or policy.every < 1:
+        raise OptionError(f"{name}(every={policy.every!r}); expected a number of steps from 1")
+
+
+def step_towards(wanted: Floats, policy: Any, summary: Summary, kept: dict[str, Any], reason: str) -> Decided:
+    """Return the decision for shares that are wanted: one step, within floors and caps.
+
+    Args:
+        wanted: shares: float[sources].
+        policy: its `floor` and `max_passes` count.
+        summary: of the decision.
+        kept: the policy's memory, with that of `given_shares`; what is decided is added.
+        reason: for the log.
+    """
+    shares = np.array([source.share for source in summary.sources])
+    given = np.array(kept["given"])
+    least = floors(summary, given, policy.floor)
+    most = np.maximum(least, caps(summary, given, policy.max_passes))
+    found = bounded(towards(shares, wanted), least, most)
+    if moved_by(shares, found) < _LEAST_MOVED:
+        return Decided(None, kept, "too little to move")
+    kept["decided"] = [*kept["decided"][-1:], found.tolist()]
+    names = [source.name for source in summary.sources]
+    return Decided(dict(zip(names, found.tolist(), strict=True)), kept, reason)

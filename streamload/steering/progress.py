@@ -1,0 +1,120 @@
+"""Progress: samples go to the sources whose loss still falls, by the trend of each source's loss.
+
+The trend is that of trend.py; here it becomes shares, within floors and caps, in small steps, and only where
+it isn't noise. The mean of the sources' losses is least when one more sample gains as much in each source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import e, exp, isfinite
+from typing import Any, Literal
+
+import numpy as np
+
+from streamload.steering.limits import Floats, checked, given_shares, interval, step_towards
+from streamload.steering.policy import Decided
+from streamload.steering.summary import SourceSummary, Summary
+from streamload.steering.trend import Bin, Gain, gain_at, joined, parts_of
+
+_WARM_UP = 0.15  # of the run
+_CERTAIN = 3.5  # standard errors from which on a difference isn't noise: many are looked at in a run
+_EXCESS = 2.0  # then what exceeds this many counts, of every source
+_RATIO = e  # a share changes by this factor at most
+_AHEAD = 0.25  # of the steps to come: shares move slowly, so what counts is the gain by then
+_REPEATS_WORTH = 15.0  # passes after which repeats teach 1/e of what new samples do (arXiv 2305.16264)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Weights that follow the trend of each source's loss; for `make_loader(…, mixing=…)`.
+
+    A source gets more samples if one more of them takes more off its loss than one of the others does, beyond
+    what noise explains. Shares change each 5 % of the run, after the first 15 %, by 5 % of all samples at
+    most. A source of which too little is reported keeps its share.
+
+    Attributes:
+        signal: "loss": what `loader.report(loss=…)` got during a source's first pass, since samples that were
+            seen before no longer show what is learned. "eval": the held-out losses of `loader.report_eval`,
+            of which it takes eight at least; for contrastive losses, which depend on their negatives.
+        max_passes: no share above the given one with which a source would be repeated more often than this.
+        floor: each source's smallest share, or half its given share if that is less.
+        every: the steps from one decision to the next; changes are further apart, except in short runs.
+
+    Raises:
+        OptionError: a value that isn't allowed.
+    """
+
+    signal: Literal["loss", "eval"] = "loss"
+    max_passes: float = 4.0
+    floor: float = 0.02
+    every: int = 200
+
+    def __post_init__(self) -> None:
+        checked(self)
+
+    def decide(self, summary: Summary, memory: Any) -> Decided:
+        """Return new weights where the gains differ by more than noise."""
+        shares = np.array([source.share for source in summary.sources])
+        old = memory or {"bins": [[] for _ in shares], "next": 0}
+        kept = given_shares(memory, shares) | {"next": old["next"]}
+        kept["bins"] = [
+            joined(bins, self._reported(source))
+            for source, bins in zip(summary.sources, old["bins"], strict=True)
+        ]
+        if summary.step < max(kept["next"], 3 * self.every, int((summary.steps or 0) * _WARM_UP)):
+            return Decided(None, kept, "not yet")
+        kept["next"] = summary.step + interval(summary, self.every)
+        ahead = _AHEAD * max(0, (summary.steps or 2 * summary.step) - summary.step) / summary.step
+        rows = sum(source.total_samples for source in summary.sources)  # of the run so far
+        gains = [
+            self._gain(source, bins, source.share * rows * ahead)
+            for source, bins in zip(summary.sources, kept["bins"], strict=True)
+        ]
+        wanted, reason = wanted_shares(shares, gains)
+        if wanted is None:
+            return Decided(None, kept, reason)
+        return step_towards(wanted, self, summary, kept, reason)
+
+    def _reported(self, source: SourceSummary) -> list[Bin]:
+        if self.signal == "loss":
+            return parts_of(source, first_pass_only=True)
+        held_out = source.evaluation
+        return [] if held_out is None or not isfinite(held_out) else [[source.total_samples, held_out, 1.0]]
+
+    def _gain(self, source: SourceSummary, bins: Sequence[Bin], ahead: float) -> Gain | None:
+        """The gain after some more samples of a source, less where its samples are repeated."""
+        gain = gain_at(bins, source.total_samples + ahead) if bins else None
+        if gain is None or self.signal == "eval" or source.passes is None or source.passes <= 1:
+            return gain
+        worth = exp((1 - source.passes) / _REPEATS_WORTH)
+        return Gain(gain.value * worth, gain.error * worth)
+
+
+def wanted_shares(shares: Floats, gains: Sequence[Gain | None]) -> tuple[Floats | None, str]:
+    """Return the shares that follow from the gains, and the reason; None where it is all noise.
+
+    Args:
+        shares: in effect: float[sources].
+        gains: of each source; None: unknown, it keeps its share.
+    """
+    known = np.array([gain is not None for gain in gains]) & (shares > 0)
+    if known.sum() < 2:
+        return None, "too few reports"
+    values = np.array([gain.value if gain else 0.0 for gain in gains])
+    errors = np.array([gain.error if gain else 0.0 for gain in gains])
+    part = np.where(known, shares, 0.0)
+    part /= part.sum()
+    mean = float(part @ values)
+    if mean <= 0:
+        return None, "no loss falls"
+    spread = np.sqrt(errors**2 + float(part**2 @ errors**2))
+    apart = np.where(known, np.abs(values - mean), 0.0)
+    if not (apart > _CERTAIN * spread).any():
+        return None, "no difference beyond noise"
+    excess = np.sign(values - mean) * np.maximum(0.0, apart - _EXCESS * spread)
+    wanted = shares * np.clip(1 + excess / mean, 1 / _RATIO, _RATIO)
+    wanted[known] *= shares[known].sum() / wanted[known].sum()
+    relative = ", ".join(f"{gain.value / mean:.2f}" if gain else "?" for gain in gains)
+    return wanted, f"gains in relation to their mean: {relative}"

@@ -1,0 +1,124 @@
+"""A policy on a simulated training: what it decides, and how far it gets from equal shares to the best."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.order.mixing import UNIT, shares_of
+from streamload.steering.policy import Policy, weights_of
+from streamload.steering.summary import NOTHING, PARTS, Signal, SourceSummary, Summary
+from streamload.steering.worlds import World
+
+Floats = NDArray[np.float64]
+IN_FLIGHT_STEPS = 32
+"""Steps between a decision and the first one that no worker can have begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A simulated run.
+
+    Attributes:
+        world: in which it ran.
+        steps: of the decisions.
+        shares: in effect at each: float[len(steps), sources].
+        losses: as reported in the interval before, NaN where nothing was: float[len(steps), sources].
+        reasons: the policy's.
+        moves: decisions that changed weights.
+        samples: of each source, in the end: float[sources].
+    """
+
+    world: World
+    steps: list[int]
+    shares: Floats
+    losses: Floats
+    reasons: list[str]
+    moves: int
+    samples: Floats
+
+    @property
+    def score(self) -> float:
+        """0: as good as equal shares; 1: as good as the best constant shares; by the held-out loss."""
+        equal, best = self.world.loss(self.world.equal()), self.world.loss(self.world.best())
+        return (equal - self.world.loss(self.samples)) / (equal - best) if equal > best else 0.0
+
+
+class _Training:
+    """A simulated training: the samples of each source so far, the shares in effect, and what is reported."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.step = 0
+        self.shares = self._later = world.equal() / world.total
+        self.samples = np.zeros(len(world.floor))
+        self._changes_at = 0.0
+        self._rng = np.random.default_rng([world.seed, 1])
+        silent = [NOTHING] * len(world.floor)
+        self._reports = deque([silent] * world.late)
+
+    def change(self, weights: tuple[float, ...]) -> None:
+        """Take other weights once the steps in flight are over."""
+        self._later = np.array(shares_of(weights, (0.0,) * len(weights))) / UNIT
+        self._changes_at = self.step + IN_FLIGHT_STEPS
+
+    def run(self, stop: int) -> Iterator[list[Signal]]:
+        """Train up to a step, and yield what is reported in each part of the interval."""
+        edges = np.linspace(self.step, stop, PARTS + 1)
+        for first, last in itertools.pairwise(edges.tolist()):
+            if first >= self._changes_at:
+                self.shares = self._later
+            rows = self.shares * (last - first) * self.world.rows
+            self.samples = self.samples + rows
+            time = (first + last) / 2 / self.world.steps
+            means = self.world.reported(self.samples - rows / 2, self.shares, time, self._rng, rows)
+            absent = self._rng.random(len(rows)) < self.world.missing
+            squares = rows * (means**2 + self.world.noise**2)
+            sums = zip(rows.tolist(), (rows * means).tolist(), squares.tolist(), absent.tolist(), strict=True)
+            self._reports.append([NOTHING if gone else Signal(*numbers) for *numbers, gone in sums])
+            yield self._reports.popleft()
+        self.step = stop
+
+
+def run(world: World, policy: Policy) -> Simulated:
+    """Let a policy decide the weights of a simulated training that begins with equal shares.
+
+    Raises:
+        OptionError: the policy returns weights that can't be used.
+    """
+    training, memory, moves = _Training(world), None, 0
+    weights = tuple(training.shares.tolist())
+    steps, shares, losses, reasons = [], [], [], []
+    while training.step < world.steps:
+        before = training.samples
+        parts = list(training.run(min(training.step + policy.every, world.steps)))
+        sources = tuple(
+            SourceSummary(
+                name,
+                weights[place],
+                float(training.shares[place]),
+                samples=int(training.samples[place] - before[place]),
+                total_samples=int(training.samples[place]),
+                passes=float(training.samples[place] / size) if np.isfinite(size) else None,
+                losses=tuple(part[place] for part in parts),
+            )
+            for place, (name, size) in enumerate(zip(world.names, world.sizes, strict=True))
+        )
+        summary = Summary(training.step, world.steps, sources)
+        decided = policy.decide(summary, memory)
+        memory = json.loads(json.dumps(decided.memory))  # as a state would hold it
+        found = weights_of(decided, summary)
+        if found is not None:
+            training.change(found)
+            weights, moves = found, moves + 1
+        steps.append(training.step)
+        shares.append(training.shares)
+        losses.append([np.nan if source.loss.mean is None else source.loss.mean for source in sources])
+        reasons.append(decided.reason)
+    return Simulated(world, steps, np.array(shares), np.array(losses), reasons, moves, training.samples)
