@@ -46,7 +46,10 @@ docs: $(DOCS_READY)  ## Build the documentation into docs/_build/html (warnings 
 TESTED = $(1) --numprocesses 4 --dist worksteal || \
 	{ [ $$? = 1 ] && $(1) --last-failed --last-failed-no-failures none; }
 
+# Prometheus' own parser reads what is exported, and a browser shows what is drawn.
 pytest: $(READY)
+	@for package in prometheus chromium; do \
+		bash .ci/need $$package || echo "The tests that need $$package are skipped." >&2; done
 	$(call TESTED,$(BIN)/python -m pytest)
 
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.

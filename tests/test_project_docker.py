@@ -308,16 +308,81 @@ def test_the_command_in_compose_starts_all_that_its_comment_names():
     assert started == set(COMPOSE["services"])
 
 
-def test_prometheus_asks_each_daemon_where_it_listens():
-    (job,) = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())["scrape_configs"]
+def test_prometheus_asks_the_trainer_and_each_daemon_where_they_listen():
+    (job,) = config("prometheus.yml")["scrape_configs"]
     (asked,) = job["static_configs"]
-    daemons = {name: service for name, service in COMPOSE["services"].items() if name.startswith("daemon")}
-    assert len(daemons) == 2
     expected = []
-    for name, service in daemons.items():
-        listen = service["command"][service["command"].index("--listen") + 1]
-        expected.append(f"{name}:{listen.rpartition(':')[2]}")
-    assert asked["targets"] == expected
+    for name, service in COMPOSE["services"].items():
+        command = service.get("command", [])
+        listen = command[command.index("--listen") + 1] if "--listen" in command else None
+        listen = listen or service.get("environment", {}).get("STREAMLOAD_METRICS")
+        if listen is not None:
+            address, _, port = listen.rpartition(":")
+            assert address == "0.0.0.0"  # from other containers
+            expected.append(f"{name}:{port}")
+    assert len(expected) == 3
+    assert sorted(asked["targets"]) == sorted(expected)
+
+
+def config(name):
+    return yaml.safe_load((ROOT / "docker" / name).read_text())
+
+
+def mounts(service):
+    """What is mounted where in a service, but volumes of compose's own."""
+    volumes = [volume.split(":") for volume in COMPOSE["services"][service].get("volumes", ())]
+    return {target: source for source, target, *_ in volumes if source.startswith(".")}
+
+
+def test_alerts_go_from_prometheus_to_alertmanager_and_series_to_grafana():
+    mounted = {name: mounts(name) for name in ("prometheus", "alertmanager", "grafana")}
+    rules = {f"/etc/prometheus/{name}" for name in config("prometheus.yml")["rule_files"]}
+    assert rules == mounted["prometheus"].keys() - {"/etc/prometheus/prometheus.yml"}
+    (managers,) = config("prometheus.yml")["alerting"]["alertmanagers"]
+    assert managers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
+    (source,) = config("grafana/datasource.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = config("grafana/boards.yml")["providers"]
+    folder = provider["options"]["path"]
+    (board,) = (target for target in mounted["grafana"] if target.startswith(f"{folder}/"))
+    assert COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == board
+    receivers = {receiver["name"] for receiver in config("alertmanager.yml")["receivers"]}
+    assert config("alertmanager.yml")["route"]["receiver"] in receivers
+
+
+def test_files_that_are_mounted_can_be_read_and_volumes_written_by_the_images_own_user():
+    for name, service in COMPOSE["services"].items():
+        for source in mounts(name).values():
+            assert (ROOT / "docker" / source).stat().st_mode & 0o044 == 0o044
+        for volume in service.get("volumes", ()):
+            source, target, *flags = volume.split(":")
+            if source.startswith("."):
+                assert flags == ["ro"]
+            else:  # an empty named volume takes the owner and mode of the image's folder
+                assert service["image"] == "streamload"
+                assert target == dict(LAST)["VOLUME"]
+                assert f"install -d -o {dict(LAST)['USER']}" in " ".join(run_steps(LAST))
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), (name, port)
+
+
+def test_no_service_waits_for_one_that_waits_for_it_or_for_an_end_that_never_comes():
+    services = COMPOSE["services"]
+    started = []
+    while len(started) < len(services):
+        ready = [
+            name
+            for name, service in services.items()
+            if name not in started and set(service.get("depends_on", ())) <= set(started)
+        ]
+        assert ready, f"a circle among {services.keys() - set(started)}"
+        started += ready
+    for service in services.values():
+        for name, how in service.get("depends_on", {}).items():
+            if how["condition"] == "service_completed_successfully":
+                assert services[name]["command"][0] == "python"  # it ends by itself
+            if how["condition"] == "service_healthy":
+                assert "healthcheck" in services[name]
 
 
 def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_beside(image, place):
@@ -333,6 +398,8 @@ def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_besid
         def environment(name):
             cache = place / name if (place / name).exists() else own_folder(place / name)
             own = {"AWS_ENDPOINT_URL": endpoint, "STREAMLOAD_CACHE_DIR": str(cache)}
+            if "STREAMLOAD_METRICS" in services[name]["environment"]:
+                own["STREAMLOAD_METRICS"] = "127.0.0.1:0"
             return environ | services[name]["environment"] | own
 
         def run(name, *more):
