@@ -74,9 +74,9 @@ def variables() -> str:
 
 def _variable_row(option: Any) -> tuple[str, str, str, str]:
     group, _, field = option.argument.rpartition(".")
-    argument = f"{group.capitalize()}({field}=…)" if group else field
+    argument = f"`{group.capitalize()}({field}=…)`" if group else f"`{field}`" if field else "–"
     default = _default_cache_dir() if option.name == "cache_dir" else f"`{option.default}`"
-    return f"`{option.variable}`", f"`{argument}`", default, _markdown(option.help)
+    return f"`{option.variable}`", argument, default, _markdown(option.help)
 
 
 def _default_cache_dir() -> str:

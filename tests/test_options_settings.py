@@ -55,6 +55,8 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "shared_wait": "default",
         "origin_wait": "default",
         "max_image_pixels": "default",
+        "metrics": "default",
+        "record": "default",
     }
 
 

@@ -19,6 +19,8 @@ from streamload.cli.logs import LogFormat, LogLevel, flags_first, log_to_stderr,
 from streamload.cli.metrics import metrics
 from streamload.cli.options import AsJson
 from streamload.cli.pack import pack
+from streamload.cli.report import report
+from streamload.cli.top import top
 from streamload.cli.warm import warm
 from streamload.errors import StreamloadError
 
@@ -71,7 +73,7 @@ def _options(
     log_to_stderr(log_format, log_level or usual)
 
 
-for command in (bench, daemon, doctor, pack, version, warm):
+for command in (bench, daemon, doctor, pack, report, top, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")
 app.add_typer(features, name="features")

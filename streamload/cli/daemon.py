@@ -176,8 +176,9 @@ def show_status(listen: str, as_json: bool = False) -> None:
     """
     import urllib3
 
-    from streamload.daemon.page_server import listen_at, url_at
+    from streamload.daemon.page_server import url_at
     from streamload.metrics import format_bytes
+    from streamload.options import listen_at
 
     url = url_at(*listen_at(listen))
     with urllib3.PoolManager(retries=False, timeout=5.0) as pools:

@@ -131,6 +131,8 @@ def _shown(option: "Option[Any]", found: "Settings") -> str:
         return redact(value) if value else "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
     if size := getattr(value, "size_bytes", None):
         return format_bytes(size)
     shown = {"bytes": format_bytes, "seconds": "{:g} s".format, "pixels": "{:,} pixels".format}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from streamload.errors import OptionError
+from streamload.options import listen_at
 
 _ANSWER_SECONDS = 10.0
 """The deadline of a request and its response, however slow the client is."""
@@ -166,18 +167,6 @@ def is_own_name(host: str) -> bool:
         ipaddress.ip_address(name)
         return True
     return "." not in name or name.rpartition(".")[2] in _OWN_ZONES or name == socket.getfqdn().lower()
-
-
-def listen_at(listen: str) -> tuple[str, int]:
-    """Address and port of "127.0.0.1:9433" or "[::1]:9433".
-
-    Raises:
-        OptionError: the value has another form.
-    """
-    host, colon, port = listen.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise OptionError(f'listen={listen!r} is no address and port; expected "127.0.0.1:9433"')
-    return host.strip("[]"), int(port)
 
 
 def url_at(host: str, port: int) -> str:

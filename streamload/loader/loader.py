@@ -22,6 +22,7 @@ from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
+from streamload.loader.exports import Exports
 from streamload.loader.features import take_features
 from streamload.loader.in_flight import in_flight_of
 from streamload.loader.meter import LONGEST_SECONDS, Meter, OnAlert
@@ -40,7 +41,7 @@ from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample
 
 
-class Loader(DataLoaderInterface):
+class Loader(Exports, DataLoaderInterface):
     """Batches for one rank, epoch after epoch; iterate it, or use it as a context manager.
 
     Not thread-safe. One iterator at a time: a new one closes the one before it.
@@ -380,6 +381,7 @@ class Loader(DataLoaderInterface):
         The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch.
         """
         self._end_epoch("the loader was closed")
+        self._close_exports()
         if self._pool is not None:
             self._pool.close()
         if self._feed is not None:
@@ -447,6 +449,7 @@ class Loader(DataLoaderInterface):
         self.meter = Meter(self.options, self._schedule, self._control, self._counts, self._on_alert)
         if not self.options.num_workers:  # the worker's waits for bytes are in this process
             self._control.while_waiting = self.meter.tick
+        self._reset_exports()
 
     def _check_shards(self) -> None:
         counters = self._control.counters
@@ -489,6 +492,7 @@ class Loader(DataLoaderInterface):
         epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
         current = self._current = weakref.ref(epoch)
         self.meter.start_epoch(lambda: (epoch := current()) is not None and not epoch.done)
+        self._open_exports()
         return epoch
 
     def _expected(self, position: Position) -> int | None:

@@ -22,7 +22,7 @@ from streamload.loader.schedule import Schedule
 from streamload.metrics import COUNTERS, Counters
 from streamload.metrics.alerts import WINDOW_SECONDS, Alert, Alerts
 from streamload.metrics.figures import Figures, History, Machine, Sample
-from streamload.metrics.page import names_of_sources
+from streamload.metrics.page import RunPage, names_of_sources
 from streamload.metrics.verdict import LITTLE, Verdict, judge
 from streamload.urls import is_local
 
@@ -174,6 +174,16 @@ class Meter:
             self._lock.release()
         for alert in changed:
             self._report(alert)
+
+    def page(self) -> RunPage | None:
+        """What would be published now; None before the first epoch."""
+        if not self.publisher.is_open:
+            return None
+        with self._lock:
+            sample = self._sample()
+            minute = self._figures(sample, _MINUTE)
+            self.publisher.look(sample, minute)
+            return self.publisher.page(sample, minute, self._alerts.raised())
 
     def verdict(self, seconds: float) -> Verdict:
         """What has limited the training over the last seconds."""

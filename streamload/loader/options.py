@@ -132,7 +132,8 @@ class LoaderOptions:
         Raises:
             OptionError: a variable's value can't be read.
         """
-        return read_settings(**{row.name: operator.attrgetter(row.argument)(self) for row in options()})
+        arguments = {row.name: row.argument for row in options() if row.argument}
+        return read_settings(**{name: operator.attrgetter(place)(self) for name, place in arguments.items()})
 
     @property
     def sample_weight(self) -> SampleWeight | None:

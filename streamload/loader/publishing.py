@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from streamload.cache.locks import usage_of
@@ -40,11 +40,15 @@ class Publisher:
     Attributes:
         gauges: the values that aren't counted in rows; anyone in this process may set more.
         memory_ratio: how much of the machine's memory is taken, or of the device's if that is more.
+        readers: called with each page that is published.
+        local_rank: of this rank, among those of its node.
     """
 
     def __init__(self, options: LoaderOptions, schedule: Schedule, names: tuple[str, ...]):
         self.gauges = Gauges()
         self.memory_ratio = 0.0
+        self.readers: list[Callable[[RunPage], None]] = []
+        self.local_rank = schedule.topology.local_rank
         self._options, self._schedule, self._names = options, schedule, names
         self._file: PageFile | None = None
         self._tier: Tier | None = None
@@ -100,17 +104,29 @@ class Publisher:
             self._look_at_memory()
 
     def publish(self, sample: Sample, figures: Figures, alerts: Mapping[str, str]) -> None:
-        """Write the page, if there is a file for it.
+        """Write the page, if there is a file for it; as for `page`."""
+        if self._file is None:
+            return
+        page = self.page(sample, figures, alerts)
+        self._file.write(page)
+        for read in self.readers:
+            read(page)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a run to publish."""
+        return bool(self._fixed)
+
+    def page(self, sample: Sample, figures: Figures, alerts: Mapping[str, str]) -> RunPage:
+        """The page of this moment, once it is open.
 
         Args:
             sample: the counters now.
             figures: of the last minute.
             alerts: those that are raised.
         """
-        if self._file is None:
-            return
         verdict, sums = judge(figures), sample.row.tolist()
-        page = RunPage(
+        return RunPage(
             **self._fixed,
             written=now(),
             counters=dict(zip(COUNTERS, sums, strict=False)),
@@ -119,7 +135,6 @@ class Publisher:
             verdict=str(verdict) if verdict.wait >= LITTLE else "",
             alerts=alerts,
         )
-        self._file.write(page)
 
     def _look_at_tier(self) -> None:
         tier = self._tier

@@ -14,7 +14,14 @@ from streamload.options.settings import (
     options,
     read_settings,
 )
-from streamload.options.values import CacheSize, FreeDisk, parse_cache_size, parse_free_disk, parse_size
+from streamload.options.values import (
+    CacheSize,
+    FreeDisk,
+    listen_at,
+    parse_cache_size,
+    parse_free_disk,
+    parse_size,
+)
 
 __all__ = [
     "DEFAULT_FREE_DISK",
@@ -31,6 +38,7 @@ __all__ = [
     "Where",
     "default_cache_dir",
     "file_system",
+    "listen_at",
     "options",
     "own_directory",
     "parse_cache_size",

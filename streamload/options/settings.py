@@ -26,6 +26,7 @@ from streamload.options.values import (
     parse_directory,
     parse_folder,
     parse_free_disk,
+    parse_listen,
     parse_seconds,
     parse_size,
     parse_switch,
@@ -53,7 +54,8 @@ class Option(Generic[_T]):
         parse: takes a value or its text and the option's name for errors; returns the value.
         default: as a user would give it, None for no value, or a function of the environment.
         help: one or two sentences, for the docstring, the command line and the reference page.
-        argument: of make_loader: "cache_dir", or "cache.ahead" for Cache(ahead=…).
+        argument: of make_loader: "cache_dir", or "cache.ahead" for Cache(ahead=…); "": there is only the
+            variable.
         variable: its environment variable, if that isn't STREAMLOAD_ and its name.
         unit: of a number: "bytes", "seconds", "pixels".
         is_secret: whether the value may hold credentials, and is left out of reprs.
@@ -206,6 +208,20 @@ class Settings:
         "to decode (docs/guides/samples.md).",
         argument="images.max_pixels",
         unit="pixels",
+    )
+
+    metrics: Final = Option[str | None](
+        parse_listen,
+        None,
+        "Where a training itself serves the metrics of its node's runs to Prometheus: 127.0.0.1:9434. "
+        "Without it `streamload metrics serve` or a daemon does.",
+        argument="",
+    )
+    record: Final = Option[Path | None](
+        parse_directory,
+        None,
+        "A folder in which each rank records its numbers for `streamload report`.",
+        argument="",
     )
 
     def __init__(self, given: Mapping[str, object], environ: Mapping[str, str] | None = None):

@@ -202,6 +202,28 @@ def parse_count(value: object, name: str) -> int:
     raise OptionError(f"{name}={value!r}; expected a whole number of at least 1")
 
 
+def listen_at(listen: str, name: str = "listen") -> tuple[str, int]:
+    """Address and port of "127.0.0.1:9433" or "[::1]:9433".
+
+    Raises:
+        OptionError: the value has another form.
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise OptionError(f'{name}={listen!r} is no address and port; expected "127.0.0.1:9433"')
+    return host.strip("[]"), int(port)
+
+
+def parse_listen(value: object, name: str) -> str:
+    """An address and port, as `listen_at` takes them apart.
+
+    Raises:
+        OptionError: the value has another form.
+    """
+    listen_at(str(value), name)
+    return str(value)
+
+
 def parse_directory(value: object, name: str) -> Path:
     """An absolute path on a local disk; `~` is expanded.
 

@@ -1,0 +1,60 @@
+"""`streamload report`: what a recorded run did, as one HTML file."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from streamload.cli.options import AsJson
+from streamload.errors import OptionError
+
+if TYPE_CHECKING:
+    from streamload.metrics.recording import Recorded
+
+
+def report(
+    place: Annotated[Path, typer.Argument(help="The folder of STREAMLOAD_RECORD, or one recording in it.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="The HTML file; default: the run's name, here.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Which run of the folder; default: the one with the most samples.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a run: throughput, waits, stages, cache, sources, alerts and settings over time.
+
+    The file needs no network and has its numbers inside, which --json prints instead. It can be made while
+    the run goes on, too.
+    """
+    from streamload.metrics.recording import Recorded, read_recording, recordings
+    from streamload.metrics.report import numbers
+    from streamload.metrics.report import report as drawn
+    from streamload.metrics.timeline import Timeline
+
+    found: dict[str, list[Recorded]] = {}
+    for path in recordings(place):
+        one = read_recording(path)
+        found.setdefault(str(one.about["run"]), []).append(one)
+    found = {name: [rank for rank in ranks if rank.moments] for name, ranks in found.items()}
+    found = {name: ranks for name, ranks in found.items() if ranks}
+    if not found:
+        raise OptionError(f"{place} has no recording of a run: set STREAMLOAD_RECORD={place} for one")
+    if run is not None and run not in found:
+        raise OptionError(f"{place} has no run {run!r}, only {', '.join(sorted(found))}")
+    chosen = run or max(found, key=lambda name: sum(_samples(rank) for rank in found[name]))
+    timeline = Timeline(tuple(sorted(found[chosen], key=lambda rank: int(rank.about["rank"]))))
+    if as_json:
+        print(json.dumps(numbers(timeline)))
+        return
+    target = Path(f"{chosen}.html") if out is None else out
+    target.write_text(drawn(timeline))
+    others = sorted(found.keys() - {chosen})
+    also = f"; other runs there: {', '.join(others)} (--run)" if others else ""
+    ranks = f"{len(timeline.ranks)} ranks" if len(timeline.ranks) > 1 else "one rank"
+    print(f"{target}: run {chosen}, {ranks}{also}")
+
+
+def _samples(rank: "Recorded") -> int:
+    return rank.moments[-1].counters.get("samples_yielded", 0)

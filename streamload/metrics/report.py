@@ -1,0 +1,294 @@
+"""The report of a run: one HTML file that needs no network, drawn from recordings, with its numbers inside.
+
+It answers in this order: was data late, when, why, and with which settings. charts.py draws, timeline.py has
+the numbers.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.metrics.charts import Chart, bars, drawn, duration
+from streamload.metrics.registry import BUCKET_NS, BUCKETS
+from streamload.metrics.snapshot import format_bytes
+from streamload.metrics.style import STYLE
+from streamload.metrics.timeline import Timeline, flow
+
+Numbers = NDArray[np.float64]
+_MOST_RANKS = 8
+"""Ranks with a line of their own; of more, the lowest, mean and highest are drawn."""
+_LATE = 0.05
+_CAUSES = ("samples_skipped_", "samples_replaced_")
+
+
+def report(timeline: Timeline) -> str:
+    """The report as HTML."""
+    about = timeline.ranks[0].about
+    title = f"streamload run {about['run']}"
+    parts = [
+        f"<h1>{html.escape(title)}</h1><p class=sub>{html.escape(_line(timeline))}</p>",
+        _verdict(timeline),
+        _tiles(timeline),
+        _charts(timeline),
+        _alerts(timeline),
+        _settings(about.get("settings", {})),
+    ]
+    data = json.dumps(numbers(timeline), separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
+        f'<meta name=viewport content="width=device-width"><style>{STYLE}</style><main>{"".join(parts)}'
+        f'<footer>Made by streamload; its numbers are in this file, as JSON (id "data").</footer></main>'
+        f'<script type="application/json" id="data">{data}</script></html>\n'
+    )
+
+
+def numbers(timeline: Timeline) -> dict[str, Any]:
+    """What is drawn, as plain values; unknown ones are None."""
+    return {
+        "about": [dict(rank.about) for rank in timeline.ranks],
+        "seconds": _plain(timeline.middles),
+        "charts": {
+            chart.title: {name: _plain(values) for name, values in chart.series.items()}
+            for chart in _all_charts(timeline)
+        },
+        "wait_buckets": timeline.wait_buckets(),
+        "totals": {
+            name: timeline.total(name)
+            for name in sorted({name for rank in timeline.ranks for name in rank.moments[-1].counters})
+        },
+        "verdict": _last_verdict(timeline),
+    }
+
+
+def wait_share(timeline: Timeline) -> float:
+    """The share of the run in which a training loop waited, on average over ranks."""
+    seconds = sum(rank.moments[-1].seconds for rank in timeline.ranks if rank.moments)
+    waited = (timeline.total("data_wait_ns") - timeline.total("first_batch_ns")) / 1e9
+    return min(1.0, max(0.0, waited / seconds)) if seconds else 0.0
+
+
+def _line(timeline: Timeline) -> str:
+    about = timeline.ranks[0].about
+    began = datetime.fromtimestamp(float(about["began"]), timezone.utc)
+    ranks = f"{len(timeline.ranks)} of {about['world_size']} ranks" if about["world_size"] > 1 else "one rank"
+    hosts = ", ".join(sorted({str(rank.about["host"]) for rank in timeline.ranks}))
+    took = f"began {began:%Y-%m-%d %H:%M} UTC, took {duration(timeline.seconds)}"
+    return f"{ranks} on {hosts}, {about['workers']} workers each; {took}"
+
+
+def _last_verdict(timeline: Timeline) -> str:
+    """The last verdict that a rank gave; "": none ever waited."""
+    said = [(moment.seconds, moment.verdict) for rank in timeline.ranks for moment in rank.moments]
+    return max(((at, verdict) for at, verdict in said if verdict), default=(0.0, ""))[1]
+
+
+def _verdict(timeline: Timeline) -> str:
+    share, said = wait_share(timeline), _last_verdict(timeline)
+    gain = 1 / (1 - min(share, 0.99))
+    if share < _LATE:
+        head, kind = f"Data was hardly ever late: the training waited {share:.1%} of the time.", "good"
+    else:
+        head = f"The training waited {share:.0%} of the time for data: it could be {gain:.2f}× as fast."
+        kind = "bad" if share > 4 * _LATE else "fair"
+    more = f"<p>The last verdict: {html.escape(said)}</p>" if said else ""
+    return f'<section class="verdict {kind}"><h2>{head}</h2>{more}</section>'
+
+
+def _tiles(timeline: Timeline) -> str:
+    samples, seconds = timeline.total("samples_yielded"), timeline.seconds
+    started = timeline.total("tier_hits") + timeline.total("tier_misses")
+    rate = np.nansum(timeline.rate("samples_yielded"), axis=0)
+    bad = sum(timeline.total(name) for name in _names(timeline, _CAUSES))
+    padding = timeline.total("text_tokens_padding") + timeline.total("image_tokens_padding")
+    tokens = padding + timeline.total("text_tokens_real") + timeline.total("image_tokens_real")
+    tiles = {
+        "samples": f"{samples:,}",
+        "samples/s": f"{samples / seconds:,.0f}",
+        "steadiness (CV)": f"{flow(rate):.0%}",
+        "wait, p50": _time(timeline.wait_quantile(0.5)),
+        "wait, p99": _time(timeline.wait_quantile(0.99)),
+        "first batch": duration(timeline.total("first_batch_ns") / 1e9 / len(timeline.ranks)),
+        "cache hits": f"{timeline.total('tier_hits') / started:.0%}" if started else "–",
+        "from origins": format_bytes(timeline.total("origin_bytes")),
+        "retries": f"{timeline.total('origin_retries'):,}",
+        "unusable samples": f"{bad:,}",
+        "padding": f"{padding / tokens:.0%}" if tokens else "–",
+        "shards evicted": f"{timeline.total('shards_evicted'):,}",
+    }
+    cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles.items())
+    return f"<dl>{cells}</dl>"
+
+
+def _charts(timeline: Timeline) -> str:
+    seconds, end = timeline.middles, timeline.seconds
+    figures = [drawn(chart, seconds, end) for chart in _all_charts(timeline)]
+    names = [_time((BUCKET_NS << place) / 1e9) for place in range(BUCKETS - 1)]
+    figures.insert(
+        2,
+        bars(
+            "Waits for one batch",
+            "How many took so long. Two hills: some batches come at once, others have to be made or fetched.",
+            timeline.wait_buckets(),
+            [*names, "more"],
+        ),
+    )
+    return f'<section class="charts">{"".join(figures)}</section>'
+
+
+def _all_charts(timeline: Timeline) -> list[Chart]:
+    found = [
+        Chart(
+            "Samples per second",
+            "Over all ranks; gaps are waits, evaluations or checkpoints.",
+            {"all ranks": np.nansum(timeline.rate("samples_yielded"), axis=0)},
+            "{:,.0f}".format,
+        ),
+        Chart(
+            "Data wait",
+            "The share of the time that the training loop waited. One rank above the others: the straggler.",
+            _by_rank(timeline, timeline.rate("data_wait_ns")),
+            "{:.0%}".format,
+            top=0.1,
+        ),
+        Chart(
+            "Where workers' time goes",
+            "Seconds per second, over all ranks: bytes (origin), read (disk), decode to collate (CPU).",
+            {name: values for name, values in timeline.stages().items() if values.any()},
+            "{:.3g}".format,
+            is_stacked=True,
+        ),
+        Chart(
+            "Ready batches",
+            "Made and not taken, by rank. Near 0: each is taken as soon as it is made.",
+            _by_rank(timeline, timeline.level("ready_batches")),
+            "{:.3g}".format,
+            top=4,
+        ),
+        *_cache_charts(timeline),
+        *_source_charts(timeline),
+    ]
+    return [chart for chart in found if chart.series]
+
+
+def _cache_charts(timeline: Timeline) -> list[Chart]:
+    hits, misses = (np.nansum(timeline.counted(name), axis=0) for name in ("tier_hits", "tier_misses"))
+    started = hits + misses
+    share = np.where(started > 0, hits / np.where(started > 0, started, 1), np.nan)
+    fill = {}
+    for tier in timeline.labels("tier_limit_bytes"):
+        limit = timeline.gauge("tier_limit_bytes", tier)
+        fill[f"fill of the cache ({tier})"] = _mean(timeline.gauge("tier_bytes", tier) / limit)
+    bytes_rates = {
+        name: np.nansum(timeline.rate(counter), axis=0)
+        for name, counter in (("origins", "origin_bytes"), ("shared cache", "shared_bytes"))
+    }
+    return [
+        Chart(
+            "Cache",
+            "Hits: shards that were complete when their reading started.",
+            {"hits": share, **fill},
+            "{:.0%}".format,
+            top=1.0,
+        ),
+        Chart(
+            "Bytes received per second",
+            "Over all ranks.",
+            {name: values for name, values in bytes_rates.items() if values.any() or name == "origins"},
+            lambda value: format_bytes(value).replace(".0 ", " "),
+        ),
+    ]
+
+
+def _source_charts(timeline: Timeline) -> list[Chart]:
+    names = timeline.labels("samples")
+    taken = {name: timeline.grown("samples", name) for name in names}
+    whole = sum(taken.values(), np.zeros(len(timeline.middles)))
+    whole = np.where(whole > 0, whole, 1.0)
+    shares = {name: one / whole for name, one in taken.items()}
+    found = [Chart("Share of each source", "Of the samples taken.", shares, "{:.0%}".format, True, 1.0)]
+    levels = (
+        ("source_weight", "Weight of each source", "In the mix, as given or set."),
+        ("source_loss", "Loss by source", "As the training reported it."),
+        ("source_alignment", "Alignment by source", "As the training reported it."),
+        ("source_passes", "Passes by source", "Over its shards so far, on average."),
+    )
+    for metric, title, said in levels:
+        series = {name: _mean(timeline.gauge(metric, name)) for name in timeline.labels(metric)}
+        found.append(Chart(title, said, series, "{:.3g}".format))
+    return found if len(names) > 1 else [chart for chart in found[1:] if "Loss" in chart.title]
+
+
+def _by_rank(timeline: Timeline, values: Numbers) -> dict[str, Numbers]:
+    if len(timeline.ranks) > _MOST_RANKS:
+        with np.errstate(all="ignore"):
+            return {
+                "highest rank": np.nanmax(values, axis=0),
+                "mean": _mean(values),
+                "lowest rank": np.nanmin(values, axis=0),
+            }
+    return {f"rank {rank.about['rank']}": row for rank, row in zip(timeline.ranks, values, strict=True)}
+
+
+def _mean(values: Numbers) -> Numbers:
+    """The mean over ranks, of those that are known."""
+    known = np.isfinite(values)
+    sums, counts = np.where(known, values, 0.0).sum(axis=0), known.sum(axis=0)
+    found: Numbers = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return found
+
+
+def _alerts(timeline: Timeline) -> str:
+    """A table of the alerts: when each was raised, on which rank, and for how long."""
+    rows: list[tuple[float, str, str, int, float | None]] = []
+    for rank in timeline.ranks:
+        number = int(rank.about["rank"])
+        open_since: dict[str, tuple[float, str]] = {}
+        for moment in rank.moments:
+            for name, said in moment.alerts.items():
+                open_since.setdefault(name, (moment.seconds, said))
+            over = open_since.keys() - moment.alerts.keys()
+            rows += [(*open_since.pop(name), name, number, moment.seconds) for name in sorted(over)]
+        rows += [(*begun, name, number, None) for name, begun in open_since.items()]
+    if not rows:
+        return ""
+    cells = "".join(
+        f"<tr><td>{duration(at)}<td>{'to the end' if until is None else duration(until - at)}"
+        f"<td>{rank}<td>{html.escape(name)}<td>{html.escape(said)}"
+        for at, said, name, rank, until in sorted(rows, key=lambda row: (row[0], row[3], row[2]))
+    )
+    head = "<tr><th>at<th>for<th>rank<th>alert<th>what it said"
+    return f"<section><h2>Alerts</h2><table>{head}{cells}</table></section>"
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    if not settings:
+        return ""
+    cells = "".join(
+        f"<tr><td>{html.escape(str(name))}<td>{html.escape(str(value))}" for name, value in settings.items()
+    )
+    return f"<section><h2>Settings</h2><table>{cells}</table></section>"
+
+
+def _names(timeline: Timeline, prefixes: tuple[str, ...]) -> set[str]:
+    return {
+        name
+        for rank in timeline.ranks
+        for moment in rank.moments[-1:]
+        for name in moment.counters
+        if name.startswith(prefixes)
+    }
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2g} ms" if seconds < 0.0995 else duration(round(seconds, 2))
+
+
+def _plain(values: Numbers) -> list[float | None]:
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.tolist()]
