@@ -38,7 +38,7 @@ from streamload.loader.worker_config import assembly_of, counted_samples
 from streamload.metrics import Counters, Snapshot, total
 from streamload.metrics.verdict import Verdict
 from streamload.options.values import at_least
-from streamload.worker import Batch, EpochStart, SkippedSample
+from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
 
 
 class Loader(Exports, DataLoaderInterface):
@@ -404,6 +404,7 @@ class Loader(Exports, DataLoaderInterface):
             The batch in its output form; None if none of its samples could be used.
         """
         self._checks.check_order(batch)
+        self.meter.took(batch, waited_ns)
         if batch.blocked:
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
         self._schedule.tracker.advance(batch.stop, batch.groups)
@@ -414,7 +415,6 @@ class Loader(Exports, DataLoaderInterface):
         self._check_shards()
         if not batch.samples:
             return None
-        self.meter.took(waited_ns, sum(ns for _, ns in batch.blocked))
         self._counts.add("batches_yielded")
         self._counts.add("samples_yielded", batch.samples)
         self._control.by_source[0, :, 0] += batch.source_samples
@@ -475,7 +475,7 @@ class Loader(Exports, DataLoaderInterface):
             blocks_from=position.blocks_from,
             table_from=(position.epoch, position.position - position.start),
         )
-        self._counts.set("ready_batches", 0)  # before any worker starts on this epoch
+        nothing_ready(self._counts)  # before any worker starts on this epoch
         self._control.take(0)
         self._control.order.write(start.to_json())
         self._checks.start_epoch(self._control.order.generation)

@@ -25,6 +25,7 @@ from streamload.metrics.figures import Figures, History, Machine, Sample
 from streamload.metrics.page import RunPage, names_of_sources
 from streamload.metrics.verdict import LITTLE, Verdict, judge
 from streamload.urls import is_local
+from streamload.worker import Batch, bytes_by_modality
 
 logger = logging.getLogger("streamload")
 
@@ -125,18 +126,20 @@ class Meter:
         """Count a block as a wait for a batch's copy to the device."""
         return self._counts.timed("device_ns")
 
-    def took(self, waited_ns: int, blocked_ns: int) -> None:
+    def took(self, batch: Batch, waited_ns: int) -> None:
         """The training loop gets a batch.
 
         Args:
+            batch: as its worker made it.
             waited_ns: the data wait for it.
-            blocked_ns: for how long its worker lacked bytes while the training loop waited.
         """
         counts = self._counts
         counts.add("ready_batches", -1)
+        for name, size in bytes_by_modality(batch.values).items():
+            counts.add(name, -size)
         counts.observe_wait(waited_ns)
-        if blocked_ns:
-            counts.add("blocked_wait_ns", min(blocked_ns, waited_ns))
+        if batch.blocked:
+            counts.add("blocked_wait_ns", min(waited_ns, sum(ns for _, ns in batch.blocked)))
         before, self._spent_ns = self._spent_ns, spent_ns()
         if self._options.num_workers:
             counts.add("hand_over_ns", self._spent_ns - before)

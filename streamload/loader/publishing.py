@@ -76,6 +76,17 @@ class Publisher:
             "sources": self._names,
         }
 
+    def put_by_source(self, metric: str, values: Mapping[str, float]) -> None:
+        """Set a metric of sources.
+
+        Args:
+            metric: such as "source_loss"; see the registry.
+            values: by the sources' names as they were given; a NaN takes the value away.
+        """
+        for source, name in zip(self._options.sources, self._names, strict=False):
+            if source.name in values:
+                self.gauges.set(metric, values[source.name], name)
+
     def look(self, sample: Sample, figures: Figures) -> None:
         """Set the gauges.
 

@@ -101,7 +101,7 @@ class RunPage:
     def still_seconds(self) -> float:
         """How long the training loop had not moved when the page was read; 0 between epochs."""
         still = self.gauge("still_seconds")
-        return 0.0 if still is None else still + self.age_seconds
+        return still + self.age_seconds if still else 0.0
 
     def gauge(self, name: str, *labels: str) -> float | None:
         """One value that was given; None: it wasn't."""
@@ -136,7 +136,7 @@ class RunPage:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reader"}
         values["counters"] = {name: n for name, n in self.counters.items() if n}
         values["gauges"] = {
-            name: [[*labels, round(value, 6)] for labels, value in found.items()]
+            name: [[*labels, round(value, 9)] for labels, value in found.items()]
             for name, found in self.gauges.items()
         }
         text = json.dumps({"format": FORMAT, **values}, separators=(",", ":")).encode()

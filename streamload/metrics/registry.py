@@ -236,6 +236,21 @@ METRICS: tuple[Metric, ...] = (
         high="workers × prefetch_factor: data is never late",
     ),
     Metric(
+        "ready_bytes",
+        "gauge",
+        "bytes of these batches, by what they are of",
+        "bytes",
+        ("modality",),
+        tuple(
+            Row(f"ready_{modality}_bytes", f"bytes of ready batches: {what}", (modality,))
+            for modality, what in (
+                ("image", "images and patches"),
+                ("text", "ids of captions, and what goes with them"),
+                ("other", "all other tensors"),
+            )
+        ),
+    ),
+    Metric(
         "tokens",
         "counter",
         "tokens of captions and patches of images, real and padding, where a batch knows them",

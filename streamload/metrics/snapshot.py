@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from streamload.metrics.registry import BUCKETS, CAUSES, COUNTERS
 
-_GAUGES = ("seconds_to_first_batch", "ready_batches")
+_READY = ("ready_batches", "ready_image_bytes", "ready_text_bytes", "ready_other_bytes")
+_GAUGES = ("seconds_to_first_batch", *_READY)
 """Fields that `since` copies."""
 
 
@@ -71,6 +72,9 @@ class Snapshot:
     batches_yielded: int = 0
     fresh_tensors: int = 0
     ready_batches: int = 0
+    ready_image_bytes: int = 0
+    ready_text_bytes: int = 0
+    ready_other_bytes: int = 0
     text_tokens_real: int = 0
     text_tokens_padding: int = 0
     image_tokens_real: int = 0
@@ -117,9 +121,7 @@ class Snapshot:
         }
         known = {f.name for f in fields(cls)}
         plain: dict[str, Any] = {name: n for name, n in (total | seconds).items() if name in known}
-        plain["ready_batches"] = max(
-            0, total["ready_batches"]
-        )  # a worker that has just begun has no part yet
+        plain |= {name: max(0, total[name]) for name in _READY}  # a worker that has just begun has no part
         return cls(
             **plain,
             samples_skipped={cause: total[f"samples_skipped_{cause}"] for cause in CAUSES},
@@ -132,7 +134,7 @@ class Snapshot:
         )
 
     def since(self, earlier: Snapshot) -> Snapshot:
-        """The difference to an earlier snapshot; seconds_to_first_batch and ready_batches are copied."""
+        """The difference to an earlier snapshot; seconds_to_first_batch and what is ready are copied."""
         parts: dict[str, Any] = {name: getattr(self, name) for name in _GAUGES}
         for name in (f.name for f in fields(self) if f.name not in parts):
             now, before = getattr(self, name), getattr(earlier, name)

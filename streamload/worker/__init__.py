@@ -11,9 +11,11 @@ from streamload.worker.messages import (
     SkippedSample,
     SourceOrder,
     WorkerConfig,
+    bytes_by_modality,
 )
 from streamload.worker.row_weights import VALUE
 from streamload.worker.spans import Spans
+from streamload.worker.stages import nothing_ready
 
 __all__ = [
     "SEAT",
@@ -28,4 +30,6 @@ __all__ = [
     "Spans",
     "StreamDataset",
     "WorkerConfig",
+    "bytes_by_modality",
+    "nothing_ready",
 ]

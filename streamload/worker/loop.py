@@ -50,6 +50,7 @@ from streamload.worker.messages import (
     SkippedSample,
     Visit,
     WorkerConfig,
+    bytes_by_modality,
 )
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
@@ -181,6 +182,7 @@ class WorkerLoop:
                 weighed = b"" if self._weights is None else self._weights.values()
                 states, spans = SealedStates(step.states()), step.spans()
                 self._reader.let_go()
+                ready = bytes_by_modality(values)
                 if self._slots is not None:
                     with self._counts.timed("hand_over_ns"):
                         values = self._slots.hand_over(values, self._counts)
@@ -190,7 +192,7 @@ class WorkerLoop:
                 blocked, seats = self._reader.blocked(), step.seats
                 taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
                 packed = seats.astype(SEAT).tobytes() if len(taken) > 1 else b""
-                self._counts.add("ready_batches")
+                self._stages.ready(ready)
                 yield Batch(
                     values, position, stop, states, skipped, spans, samples, taken, start.generation,
                     blocked, widths, packed, weighed,

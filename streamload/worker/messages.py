@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.padding import RowWidths
@@ -373,6 +374,20 @@ class Span(NamedTuple):
     before: int
     end: int
     after: int
+
+
+_IMAGES = ("image", "pixel_values", "patch")
+_TEXTS = ("text", "input_ids", "attention_mask", "token_type_ids")
+
+
+def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
+    """The bytes of a batch's tensors: of images, of texts, and of all else, by the counter of each."""
+    found = {"ready_image_bytes": 0, "ready_text_bytes": 0, "ready_other_bytes": 0}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            kind = "image" if name.startswith(_IMAGES) else "text" if name.startswith(_TEXTS) else "other"
+            found[f"ready_{kind}_bytes"] += value.nbytes
+    return found
 
 
 class Batch(NamedTuple):

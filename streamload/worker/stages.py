@@ -6,7 +6,7 @@ and resizing follows from one image of 16 (batches/images.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic_ns
 
@@ -15,6 +15,13 @@ import torch
 from streamload.batches.assembly import Measured
 from streamload.ipc import spent_ns
 from streamload.metrics import Counters
+from streamload.worker.messages import bytes_by_modality
+
+
+def nothing_ready(counts: Counters) -> None:
+    """Begin an epoch: none of its batches is made yet."""
+    for name in ("ready_batches", *bytes_by_modality({})):
+        counts.set(name, 0)
 
 
 class Stages:
@@ -33,7 +40,7 @@ class Stages:
 
     def begin(self) -> None:
         """An epoch begins; none of its batches is made yet."""
-        self._counts.set("ready_batches", 0)
+        nothing_ready(self._counts)
         self._samples_ns = self._finish_ns = 0
         self._spent_before = spent_ns()
 
@@ -92,6 +99,16 @@ class Stages:
             real = int(patch_valid.sum())
             add("image_tokens_real", real)
             add("image_tokens_padding", patch_valid.numel() - real)
+
+    def ready(self, sizes: Mapping[str, int]) -> None:
+        """A batch is about to be sent.
+
+        Args:
+            sizes: its bytes (messages.bytes_by_modality).
+        """
+        self._counts.add("ready_batches")
+        for name, size in sizes.items():
+            self._counts.add(name, size)
 
     def handed_over(self) -> None:
         """The last batch was sent."""

@@ -1,0 +1,309 @@
+"""What a rank counts, publishes and tells while it trains, and what becomes of it when something goes wrong.
+
+How it shows that it works: real loaders read from servers that are slow or stop; what they publish is read as
+`streamload top` reads it, and compared with what the training loop got.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamload
+from streamload import torch_internals
+from streamload.cache.runs import files, read_runs
+from streamload.loader import meter, publishing
+from streamload.metrics import alerts, verdict
+from streamload.metrics.page import as_dict
+from streamload.testing.faults import Fault
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import write_shards
+
+COUNTS = [24] * 4
+URLS = "{00000..00003}.tar"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    write_shards(directory, COUNTS, seed=3)
+    return directory
+
+
+@pytest.fixture
+def server(data: Path) -> Iterator[ShardServer]:
+    with ShardServer(data) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def at_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "TICK_SECONDS", 0.0)
+
+
+class PaddingTokenizer:
+    """Ids of the letters of a caption, in eight places."""
+
+    pad_token_id = 0
+
+    def __call__(self, captions: list[str]) -> torch.Tensor:
+        rows = [[ord(c) for c in caption[:8]] for caption in captions]
+        return torch.tensor([row + [0] * (8 - len(row)) for row in rows])
+
+
+def make(urls: Any, tmp_path: Path, **options: Any) -> streamload.Loader:
+    defaults = {"batch_size": 8, "num_workers": 0, "cache_dir": tmp_path / "cache", "cache_size": "1GB"}
+    return streamload.make_loader(urls, **defaults | options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_publishes_what_it_counts_until_it_is_closed(
+    workers: int, server: ShardServer, tmp_path: Path
+) -> None:
+    url = f"{server.url.replace('//', '//user:hunter2@')}/{URLS}?token=secret"
+    with make(url, tmp_path, num_workers=workers, tokenizer=PaddingTokenizer(), with_keys=True) as loader:
+        batches = [(images, texts, extra["__key__"]) for images, texts, extra in loader]
+        stats = loader.stats()
+        (page,) = read_runs([tmp_path / "cache"])
+    assert (read_runs([tmp_path / "cache"]), files(tmp_path / "cache")) == ([], [])
+    assert (page.rank, page.world_size, page.pid, page.workers) == (0, 1, os.getpid(), workers)
+    assert page.sources == ("0",)
+    assert stats.batches_yielded == len(batches) == sum(stats.wait_buckets)
+    shown = page.snapshot()
+    assert dataclasses.replace(shown, shard_wait_seconds=stats.shard_wait_seconds) == stats
+    assert page.gauge("samples", "0") == sum(COUNTS)
+    assert page.gauge("tier_limit_bytes", "disk") == 10**9
+    assert page.gauge("source_share", "0") == 1.0
+    ids = torch.cat([texts for _, texts, _ in batches])
+    assert stats.text_tokens_real == int((ids != 0).sum())
+    assert stats.text_tokens_padding == int((ids == 0).sum())
+    text = json.dumps(as_dict(page))
+    assert "secret" not in text
+    assert "hunter2" not in text
+    assert "http" not in text
+    assert not any(key in text for _, _, keys in batches for key in keys)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_time_of_every_stage_is_counted(workers: int, server: ShardServer, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": PaddingTokenizer(), "batch_size": 16, "num_workers": workers}
+    with make(f"{server.url}/{URLS}", tmp_path, **options) as loader:
+        for _ in loader:
+            ready = loader.stats()
+            assert ready.ready_batches <= 2 * workers
+        stats = loader.stats()
+    stages = ("read", "decode", "resize", "tokenize", "collate", "step")
+    assert all(getattr(stats, f"{stage}_seconds") > 0 for stage in stages), stats
+    assert (stats.hand_over_seconds > 0) == (workers > 0)
+    made = stats.decode_seconds + stats.resize_seconds + stats.tokenize_seconds + stats.collate_seconds
+    assert made + stats.read_seconds <= stats.transform_seconds * 1.001
+    assert stats.ready_batches == stats.ready_image_bytes == stats.ready_text_bytes == 0
+    assert stats.blocked_wait_seconds <= stats.data_wait_seconds
+
+
+def test_batches_that_are_ready_have_the_bytes_of_their_tensors(data: Path, tmp_path: Path) -> None:
+    with make(f"{data}/{URLS}", tmp_path, num_workers=1, tokenizer=PaddingTokenizer()) as loader:
+        batches = iter(loader)
+        images, texts = next(batches)
+        while loader.stats().ready_batches < 2:
+            pass
+        stats = loader.stats()
+        assert stats.ready_image_bytes == 2 * images.nbytes
+        assert stats.ready_text_bytes == 2 * texts.nbytes
+        assert stats.ready_other_bytes == 0
+
+
+def slow(image: Any) -> torch.Tensor:
+    zlib.compress(os.urandom(1 << 18), 6)
+    return torch.zeros(3, 2, 2)
+
+
+def as_objects(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"numbers": [(place, str(place)) for place in range(1_000)]}
+
+
+@pytest.mark.parametrize("limit", ["origin", "CPU", "hand-over", "training"])
+def test_a_real_run_is_judged_by_what_slows_it(
+    limit: str, server: ShardServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "_FEWEST_SECONDS", 0.1)
+    urls, options = f"{data}/{URLS}", {}
+    if limit == "origin":
+        server.misbehave("*", Fault(bytes_per_second=60_000))
+        urls = f"{server.url}/{URLS}"
+    elif limit == "CPU":
+        options = {"preprocess": slow}
+    elif limit == "hand-over":
+        workers = streamload.Workers(map_sample=as_objects, collate=list_of, multiprocessing_context="fork")
+        options = {"workers": workers, "num_workers": 1}
+    else:
+        options = {"num_workers": 1}
+    with make(urls, tmp_path, **options) as loader:
+        for _ in loader:
+            if limit == "training":
+                zlib.compress(os.urandom(3 << 20), 6)
+        found = loader.verdict(600)
+    if limit in ("origin", "CPU"):
+        assert found.limit == limit, found
+    assert found.limit in {limit, "unclear"}, found
+
+
+def list_of(samples: list[Any]) -> dict[str, Any]:
+    return {"all": [sample["numbers"] for sample in samples]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stall_is_told_by_the_training_that_waits_and_its_end_too(
+    workers: int, server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [rule for rule in alerts.RULES if rule.name == "stalled"]
+    monkeypatch.setattr(alerts, "RULES", [dataclasses.replace(rules[0], limit=0.2)])
+    monkeypatch.setattr(alerts, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(torch_internals, "_LOOK_SECONDS", 0.02)
+    told: list[streamload.Alert] = []
+    pages = []
+
+    def go_on(alert: streamload.Alert) -> None:
+        told.append(alert)
+        assert threading.current_thread() is threading.main_thread()
+        pages.extend(read_runs([tmp_path / "cache"]))
+        server.go_on()
+
+    server.stop_after(0.5)
+    with make(f"{server.url}/{URLS}", tmp_path, num_workers=workers, shuffle=0) as loader:
+        loader.on_alert(go_on)
+        samples = sum(len(images) for images, _ in loader)
+    assert samples == sum(COUNTS)
+    assert [(alert.name, alert.is_raised) for alert in told[:2]] == [("stalled", True), ("stalled", False)]
+    assert pages[0].alerts == {"stalled": told[0].message}
+    assert (pages[0].gauge("waiting_seconds") or 0) >= 0.2
+    assert pages[0].still_seconds >= 0.2
+
+
+def test_a_function_that_fails_is_logged_once_and_others_are_called(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    always = dataclasses.replace(alerts.RULES[0], value=lambda figures: 1.0, hold_seconds=0.0)
+    never = dataclasses.replace(always, name="other", value=lambda figures: len(told) % 2)
+    monkeypatch.setattr(alerts, "RULES", [always, never])
+    monkeypatch.setattr(alerts, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(
+        alerts, "RULES", [dataclasses.replace(rule, hold_seconds=0.0) for rule in alerts.RULES]
+    )
+    told: list[str] = []
+
+    def fails(alert: streamload.Alert) -> None:
+        raise KeyError("mine")
+
+    with make(f"{data}/{URLS}", tmp_path) as loader:
+        loader.on_alert(fails)
+        loader.on_alert(lambda alert: told.append(alert.name))
+        assert sum(len(images) for images, _ in loader) == sum(COUNTS)
+    assert len(told) > 1
+    assert len([one for one in caplog.records if "on_alert" in one.message]) == 1
+    with pytest.raises(streamload.OptionError, match="on_alert"):
+        loader.on_alert(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("least", "lines"), [(0.0, 1), (1.1, 0)])
+def test_an_epoch_that_waited_has_one_line_in_the_log_and_another_none(
+    least: float,
+    lines: int,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(meter, "_SHORTEST_EPOCH_SECONDS", 0.0)
+    monkeypatch.setattr(meter, "LITTLE", least)
+    caplog.set_level(logging.WARNING)
+    with make(f"{data}/{URLS}", tmp_path) as loader:
+        for _ in loader:
+            pass
+    said = [record.message for record in caplog.records if "for data:" in record.message]
+    assert len(said) == lines
+    assert all(line.startswith("epoch 0: the training waited ") for line in said)
+
+
+def test_long_epochs_have_a_line_now_and_then(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meter, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(meter, "LITTLE", 0.0)
+    with make(f"{data}/{URLS}", tmp_path) as loader:
+        batches = sum(1 for _ in loader)
+    said = [record.message for record in caplog.records if record.message.startswith("the training waited")]
+    assert len(said) >= batches - 1  # the first batch only begins the time that is judged
+
+
+def test_counters_never_go_back_when_a_worker_is_killed_and_replaced(data: Path, tmp_path: Path) -> None:
+    with make(f"{data}/{URLS}", tmp_path, num_workers=1, num_samples=960) as loader:
+        batches = iter(loader)
+        next(batches)
+        before = loader.stats()
+        worker = loader._pool.batches._iterator._workers[0]  # type: ignore[union-attr]
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"killed|exited"):
+            for _ in batches:
+                pass
+        for _ in zip(range(4), loader, strict=False):
+            pass
+        done = loader.stats().since(before)
+        loader.meter.tick()
+        (page,) = read_runs([tmp_path / "cache"])
+    assert done.samples_yielded > 0
+    numbers = [value for value in done.as_dict().values() if isinstance(value, int | float)]
+    assert all(value >= 0 for value in numbers)
+    assert page.counters["samples_yielded"] == before.samples_yielded + done.samples_yielded
+
+
+def test_sources_with_hostile_names_are_shown_and_stats_keep_their_names(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_SELDOM_SECONDS", 0.0)
+    names = ['a"}\n# HELP x', "https://user:pw@host/?sig=abc", "x" * 300]
+    sources = [streamload.Source(f"{data}/0000{place}.tar", name=name) for place, name in enumerate(names)]
+    with make(sources, tmp_path, num_batches=4, batch_size=9) as loader:
+        for _ in loader:
+            pass
+        loader.meter.publisher.put_by_source("source_loss", {names[2]: 2.5})
+        loader.meter.tick()
+        (page,) = read_runs([tmp_path / "cache"])
+        assert list(loader.stats().source_samples) == names
+    assert len(set(page.sources)) == 3
+    assert all(len(name) <= 64 and "\n" not in name and "pw" not in name for name in page.sources)
+    assert [page.gauge("samples", name) for name in page.sources] == [12, 12, 12]
+    assert page.gauge("source_loss", page.sources[2]) == 2.5
+    assert page.gauge("source_passes", page.sources[0]) is not None
+
+
+def test_a_loop_that_is_left_does_not_seem_to_stand_still(data: Path, tmp_path: Path) -> None:
+    with make(f"{data}/{URLS}", tmp_path) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.meter.tick()
+        (page,) = read_runs([tmp_path / "cache"])
+        assert page.still_seconds > 0
+        del batches
+        loader.meter.tick()
+        (page,) = read_runs([tmp_path / "cache"])
+        assert page.still_seconds == 0
+
+
+def test_a_verdict_over_another_time_is_refused(data: Path, tmp_path: Path) -> None:
+    with make(f"{data}/{URLS}", tmp_path) as loader:
+        assert loader.verdict().limit == "unclear"
+        for seconds in (0, -1.0, 601, float("nan")):
+            with pytest.raises(streamload.OptionError, match="600"):
+                loader.verdict(seconds)
