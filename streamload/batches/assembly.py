@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -15,6 +15,7 @@ from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
 from streamload.batches.features import DerivedRows, FeatureAssembly, FeatureInProgress, ParsedFeature
 from streamload.batches.images import ImageAssembly, Images
+from streamload.batches.modalities import Choose, Modalities, with_rows
 from streamload.batches.padding import Bounds, TextPadding, widths_of
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.derived.feature_rows import FeatureStart
@@ -30,7 +31,6 @@ _MAP_SAMPLE_SEED, _COLLATE_SEED = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
 
 MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
 Collate = Callable[[list[Mapping[str, Any]]], Any]
-Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
 
 
 class Sample(NamedTuple):
@@ -75,7 +75,10 @@ class Unread(Mapping[str, memoryview]):
 
 
 class Members(NamedTuple):
-    """The members that hold image, caption and label; for the last two with the field, if JSON."""
+    """The members that hold image, caption and label; for the last two with the field, if JSON.
+
+    Where sources differ in modality, the image's is "" for rows without one.
+    """
 
     image: str
     text: tuple[str, str | None] | None
@@ -170,6 +173,7 @@ class BatchAssembly:
         as_model_inputs: keep all values that the tokenizer returns (such as an `attention_mask`).
         text_padding: how captions are cut to the longest of the batch; None: they all have one length.
         features: what comes from stored rows.
+        modalities: of the shards' sources, if not all rows have an image and a text; None: they have.
     """
 
     image: Choose
@@ -183,6 +187,7 @@ class BatchAssembly:
     as_model_inputs: bool = False
     text_padding: TextPadding | None = None
     features: tuple[FeatureAssembly, ...] = ()
+    modalities: Modalities | None = None
 
     @property
     def preparation(self) -> Preparation | None:
@@ -194,6 +199,11 @@ class BatchAssembly:
 
     def members_of(self, sample: Sample) -> Members:
         """The members to use; a sample without them isn't usable by its index entry, and doesn't get here."""
+        if self.modalities is not None:
+            own = self.modalities.chosen(sample.shard, sample.members, self.image, self.text)
+            if own is None:
+                raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
+            return Members(*own, None)
         image = self.image(sample.members)
         text, label = (
             None if choose is None else choose(sample.members) for choose in (self.text, self.label)
@@ -263,6 +273,7 @@ class _CaptionedBatch:
         self._allocate = allocate
         self._allows_blank = assembly.blank_captions
         self._members: dict[tuple[str, ...], Members] = {}  # by the sample's extensions
+        self._modalities = assembly.modalities
         self._added: list[_Captioned] = []
         self._tokenize_ns = 0
         self._ids = 0, 0  # real and padding
@@ -281,7 +292,7 @@ class _CaptionedBatch:
             label = read_label(sample.members[member], field)
         is_prepared = sample.prepared == members.image
         image = None
-        if self._images is not None:
+        if self._images is not None and members.image:
             image = self._images.parse(sample.members[members.image], is_prepared, seed)
         features = [
             feature.parse(
@@ -293,7 +304,7 @@ class _CaptionedBatch:
 
     def add(self, parsed: _Captioned) -> None:
         """See BatchInProgress."""
-        if self._images is not None:
+        if self._images is not None and parsed.image is not None:
             self._images.add(parsed.image)
         if self._features:
             self._add_features(parsed.features)
@@ -314,6 +325,8 @@ class _CaptionedBatch:
 
     def _members_of(self, sample: Sample) -> Members:
         extensions = tuple(sample.members)
+        if self._modalities is not None:
+            return self._assembly.members_of(sample)
         members = self._members.get(extensions)
         if members is None:
             members = self._members[extensions] = self._assembly.members_of(sample)
@@ -326,18 +339,28 @@ class _CaptionedBatch:
         except Exception as exc:
             add_note(exc, _in_batch(keys))
             raise
+        if self._modalities is not None:
+            images, texts = zip(
+                *((one.image is not None, one.caption is not None) for one in self._added), strict=True
+            )
+            values = with_rows(values, images, texts, self._allocate)
         return {**values, "__key__": keys, "__url__": urls}
 
     def _values(self, keys: Sequence[str], bounds: Bounds | None) -> dict[str, Any]:
         assembly = self._assembly
-        values = {} if self._images is None else self._images.finish(keys)
+        values: dict[str, Any] = {}
+        if self._images is not None:
+            if self._modalities is not None:
+                keys = [one.key for one in self._added if one.image is not None]
+            values = self._images.finish(keys)
         whole: Any = None  # texts before they are cut: features are found by them
-        widths = widths_of(values, None)
+        widths = widths_of(values, None) if self._modalities is None else None
         if assembly.text is not None:
             values["text"] = whole = [one.caption for one in self._added if one.caption is not None]
         if assembly.tokenizer is not None and whole:
             began = monotonic_ns()
-            texts = assembly.tokenizer(whole, [one.seed for one in self._added])
+            seeds = [one.seed for one in self._added if one.caption is not None]
+            texts = assembly.tokenizer(whole, seeds)
             whole, padding = texts.ids, assembly.text_padding
             if padding is not None:
                 texts = texts.cut_to_longest(padding.multiple, bounds)
@@ -347,7 +370,8 @@ class _CaptionedBatch:
                 values |= texts.others
             if padding is not None and padding.with_valid:
                 values["text_valid"] = texts.valid
-            widths = widths_of(values, texts.valid, whole.shape[1], texts.columns())
+            if self._modalities is None:  # else no part of the batch has the same rows of both
+                widths = widths_of(values, texts.valid, whole.shape[1], texts.columns())
         if assembly.label is not None:
             labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)

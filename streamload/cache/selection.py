@@ -6,6 +6,7 @@ is in order/repeats.py.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class Selection:
         reads_all: read all members of a sample, rather than those that the keys choose.
         columns: how the facts are made that batches are planned by and functions read, by name.
         repeat: how often samples are used in a pass; a rate of 0 excludes a sample. None: once.
+        by_source: the selection of each source by its first shard, if they differ; empty: this is for all.
     """
 
     keys: tuple[KeySpec, ...]
@@ -74,6 +76,13 @@ class Selection:
     reads_all: bool = False
     columns: Mapping[str, Column] = field(default_factory=dict)
     repeat: Repeat | None = None
+    by_source: tuple[tuple[int, Selection], ...] = ()
+
+    def of_shard(self, shard: int) -> Selection:
+        """The selection of a shard's source."""
+        if not self.by_source:
+            return self
+        return self.by_source[bisect.bisect_right(self.by_source, shard, key=lambda own: own[0]) - 1][1]
 
     @property
     def facts(self) -> list[str]:

@@ -107,11 +107,12 @@ class ShardCache:
         view.refresh()
         seen, numbers, rates = self._usable.get(shard, _NONE_USABLE)
         if view.reader is not None and view.count > seen:
-            facts = self.facts(shard, range(seen, view.count), self._selection.facts)
+            selection = self._selection.of_shard(shard)
+            facts = self.facts(shard, range(seen, view.count), selection.facts)
             if facts is None or view.reader is None:
                 return numbers, False
             try:
-                fresh = self._selection.of(view.reader, seen, facts)
+                fresh = selection.of(view.reader, seen, facts)
             except CacheCorrupt:
                 view.invalidate()
                 return numbers, False
@@ -157,7 +158,7 @@ class ShardCache:
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
     ) -> tuple[Entry, memoryview] | None:
         """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
-        return self.view(shard).read(number, self._selection.needed, memory, found)
+        return self.view(shard).read(number, self._selection.of_shard(shard).needed, memory, found)
 
     def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts | None:
         """Facts of samples that have arrived, by name: float64[N], NaN where unknown.

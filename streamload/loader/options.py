@@ -123,6 +123,8 @@ class LoaderOptions:
         self._refuse_unknown_padding()
         self._refuse_bucketing()
         self._refuse_unusable_weight()
+        if self.has_modalities:
+            self._refuse_modalities()
         if self.images.patches is not None:
             self._refuse_unusable_patches()
 
@@ -241,6 +243,30 @@ class LoaderOptions:
             )
 
     @property
+    def has_modalities(self) -> bool:
+        """Whether there are rows without an image or without a text."""
+        return any(source.modality != "image-text" for source in self.sources)
+
+    def _refuse_modalities(self) -> None:
+        """Refuse what has to have a row for each sample, or an image or a text of each."""
+        refused = {
+            "train=False": not self.train,
+            f"output={self.output!r}": self.output != "dict",
+            "text_key=None": self.shards.text_key is None,
+            "label_key=": self.shards.label_key is not None,
+            "map_sample=": self.workers.map_sample is not None,
+            "features=": bool(self.features),
+            "prepare=": self.images.prepare is not None,
+            "bucketing=": self.batches.bucketing is not None,
+            "microbatch=": self.batches.microbatch is not None,
+        }
+        if given := [name for name, is_given in refused.items() if is_given]:
+            raise OptionError(
+                "sources with modality='text' or 'image' are for training with output='dict', where images "
+                f"and texts have rows of their own: leave out {', '.join(given)}"
+            )
+
+    @property
     def goes_by_tokens(self) -> bool:
         """Whether bucketing goes by the lengths of captions."""
         return self.batches.bucketing is not None and self.batches.text_padding == "longest"
@@ -339,6 +365,8 @@ class LoaderOptions:
         """The keys, facts and repeats as a state records them."""
         shards = self.shards
         facts = [f"{name}={one.digest}" for name, one in self.columns.items() if name not in BUILT_IN]
+        if self.has_modalities:
+            facts += [f"{source.name}: {source.modality}" for source in self.sources]
         if self.repeat is not None:
             facts.append(f"repeat={self.repeat.digest}")
         if self.workers.map_sample is not None:

@@ -61,6 +61,8 @@ class OrderSpec:
         fitted: whether lanes and windows are final. They are after the first epoch has started.
         blocks: the steps of a block and the samples of a step, if steps are planned by block.
         table: a digest of the steps of an epoch, if these differ in size.
+        multiple: of the rows that a step takes of each source of a group: where sources differ in modality,
+            the ranks of a group, each of which has equally many then; else 1.
     """
 
     data: str
@@ -75,6 +77,7 @@ class OrderSpec:
     fitted: bool = True
     blocks: tuple[int, int] | None = None
     table: str | None = None
+    multiple: int = 1
 
 
 def make_order_spec(
@@ -113,7 +116,14 @@ def make_order_spec(
         fitted=is_listed or None not in (options.order.lanes, options.shuffle),
         blocks=_blocks(options, topology, groups),
         table=None if options.step_table is None else options.step_table.digest,
+        multiple=_multiple(options, topology, groups),
     )
+
+
+def _multiple(options: LoaderOptions, topology: Topology, groups: int) -> int:
+    if not options.has_modalities or topology.world_size % groups:
+        return 1
+    return topology.world_size // groups
 
 
 def _blocks(options: LoaderOptions, topology: Topology, groups: int) -> tuple[int, int] | None:

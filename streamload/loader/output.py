@@ -65,7 +65,7 @@ class Outputs:
         extra = {name: values.pop(name) for name in _ORIGINS if name in values}
         weights = self._weights(batch, values)
         names = (*values, *(() if weights is None else ("weight",)), *features)
-        if self._options.images.patches is not None:  # they are one value
+        if self._options.images.patches is not None and NAMES[0] in values:  # they are one value
             names = ("image", *(name for name in names if name not in NAMES))
         shapes = {name: tuple(one.shape) for name, one in values.items() if isinstance(one, torch.Tensor)}
         device = next((one.device for one in values.values() if isinstance(one, torch.Tensor)), None)
@@ -138,7 +138,7 @@ class Outputs:
     ) -> Any:
         """A batch's values in the form of `output`."""
         options = self._options
-        if options.images.patches is not None:
+        if options.images.patches is not None and NAMES[0] in values:
             patches = {name: values.pop(name) for name in NAMES}
             patches["seq_len"] = patches["patches"].shape[1]
             values = {"image": patches, **values}

@@ -335,7 +335,13 @@ class Schedule:
         order = make_order_spec(options, topology, self._groups(), shares, self._data_digest)
         if saved is None:
             return order
-        return replace(order, sources=saved.sources, opens_after=saved.opens_after, fitted=saved.fitted)
+        return replace(
+            order,
+            sources=saved.sources,
+            opens_after=saved.opens_after,
+            fitted=saved.fitted,
+            multiple=saved.multiple,
+        )
 
     def _groups(self) -> int:
         return self._groups_by_options() if self._saved is None else self._saved.groups

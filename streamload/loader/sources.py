@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from streamload.errors import OptionError
+from streamload.options.values import parse_choice
+from streamload.shards.keys import Modality
 from streamload.urls import UrlList, Urls, expand_urls, split_sources
 
 Factors = str | Sequence[float]
@@ -22,12 +24,15 @@ class Source:
         weight: its share of all samples, in proportion to the other sources' weights.
         name: in stats(), set_weights() and states; None: its index, "0", "1", ….
         floor: its smallest share of all samples, 0 to 1, for any weights.
+        modality: what its rows have: "image-text", "text" without images, or "image" without texts
+            (docs/guides/mixing.md); its samples needn't have the other member.
     """
 
     urls: Urls = field(repr=False)
     weight: float = 1.0
     name: str | None = None
     floor: float = 0.0
+    modality: Modality = "image-text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class SourceOptions:
     weight: float
     floor: float
     per: Literal["source", "shard"] = "source"
+    modality: Modality = "image-text"
 
 
 def read_sources(
@@ -87,7 +93,9 @@ def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
             raise OptionError(f"source {name!r}: floor={source.floor!r}; expected a number from 0 to 1")
         if not (math.isfinite(source.weight) and source.weight >= 0):
             raise OptionError(f"source {name!r}: weight={source.weight!r}; expected a number from 0")
-        found[name] = SourceOptions(name, expand_urls(source.urls), source.weight, source.floor)
+        parse_choice(source.modality, get_args(Modality), f"source {name!r}: modality")
+        urls = expand_urls(source.urls)
+        found[name] = SourceOptions(name, urls, source.weight, source.floor, modality=source.modality)
     return tuple(found.values())
 
 

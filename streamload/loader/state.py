@@ -14,7 +14,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest
 from streamload.loader.position import MeanWeight, Position, Sizes
 from streamload.order.group import most_skipped
-from streamload.order.mixing import UNIT
+from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps
@@ -58,6 +58,7 @@ def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence
             if order.blocks is None
             else {"blocks": list(order.blocks), "blocks_from": position.blocks_from}
         ),
+        **({} if order.multiple == 1 else {"multiple": order.multiple}),
         **({} if order.table is None else {"table": order.table}),
         **({} if position.sizes is None else {"batch_sizes": _sizes_to(position.sizes)}),
         **({} if position.mean_weight is None else {"mean_weight": list(position.mean_weight)}),
@@ -244,6 +245,7 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
         bool(state.get("fitted", True)),
         None if state.get("blocks") is None else _blocks_in(state["blocks"]),
         None if state.get("table") is None else str(state["table"]),
+        _whole_number(state.get("multiple", 1), 1, WIDEST_MULTIPLE),
     )
 
 

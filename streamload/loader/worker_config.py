@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from streamload.batches.assembly import BatchAssembly, Choose
+from streamload.batches.assembly import BatchAssembly
 from streamload.batches.facts import token_count
 from streamload.batches.images import ImageAssembly, Preprocess
+from streamload.batches.modalities import Choose, Modalities
 from streamload.batches.padding import TextPadding
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fallback_tier import remove_unused
@@ -140,6 +142,7 @@ def _worker_config(
         seq_lens=None if patches is None else patches.lengths(options.train, options.seed),
         step_table=options.step_table,
         with_keys=options.with_keys or options.batches.microbatch is not None,
+        multiple=schedule.order.multiple,
         sample_weight=options.sample_weight,
         prepares=prepares,
         in_flight=in_flight,
@@ -212,7 +215,17 @@ def _selection(options: LoaderOptions) -> Selection:
     weight = options.sample_weight
     if options.goes_by_tokens or (weight is not None and TOKENS in weight.facts(())):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
-    return Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
+    found = Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
+    if not options.has_modalities:
+        return found
+    keys_of = {"image-text": keys, "image": keys[:1], "text": keys[1:]}
+    own = [replace(found, keys=keys_of[source.modality]) for source in options.sources]
+    return replace(found, by_source=tuple(zip(_firsts(options), own, strict=True)))
+
+
+def _firsts(options: LoaderOptions) -> list[int]:
+    """The index of each source's first shard among those of the run."""
+    return list(itertools.accumulate((len(source.urls) for source in options.sources[:-1]), initial=0))
 
 
 def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly) -> Bucketing | None:
@@ -278,7 +291,15 @@ def _assembly(
         as_model_inputs=options.output == "hf",
         text_padding=text_padding,
         features=features,
+        modalities=_modalities(options),
     )
+
+
+def _modalities(options: LoaderOptions) -> Modalities | None:
+    """Of the sources; None: all rows have images and texts."""
+    if not options.has_modalities:
+        return None
+    return Modalities(tuple(_firsts(options)), tuple(source.modality for source in options.sources))
 
 
 @functools.cache

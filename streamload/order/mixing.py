@@ -20,6 +20,7 @@ from streamload.order.steps import Resize, Steps
 
 UNIT = 1 << 32
 """The sum of all shares."""
+WIDEST_MULTIPLE = 1 << 20
 
 
 def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, ...]:
@@ -119,6 +120,7 @@ class Mixing:
             same up to the last step that was asked for.
         given: the position of each source in its own sequence.
         owed: the credit of each source at that point, in UNITs.
+        multiple: of what a step takes of each source, where that divides the group's samples of the step.
     """
 
     def __init__(
@@ -129,10 +131,11 @@ class Mixing:
         changes: Sequence[Change],
         given: Sequence[int],
         owed: Sequence[int],
+        multiple: int = 1,
     ) -> None:
         self.changes = changes
         self._steps, self._group = steps, group
-        self._position = position
+        self._position, self._multiple = position, multiple
         self._given, self._owed = tuple(given), tuple(owed)
 
     def at(self, position: int) -> Portion:
@@ -152,20 +155,28 @@ class Mixing:
         block = self._steps.block(position)
         self._position = position + split.batch if block is None else block.end
         size = split.start(self._position, self._group) - split.start(position, self._group)
-        found = portion(self._given, self._owed, in_effect(self.changes, position)[0].shares, size)
+        shares = in_effect(self.changes, position)[0].shares
+        found = portion(self._given, self._owed, shares, size, self._multiple)
         self._given, self._owed = found.stop, found.owed
         return found
 
 
-def portion(given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ...], size: int) -> Portion:
-    """Return what the next `size` samples take of each source, within a sample or two of its share so far."""
+def portion(
+    given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ...], size: int, multiple: int = 1
+) -> Portion:
+    """Return what the next `size` samples take of each source, within a sample or two of its share so far.
+
+    Where a multiple divides the size, it takes multiples, and is within one or two of these.
+    """
     if len(shares) == 1:
         return Portion(given, (size,), owed, owed)
     due = [before + share * size for before, share in zip(owed, shares, strict=True)]
-    take = [max(0, units // UNIT) if share else 0 for units, share in zip(due, shares, strict=True)]
+    each = multiple if size % multiple == 0 else 1
+    unit, size = each * UNIT, size // each
+    take = [max(0, units // unit) if share else 0 for units, share in zip(due, shares, strict=True)]
 
     def rest(source: int) -> tuple[int, int]:
-        return due[source] - take[source] * UNIT, -source
+        return due[source] - take[source] * unit, -source
 
     while (missing := size - sum(take)) > 0:
         most_due = sorted((s for s, share in enumerate(shares) if share), key=rest, reverse=True)
@@ -175,5 +186,5 @@ def portion(given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ..
         least_due = sorted((s for s, many in enumerate(take) if many), key=rest)
         for source in least_due[:excess]:
             take[source] -= 1
-    left = tuple(units - many * UNIT for units, many in zip(due, take, strict=True))
-    return Portion(given, tuple(take), left, owed)
+    left = tuple(units - many * unit for units, many in zip(due, take, strict=True))
+    return Portion(given, tuple(each * many for many in take), left, owed)

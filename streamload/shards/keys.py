@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ import numpy.typing as npt
 from streamload.errors import OptionError
 from streamload.shards.index import IndexReader
 from streamload.shards.record import OWN_LAYOUT
+
+Modality = Literal["image-text", "image", "text"]
+"""What is used of a source's samples."""
 
 MEMBER_LIMIT_BYTES = 64 << 20
 """The largest image or caption that is read; a sample with a larger one counts as lacking it."""

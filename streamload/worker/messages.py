@@ -91,6 +91,8 @@ class WorkerConfig:
     """Whether a batch carries the keys and URLs of its samples."""
     bucketing: Bucketing | None = None
     """How steps are planned by block; None: samples come in the order of the sequence."""
+    multiple: int = 1
+    """Of the rows that a step takes of each source."""
     sample_weight: SampleWeight | None = None
     """How rows are weighed in the loss; None: they aren't."""
     prepares: bool = False

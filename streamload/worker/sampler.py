@@ -94,7 +94,9 @@ class Sampler:
             owed = zeros if state is None else state.owed
             block = self.steps.block(start.position)
             position = start.position if block is None else block.begin
-            found = self._mixtures[group] = Mixing(self.steps, group, position, self._changes, given, owed)
+            found = self._mixtures[group] = Mixing(
+                self.steps, group, position, self._changes, given, owed, self._config.multiple
+            )
         return found
 
 
