@@ -264,8 +264,8 @@ class Schedule:
 
     def state(self, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         """The state of this rank, with what it has counted."""
-        position = replace(self.tracker.now(), mean_weight=self.mean_weight)
-        return to_state(replace(self.order, sizes=self._groups_cut_by), position, counts)
+        order = replace(self.order, sizes=self._groups_cut_by)  # settled first: the position may follow
+        return to_state(order, replace(self.tracker.now(), mean_weight=self.mean_weight), counts)
 
     def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], moved: Mapping[str, str]) -> None:
         """Resume from a state.
