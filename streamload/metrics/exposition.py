@@ -1,8 +1,8 @@
 """Pages of runs in Prometheus' text format: the registry's metrics by run and rank.
 
 Pure. A rank has at most 80 series, and 8 more for each of its sources: of the histogram of data waits every
-second bucket is here, times that are the sum of others are left out, and so are the metrics of a shared cache
-and of features where there is none.
+second bucket from half a millisecond on is here, sums and counts of other metrics are left out, and so are
+the metrics of a shared cache and of features where there is none.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from streamload.metrics.registry import GIVEN, METRICS, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "streamload_"
-_LEFT_OUT = {"transform_seconds", "first_batch_seconds", "workers"}
-"""Sums of other metrics, and what is a label of run_info."""
+_LEFT_OUT = {"transform_seconds", "first_batch_seconds", "batches_yielded", "fresh_tensors", "workers"}
+"""Sums of other metrics, the count of the histogram, what is a label of run_info, and a detail of stats()."""
 _OF_SOME = ("shared_", "feature_")
 """Prefixes of metrics that only some runs have."""
-_BUCKETS_SKIPPED = 2
+_FIRST_BUCKET, _BUCKETS_SKIPPED = 5, 2
 _INFO = Metric("run_info", "gauge", "1 for each live rank; its labels say what it is")
 _AGE = Metric(
     "page_age_seconds",
@@ -105,7 +105,7 @@ def _has_any(page: RunPage, name: str) -> bool:
 
 def _histogram(name: str, page: RunPage, labels: str) -> Iterator[str]:
     buckets = page.cumulative_buckets()
-    for bound, count in buckets[1::_BUCKETS_SKIPPED]:
+    for bound, count in buckets[_FIRST_BUCKET::_BUCKETS_SKIPPED]:
         yield f'{name}_bucket{{{labels},le="{_number(bound)}"}} {count}'
     yield f"{name}_sum{{{labels}}} {_number(page.counters.get('data_wait_ns', 0) / 1e9)}"
     yield f"{name}_count{{{labels}}} {buckets[-1][1]}"
