@@ -64,6 +64,13 @@ class LoaderMixin(_Trainer):  # type: ignore[misc]
             return self._placed(test_dataset)
         return super().get_test_dataloader(test_dataset)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log numbers; with a LoaderMetrics callback those of a training step have the loader's, too."""
+        wants = any(isinstance(one, LoaderMetrics) for one in self.callback_handler.callbacks)
+        if wants and "loss" in logs and isinstance(self.train_dataset, Loader):
+            logs = {**logs, **self.train_dataset.metrics()}
+        super().log(logs, *args, **kwargs)
+
     def num_examples(self, dataloader: Any) -> int:
         """Samples per epoch."""
         if isinstance(dataloader, _Epochs):
@@ -102,6 +109,13 @@ class LoaderMixin(_Trainer):  # type: ignore[misc]
 
 class Trainer(LoaderMixin, transformers.trainer.Trainer):
     """transformers' Trainer, with loaders for `train_dataset` and `eval_dataset`."""
+
+
+class LoaderMetrics(transformers.TrainerCallback):
+    """Adds `Loader.metrics()` to what the Trainer logs of its steps, and so to each tracker of `report_to`.
+
+    trainer = Trainer(model, arguments, train_dataset=loader, callbacks=[LoaderMetrics()])
+    """
 
 
 class _Epochs:

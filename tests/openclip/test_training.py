@@ -1,6 +1,7 @@
 """open_clip's own training on our loader, over real origins: what it trains on, what an origin is asked."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,9 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
         validation = f"{held_out.url}/{{00000..00001}}.tar"
         run = train("--train-data", urls, "--val-data", validation, *SIZES, "--seed", "7")
     assert_is_trained(run)
+    numbers = re.findall(r"Train Epoch: .* Data wait: ([\d.]+)% Ready: \d+ Origin: [\d.]+ \w?B/s", run.log)
+    assert len(numbers) == 2 * STEPS
+    assert all(0 <= float(share) <= 100 for share in numbers)
     assert_epochs_are_whole(run, shards)
     assert sorted(request.path for request in server.log) == [shard.name for shard in shards]
 

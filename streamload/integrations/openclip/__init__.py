@@ -29,6 +29,7 @@ from streamload.integrations.openclip.arguments import (
     told_by_flags,
 )
 from streamload.integrations.openclip.data import Batches, Data, training, validation
+from streamload.integrations.openclip.logs import report_in
 from streamload.integrations.openclip.naflex import refuse_other_transforms, text_options
 from streamload.loader import Cache, Images
 from streamload.transforms import kernel
@@ -106,8 +107,14 @@ def install(
 
     for place, name, is_legacy in seams:
         setattr(place, name, stand_in(getattr(place, name), is_legacy))
+    main_module, train_module = (_module_beside(module, name) for name in ("main", "train"))
+    restore: Callable[[], None] | None = None
+    if main_module is not None and train_module is not None and hasattr(main_module, "train_one_epoch"):
+        restore = report_in(main_module, train_module)
 
     def uninstall() -> None:
+        if restore is not None:
+            restore()
         for place, name, original in originals:
             setattr(place, name, original)
 
