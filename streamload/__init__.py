@@ -16,6 +16,7 @@ from streamload.errors import (
     ClusterError,
     DataError,
     DatasetChanged,
+    DecisionsError,
     DecodeError,
     FeatureError,
     FeatureMismatch,
@@ -36,6 +37,7 @@ from streamload.errors import (
     OriginTimeout,
     OriginUnavailable,
     PlanError,
+    PolicyError,
     RankFailed,
     SampleError,
     ShardCut,
@@ -74,8 +76,10 @@ if TYPE_CHECKING:
     from streamload.shards.samples import Entry
     from streamload.steering import Decided, Policy, SourceSummary, Summary
     from streamload.steering.progress import Progress
+    from streamload.steering.replay import Replay
     from streamload.steering.schedule import Schedule
     from streamload.steering.target import Target
+
 
 __all__ = [
     "Alert",
@@ -91,6 +95,7 @@ __all__ = [
     "DataError",
     "DatasetChanged",
     "Decided",
+    "DecisionsError",
     "DecodeError",
     "Entry",
     "FeatureError",
@@ -118,8 +123,10 @@ __all__ = [
     "Patches",
     "PlanError",
     "Policy",
+    "PolicyError",
     "Progress",
     "RankFailed",
+    "Replay",
     "SampleError",
     "Schedule",
     "ShardCut",
@@ -150,30 +157,31 @@ __all__ = [
 
 _LATER = {
     "Alert": "streamload.metrics.alerts",
-    "Verdict": "streamload.metrics.verdict",
     "Batches": "streamload.loader",
-    "Workers": "streamload.loader",
-    "Shards": "streamload.loader",
-    "Order": "streamload.loader",
-    "Patches": "streamload.loader",
-    "Images": "streamload.loader",
     "Cache": "streamload.loader",
     "CacheLevel": "streamload.derived.module_cache",
-    "Features": "streamload.loader",
-    "Entry": "streamload.shards.samples",
-    "Loader": "streamload.loader",
-    "Snapshot": "streamload.metrics",
-    "Source": "streamload.loader",
-    "cache_info": "streamload.derived.module_cache",
-    "cache_module": "streamload.derived.module_cache",
-    "complexity": "streamload.batches.sample_weights",
     "Decided": "streamload.steering",
+    "Entry": "streamload.shards.samples",
+    "Features": "streamload.loader",
+    "Images": "streamload.loader",
+    "Loader": "streamload.loader",
+    "Order": "streamload.loader",
+    "Patches": "streamload.loader",
     "Policy": "streamload.steering",
     "Progress": "streamload.steering.progress",
+    "Replay": "streamload.steering.replay",
     "Schedule": "streamload.steering.schedule",
+    "Shards": "streamload.loader",
+    "Snapshot": "streamload.metrics",
+    "Source": "streamload.loader",
     "SourceSummary": "streamload.steering",
     "Summary": "streamload.steering",
     "Target": "streamload.steering.target",
+    "Verdict": "streamload.metrics.verdict",
+    "Workers": "streamload.loader",
+    "cache_info": "streamload.derived.module_cache",
+    "cache_module": "streamload.derived.module_cache",
+    "complexity": "streamload.batches.sample_weights",
     "gather_state": "streamload.loader",
     "make_loader": "streamload.loader",
 }

@@ -175,6 +175,14 @@ class PlanError(DataError):
     """A plan file can't be followed: it is forged, cut, of another version, or of other shards."""
 
 
+class DecisionsError(DataError):
+    """A log of decisions can't be followed: it was altered, is cut, or is of another run."""
+
+
+class PolicyError(StreamloadError, ValueError):
+    """A mixing policy raised an error, or its answer can't be used. All ranks raise it."""
+
+
 class FeatureError(StreamloadError, ValueError):
     """What a module computes can't be kept in a cache of rows, or a kept row can't be trusted."""
 
