@@ -98,6 +98,7 @@ class ControlBlock:
         self._wanted = SharedArray((1,), torch.float64)
         self._taken = SharedArray((1,), torch.int64)
         self._ends = SharedArray((writers, 2), torch.int64)
+        self._decided = SharedArray((1,), torch.int64)
         self._blocked = SharedArray((writers, _BLOCKED_BYTES), torch.uint8)
 
     @property
@@ -128,6 +129,15 @@ class ControlBlock:
         """Return whether a process found that this step, or an earlier one, isn't there."""
         ends = self._ends.array
         return bool(np.any((ends[:, 0] == generation) & (ends[:, 1] <= number)))
+
+    @property
+    def decided(self) -> int:
+        """The step of the run up to which decisions were made; their changes were written before."""
+        return int(self._decided.array[0])
+
+    @decided.setter
+    def decided(self, step: int) -> None:
+        self._decided.array[0] = step
 
     def want(self, now: bool) -> None:
         """Set whether the training loop is waiting for a batch."""

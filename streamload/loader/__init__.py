@@ -29,6 +29,9 @@ from streamload.loader.options import (
 )
 from streamload.loader.patches import Patches
 from streamload.loader.sources import Source, read_sources
+from streamload.steering import Policy, as_policy
+from streamload.steering.policy import PlainFunction
+from streamload.steering.replay import Replay
 from streamload.urls import Urls
 
 __all__ = [
@@ -88,6 +91,7 @@ def make_loader(
     cache: Cache = _CACHE,
     workers: Workers = _WORKERS,
     features: Mapping[str, torch.nn.Module | Features] | None = None,
+    mixing: Policy | PlainFunction | Replay | None = None,
     **unknown: NoReturn,
 ) -> Loader:
     """A loader of image-caption batches from tar shards, which are used while their bytes arrive.
@@ -140,6 +144,10 @@ def make_loader(
         workers: what worker processes run, and how they are started.
         features: what frozen modules return for each sample, computed once, by name: `{"vit": module}`, or
             Features for more. `module(batch)` is its result for a batch (docs/guides/compute-once.md).
+        mixing: who decides on the sources' weights during the run (docs/guides/mixing.md): Progress(…) or
+            another policy, from what `loader.report` was told; a function of a Summary that returns
+            {name: weight} or None, asked every 200 steps; Replay(path), the weights of an earlier run. None:
+            they stay as given, until `set_weights`.
         unknown: refused; the error names the group that has the argument, or what to use instead.
 
     Returns:
@@ -158,4 +166,6 @@ def make_loader(
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
     given["device"] = None if device is None else read_device(device)
     given["seed"] = whole_number("seed", seed)
+    if mixing is not None and not isinstance(mixing, Replay):
+        given["mixing"] = as_policy(mixing)
     return Loader(LoaderOptions(**given))

@@ -28,6 +28,7 @@ class BatchInfo:
         device: of its tensors.
         source_weights: of the rows of each source; None: 1.
         row_weights: float32[N], of each row; None: 1.
+        run_step: its number in the run; None: steps of the run aren't counted.
 
     Attributes:
         step: its number in the epoch, from 0.
@@ -36,6 +37,8 @@ class BatchInfo:
         shapes: of its tensors, padding included, by name.
         source_weights: the weight that rows have by their source; None: 1.
         row_weights: float32[N], the weight of each row by `sample_weight=`, in host memory; None: 1.
+        run_step: its number in the run, from 0; None without mixing= and Order(decisions=…, objective=…).
+        seat_bytes: as `seats` was given.
     """
 
     def __init__(
@@ -47,10 +50,12 @@ class BatchInfo:
         device: torch.device | None = None,
         source_weights: Sequence[float] | None = None,
         row_weights: npt.NDArray[np.float32] | None = None,
+        run_step: int | None = None,
     ):
         self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
         self.shapes, self.source_weights, self.row_weights = shapes or {}, source_weights, row_weights
-        self._yielded, self._seats, self._device = yielded, seats, device
+        self.run_step, self.seat_bytes = run_step, seats
+        self._yielded, self._device = yielded, device
 
     def __repr__(self) -> str:
         return f"<BatchInfo step {self.step}, {self.rows} rows, {self.tokens or self.shapes}>"
@@ -58,7 +63,7 @@ class BatchInfo:
     @property
     def seats(self) -> npt.NDArray[np.int32]:
         """The source of each row, in host memory: int32[N]."""
-        return np.frombuffer(self._seats, SEAT) if self._seats else np.zeros(self.rows, SEAT)
+        return np.frombuffer(self.seat_bytes, SEAT) if self.seat_bytes else np.zeros(self.rows, SEAT)
 
     @cached_property
     def source(self) -> torch.Tensor:

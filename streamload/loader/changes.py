@@ -11,6 +11,7 @@ from typing import TypeVar
 from streamload.ipc import ControlBlock
 from streamload.loader.distributed import gather
 from streamload.loader.epoch import Epoch
+from streamload.loader.position import Weights
 from streamload.loader.schedule import Schedule
 from streamload.order.mixing import Change
 from streamload.order.steps import Resize
@@ -53,6 +54,13 @@ class Changes:
         schedule.tracker.change(agreed, position)
         self._send()
         return step
+
+    def apply(self, weights: Weights, steps: int) -> None:
+        """Set weights that all ranks agree on, from so many steps on, which no worker has begun."""
+        schedule = self._schedule
+        position = schedule.next_block(schedule.steps_from(self._now).begin(steps))
+        schedule.tracker.change(weights, position)
+        self._send()
 
     def set_batch_size(self, rows: int) -> int:
         """See Loader.set_batch_size."""

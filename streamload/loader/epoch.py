@@ -44,6 +44,10 @@ class Owner(Protocol):
         """Count the time since `since` as data wait."""
         ...
 
+    def decide(self) -> None:
+        """Decide on the sources' weights, if that is due before the next batch."""
+        ...
+
     def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
         """Advance the state by a batch; returns it in its output form, or None if it has no samples."""
         ...
@@ -164,6 +168,7 @@ class Epoch:
             self._monitor.check()
         if self._count == 0 and self._accelerate is not None:
             self._accelerate.start()
+        self._loader.decide()
         while True:
             since = self._started if self._count == 0 else time.monotonic()
             with self._loader.waiting(since):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import textwrap
 from collections.abc import Mapping
@@ -143,6 +144,10 @@ class Order:
             "1::2.5". A part's weight is its factor times its samples, by sizes.json, or times its shards if
             these are unknown.
         rank, world_size: of this process. None: from torch.distributed, torchrun, Slurm or MPI.
+        decisions: a file to which each change of the sources' weights is written, on rank 0. A resumed run
+            continues it; mixing=Replay(file) gives the run's batches again.
+        objective: the sources' weights in the loss, by name (others keep their own), while those of sampling
+            change: `loader.info.weight` of a row is the ratio of both. None: 1 for each row.
 
     Raises:
         OptionError: a value that can't be used.
@@ -154,6 +159,8 @@ class Order:
     upsampling_factors: Factors | None = None
     rank: int | None = None
     world_size: int | None = None
+    decisions: str | os.PathLike[str] | None = None
+    objective: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         at_least(1, lanes=self.lanes, groups=self.groups, world_size=self.world_size)

@@ -32,7 +32,9 @@ from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
 from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
-from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, to_state
+from streamload.loader.signals import ALIGNMENT, LOSS, Rows
+from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, steering_in, to_state
+from streamload.loader.steering import Steering
 from streamload.loader.trace import Trace
 from streamload.loader.worker_config import assembly_of, counted_samples
 from streamload.metrics import Counters, Snapshot, total
@@ -66,6 +68,7 @@ class Loader(Exports, DataLoaderInterface):
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
         self._outputs = Outputs(options, self._schedule)
+        self._steering = Steering(options, self._schedule)
         self._trace: Trace | None = None  # while one runs
         self._on_alert: list[OnAlert] = []
         self.meter: Meter
@@ -183,7 +186,7 @@ class Loader(Exports, DataLoaderInterface):
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
         counts = {BAD_SAMPLES: self._checks.counts(), BAD_SHARDS: self._shard_checks.counts()}
-        return self._schedule.state(counts)
+        return self._schedule.state(counts, self._steering.state())
 
     def load_state_dict(
         self,
@@ -207,6 +210,7 @@ class Loader(Exports, DataLoaderInterface):
         """
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
+        self._steering.load(steering_in(state))
         counts = counts_in(state)
         self._checks.restore(counts[BAD_SAMPLES])
         self._shard_checks.restore(counts[BAD_SHARDS])
@@ -227,7 +231,10 @@ class Loader(Exports, DataLoaderInterface):
         Raises:
             OptionError: an unknown source, a negative weight, or all weights are zero.
         """
-        return Changes(self._schedule, self._control, self._current_epoch()).set_weights(weights)
+        self._steering.refuse_weights()
+        step = Changes(self._schedule, self._control, self._current_epoch()).set_weights(weights)
+        self._steering.record_weights()
+        return step
 
     def set_batch_size(self, rows: int) -> int:
         """Change the samples of each rank's batch, from the first step that no worker can have started.
@@ -318,6 +325,43 @@ class Loader(Exports, DataLoaderInterface):
         """
         return self._outputs.info_of(batch)
 
+    def report(
+        self, loss: Any = None, alignment: Any = None, *, rows: Rows | None = None, batch: Any = None
+    ) -> None:
+        """Report what the training found for rows of a batch, for the policy given as mixing=.
+
+        Costs one copy on the values' device, and never waits for it. Ranks may report at other times than
+        others, other rows, or nothing. Values that aren't finite are counted and left out. Without mixing=
+        this does nothing.
+
+        Args:
+            loss: float[N], a loss for each row before its weight, on any device; or one number for all rows.
+            alignment: the same for how well image and text fit, such as the cosine of their embeddings.
+            rows: which rows of the batch these are: a slice such as a part's `rows`, numbers, or bool[N].
+                None: all.
+            batch: as this loader yielded it, or its info; None: the last one.
+
+        Raises:
+            OptionError: not one number for each of the rows; another batch.
+        """
+        info = self.info if batch is None else batch
+        if not isinstance(info, BatchInfo):
+            info = self.info_of(batch)
+        self._steering.report({LOSS: loss, ALIGNMENT: alignment}, info, rows)
+
+    def report_eval(self, values: Mapping[str, Any]) -> None:
+        """Report a loss on held-out data of each source, for the policy given as mixing=.
+
+        Until the next decision the last one counts; of several ranks' values their mean.
+
+        Args:
+            values: by the sources' names, numbers or tensors of one; a source may be missing.
+
+        Raises:
+            OptionError: an unknown source.
+        """
+        self._steering.report_eval(values)
+
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
         names = [source.name for source in self.options.sources]
@@ -407,6 +451,7 @@ class Loader(Exports, DataLoaderInterface):
         self.meter.took(batch, waited_ns)
         if batch.blocked:
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
+        steered = self._steering.advance(batch)
         self._schedule.tracker.advance(batch.stop, batch.groups)
         self._step += 1
         if self._trace is not None and self._trace.took():
@@ -419,7 +464,11 @@ class Loader(Exports, DataLoaderInterface):
         self._counts.add("samples_yielded", batch.samples)
         self._control.by_source[0, :, 0] += batch.source_samples
         features = {} if self._pool is None else take_features(values, self._pool.features, self._counts)
-        return self._outputs.form(batch, values, features, self._step)
+        return self._outputs.form(batch, values, features, self._step, steered)
+
+    def decide(self) -> None:
+        """Decide on the sources' weights, if that is due before the next batch."""
+        self._steering.decide(self._control, self._current_epoch())
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted."""
@@ -474,6 +523,7 @@ class Loader(Exports, DataLoaderInterface):
             resizes=() if position.sizes is None else position.sizes.resizes,
             blocks_from=position.blocks_from,
             table_from=(position.epoch, position.position - position.start),
+            decisions=self._steering.start_epoch(position, self._control),
         )
         nothing_ready(self._counts)  # before any worker starts on this epoch
         self._control.take(0)
@@ -542,4 +592,6 @@ def gather_state(loader: Loader) -> dict[str, Any]:
             f"the ranks are not at the same step: by rank, {positions[:16]} samples were yielded. Call "
             f"gather_state() on all of them after the same step"
         )
-    return to_state(*from_state(states), counts_in(states))
+    steering = steering_in(states)
+    collapsed = {} if steering is None else steering.collapsed().to_json()
+    return to_state(*from_state(states), counts_in(states), collapsed)

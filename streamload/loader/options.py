@@ -25,6 +25,8 @@ from streamload.options import Settings, options, read_settings
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import StepTable
 from streamload.shards.facts import BUILT_IN, TOKENS, Column
+from streamload.steering import Policy
+from streamload.steering.replay import Replay
 from streamload.transforms.compile import compile_transform, patch_plan_or_given
 from streamload.transforms.patches import GivenPatches
 from streamload.transforms.plan import NotRecognised, PatchPlan, clip_patch_plan
@@ -92,6 +94,7 @@ class LoaderOptions:
     workers: Workers
     features: Mapping[str, Features]
     columns: Mapping[str, Column]
+    mixing: Policy | Replay | None
     repeat: Repeat | None
 
     def __post_init__(self) -> None:
@@ -182,6 +185,7 @@ class LoaderOptions:
             )
         if self.step_table is not None and (self.num_samples is not None or self.order.endless):
             raise OptionError("Patches(steps=…) says what an epoch has: leave out num_samples= and endless=")
+        self._refuse_unusable_mixing()
         if self.order.endless and (sized or not self.train):
             raise OptionError("endless= is for training, without num_samples= and num_batches=")
         if self.repeat is not None and not self.train:
@@ -192,6 +196,19 @@ class LoaderOptions:
             )
         if self.order.groups is not None and not self.train:
             raise OptionError("groups= is for training: in an evaluation each rank has a group of its own")
+
+    def _refuse_unusable_mixing(self) -> None:
+        """Refuse what changes or weighs sources where there is no training, or nothing to write."""
+        order = self.order
+        for name, value in {
+            "mixing": self.mixing,
+            "decisions": order.decisions,
+            "objective": order.objective,
+        }.items():
+            if value is not None and not self.train:
+                raise OptionError(f"{name}= is for training: an evaluation yields each sample once")
+        if isinstance(self.mixing, Replay) and order.decisions is not None:
+            raise OptionError(f"decisions= has nothing to write: {self.mixing!r} has all decisions")
 
     def _refuse_unusable_features(self) -> None:
         """Refuse features of what batches don't have, or in batches without names."""

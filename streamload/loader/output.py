@@ -18,6 +18,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.part_size import DeviceMemory, PartSizer
 from streamload.loader.row_weights import Weights, weights_of
 from streamload.loader.schedule import Schedule
+from streamload.loader.steering import Steered
 from streamload.transforms.patches import NAMES
 from streamload.worker import Batch
 
@@ -51,7 +52,12 @@ class Outputs:
         self._parts: Microbatches | None = None  # of the last step
 
     def form(
-        self, batch: Batch, values: dict[str, Any], features: Mapping[str, FeatureRows], step: int
+        self,
+        batch: Batch,
+        values: dict[str, Any],
+        features: Mapping[str, FeatureRows],
+        step: int,
+        steered: Steered,
     ) -> Any:
         """Give a batch its form, which `microbatches` knows from then on.
 
@@ -60,6 +66,7 @@ class Outputs:
             values: its values on the device.
             features: its rows of features, by name.
             step: its number in the epoch.
+            steered: its number in the run, and the weights of its rows.
         """
         keys = values.get("__key__", ())
         extra = {name: values.pop(name) for name in _ORIGINS if name in values}
@@ -73,7 +80,16 @@ class Outputs:
         if widths is not None and self._options.output == "hf":
             widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
         yielded = Yielded(step, batch.samples, names, widths, keys)
-        self.last = BatchInfo(yielded, self._sources, batch.seats, shapes, device, row_weights=weights)
+        self.last = BatchInfo(
+            yielded,
+            self._sources,
+            batch.seats,
+            shapes,
+            device,
+            steered.source_weights,
+            weights,
+            steered.run_step,
+        )
         if weights is not None:
             values["weight"] = self.last.weight
         output = self._shaped(values, features, extra if self._options.with_keys else {})

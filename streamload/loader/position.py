@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from streamload.errors import StateMismatch
 from streamload.order.mixing import Change, in_effect
 from streamload.order.steps import Resize
+from streamload.steering.replay import Recorded, changes_of
 from streamload.worker.messages import GroupState
 
 
@@ -72,7 +73,9 @@ class Position:
 
     def after(self, position: int, groups: Mapping[int, GroupState]) -> Position:
         """The position after a step that ends at `position`."""
-        changes, sizes = tuple(in_effect(self.changes, position)), self.sizes
+        changes, sizes = self.changes, self.sizes
+        if len(changes) > 1 and changes[1].position <= position:
+            changes = tuple(in_effect(changes, position))
         if sizes is not None:
             sizes = Sizes(sizes.base, tuple(in_effect(sizes.resizes, position)), sizes.step + 1)
         return replace(self, position=position, groups=groups, changes=changes, sizes=sizes)
@@ -131,12 +134,15 @@ class EpochTracker:
         epoch: the next epoch.
         weights: of the sources, as set last; None before the first epoch.
         sizes: of steps, the last one as set last; None: as the options say.
+        replayed: gives the changes of weights from a position of a sequence on, instead of `weights`; None:
+            no log is replayed.
     """
 
     def __init__(self, epochs_continue: bool):
         self.epoch = 0
         self.weights: Weights | None = None
         self.sizes: Sizes | None = None
+        self.replayed: Callable[[int, int], list[Recorded]] | None = None
         self._epochs_continue = epochs_continue
         self._current: Position | None = None
         self._is_fresh = False  # no batch was yielded since the position was loaded, or its epoch started
@@ -151,6 +157,26 @@ class EpochTracker:
 
     def next(self) -> Position:
         """The start of the next epoch: that of the current one if it yielded no batch, after it, or anew."""
+        found = self._next()
+        if self.replayed is None:
+            return found
+        recorded = self.replayed(found.sequence, found.position)
+        return replace(found, changes=changes_of(recorded), weights=recorded[0].weights)
+
+    def saved(self) -> Position:
+        """The position for a state: that of `now`, without what a replayed log has for later."""
+        now = self.now()
+        if self.replayed is None:
+            return now
+        in_effect_now = self.replayed(now.sequence, now.position)[:1]
+        return replace(now, changes=changes_of(in_effect_now), weights=in_effect_now[0].weights)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Of the sources in the next step."""
+        return self.now().changes[0].shares
+
+    def _next(self) -> Position:
         last = self._current
         if last is not None and self._is_fresh and self.epoch == last.epoch:
             return last

@@ -6,6 +6,7 @@ initialised in between, and sizes.json files may have to be read.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -260,12 +261,41 @@ class Schedule:
         given = tuple((weights | dict(changed)).values())
         return Weights(given, shares_of(given, [source.floor for source in sources]))
 
+    def passes(self, place: int, samples: float) -> float | None:
+        """How often a source was read, by samples that were taken of it; None if its size is unknown.
+
+        Its size is known from a sizes.json. Without one, only whole passes of this node's first group count.
+        """
+        sizes = self._read_sizes()[place]
+        if sizes is not None:
+            return samples / max(1, sum(sizes))
+        group = next(iter(self.tracker.now().groups.values()), None)
+        passes = 0 if group is None else group.sources[place].cursor.pass_
+        return float(passes) if passes else None
+
+    def identity(self) -> dict[str, Any]:
+        """What the samples of each step depend on, apart from the changes of a run; JSON-able."""
+        order = self.order
+        identity = {
+            "data": order.data,
+            "choice": order.choice,
+            "seed": order.seed,
+            "groups": order.groups,
+            "sources": order.sources,
+            "opens_after": order.opens_after,
+            "blocks": order.blocks,
+            "batch": self.split().batch,
+        }
+        found: dict[str, Any] = json.loads(json.dumps(identity))
+        return found
+
     # States.
 
-    def state(self, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """The state of this rank, with what it has counted."""
+    def state(self, counts: Mapping[str, Sequence[int]], steering: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of this rank, with what it has counted, and its decisions."""
         order = replace(self.order, sizes=self._groups_cut_by)  # settled first: the position may follow
-        return to_state(order, replace(self.tracker.now(), mean_weight=self.mean_weight), counts)
+        position = replace(self.tracker.saved(), mean_weight=self.mean_weight)
+        return to_state(order, position, counts, steering)
 
     def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], moved: Mapping[str, str]) -> None:
         """Resume from a state.

@@ -13,6 +13,7 @@ from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest
 from streamload.loader.position import MeanWeight, Position, Sizes
+from streamload.loader.steering_state import REPORTS, SteeringState
 from streamload.order.group import most_skipped
 from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
@@ -33,7 +34,12 @@ _PARSE_ERRORS = (
 _MOST = 1 << 62
 
 
-def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def to_state(
+    order: OrderSpec,
+    position: Position,
+    counts: Mapping[str, Sequence[int]],
+    steering: Mapping[str, Any],
+) -> dict[str, Any]:
     """A state: JSON-able; its size doesn't depend on that of the data set."""
     state = {
         "streamload_state": FORMAT,
@@ -64,6 +70,7 @@ def to_state(order: OrderSpec, position: Position, counts: Mapping[str, Sequence
         **({} if position.mean_weight is None else {"mean_weight": list(position.mean_weight)}),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items()},
+        **steering,
     }
     return {**state, "checksum": _checksum(state)}
 
@@ -109,6 +116,16 @@ def counts_in(state: Any) -> dict[str, list[int]]:
         if len(found[name]) != count:
             raise StateMismatch(f"not a valid state of a loader: {len(found[name])} numbers as {name}")
     return found
+
+
+def steering_in(state: Any) -> SteeringState | None:
+    """What a state, or a list of the ranks' states after one step, has of decisions; None: nothing.
+
+    Raises:
+        StateMismatch: it is damaged.
+    """
+    merged = state if isinstance(state, Mapping) else _merged(state)
+    return SteeringState.from_json(merged, len(merged["sources"]))
 
 
 def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: set[int]) -> None:
@@ -210,13 +227,17 @@ def _check_intact(state: Any) -> None:
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of several ranks."""
     merged = {**states[0], "at": {}}
+    if REPORTS in merged:
+        merged[REPORTS] = {}
     for one in states:
-        compared = merged.keys() - {"at", "checksum", *_COUNTS}
+        compared = merged.keys() - {"at", "checksum", REPORTS, *_COUNTS}
         if other := sorted(name for name in compared if one.get(name) != merged[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
             )
         merged["at"] = {**one["at"], **merged["at"]}
+        if REPORTS in merged:
+            merged[REPORTS] |= one[REPORTS]
     return merged
 
 

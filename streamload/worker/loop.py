@@ -12,6 +12,7 @@ import gc
 import itertools
 import multiprocessing.util
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,6 +60,8 @@ from streamload.worker.sampler import Sampler, Step
 from streamload.worker.spans import Spans
 from streamload.worker.stages import Stages
 
+_POLL_SECONDS = 0.002
+"""Between two looks at whether a decision was made."""
 _READ_AHEAD_BYTES = 16 << 20
 """About the most bytes of a batch's samples that are read in advance."""
 
@@ -155,6 +158,8 @@ class WorkerLoop:
             for number in itertools.count(self._worker, self._workers or 1):
                 if self._control.order.generation != start.generation:
                     return
+                if steps is None or number < steps:
+                    self._wait_for_decision(start.decision_before(number))
                 if changes_generation != self._control.changes.generation:
                     latest = Changed.from_json(self._control.changes.read())
                     steps, changes_generation = latest.steps, latest.generation
@@ -204,6 +209,16 @@ class WorkerLoop:
     def close(self) -> None:
         """Stop the fills and close the tier. Idempotent."""
         self._reader.close()
+
+    def _wait_for_decision(self, step: int) -> None:
+        """Wait until the decision at a step of the run was made.
+
+        Raises:
+            Superseded: the rank has started another epoch, or has died.
+        """
+        while self._control.decided < step:
+            self._reader.stop_if_superseded()
+            time.sleep(_POLL_SECONDS)
 
     def _check_end(self, number: int, start: EpochStart) -> None:
         """Raise if the sequence should not have ended before this step.

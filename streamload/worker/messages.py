@@ -289,8 +289,20 @@ class EpochStart(NamedTuple):
     """The position at which the blocks of bucketing begin."""
     table_from: tuple[int, int] = (0, 0)
     """With a table of steps: the epoch in the training loop, and its samples before the first step."""
+    decisions: tuple[int, int, int] = (0, 0, 0)
+    """Steps of the run before the first; weights are decided at each step that the second divides (0: never),
+    and count so many steps later."""
     generation: int = 0
     """The generation of this start in the control block."""
+
+    def decision_before(self, number: int) -> int:
+        """The step of the run at which the last decision was made that a step may depend on; 0: none.
+
+        Args:
+            number: of the step, from 0 at this start.
+        """
+        steps, every, delay = self.decisions
+        return max(0, steps + number - delay) // every * every if every else 0
 
     def steps_of(self, config: WorkerConfig) -> Steps:
         """The steps from the first one on."""
@@ -314,6 +326,7 @@ class EpochStart(NamedTuple):
             "resizes": self.resizes,
             "blocks_from": self.blocks_from,
             "table_from": self.table_from,
+            "decisions": self.decisions,
         }
 
     @classmethod

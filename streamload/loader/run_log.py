@@ -1,0 +1,104 @@
+"""The log of decisions as a run writes it: opened with the first epoch, continued by a resumed run (step K).
+
+All ranks follow it, so that the place in it is part of every state; rank 0 writes the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from streamload.errors import OptionError
+from streamload.loader.distributed import gather
+from streamload.loader.position import Position
+from streamload.loader.schedule import Schedule
+from streamload.loader.steering_state import LogState
+from streamload.steering.decisions import SEQUENCE, WEIGHTS, DecisionLog
+
+
+class RunLog:
+    """The log of one loader.
+
+    Args:
+        path: of its file.
+        schedule: of the loader's epochs.
+        by: the policy, for whoever reads the file; JSON-able.
+        state: the place at which a resumed run continues; None: the log begins with this run.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        schedule: Schedule,
+        by: Mapping[str, Any],
+        state: LogState | None,
+    ):
+        self._path, self._schedule, self._by = Path(path), schedule, by
+        self._state = state
+        self._log: DecisionLog | None = None  # until the first epoch
+
+    @property
+    def state(self) -> LogState | None:
+        """The place after the last line; None before the first epoch of a new log."""
+        if self._log is None or self._state is None:
+            return self._state
+        return self._state._replace(place=self._log.place)
+
+    def begin_epoch(self, position: Position, step: int) -> None:
+        """Open the log at the first epoch; note that a sequence begins, if this isn't the last one's.
+
+        Args:
+            position: at which the epoch begins.
+            step: of the run.
+
+        Raises:
+            OptionError: the file can't be written; on all ranks that torch.distributed joins.
+        """
+        since = {
+            "step": step,
+            "epoch": position.epoch,
+            "sequence": position.sequence,
+            "position": position.position,
+            "changes": [[change.position, list(change.shares)] for change in position.changes],
+            "weights": list(position.weights),
+        }
+        if self._log is None:
+            self._log = self._opened(since)
+        if self._state is None:
+            self._state = LogState(self._log.place, position.sequence)
+        elif self._state.sequence != position.sequence:
+            self._log.add(SEQUENCE, since)
+            self._state = self._state._replace(sequence=position.sequence)
+
+    def record(self, step: int, weights: Any, shares: Any, told: Mapping[str, Any]) -> None:
+        """Append weights as they were set or decided, None: not changed.
+
+        Not before the first epoch, nor between two sequences: the line at which one begins has its weights.
+        """
+        now = self._schedule.tracker.now()
+        if self._log is None or self._state is None or now.sequence != self._state.sequence:
+            return
+        line = {
+            "step": step,
+            "epoch": now.epoch,
+            "sequence": now.sequence,
+            "position": now.position if shares is None else now.changes[-1].position,
+            "weights": weights,
+            "shares": shares,
+        }
+        self._log.add(WEIGHTS, {**line, **told})
+
+    def _opened(self, since: Mapping[str, Any]) -> DecisionLog:
+        topology, error = self._schedule.topology, ""
+        run = {"order": self._schedule.identity(), **self._by}
+        log = DecisionLog(self._path if topology.rank == 0 else None, run)
+        try:
+            log.begin(None if self._state is None else self._state.place, since)
+        except OptionError as exc:
+            error = str(exc)
+        for message in gather(error, topology.world_size):
+            if message:
+                raise OptionError(message)
+        return log

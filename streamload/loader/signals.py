@@ -1,0 +1,257 @@
+"""What the training reports of rows, summed by source on the device where it lies; read at decisions only.
+
+A report costs one copy into a buffer of its device. When that is full, and when the sums are read, all that
+it holds is summed at once. Nothing but `read` waits for the device.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamload.errors import OptionError
+from streamload.loader.batch_info import BatchInfo
+from streamload.steering import Signal
+from streamload.steering.summary import PARTS
+
+Rows = slice | Sequence[int] | npt.NDArray[Any] | torch.Tensor
+"""Some rows of a batch: a slice, their numbers, or bool[N]."""
+_BUFFER_VALUES = {"cpu": 1 << 13}
+"""Values that are summed at once: what a processor's cache holds. On other devices, so many that their calls
+take no time."""
+_DEVICE_VALUES = 1 << 16
+_TOTAL_GRID, _SQUARES_GRID = 2.0**26, 2.0**20
+"""Values and their squares are rounded to one part in this, so that sums are exact and don't depend on their
+order, as long as they are below 2^27 and 2^33."""
+_COUNT, _TOTAL, _SQUARES, _BAD = range(4)
+LOSS, ALIGNMENT = 0, PARTS
+"""The first lines of the sums: of losses one for each part of an interval, of alignments one."""
+
+Sums = npt.NDArray[np.float64]
+"""float64[PARTS + 1, sources, 4]: the number of finite values, their sum, that of their squares; how many
+values were not finite."""
+
+
+class Reports:
+    """What was reported on this rank since the last decision.
+
+    Args:
+        sources: their number.
+
+    Attributes:
+        evaluations: by the sources' indexes, what was reported last.
+    """
+
+    def __init__(self, sources: int):
+        self.evaluations: dict[int, float | torch.Tensor] = {}
+        self._sources = sources
+        self._sums = empty_sums(sources)
+        self._buffers: dict[torch.device, _Buffer] = {}
+
+    def add(self, line: int, values: Any, info: BatchInfo, rows: Rows | None) -> None:
+        """Add values of rows of a batch.
+
+        Args:
+            line: of the sums: LOSS + the part of the interval, or ALIGNMENT.
+            values: of each of these rows, on any device; or a single one, of all of them.
+            info: of the batch.
+            rows: of it; None: all.
+
+        Raises:
+            OptionError: they aren't as many numbers as rows.
+        """
+        if not isinstance(values, torch.Tensor):
+            values = torch.as_tensor(values, dtype=torch.float32)
+        seats = info.seat_bytes if rows is None else _seats(info, rows, values)
+        count = info.rows if rows is None else len(seats)
+        shape = values.shape
+        if len(shape) > 1 and values.numel() == count:
+            values, shape = values.reshape(-1), (count,)
+        if len(shape) > 1 or (shape and shape[0] != count) or values.is_complex():
+            raise OptionError(
+                f"report() takes one number for each of the {count} rows, or one for all of them, not "
+                f"{values.dtype} {list(shape)}: give rows= if these are of some rows of the batch only"
+            )
+        buffer = self._buffers.get(values.device)
+        if buffer is None:
+            buffer = self._buffers[values.device] = _Buffer(values.device, (PARTS + 1) * self._sources)
+        buffer.add(values.detach(), count, line * self._sources, seats)
+
+    def read(self) -> Sums:
+        """The sums so far. Waits for the devices on which something was reported since the last time."""
+        for buffer in self._buffers.values():
+            self._sums += buffer.read().reshape(self._sums.shape)
+        return self._sums
+
+    def read_evaluations(self) -> dict[str, float]:
+        """What was reported of each source, by its index; values that aren't finite are left out."""
+        found = {str(source): float(value) for source, value in self.evaluations.items()}
+        return {source: value for source, value in found.items() if np.isfinite(value)}
+
+    def clear(self) -> None:
+        """Begin anew; what was reported is in sums that were read."""
+        self.evaluations.clear()
+        self._sums = empty_sums(self._sources)
+
+
+class _Buffer:
+    """The reports on one device that aren't summed yet, and the sums of those that are.
+
+    Args:
+        device: where.
+        lines: of the sums.
+    """
+
+    def __init__(self, device: torch.device, lines: int):
+        self._device, self._used = device, 0
+        self._pending: list[tuple[int, int, int, bytes | npt.NDArray[np.int32] | torch.Tensor]] = []
+        self._is_summed = False
+        # MPS has no float64: there, sums are not exact.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        with torch.inference_mode(False):  # a tensor of inference mode can't be written outside of it
+            self._size = _BUFFER_VALUES.get(device.type, _DEVICE_VALUES)
+            self._values = torch.empty(self._size, dtype=torch.float32, device=device)
+            self._sums = torch.zeros((4, lines), dtype=dtype, device=device)
+
+    def add(self, values: torch.Tensor, count: int, first: int, seats: Any) -> None:
+        if self._used + count > self._size:
+            self._sum_up()
+            if count > self._size:
+                self._size = count
+                with torch.inference_mode(False):
+                    self._values = torch.empty(count, dtype=torch.float32, device=self._device)
+        start, self._used = self._used, self._used + count
+        self._values[start : self._used].copy_(values)
+        self._pending.append((start, self._used, first, seats))
+
+    def read(self) -> Sums:
+        """The sums since the last time."""
+        self._sum_up()
+        if not self._is_summed:
+            return np.zeros(tuple(self._sums.T.shape))
+        sums: Sums = self._sums.cpu().numpy().T.astype(np.float64)
+        self._sums.zero_()
+        self._is_summed = False
+        sums[:, _TOTAL] /= _TOTAL_GRID
+        sums[:, _SQUARES] /= _SQUARES_GRID
+        return sums
+
+    def _sum_up(self) -> None:
+        """Add the pending reports to the sums; starts work on the device without waiting for it."""
+        if not self._pending:
+            return
+        lines = np.empty(self._used, np.int64)
+        for start, stop, first, seats in self._pending:
+            if isinstance(seats, torch.Tensor):
+                continue
+            own = np.frombuffer(seats, np.int32) if isinstance(seats, bytes) else seats
+            lines[start:stop] = own if len(own) else 0
+            lines[start:stop] += first
+        with torch.no_grad():
+            places = _to(torch.from_numpy(lines), self._device)
+            for start, stop, first, seats in self._pending:
+                if isinstance(seats, torch.Tensor):
+                    places[start:stop] = seats + first
+            values = self._values[: self._used].to(self._sums.dtype)
+            is_finite = values - values == 0
+            values = torch.where(is_finite, values, 0.0)
+            counts = is_finite.to(values.dtype)
+            totals, squares = (values * _TOTAL_GRID).round_(), (values * values).mul_(_SQUARES_GRID).round_()
+            columns = [counts, totals, squares, 1 - counts]
+            self._sums.index_add_(1, places, torch.stack(columns))
+        self._used, self._is_summed = 0, True
+        self._pending.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What one rank reported, as it travels to rank 0, and as it stands in a state.
+
+    Attributes:
+        sums: of the values by source.
+        evaluations: by the sources' indexes.
+    """
+
+    sums: Sums
+    evaluations: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able values; the sums to the bit."""
+        return {
+            "sums": base64.b64encode(self.sums.astype("<f8").tobytes()).decode() if self.sums.any() else "",
+            "evaluations": dict(sorted(self.evaluations.items())),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], sources: int) -> Reported:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: it is of another number of sources, or something else.
+        """
+        shape = empty_sums(sources).shape
+        sums = np.frombuffer(base64.b64decode(value["sums"], validate=True), "<f8")
+        if not value["sums"]:
+            sums = np.zeros(int(np.prod(shape)))
+        if sums.size != np.prod(shape) or not np.isfinite(sums).all():
+            raise ValueError(f"not the sums of {sources} sources")
+        evaluations = {str(int(source)): float(number) for source, number in value["evaluations"].items()}
+        if any(not 0 <= int(source) < sources for source in evaluations):
+            raise ValueError(f"evaluations of other sources than {sources}")
+        return cls(sums.reshape(shape).astype(np.float64), evaluations)
+
+
+def merged(reported: Sequence[Reported], sources: int) -> Reported:
+    """The sums of several ranks; of their evaluations the mean."""
+    sums = empty_sums(sources)
+    evaluations: dict[str, list[float]] = {}
+    for one in reported:
+        sums = sums + one.sums
+        for source, value in one.evaluations.items():
+            evaluations.setdefault(source, []).append(value)
+    return Reported(
+        sums, {source: sum(values) / len(values) for source, values in sorted(evaluations.items())}
+    )
+
+
+def empty_sums(sources: int) -> Sums:
+    """The sums of nothing."""
+    return np.zeros((PARTS + 1, sources, 4))
+
+
+def signal_of(sums: Sums, line: int, source: int) -> Signal:
+    """What was reported of a source in one line of the sums."""
+    return Signal(*sums[line, source, :_BAD].tolist())
+
+
+def bad_of(sums: Sums, source: int) -> int:
+    """How many values of a source were not finite."""
+    return int(sums[:, source, _BAD].sum())
+
+
+def _seats(info: BatchInfo, rows: Rows, values: torch.Tensor) -> npt.NDArray[np.int32] | torch.Tensor:
+    """The sources of some rows; on the device if the rows' numbers are there, without reading them."""
+    if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
+        if rows.dtype == torch.bool:  # as many as there are values, in their order
+            rows = (~rows).to(torch.uint8).argsort(stable=True)[: max(1, values.numel())]
+        return info.source.to(rows.device, non_blocking=True)[rows]
+    if not isinstance(rows, slice):
+        rows = np.asarray(rows)
+    try:
+        found: npt.NDArray[np.int32] = info.seats[rows]
+    except IndexError as exc:
+        raise OptionError(f"report(rows=…) of a batch of {info.rows} rows: {exc}") from None
+    return found
+
+
+def _to(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device, for which the processor doesn't wait."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
