@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from streamload.cache.forecast import Measure
@@ -275,18 +275,9 @@ class Schedule:
 
     def identity(self) -> dict[str, Any]:
         """What the samples of each step depend on, apart from the changes of a run; JSON-able."""
-        order = self.order
-        identity = {
-            "data": order.data,
-            "choice": order.choice,
-            "seed": order.seed,
-            "groups": order.groups,
-            "sources": order.sources,
-            "opens_after": order.opens_after,
-            "blocks": order.blocks,
-            "batch": self.split().batch,
-        }
-        found: dict[str, Any] = json.loads(json.dumps(identity))
+        others = ("shards", "sizes", "fitted")
+        order = {name: value for name, value in asdict(self.order).items() if name not in others}
+        found: dict[str, Any] = json.loads(json.dumps({**order, "batch": self.split().batch}))
         return found
 
     # States.
