@@ -1,10 +1,13 @@
 """Captions cut to the longest of their batch: the ids that a tokenizer's own padding="longest" has."""
 
 import copy
+import io
 import pickle
 
 import pytest
 import torch
+from PIL import Image
+from webdataset import TarWriter
 
 import streamload
 from streamload import Batches, OptionError, Shards
@@ -201,3 +204,121 @@ def test_batches_have_the_same_ids_in_fewer_columns(shards, tmp_path, workers, o
         widths.add(ids.shape[1])
     assert len(fixed) == 8
     assert max(widths) <= 10
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory):
+    """Shards whose captions have one to nine known words."""
+    directory = tmp_path_factory.mktemp("worded")
+    known = ("a", "cat", "two", "cats", "and", "very", "long", "dog", "dog")
+    for name in ("0", "1"):
+        with TarWriter(str(directory / f"{name}.tar")) as tar:
+            for place in range(16):
+                caption = " ".join(known[: 1 + (5 * place + int(name)) % 9])
+                tar.write({"__key__": f"{name}{place:02}", "png": png(place), "txt": caption})
+    return f"{directory}/{{0..1}}.tar"
+
+
+def png(place):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (place, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def captions_of(shards, place, tokenizer, padding="longest", **options):
+    batches = Batches(text_padding=padding, text_pad_multiple=1, **options)
+    with streamload.make_loader(
+        shards, tokenizer, batch_size=8, num_workers=0, output="hf", with_keys=True, cache_dir=place,
+        batches=batches,
+    ) as loader:  # fmt: skip
+        for batch in loader:
+            yield loader, batch
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("padding", ["longest", "max"])
+def test_labels_and_lengths_are_those_of_transformers_own_collator(captioned, tmp_path, side, padding):
+    from transformers import DataCollatorForLanguageModeling
+
+    tokenizer = of_transformers(model_max_length=12, padding_side=side)
+    plain = dict(zip(*keys_and_texts(captioned, tmp_path), strict=True))
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    columns = {"text_columns": ("labels", "length")}
+    widths = set()
+    for _, batch in captions_of(captioned, tmp_path, tokenizer, padding, **columns):
+        texts = [plain[key] for key in batch["__key__"]]
+        own = tokenizer(texts, truncation=True, return_length=True)
+        lengths = own.pop("length")
+        if padding == "max":
+            own = tokenizer(texts, padding="max_length", max_length=12)
+        expected = collate([dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)])
+        for name in ("input_ids", "attention_mask", "labels"):
+            assert batch[name].tolist() == expected[name].tolist()
+        assert batch["length"].tolist() == lengths
+        widths.add(batch["labels"].shape[1])
+    assert widths == ({12} if padding == "max" else widths - {12})
+
+
+def keys_and_texts(shards, place):
+    with streamload.make_loader(
+        shards, batch_size=32, num_workers=0, output="dict", with_keys=True, cache_dir=place
+    ) as loader:
+        (batch,) = loader
+    return batch["__key__"], batch["text"]
+
+
+def test_an_end_that_is_also_the_padding_stays_a_label(captioned, tmp_path):
+    tokenizer = of_transformers(model_max_length=12, eos_token="[PAD]")  # the collator would leave it out
+
+    def ended(captions):
+        return tokenizer(
+            [caption + "[PAD]" for caption in captions],
+            padding="max_length", max_length=12, return_tensors="pt",
+        )  # fmt: skip
+
+    ((_, batch), *_) = captions_of(captioned, tmp_path, ended, text_columns=["labels"])
+    lasts = batch["attention_mask"].sum(1, keepdim=True) - 1
+    assert not batch["labels"].gather(1, lasts).any()  # 0 is [PAD]
+    assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
+
+
+def test_a_language_model_trains_on_labels_by_parts_as_on_the_whole(captioned, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=10, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    model = GPT2LMHeadModel(config).eval()
+    tokenizer = of_transformers(model_max_length=12)
+    names = ("input_ids", "attention_mask", "labels")
+    found = captions_of(captioned, tmp_path, tokenizer, text_columns=["labels"], microbatch=3)
+    for loader, batch in found:
+        whole = model(**{name: batch[name] for name in names}).loss
+        kept = (batch["labels"][:, 1:] != -100).sum()
+        by_parts = 0.0
+        for part in loader.microbatches(batch):
+            assert part["labels"].shape == part["input_ids"].shape
+            loss = model(**{name: part[name] for name in names}).loss
+            own = (part["labels"][:, 1:] != -100).sum()
+            by_parts += (loss * own / kept).item() if own else 0.0
+        assert by_parts == pytest.approx(whole.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output": "dict"}, r"text_columns=\('labels',\) is for output=\"hf\""),
+        ({"shards": Shards(label_key="cls")}, "label_key= makes labels, too"),
+        ({"tokenizer": lambda captions: [[1, 2]] * len(captions)}, "nothing says for certain"),
+        ({"tokenizer": None, "shards": Shards(text_key=None)}, "is for ids: give a tokenizer"),
+        (
+            {"tokenizer": lambda captions: {**words(captions), "labels": [[0]] * len(captions)}},
+            "returned labels itself: leave it out",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_made_are_refused(options, message):
+    given = {"tokenizer": words, "output": "hf", "batches": Batches(text_columns=("labels",)), **options}
+    with pytest.raises(OptionError, match=message):
+        streamload.make_loader("a.tar", **given)
+    with pytest.raises(OptionError, match=r"text_columns='labels'; expected some of \['labels', 'length'\]"):
+        Batches(text_columns="labels")

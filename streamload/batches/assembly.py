@@ -371,7 +371,8 @@ class _CaptionedBatch:
             if padding is not None and padding.with_valid:
                 values["text_valid"] = texts.valid
             if self._modalities is None:  # else no part of the batch has the same rows of both
-                widths = widths_of(values, texts.valid, whole.shape[1], texts.columns())
+                valid = None if padding is None else texts.valid
+                widths = widths_of(values, valid, whole.shape[1], texts.columns())
         if assembly.label is not None:
             labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)

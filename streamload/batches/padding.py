@@ -189,9 +189,9 @@ def valid_ids(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tens
     if valid is None or valid.shape != ids.shape:
         name = getattr(tokenizer, "__name__", type(tokenizer).__name__)
         raise OptionError(
-            f'text_padding="longest": nothing says for certain which ids of tokenizer {name} are padding: '
-            f"return a dict of input_ids and attention_mask, both [N, L], or give it a pad_token_id that is "
-            f"no other token's"
+            f"nothing says for certain which ids of tokenizer {name} are padding, which "
+            f'text_padding="longest" and text_columns= need to know: return a dict of input_ids and '
+            f"attention_mask, both [N, L], or give it a pad_token_id that is no other token's"
         )
     return valid
 

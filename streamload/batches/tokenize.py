@@ -20,6 +20,7 @@ from streamload.batches.padding import (
     valid_ids,
 )
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
+from streamload.errors import OptionError
 from streamload.transforms.user import SeededGenerators
 
 CLIP_LENGTH = 77
@@ -28,6 +29,15 @@ _LONGEST = 1024
 
 _LONG_CAPTION = "a photograph of a dog " * 400
 """Of more tokens than any CLIP has room for: truncated, its row has no padding."""
+
+_IGNORED = -100
+"""The label of a token that a loss of transformers leaves out."""
+
+TEXT_COLUMNS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "labels": lambda ids, valid: ids.masked_fill(~valid, _IGNORED),
+    "length": lambda _, valid: valid.sum(1),
+}
+"""What is made of ids int64[N, L] and of what isn't padding, bool[N, L], as transformers names it."""
 
 
 class Texts(NamedTuple):
@@ -77,14 +87,18 @@ class BatchTokenizer:
     Args:
         tokenizer: returns the ids.
         finds_padding: whether texts come with `valid`.
+        columns: names of TEXT_COLUMNS that are made from ids and `valid`.
     """
 
-    def __init__(self, tokenizer: Callable[..., Any], finds_padding: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Callable[..., Any], finds_padding: bool = False, columns: Sequence[str] = ()
+    ) -> None:
         if finds_padding and _is_of_transformers(getattr(tokenizer, "tokenizer", None)):
             tokenizer = copy.copy(tokenizer)
             tokenizer.tokenizer = RecordingTokenizer(tokenizer.tokenizer)  # type: ignore[attr-defined]
         self._tokenizer = tokenizer
         self._finds_padding = finds_padding
+        self._columns = tuple(columns)
         self._options = _transformers_options(tokenizer, finds_padding)
         self._length: int | None = None
         self._padding: tuple[int, bool] | None = None  # its id, and whether captions end with it
@@ -182,7 +196,20 @@ class BatchTokenizer:
         valid = valid_ids(self._tokenizer, ids, others)
         if "attention_mask" not in getattr(self._tokenizer, "model_input_names", ["attention_mask"]):
             del others["attention_mask"]  # was asked for only to find the padding
-        return Texts(ids, others, valid)
+        return Texts(ids, others | self._added(ids, valid, others), valid)
+
+    def _added(
+        self, ids: torch.Tensor, valid: torch.Tensor, others: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The columns of TEXT_COLUMNS that are asked for.
+
+        Raises:
+            OptionError: the tokenizer returned one of that name.
+        """
+        for name in self._columns:
+            if name in others:
+                raise OptionError(f"{self._name} returned {name} itself: leave it out of text_columns=")
+        return {name: TEXT_COLUMNS[name](ids, valid) for name in self._columns}
 
     def _checked_rows(self, name: str, value: Any, count: int) -> torch.Tensor:
         """A value other than ids, checked: it has a row for each caption."""
@@ -227,7 +254,9 @@ class BatchTokenizer:
         return f"tokenizer {getattr(self._tokenizer, '__name__', type(self._tokenizer).__name__)}"
 
 
-def adapt_tokenizer(tokenizer: Any, finds_padding: bool = False) -> BatchTokenizer | None:
+def adapt_tokenizer(
+    tokenizer: Any, finds_padding: bool = False, columns: Sequence[str] = ()
+) -> BatchTokenizer | None:
     """Wrap a tokenizer. To be called before worker processes are forked (see BatchTokenizer).
 
     Args:
@@ -235,6 +264,7 @@ def adapt_tokenizer(tokenizer: Any, finds_padding: bool = False) -> BatchTokeniz
             tensor, array or lists; None for none. One of transformers pads and truncates to its
             `model_max_length`, or to 77 if that is unset or over 1024.
         finds_padding: whether texts say what is padding.
+        columns: names of TEXT_COLUMNS that texts have beside ids.
 
     Raises:
         TypeError: it isn't callable.
@@ -247,7 +277,7 @@ def adapt_tokenizer(tokenizer: Any, finds_padding: bool = False) -> BatchTokeniz
             f"a function from a list of str to ids [N, L], or None"
         )
     tokenizer = CachingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer
-    return BatchTokenizer(tokenizer, finds_padding)
+    return BatchTokenizer(tokenizer, finds_padding or bool(columns), columns)
 
 
 def _is_of_transformers(tokenizer: Any) -> bool:

@@ -60,6 +60,7 @@ _TAKEN = (
     "input_ids",
     "attention_mask",
     "labels",
+    "length",
 )
 """Names of other values of a batch."""
 _SHARDS, _IMAGES, _ORDER, _BATCHES = Shards(), Images(), Order(), Batches()

@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from streamload.batches.assembly import Collate, MapSample
 from streamload.batches.sample_weights import Complexity, read_sample_weight
+from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
 from streamload.cache.shared.objects import refuse_url
 from streamload.derived.preparation import AUTO, Preparation
@@ -267,6 +268,9 @@ class Batches:
             where an id is padding. The other ids are the same.
         text_pad_multiple: with "longest", the number of ids is rounded up to a multiple of this, up to the
             tokenizer's length: fewer shapes for torch.compile.
+        text_columns: what output="hf" has of captions beside ids and mask. "labels": int64[N, L], the ids
+            with -100 for padding, as models of transformers take them to predict a caption. "length":
+            int64[N], how many ids aren't padding.
         bucketing: puts rows of about the same length together. "step": within each step, whose rows stay the
             same, so that parts of it (microbatches) and ranks have alike ones. A number: within each block of
             about so many samples of the run, up to 65,536, whose samples make its steps in a random order;
@@ -288,6 +292,7 @@ class Batches:
 
     text_padding: TextPaddingName = "max"
     text_pad_multiple: int = 8
+    text_columns: Sequence[str] = ()
     bucketing: Literal["step"] | int | None = None
     microbatch: int | Literal["auto"] | None = None
     max_tokens: int | None = None
@@ -296,6 +301,8 @@ class Batches:
     def __post_init__(self) -> None:
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
         at_least(1, text_pad_multiple=self.text_pad_multiple, max_tokens=self.max_tokens)
+        if isinstance(self.text_columns, str) or not set(self.text_columns) <= TEXT_COLUMNS.keys():
+            raise OptionError(f"text_columns={self.text_columns!r}; expected some of {[*TEXT_COLUMNS]}")
         if self.max_tokens is not None and self.bucketing is None:
             raise OptionError(
                 "max_tokens= needs bucketing=, 'step' or a number of samples: by its plan all ranks have the "

@@ -223,12 +223,20 @@ class LoaderOptions:
                 raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
 
     def _refuse_unknown_padding(self) -> None:
-        """Refuse text_padding="longest" without ids, or where it isn't certain which are padding."""
-        if self.batches.text_padding == "max":
+        """Refuse what goes by padding without ids, or where it isn't certain which are padding."""
+        columns = self.batches.text_columns
+        if self.batches.text_padding == "max" and not columns:
             return
-        tokenizer = adapt_tokenizer(self.tokenizer, finds_padding=True)
+        if columns and self.output != "hf":
+            raise OptionError(f'text_columns={columns!r} is for output="hf"')
+        if "labels" in columns and self.shards.label_key is not None:
+            raise OptionError(
+                "label_key= makes labels, too: leave it out, or leave 'labels' out of text_columns="
+            )
+        tokenizer = adapt_tokenizer(self.tokenizer, finds_padding=True, columns=columns)
         if tokenizer is None:
-            raise OptionError('text_padding="longest" is for ids: give a tokenizer')
+            what = f"text_columns={columns!r}" if columns else 'text_padding="longest"'
+            raise OptionError(f"{what} is for ids: give a tokenizer")
         tokenizer(["a photo of a dog", ""], [0, 0])
 
     def _refuse_bucketing(self) -> None:

@@ -283,7 +283,7 @@ def _assembly(
         image=KeySpec.parse(shards.image_key).choose,
         images=images,
         text=_choose(shards.text_key),
-        tokenizer=adapt_tokenizer(options.tokenizer, finds_padding=text_padding is not None),
+        tokenizer=adapt_tokenizer(options.tokenizer, text_padding is not None, batches.text_columns),
         blank_captions=shards.blank_captions,
         label=_choose(shards.label_key),
         map_sample=options.workers.map_sample,
