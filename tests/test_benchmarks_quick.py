@@ -410,3 +410,11 @@ def test_what_bucketing_saves_and_costs(tmp_path: Path) -> None:
     assert blocks[-1] > 1
     assert all(target["value"] is not None for target in result["targets"])
     assert report.tables_of({"buckets": result})["buckets"].count("\n") == 1 + len(rates) // 4
+
+
+def test_steps_of_a_transformer_have_less_padding_with_rows_of_like_size(tmp_path: Path) -> None:
+    result = run_quickly("naflex_step", tmp_path / "out.json")
+
+    whole, run, *bucketed = (row["padding"] for row in result["medians"].values())
+    assert max(bucketed) < min(whole, run)
+    assert all(target["value"] > 0 for target in result["targets"])
