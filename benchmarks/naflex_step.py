@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with turns.scratch() as directory:
         urls = write_images(directory / "shards", samples)
-        rows = [row for round_ in range(given.rounds) for row in one_round(urls, directory, round_)]
+        rows = [row for round_ in range(given.rounds) for row in one_round(urls, samples, directory, round_)]
     medians = turns.medians(rows)
     rates = {
         way: turns.ratio(medians, "training_us_per_image", RANDOM, way) for way in WAYS if way in medians
@@ -113,15 +113,14 @@ class Tower(torch.nn.Module):
         return embedded
 
 
-def one_round(urls: str, directory: Path, round_: int) -> Iterator[Row]:
+def one_round(urls: str, samples: int, directory: Path, round_: int) -> Iterator[Row]:
     """Train on all images in each way, a step of each in turn."""
     torch.manual_seed(0)
     model, load = Tower(), machine.load()
     loaders = {way: loader_of(urls, directory, round_, options) for way, options in WAYS.items()}
     epochs = {way: iter(loader) for way, loader in loaders.items()}
     spent, computed, useful, images, keys = (dict.fromkeys(WAYS, 0) for _ in range(5))
-    steps = next(iter(loaders.values())).num_batches or 0
-    for step in range(steps):
+    for step in range(samples // ROWS):
         for way in turns.rotated(list(WAYS), step):
             batch = next(epochs[way])
             for part in loaders[way].microbatches(batch):
