@@ -15,10 +15,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch.distributed
 
 from streamload.errors import RankFailed
@@ -38,6 +40,7 @@ _SLOWEST = "streamload/slowest"
 _COMPARED_EVERY, _LOOKS = 2, 3
 """Waits are compared every so many polls; an entry that hasn't changed for so many looks is old."""
 _AGREE_SECONDS = 30.0
+_EXCHANGE_SECONDS = 1800.0
 
 _uses: Counter[str] = Counter()
 """How often this process has compared values under each name."""
@@ -90,6 +93,67 @@ def agree(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) 
         store.wait(keys, timedelta(seconds=_AGREE_SECONDS))
     decision = decide([json.loads(store.get(key)) for key in keys if store.check([key])])
     return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]
+
+
+def largest(
+    name: str, value: npt.NDArray[np.int32], rank: int, tellers: Collection[int], world_size: int
+) -> npt.NDArray[np.int32]:
+    """The largest of some ranks' values, element by element; a collective, but of the store: no device waits.
+
+    Args:
+        name: of the value: what it depends on, so that a name always has the same values.
+        value: this rank's; of one shape on all of them.
+        rank: this one; 0 decides.
+        tellers: the ranks whose values count.
+        world_size: of the run; ranks that aren't joined have only their own.
+
+    Raises:
+        RankFailed: another rank has failed, or didn't call this in half an hour.
+    """
+    store = _store_of(world_size)
+    if store is None:
+        return value
+    name = f"streamload/{name}"
+    if rank == 0 and not store.check([name]):
+        for teller in tellers:
+            if teller:
+                found = np.frombuffer(_wait_for(store, f"{name}/{teller}", world_size), np.int32)
+                value = np.maximum(value, found.reshape(value.shape))
+                store.delete_key(f"{name}/{teller}")
+        store.set(name, value.tobytes())
+    elif rank in tellers and rank:
+        store.set(f"{name}/{rank}", value.tobytes())
+    return np.frombuffer(_wait_for(store, name, world_size), np.int32).reshape(value.shape)
+
+
+def forget(name: str, world_size: int) -> None:
+    """Remove a decision of `largest` that every rank knows."""
+    store = _store_of(world_size)
+    if store is not None:
+        store.delete_key(f"streamload/{name}")
+
+
+def _wait_for(store: Any, key: str, world_size: int) -> bytes:
+    """Wait for a key in the store, as long as no rank is known to have failed."""
+    deadline = time.monotonic() + _EXCHANGE_SECONDS
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=_POLL_SECONDS))
+            found: bytes = store.get(key)
+            return found
+        except RuntimeError as exc:  # a timeout, or the store is gone
+            ranks = ranks_of(world_size)
+            for rank, reason in sorted(ranks.failed.items()) if ranks is not None else ():
+                raise RankFailed(f"rank {rank} of {world_size} has failed: {reason}") from None
+            try:
+                is_late = not store.check([key]) and time.monotonic() > deadline
+            except RuntimeError:
+                raise RankFailed("the store of torch.distributed is gone, and with it rank 0") from exc
+            if is_late:
+                raise RankFailed(
+                    f"no rank has said within {_EXCHANGE_SECONDS / 60:.0f} minutes how wide the rows of the "
+                    f"next steps are: do all ranks take equally many batches?"
+                ) from None
 
 
 def can_compare(world_size: int) -> bool:

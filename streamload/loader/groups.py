@@ -275,7 +275,8 @@ class Batches:
             same, so that parts of it (microbatches) and ranks have alike ones. A number: within each block of
             about so many samples of the run, up to 65,536, whose samples make its steps in a random order;
             each sample still comes once in a pass, but a batch's samples are alike. Lengths are known
-            before samples are decoded, and the ranks of a group have one plan. None: in the order of the run.
+            before samples are decoded; a group's ranks have one plan, and groups agree on shapes where
+            torch.distributed joins them. None: in the order of the run.
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             CUDA device has room for, found in the first steps by what parts take; the smallest size that is
             about as fast as the largest; the same on all ranks.

@@ -140,10 +140,11 @@ def _blocks(options: LoaderOptions, topology: Topology, groups: int) -> tuple[in
             f"bucketing= needs steps of equal parts from each of the {groups} groups, and a step has {batch} "
             f"samples: give a batch_size so that {groups} divides that"
         )
-    if options.batches.max_tokens is not None and groups > 1:
+    is_alone = groups == 1 or topology.world_size == 1
+    if options.batches.max_tokens is not None and not (is_alone or can_compare(topology.world_size)):
         raise OptionError(
-            f"max_tokens= needs one plan for all ranks, and each of {groups} groups has its own: give "
-            f"order=Order(groups=1)"
+            f"max_tokens= needs ranks that agree on the width of rows, as each of {groups} groups has a plan "
+            f"of its own: initialise torch.distributed first, or give order=Order(groups=1)"
         )
     return block_steps(options, batch) or 1, batch
 

@@ -12,6 +12,7 @@ from streamload.derived.feature_rows import FeatureRows
 from streamload.device import memory_of
 from streamload.errors import OptionError
 from streamload.loader.batch_info import BatchInfo
+from streamload.loader.bounds import AgreedBounds
 from streamload.loader.distributed import gather
 from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions
@@ -45,6 +46,7 @@ class Outputs:
         self._options, self._schedule = options, schedule
         self._sources = tuple(source.name for source in options.sources)
         self._known = YieldedBatches[BatchInfo]()
+        self._bounds = AgreedBounds(options, schedule)
         self.last: BatchInfo | None = None
         self._sizer: PartSizer | None = None
         if options.batches.microbatch == "auto":
@@ -68,6 +70,7 @@ class Outputs:
             step: its number in the epoch.
             steered: its number in the run, and the weights of its rows.
         """
+        widths = self._bounds.cut(batch, values)
         keys = values.get("__key__", ())
         extra = {name: values.pop(name) for name in _ORIGINS if name in values}
         weights = self._weights(batch, values)
@@ -76,7 +79,6 @@ class Outputs:
             names = ("image", *(name for name in names if name not in NAMES))
         shapes = {name: tuple(one.shape) for name, one in values.items() if isinstance(one, torch.Tensor)}
         device = next((one.device for one in values.values() if isinstance(one, torch.Tensor)), None)
-        widths = batch.widths
         if widths is not None and self._options.output == "hf":
             widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
         yielded = Yielded(step, batch.samples, names, widths, keys)

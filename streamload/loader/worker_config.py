@@ -25,6 +25,7 @@ from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.preparation import AUTO
 from streamload.errors import OptionError, StreamloadError
+from streamload.loader.distributed import can_compare
 from streamload.loader.features import feature_assemblies
 from streamload.loader.in_flight import in_flight_of, report
 from streamload.loader.options import LoaderOptions
@@ -116,7 +117,7 @@ def _worker_config(
     in_flight = in_flight_of(options, assembly)
     if in_flight is not None:
         report(options, in_flight, schedule.most_rows)
-    return WorkerConfig(
+    config = WorkerConfig(
         shards=shards,
         origin=OriginOptions(outage_seconds=settings.origin_wait),
         tier_root=tier.root,
@@ -147,6 +148,7 @@ def _worker_config(
         prepares=prepares,
         in_flight=in_flight,
     )
+    return _with_agreed_bounds(config, schedule)
 
 
 def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
@@ -226,6 +228,20 @@ def _selection(options: LoaderOptions) -> Selection:
 def _firsts(options: LoaderOptions) -> list[int]:
     """The index of each source's first shard among those of the run."""
     return list(itertools.accumulate((len(source.urls) for source in options.sources[:-1]), initial=0))
+
+
+def _with_agreed_bounds(config: WorkerConfig, schedule: Schedule) -> WorkerConfig:
+    """The same, if the run's groups are to agree on how wide rows are: then ranks cut texts, not workers."""
+    topology, bucketing, padding = schedule.topology, config.bucketing, config.assembly.text_padding
+    is_alone = schedule.order.groups == 1 or topology.world_size == 1
+    if bucketing is None or is_alone or not can_compare(topology.world_size):
+        return config
+    whole = None if padding is None else padding._replace(multiple=max(1, bucketing.text_most))
+    return replace(
+        config,
+        bucketing=replace(bucketing, are_agreed=True),
+        assembly=replace(config.assembly, text_padding=whole),
+    )
 
 
 def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly) -> Bucketing | None:

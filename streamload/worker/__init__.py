@@ -5,6 +5,7 @@ from streamload.worker.loop import StreamDataset
 from streamload.worker.messages import (
     SEAT,
     Batch,
+    BlockBounds,
     Bucketing,
     Changed,
     EpochStart,
@@ -21,6 +22,7 @@ __all__ = [
     "SEAT",
     "VALUE",
     "Batch",
+    "BlockBounds",
     "Bucketing",
     "Changed",
     "EpochStart",

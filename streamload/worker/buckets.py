@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from streamload.order.mixing import Mixing, Portion
 from streamload.order.split import Split
 from streamload.order.steps import Steps
 from streamload.worker.blocked import Wait
-from streamload.worker.messages import GroupState, SourceState, Span, Visit, WorkerConfig
+from streamload.worker.messages import BlockBounds, GroupState, SourceState, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
 
 Rows = npt.NDArray[np.int64]
@@ -118,8 +118,7 @@ class BlockPlanner:
         size = sum(portion.take) // steps
         whole = min(steps, len(rows) // size)
         seed = self._config.sources[0].order.seed
-        number = self._config.first_group + group
-        turns = key(seed, BUCKETS, number, block.begin)
+        turns = key(seed, BUCKETS, block.begin)  # of all groups: a step has like cells everywhere
         planned = cells(costs[: whole * size], whole, turns) if whole else np.empty((0, size), np.int64)
         digest = xxhash.xxh3_64_intdigest(costs.tobytes() + planned.tobytes())
         return BlockPlan(block, portion, rows, costs, planned, before, spans, digest)
@@ -184,6 +183,11 @@ class PlannedStep:
         """The number of samples that this rank computes."""
         return sum(self.groups.values())
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first step of its block."""
+        return self.planner.block(self.position).begin == self.position
+
     def visits(self) -> Iterator[list[Visit] | None]:
         """The samples, all at once; None if the step isn't full, which all ranks skip then."""
         plans = [self.planner.at(group, self.position, self._wait) for group in self.groups]
@@ -191,12 +195,7 @@ class PlannedStep:
         if any(number >= len(plan.steps) for plan in plans):
             yield None
             return
-        parts = [self._dealt(group, plan, number) for group, plan in zip(self.groups, plans, strict=True)]
-        times = [(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows, _ in parts]
-        order = np.argsort(np.concatenate(times), kind="stable")
-        rows = np.concatenate([rows for rows, _ in parts])[order]
-        assert self.config.bucketing is not None
-        self.bounds = self.config.bucketing.rounded(np.concatenate([most for _, most in parts])[order])
+        rows, self.bounds = self._rows(plans, number)
         self.seats = rows[:, 0]
         yield [
             Visit(source, pass_, shard, number, (tokens, patches))
@@ -204,6 +203,24 @@ class PlannedStep:
                 rows.tolist(), self.bounds.tolist(), strict=True
             )
         ]
+
+    def block_bounds(self) -> BlockBounds:
+        """The bounds of all steps of the block; valid after `visits`."""
+        plans = [self.planner.at(group, self.position, self._wait) for group in self.groups]
+        begin, end = plans[0].block
+        steps = [self._rows(plans, number)[1] for number in range(min(len(plan.steps) for plan in plans))]
+        missing = (end - begin) // self._split.batch - len(steps)  # where a sequence ends
+        return BlockBounds(begin, end, np.stack([*steps, *[np.zeros_like(steps[0])] * missing]))
+
+    def _rows(self, plans: Sequence[BlockPlan], number: int) -> tuple[Rows, npt.NDArray[np.int32]]:
+        """The rows that this rank computes in a step of the block, and their bounds."""
+        parts = [self._dealt(group, plan, number) for group, plan in zip(self.groups, plans, strict=True)]
+        times = [(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows, _ in parts]
+        order = np.argsort(np.concatenate(times), kind="stable")
+        rows = np.concatenate([rows for rows, _ in parts])[order]
+        assert self.config.bucketing is not None
+        most = np.concatenate([most for _, most in parts])[order]
+        return rows, self.config.bucketing.rounded(most)
 
     def states(self) -> dict[int, GroupState]:
         """The state of each group after the step; valid after `visits`."""

@@ -45,6 +45,7 @@ from streamload.worker.in_flight import Admission
 from streamload.worker.messages import (
     SEAT,
     Batch,
+    BlockBounds,
     Changed,
     EpochStart,
     SealedStates,
@@ -200,7 +201,7 @@ class WorkerLoop:
                 self._stages.ready(ready)
                 yield Batch(
                     values, position, stop, states, skipped, spans, samples, taken, start.generation,
-                    blocked, widths, packed, weighed,
+                    blocked, widths, packed, weighed, self._block(step, number),
                 )  # fmt: skip
                 self._stages.handed_over()
         except Superseded:
@@ -219,6 +220,13 @@ class WorkerLoop:
         while self._control.decided < step:
             self._reader.stop_if_superseded()
             time.sleep(_POLL_SECONDS)
+
+    def _block(self, step: Step | PlannedStep, number: int) -> BlockBounds | None:
+        """What ranks have to agree on before a step: the bounds of its block, at its or an epoch's begin."""
+        bucketing = self._config.bucketing
+        if bucketing is None or not bucketing.are_agreed or not isinstance(step, PlannedStep):
+            return None
+        return step.block_bounds() if number == 0 or step.is_first else None
 
     def _check_end(self, number: int, start: EpochStart) -> None:
         """Raise if the sequence should not have ended before this step.

@@ -110,6 +110,7 @@ class Bucketing:
         text: the name of the fact that says how long a sample's text is; None: texts don't count.
         text_most: tokens of the longest text, and of those of which nothing is known.
         text_multiple: of the tokens of a place in a batch.
+        are_agreed: whether several groups agree on bounds, so that texts are cut by the rank.
         patches_most: of an image, and of those of which nothing is known; 0: images have no patches.
         patch_size: of each patch.
         max_ratio: by which factor images are enlarged at most; None: all have the most patches.
@@ -119,6 +120,7 @@ class Bucketing:
     text: str | None
     text_most: int
     text_multiple: int
+    are_agreed: bool = False
     patches_most: int = 0
     patch_size: tuple[int, int] = (1, 1)
     max_ratio: float | None = None
@@ -405,6 +407,27 @@ def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
+class BlockBounds(NamedTuple):
+    """How wide the rows of a block's steps are, where the groups of a run have to agree on that.
+
+    Attributes:
+        begin, end: the global positions of the block.
+        rows: int32[steps, N, 2]: the most tokens of text and image of each row of a rank in each step.
+    """
+
+    begin: int
+    end: int
+    rows: npt.NDArray[np.int32]
+
+    def at(self, position: int) -> npt.NDArray[np.int32] | None:
+        """Those of the step at a global position; None outside of the block."""
+        if not self.begin <= position < self.end:
+            return None
+        number = (position - self.begin) * len(self.rows) // (self.end - self.begin)
+        found: npt.NDArray[np.int32] = self.rows[number]
+        return found
+
+
 class Batch(NamedTuple):
     """A batch from a worker: its values, and the state of the order after it."""
 
@@ -434,3 +457,5 @@ class Batch(NamedTuple):
     """SEAT[samples]: the source of each row; empty: there is one source."""
     weighed: bytes = b""
     """VALUE[samples]: what each row is weighed by; empty: rows aren't weighed."""
+    block: BlockBounds | None = None
+    """With the first step of a block, and of an epoch: the bounds to agree on; None: nothing is left to."""
