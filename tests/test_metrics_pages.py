@@ -179,9 +179,10 @@ def test_a_forked_child_neither_holds_nor_deletes_the_page(tier: Tier) -> None:
     file = PageFile(tier.root)
     file.write(PAGE)
     context = multiprocessing.get_context("fork")
-    end = context.Event()
-    child = context.Process(target=end.wait)
+    begun, end = context.Event(), context.Event()
+    child = context.Process(target=lambda: (begun.set(), end.wait()))
     child.start()
+    assert begun.wait(60)
     file._unlock()  # as if this process had been killed
     assert read_runs([tier.root]) == []
     end.set()

@@ -8,6 +8,7 @@ says is metrics/page.py's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -51,7 +52,7 @@ class PageFile:
                 self._path = root / "runs" / f"{os.getpid()}.{secrets.token_hex(4)}.metrics"
                 self._lock = FileLock.acquire(self._path, create=True)
                 if self._lock is not None and self._lock.is_of(self._path):
-                    os.posix_fallocate(self._lock.file.number, 0, _RESERVED_BYTES)
+                    _reserve(self._lock.file.number)
                     return
                 self._unlock()  # deleted as a dead process's before it was locked: make another
         except OSError as exc:
@@ -156,6 +157,15 @@ def _page(path: Path) -> RunPage | None:
                 return page
             time.sleep(_LOOK_SECONDS)
     return None
+
+
+def _reserve(file: int) -> None:
+    """Take the page's space, where the file system can."""
+    try:
+        os.posix_fallocate(file, 0, _RESERVED_BYTES)
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
 
 
 def _remove_if_dead(path: Path) -> None:

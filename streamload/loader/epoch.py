@@ -180,7 +180,7 @@ class Epoch:
             is_last = self._count == self.steps
             if not is_last and (self._accelerate is not None or self._count == self.expected):
                 with self._loader.waiting(time.monotonic()):
-                    self._pending = self._look_ahead(_next_or_none)
+                    self._pending = self._look_ahead(self._next_or_none)
                 self._pending_waited_ns = self._loader.waited_ns
                 is_last = self._pending is None
             elif self._feed.runs_ahead and not is_last:
@@ -246,6 +246,12 @@ class Epoch:
         batch: Batch = next_batch(self._batches, self._loader.meter.tick)
         return batch
 
+    def _next_or_none(self, _: object) -> Batch | None:
+        try:
+            return self._next_batch()
+        except StopIteration:
+            return None
+
     def _send(self, batch: Batch) -> _Pending:
         self._received += 1
         self._loader.received(self._received)
@@ -270,14 +276,6 @@ def is_worker_death(error: BaseException) -> bool:
         and "DataLoader worker" in str(error)
         and "Caught" not in str(error)
     )
-
-
-def _next_or_none(batches: Any) -> Batch | None:
-    try:
-        batch: Batch = next_batch(batches)
-        return batch
-    except StopIteration:
-        return None
 
 
 def _raise(error: Exception) -> NoReturn:

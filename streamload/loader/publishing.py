@@ -25,6 +25,7 @@ from streamload.metrics.verdict import LITTLE, judge
 from streamload.options import file_system
 from streamload.order.mixing import UNIT
 
+_YIELDED = list(COUNTERS).index("batches_yielded")
 _SELDOM_SECONDS = 10.0
 """What takes more than some microseconds to find out is found out this often."""
 
@@ -112,7 +113,7 @@ class Publisher:
             self._next_seldom = time.monotonic() + _SELDOM_SECONDS
             self._look_at_tier()
             self._look_at_passes()
-            self._look_at_memory()
+            self._look_at_memory(has_batches=sample.row[_YIELDED] > 0)
 
     def publish(self, sample: Sample, figures: Figures, alerts: Mapping[str, str]) -> None:
         """Write the page, if there is a file for it; as for `page`."""
@@ -161,14 +162,14 @@ class Publisher:
     def _look_at_passes(self) -> None:
         groups = self._schedule.tracker.now().groups.values()
         cursors = [[source.cursor.pass_ for source in group.sources] for group in groups]
-        for name, passes in zip(self._names, zip(*cursors, strict=True), strict=False):
+        for name, passes in zip(self._names, zip(*cursors, strict=False), strict=False):
             self.gauges.set("source_passes", sum(passes) / len(passes), name)
 
-    def _look_at_memory(self) -> None:
+    def _look_at_memory(self, has_batches: bool) -> None:
         total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.memory_ratio = 1.0 - min(1.0, available().free_bytes / total_bytes)
         device = memory_of(self._options.device)
-        if device is not None:
+        if device is not None and has_batches:  # this must not be what starts the device
             ratio = device.peak_bytes() / max(1, device.limit_bytes())
             self.gauges.set("device_memory_ratio", ratio)
             self.memory_ratio = max(self.memory_ratio, ratio)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from streamload.metrics import format_bytes
+from streamload.metrics.verdict import CONSUMER, FASTER_DISK, FILL
 
 Limit = Literal["link", "disk", "decode", "hand-over", "consumer"]
 
@@ -14,19 +15,10 @@ SHORT_SIDE = 256
 _LARGE = 1.5
 """Advise smaller images from this many times the pixels of images with SHORT_SIDE."""
 
-_FILL = (
-    "Fill the cache before the training: streamload warm URLS. It can be interrupted and continued, and "
-    "needs no GPU."
-)
 _KEEP = (
     "Make the cache large enough for all data ({size} per image), so that only the first epoch has to "
     "wait: STREAMLOAD_CACHE_SIZE, or cache_size=."
 )
-_FASTER_DISK = (
-    "Put the cache on a faster disk (STREAMLOAD_CACHE_DIR), or in memory where the data fits "
-    "(STREAMLOAD_CACHE=memory)."
-)
-_CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
 _TRANSFORM = (
     "Leave out preprocess=, or pass a transform that is compiled, and use batches of some dozens of images."
 )
@@ -154,11 +146,11 @@ def _advice(limit: Limit, figures: Figures) -> list[str]:
     """What to change, most useful first."""
     if limit == "link":
         size = format_bytes(figures.size_bytes / figures.samples)
-        return [_FILL, _KEEP.format(size=size), *_smaller(figures)]
+        return [FILL, _KEEP.format(size=size), *_smaller(figures)]
     if limit == "disk":
-        return [_FASTER_DISK, *_smaller(figures)]
+        return [FASTER_DISK, *_smaller(figures)]
     if limit == "consumer":
-        return [_CONSUMER]
+        return [CONSUMER]
     advice = []
     if figures.workers < figures.cores:
         advice.append(f"More workers: {figures.workers} of {figures.cores} cores are used (num_workers=).")

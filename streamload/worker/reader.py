@@ -96,6 +96,7 @@ class Reader:
         self._known_ahead: int | None = None  # about how many references to know ahead
         self._blocked_ns: dict[int, int] = {}
         self._blocked_by: str | None = None  # the shard that was reported as blocking a batch
+        self._away: frozenset[str] = frozenset()  # the servers that are down
         self._reporting = threading.Lock()
         self._end_listening = listen(self._report)
 
@@ -379,7 +380,10 @@ class Reader:
     def _report(self) -> None:
         """Tell the rank what blocks this process: a shard, and servers that are away."""
         with self._reporting:
-            away = [[name, outage.cause[:500], outage.until] for name, outage in outages().items()]
+            found = outages()
+            self._counts.add("origin_outages", len(found.keys() - self._away))
+            self._away = frozenset(found)
+            away = [[name, outage.cause[:500], outage.until] for name, outage in found.items()]
             report = {"shard": self._blocked_by, "away": away[:4]}
             self._control.block(self._row, report if self._blocked_by or away else None)
 
