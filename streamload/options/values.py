@@ -238,7 +238,7 @@ def parse_directory(value: object, name: str) -> Path:
     return Path.cwd() / Path(text).expanduser()
 
 
-def at_least(least: int, **values: int | None) -> None:
+def at_least(least: int, /, **values: int | None) -> None:
     """Refuse numbers below `least`; None passes.
 
     Raises:
