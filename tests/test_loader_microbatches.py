@@ -1,10 +1,12 @@
 """Parts of a step's batch: consecutive rows, cut to their longest; a step by parts has the same gradients."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing
 
 import streamload
 from streamload import Batches, Images, OptionError, Order, Patches
@@ -250,6 +252,42 @@ def test_auto_finds_the_rows_that_a_device_has_room_for(shards, tmp_path, monkey
     assert sizes[0][:4] == [1, 2, 4, 8]
     assert len({max(step) for step in sizes[6:]}) == 1
     assert 20 <= max(sizes[2]) <= 26
+
+
+def auto_of_two_ranks(rank, shards, place):
+    """Rank 1's device has less room, and from step 20 on still less."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2
+    )
+    row = LIMIT / (40 if rank == 0 else 12)
+    simulated = Device(LIMIT // 50, 0, row, row / 2, 0.0, 0.01, seed=rank)
+    options = {"batches": longest("auto"), "order": Order(rank=rank, world_size=2), "num_batches": 70}
+    sizes = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("streamload.loader.output.memory_of", lambda device: simulated)
+        with make(shards, place / f"cache-{rank}", batch_size=12, **options) as loader:
+            for step, batch in enumerate(loader):
+                sizes.append([])
+                for part in loader.microbatches(batch):
+                    rows, width = part["text"].shape
+                    if rank == 1 and step >= 20:
+                        simulated.linear = row * 1.1
+                    simulated.compute(rows, width / 20, is_first=part.rows.start == 0)
+                    sizes[-1].append(rows)
+                simulated.update()
+    (place / f"{rank}.json").write_text(json.dumps(sizes))
+    torch.distributed.destroy_process_group()
+
+
+def test_auto_has_the_same_parts_on_all_ranks_those_of_the_one_with_the_least_room(shards, tmp_path):
+    """Ranks that agreed at different times would wait for each other; one that decided alone would differ."""
+    torch.multiprocessing.start_processes(
+        auto_of_two_ranks, (shards, tmp_path), nprocs=2, start_method="fork"
+    )
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert all(sum(step) == 12 for step in first)
+    assert 1 < max(map(max, first)) < 12  # rank 0 would have room for whole steps
 
 
 def test_auto_without_a_device_whose_memory_can_be_read(shards, tmp_path):
