@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from streamload.metrics.verdict import Verdict
     from streamload.shards.samples import Entry
     from streamload.steering import Decided, Policy, SourceSummary, Summary
+    from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
     from streamload.steering.progress import Progress
     from streamload.steering.replay import Replay
     from streamload.steering.schedule import Schedule
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alert",
+    "BatchPolicy",
     "Batches",
     "BlankCaption",
     "Cache",
@@ -107,6 +109,7 @@ __all__ = [
     "LabelError",
     "Loader",
     "LoaderClosed",
+    "Measured",
     "NoValidSamples",
     "NotSendable",
     "OptionError",
@@ -135,6 +138,7 @@ __all__ = [
     "Shards",
     "SharedTierDenied",
     "SharedTierError",
+    "SizeDecided",
     "Snapshot",
     "Source",
     "SourceSummary",
@@ -142,6 +146,7 @@ __all__ = [
     "StreamloadError",
     "Summary",
     "Target",
+    "ThroughputBalanced",
     "TooManyBadSamples",
     "TooManyBadShards",
     "UrlError",
@@ -157,6 +162,7 @@ __all__ = [
 
 _LATER = {
     "Alert": "streamload.metrics.alerts",
+    "BatchPolicy": "streamload.steering.batch_size",
     "Batches": "streamload.loader",
     "Cache": "streamload.loader",
     "CacheLevel": "streamload.derived.module_cache",
@@ -165,6 +171,7 @@ _LATER = {
     "Features": "streamload.loader",
     "Images": "streamload.loader",
     "Loader": "streamload.loader",
+    "Measured": "streamload.steering.batch_size",
     "Order": "streamload.loader",
     "Patches": "streamload.loader",
     "Policy": "streamload.steering",
@@ -172,11 +179,13 @@ _LATER = {
     "Replay": "streamload.steering.replay",
     "Schedule": "streamload.steering.schedule",
     "Shards": "streamload.loader",
+    "SizeDecided": "streamload.steering.batch_size",
     "Snapshot": "streamload.metrics",
     "Source": "streamload.loader",
     "SourceSummary": "streamload.steering",
     "Summary": "streamload.steering",
     "Target": "streamload.steering.target",
+    "ThroughputBalanced": "streamload.steering.batch_size",
     "Verdict": "streamload.metrics.verdict",
     "Workers": "streamload.loader",
     "cache_info": "streamload.derived.module_cache",

@@ -239,7 +239,7 @@ def test_a_replay_of_another_run_is_refused(place: Path, uncut: list[list[tuple[
             pytest.raises(DecisionsError, match=f"another {what}"),
         ):
             next(iter(loader))
-    with pytest.raises(OptionError, match="has nothing to write"):
+    with pytest.raises(OptionError, match="leave out decisions="):
         make(place, mixing=replay, decisions="other")
     with make(place, mixing=replay) as loader, pytest.raises(OptionError, match="leave out set_weights"):
         loader.set_weights({"a": 3})

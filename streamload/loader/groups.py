@@ -22,6 +22,7 @@ from streamload.loader.patches import Patches
 from streamload.loader.sources import Factors
 from streamload.options import Eviction, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
+from streamload.steering.batch_size import as_batch_policy
 
 ImageDtype = Literal["float32", "uint8"]
 _MODALITIES = ("image", "text")
@@ -286,6 +287,9 @@ class Batches:
             number from 0 (None: unknown, 1). It has to be pure (docs/guides/mixing.md).
         max_tokens: of each part at most, ids and patches with their padding; it needs bucketing=, by which
             all ranks know each other's lengths, and room for the longest row. None: any number.
+        batch_policy: changes the batch size during a training (docs/guides/batches.md): an object such as
+            ThroughputBalanced(least=64, most=512), or a function of what was measured that returns a size or
+            None. None: it stays, but for set_batch_size.
 
     Raises:
         OptionError: a value that can't be used.
@@ -298,8 +302,11 @@ class Batches:
     microbatch: int | Literal["auto"] | None = None
     max_tokens: int | None = None
     sample_weight: Complexity | RateFunction | None = None
+    batch_policy: Any = None
 
     def __post_init__(self) -> None:
+        if self.batch_policy is not None:
+            object.__setattr__(self, "batch_policy", as_batch_policy(self.batch_policy))
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
         at_least(1, text_pad_multiple=self.text_pad_multiple, max_tokens=self.max_tokens)
         if isinstance(self.text_columns, str) or not set(self.text_columns) <= TEXT_COLUMNS.keys():

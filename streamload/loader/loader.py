@@ -17,6 +17,7 @@ from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_info import BatchInfo
+from streamload.loader.batch_sizing import STATE, BatchSizing
 from streamload.loader.changes import Changes
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
@@ -40,7 +41,7 @@ from streamload.loader.worker_config import assembly_of, counted_samples
 from streamload.metrics import Counters, Snapshot, total
 from streamload.metrics.verdict import Verdict
 from streamload.options.values import at_least
-from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
+from streamload.worker import Batch, EpochStart, InFlight, SkippedSample, nothing_ready
 
 
 class Loader(Exports, DataLoaderInterface):
@@ -69,6 +70,7 @@ class Loader(Exports, DataLoaderInterface):
         self._feed: Feed | None = None
         self._outputs = Outputs(options, self._schedule)
         self._steering = Steering(options, self._schedule)
+        self._sizing = BatchSizing(options, self._schedule)
         self._trace: Trace | None = None  # while one runs
         self._on_alert: list[OnAlert] = []
         self.meter: Meter
@@ -186,7 +188,7 @@ class Loader(Exports, DataLoaderInterface):
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
         counts = {BAD_SAMPLES: self._checks.counts(), BAD_SHARDS: self._shard_checks.counts()}
-        return self._schedule.state(counts, self._steering.state())
+        return self._schedule.state(counts, {**self._steering.state(), **self._sizing.state()})
 
     def load_state_dict(
         self,
@@ -211,6 +213,7 @@ class Loader(Exports, DataLoaderInterface):
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
         self._steering.load(steering_in(state))
+        self._sizing.load(state if isinstance(state, Mapping) else state[0])
         counts = counts_in(state)
         self._checks.restore(counts[BAD_SAMPLES])
         self._shard_checks.restore(counts[BAD_SHARDS])
@@ -231,7 +234,7 @@ class Loader(Exports, DataLoaderInterface):
         Raises:
             OptionError: an unknown source, a negative weight, or all weights are zero.
         """
-        self._steering.refuse_weights()
+        self._steering.refuse_changes("set_weights()")
         step = Changes(self._schedule, self._control, self._current_epoch()).set_weights(weights)
         self._steering.record_weights()
         return step
@@ -256,14 +259,8 @@ class Loader(Exports, DataLoaderInterface):
             OptionError: fewer than one, an evaluation, steps of Patches(steps=…), a step that isn't equal
                 parts of several groups, or more than Workers(memory=…) has room for.
         """
-        epoch, options = self._current_epoch(), self.options
-        in_flight = None
-        if options.workers.memory is not None:
-            in_flight = in_flight_of(options, assembly_of(options))
-        step = Changes(self._schedule, self._control, epoch, in_flight).set_batch_size(rows)
-        if epoch is not None:
-            epoch.expect(self._expected(self._schedule.tracker.now()))
-        return step
+        self._steering.refuse_changes("set_batch_size()")
+        return self._resize(rows, {"reason": "set_batch_size"})
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
@@ -452,6 +449,7 @@ class Loader(Exports, DataLoaderInterface):
         if batch.blocked:
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
         steered = self._steering.advance(batch)
+        self._sizing.took(batch.stop - batch.position, waited_ns)
         self._schedule.tracker.advance(batch.stop, batch.groups)
         self._step += 1
         if self._trace is not None and self._trace.took():
@@ -467,8 +465,9 @@ class Loader(Exports, DataLoaderInterface):
         return self._outputs.form(batch, values, features, self._step, steered)
 
     def decide(self) -> None:
-        """Decide on the sources' weights, if that is due before the next batch."""
+        """Decide on the sources' weights and on the batch size, if that is due before the next batch."""
         self._steering.decide(self._control, self._current_epoch())
+        self._sizing.decide(self._resize)
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted."""
@@ -533,6 +532,7 @@ class Loader(Exports, DataLoaderInterface):
         if self._feed is None:  # made after the workers: forked ones must not inherit a device context
             self._feed = feed_for(self.options.device, pool.statistics)
         schedule.tracker.start()
+        self._sizing.start_epoch(self._in_flight)
         self._epoch = position.epoch
         self._step = schedule.step_of(position) - 1
         expected = self._expected(position)
@@ -544,6 +544,22 @@ class Loader(Exports, DataLoaderInterface):
         self.meter.start_epoch(lambda: (epoch := current()) is not None and not epoch.done)
         self._open_exports()
         return epoch
+
+    def _resize(self, rows: int, told: Mapping[str, Any]) -> int:
+        """Set the batch size, with the reason for the log of decisions; see set_batch_size."""
+        epoch, tracker = self._current_epoch(), self._schedule.tracker
+        before = tracker.sizes
+        step = Changes(self._schedule, self._control, epoch, self._in_flight()).set_batch_size(rows)
+        if epoch is not None:
+            epoch.expect(self._expected(tracker.now()))
+        if tracker.sizes is not before:
+            self._steering.record_size(told)
+        return step
+
+    def _in_flight(self) -> InFlight | None:
+        """What steps have to fit into; None: there are no limits."""
+        options = self.options
+        return None if options.workers.memory is None else in_flight_of(options, assembly_of(options))
 
     def _expected(self, position: Position) -> int | None:
         """Batches of one pass after a position, by the sizes of shards; None unless num_batches was read."""
@@ -594,4 +610,5 @@ def gather_state(loader: Loader) -> dict[str, Any]:
         )
     steering = steering_in(states)
     collapsed = {} if steering is None else steering.collapsed().to_json()
+    collapsed |= {name: states[0][name] for name in (STATE,) if name in states[0]}
     return to_state(*from_state(states), counts_in(states), collapsed)

@@ -202,13 +202,17 @@ class LoaderOptions:
         order = self.order
         for name, value in {
             "mixing": self.mixing,
+            "batch_policy": self.batches.batch_policy,
             "decisions": order.decisions,
             "objective": order.objective,
         }.items():
             if value is not None and not self.train:
                 raise OptionError(f"{name}= is for training: an evaluation yields each sample once")
-        if isinstance(self.mixing, Replay) and order.decisions is not None:
-            raise OptionError(f"decisions= has nothing to write: {self.mixing!r} has all decisions")
+        for name, value in {"decisions": order.decisions, "batch_policy": self.batches.batch_policy}.items():
+            if isinstance(self.mixing, Replay) and value is not None:
+                raise OptionError(f"leave out {name}=: {self.mixing!r} has all decisions")
+        if self.batches.batch_policy is not None and self.step_table is not None:
+            raise OptionError("batch_policy= is for steps of one size: Patches(steps=…) says each step's")
 
     def _refuse_unusable_features(self) -> None:
         """Refuse features of what batches don't have, or in batches without names."""

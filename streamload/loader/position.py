@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from streamload.errors import StateMismatch
 from streamload.order.mixing import Change, in_effect
 from streamload.order.steps import Resize
-from streamload.steering.replay import Recorded, changes_of
+from streamload.steering.replay import Replay, changes_of
 from streamload.worker.messages import GroupState
 
 
@@ -134,15 +134,15 @@ class EpochTracker:
         epoch: the next epoch.
         weights: of the sources, as set last; None before the first epoch.
         sizes: of steps, the last one as set last; None: as the options say.
-        replayed: gives the changes of weights from a position of a sequence on, instead of `weights`; None:
-            no log is replayed.
+        replayed: the log that has all weights and sizes, instead of `weights` and `sizes`; None: none is
+            replayed.
     """
 
     def __init__(self, epochs_continue: bool):
         self.epoch = 0
         self.weights: Weights | None = None
         self.sizes: Sizes | None = None
-        self.replayed: Callable[[int, int], list[Recorded]] | None = None
+        self.replayed: Replay | None = None
         self._epochs_continue = epochs_continue
         self._current: Position | None = None
         self._is_fresh = False  # no batch was yielded since the position was loaded, or its epoch started
@@ -160,16 +160,27 @@ class EpochTracker:
         found = self._next()
         if self.replayed is None:
             return found
-        recorded = self.replayed(found.sequence, found.position)
-        return replace(found, changes=changes_of(recorded), weights=recorded[0].weights)
+        recorded = self.replayed.weights(found.sequence, found.position)
+        resizes = tuple(self.replayed.sizes(found.sequence, found.position))
+        sizes = None
+        if resizes:
+            base, step = self.replayed.base_batch, 0 if found.sizes is None else found.sizes.step
+            if found.sizes is None:  # all steps of the epoch so far are by the options
+                step = (found.position - found.start) // base
+            sizes = self.sizes = Sizes(base, resizes, step)
+        return replace(found, changes=changes_of(recorded), weights=recorded[0].weights, sizes=sizes)
 
     def saved(self) -> Position:
         """The position for a state: that of `now`, without what a replayed log has for later."""
         now = self.now()
         if self.replayed is None:
             return now
-        in_effect_now = self.replayed(now.sequence, now.position)[:1]
-        return replace(now, changes=changes_of(in_effect_now), weights=in_effect_now[0].weights)
+        in_effect_now = self.replayed.weights(now.sequence, now.position)[:1]
+        sizes = now.sizes
+        if sizes is not None:
+            known = tuple(each for each in sizes.resizes if each.position <= now.position)
+            sizes = sizes._replace(resizes=known) if known else None
+        return replace(now, changes=changes_of(in_effect_now), weights=in_effect_now[0].weights, sizes=sizes)
 
     @property
     def shares(self) -> tuple[int, ...]:

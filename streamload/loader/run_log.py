@@ -15,7 +15,8 @@ from streamload.loader.distributed import gather
 from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
 from streamload.loader.steering_state import LogState
-from streamload.steering.decisions import SEQUENCE, WEIGHTS, DecisionLog
+from streamload.order.steps import Resize
+from streamload.steering.decisions import BATCH_SIZE, SEQUENCE, WEIGHTS, DecisionLog
 
 
 class RunLog:
@@ -63,6 +64,7 @@ class RunLog:
             "position": position.position,
             "changes": [[change.position, list(change.shares)] for change in position.changes],
             "weights": list(position.weights),
+            **({} if position.sizes is None else {"batch_sizes": [list(r) for r in position.sizes.resizes]}),
         }
         if self._log is None:
             self._log = self._opened(since)
@@ -89,6 +91,14 @@ class RunLog:
             "shares": shares,
         }
         self._log.add(WEIGHTS, {**line, **told})
+
+    def record_size(self, step: int, resize: Resize, told: Mapping[str, Any]) -> None:
+        """Append a batch size as it was set or decided; as `record`."""
+        now = self._schedule.tracker.now()
+        if self._log is None or self._state is None or now.sequence != self._state.sequence:
+            return
+        line = {"step": step, "epoch": now.epoch, "sequence": now.sequence, **resize._asdict()}
+        self._log.add(BATCH_SIZE, {**line, **told})
 
     def _opened(self, since: Mapping[str, Any]) -> DecisionLog:
         topology, error = self._schedule.topology, ""

@@ -68,7 +68,7 @@ class Steering:
         self._every = 0 if self._policy is None else self._policy.every
         self._is_active = mixing is not None or order.decisions is not None or order.objective is not None
         if isinstance(mixing, Replay):
-            schedule.tracker.replayed = mixing.weights
+            schedule.tracker.replayed = mixing
         self._cause: Exception | None = None
         self._agreement: Agreement | None = None
         self._objective = _objective(options)
@@ -99,6 +99,7 @@ class Steering:
             return 0, 0, 0
         if isinstance(self._options.mixing, Replay):
             self._options.mixing.check_run(self._schedule.identity())
+            self._options.mixing.check_ranks(self._schedule.topology.world_size)
         if self._policy is not None and self._agreement is None:
             self._agreement = Agreement(self._schedule.topology.world_size)
         if self._log is not None:
@@ -292,14 +293,24 @@ class Steering:
         if weights is not None and self._log is not None:
             self._log.record(self._steps, weights.given, weights.shares, {"reason": "set_weights"})
 
-    def refuse_weights(self) -> None:
-        """Refuse other weights than those of a log that is replayed.
+    def record_size(self, told: Mapping[str, Any]) -> None:
+        """Log a batch size that was set.
+
+        Args:
+            told: why, JSON-able.
+        """
+        sizes = self._schedule.tracker.sizes
+        if sizes is not None and self._log is not None:
+            self._log.record_size(self._steps, sizes.last, told)
+
+    def refuse_changes(self, call: str) -> None:
+        """Refuse other weights and sizes than those of a log that is replayed.
 
         Raises:
             OptionError: one is.
         """
         if isinstance(self._options.mixing, Replay):
-            raise OptionError(f"mixing={self._options.mixing!r} has all weights: leave out set_weights()")
+            raise OptionError(f"mixing={self._options.mixing!r} has all decisions: leave out {call}")
 
 
 def described(summary: Summary) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Replay: the weights of a recorded run, from its log of decisions."""
+"""Replay: the weights and batch sizes of a recorded run, from its log of decisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from streamload.errors import DecisionsError
 from streamload.order.mixing import UNIT, Change
-from streamload.steering.decisions import SEQUENCE, WEIGHTS, read_lines
+from streamload.order.steps import Resize
+from streamload.steering.decisions import BATCH_SIZE, SEQUENCE, WEIGHTS, read_lines
 
 
 class Recorded(NamedTuple):
@@ -21,11 +22,12 @@ class Recorded(NamedTuple):
 
 
 class _Sequence(NamedTuple):
-    """The weights of a sequence, from the position on at which the log has it."""
+    """The weights and sizes of a sequence, from the position on at which the log has it."""
 
     number: int
     position: int
     weights: list[Recorded]
+    sizes: list[Resize]
 
 
 class Replay:
@@ -66,6 +68,20 @@ class Replay:
                     f"{self.path} is of a run with another {name}: {theirs!r}, and this is {ours!r}"
                 )
 
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of ranks that can't share a step of the run evenly.
+
+        Raises:
+            DecisionsError: it says which.
+        """
+        for sequence in self._sequences:
+            for size in sequence.sizes:
+                if size.batch % ranks:
+                    raise DecisionsError(
+                        f"{self.path}: its run had steps of {size.batch} samples, which {ranks} ranks can't "
+                        f"share evenly: replay it on a number of ranks that divides that"
+                    )
+
     def weights(self, sequence: int, position: int) -> list[Recorded]:
         """What changes the weights of a sequence, the first of them in effect at a position.
 
@@ -83,6 +99,23 @@ class Replay:
                 f"the file: load a state of that step or a later one, or give the log from its beginning"
             )
         found = begun.weights
+        first = max((i for i, one in enumerate(found) if one.position <= position), default=0)
+        return found[first:]
+
+    @property
+    def base_batch(self) -> int:
+        """Samples of a step over all ranks, by the options of the run."""
+        return int(self.run["order"]["batch"])
+
+    def sizes(self, sequence: int, position: int) -> list[Resize]:
+        """The sizes of a sequence's steps from a position on, where they are others than by the options.
+
+        Of a sequence that the log doesn't have, the size that was set last.
+        """
+        begun = next((one for one in self._sequences if one.number == sequence), None)
+        if begun is None:
+            return [size._replace(position=0) for size in self._sequences[-1].sizes[-1:]]
+        found = begun.sizes
         first = max((i for i, one in enumerate(found) if one.position <= position), default=0)
         return found[first:]
 
@@ -112,6 +145,10 @@ def _sequences(path: Path, run: Mapping[str, Any], lines: Sequence[Mapping[str, 
                 one = _recorded(line["position"], line["shares"], line["weights"])
                 kept = [earlier for earlier in now.weights if earlier.position < one.position]
                 now = now._replace(weights=[*kept, one])
+            elif line["kind"] == BATCH_SIZE:
+                size = _resize(line["position"], line["batch"], line["block"])
+                earlier_sizes = [earlier for earlier in now.sizes if earlier.position < size.position]
+                now = now._replace(sizes=[*earlier_sizes, size])
         yield now
     except (KeyError, TypeError, ValueError, IndexError) as exc:
         raise DecisionsError(f"{path} isn't a log of decisions: {exc!r:.200}") from None
@@ -119,7 +156,14 @@ def _sequences(path: Path, run: Mapping[str, Any], lines: Sequence[Mapping[str, 
 
 def _begun(line: Mapping[str, Any]) -> _Sequence:
     weights = [_recorded(position, shares, line["weights"]) for position, shares in line["changes"]]
-    return _Sequence(line["sequence"], line["position"], [weights[0], *weights[1:]])
+    sizes = [_resize(*size) for size in line.get("batch_sizes", ())]
+    return _Sequence(line["sequence"], line["position"], [weights[0], *weights[1:]], sizes)
+
+
+def _resize(position: int, batch: int, block: int) -> Resize:
+    if min(batch, block) < 1:
+        raise ValueError(f"steps of {batch} samples")
+    return Resize(int(position), int(batch), int(block))
 
 
 def _recorded(position: int, shares: Sequence[int], weights: Sequence[float]) -> Recorded:

@@ -1,0 +1,175 @@
+"""The batch size that follows the throughput: waits are measured, the policy is asked at decision steps (K).
+
+Rank 0 asks, with what the slowest rank measured; all ranks take its answer. What is decided goes the way of
+Loader.set_batch_size. The policies are in steering/batch_size.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from streamload.errors import OptionError, StateMismatch
+from streamload.loader.distributed import can_compare, gather
+from streamload.loader.options import LoaderOptions
+from streamload.loader.schedule import Schedule
+from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
+from streamload.worker import InFlight
+
+logger = logging.getLogger("streamload")
+
+STATE = "batch_policy"
+"""The key of its part of a state, which only runs with a policy have."""
+_MEMORY_BYTES = 16 << 10
+
+
+class BatchSizing:
+    """Decides on the batch size of one loader; without a policy, never.
+
+    Args:
+        options: of the loader.
+        schedule: of its epochs.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, options: LoaderOptions, schedule: Schedule, clock: Callable[[], float] = time.monotonic
+    ):
+        self._policy: BatchPolicy | None = options.batches.batch_policy
+        self._schedule, self._clock = schedule, clock
+        self._steps = self._decided = 0  # of the run
+        self._memory: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Measure anew."""
+        self._rows = self._counted = self._waited_ns = 0
+        self._seconds = 0.0
+        self._last: float | None = None  # when a step of this epoch was taken
+
+    def start_epoch(self, in_flight: Callable[[], InFlight | None]) -> None:
+        """Before the first batch of an epoch: what is between two epochs isn't measured.
+
+        Args:
+            in_flight: gives what steps have to fit into.
+
+        Raises:
+            OptionError: the policy's sizes can't be, or nothing joins the ranks.
+        """
+        self._last = None
+        if self._policy is None:
+            return
+        world_size = self._schedule.topology.world_size
+        if world_size > 1 and not can_compare(world_size):
+            raise OptionError(
+                f"batch_policy= decides from what all {world_size} ranks measure, and nothing joins them: "
+                f"initialise torch.distributed before the loader is iterated, or call set_batch_size()"
+            )
+        if isinstance(self._policy, ThroughputBalanced):
+            self._schedule.resized(self._policy.most, 0, in_flight())
+            for size in (self._policy.least, self._policy.multiple):
+                self._schedule.resized(size, 0, None)
+
+    def took(self, rows: int, waited_ns: int) -> None:
+        """A step was taken.
+
+        Args:
+            rows: of all ranks.
+            waited_ns: the data wait for it.
+        """
+        if self._policy is None:
+            return
+        self._steps += 1
+        now = self._clock()
+        if rows != self._rows:
+            self._forget()
+            self._rows = rows
+        elif self._last is not None:
+            self._seconds += now - self._last
+            self._waited_ns += waited_ns
+            self._counted += 1
+        self._last = now
+
+    def decide(self, resize: Callable[[int, Mapping[str, Any]], int]) -> None:
+        """Before a batch is waited for: ask the policy, if this step is a decision step.
+
+        Args:
+            resize: sets a size, given the reason for the log; returns the step from which it counts.
+
+        Raises:
+            OptionError: the policy raised an error, or its answer can't be used; on all ranks.
+        """
+        policy = self._policy
+        if policy is None or self._steps % policy.every or self._steps <= self._decided:
+            return
+        self._decided = self._steps
+        world_size = self._schedule.topology.world_size
+        if self._counted < policy.every // 2 or self._rows != self._schedule.rows * world_size:
+            return  # most of them had another size, or this run has just begun: it is not over yet
+        share = self._waited_ns / 1e9 / self._seconds if self._seconds > 0 else 0.0
+        seconds, size = self._seconds / self._counted, self._schedule.rows
+        by_rank = gather((min(1.0, share), seconds), world_size)
+        measured = Measured(
+            self._steps, size, max(share for share, _ in by_rank), max(seconds for _, seconds in by_rank)
+        )
+        self._seconds, self._waited_ns, self._counted = 0.0, 0, 0
+        is_first = self._schedule.topology.rank == 0
+        answer = gather(self._answer(policy, measured) if is_first else None, world_size)[0]
+        assert answer is not None
+        if "error" in answer:
+            raise OptionError(answer["error"])
+        self._memory = answer["memory"]
+        if answer["size"] is None or answer["size"] == size:
+            return
+        told = {"reason": answer["reason"], **measured._asdict()}
+        step = resize(answer["size"], told)
+        if is_first:
+            logger.info(
+                "batch size: %d samples a rank, from step %d of the epoch on, not %d: %s",
+                *(answer["size"], step, size, answer["reason"]),
+            )
+
+    def _answer(self, policy: BatchPolicy, measured: Measured) -> dict[str, Any]:
+        """The policy's answer as JSON-able values, or why there is none."""
+        try:
+            decided = policy.decide(measured, self._memory)
+            if not isinstance(decided, SizeDecided):
+                raise OptionError(f"decide() returned a {type(decided).__name__}; expected a SizeDecided")
+            text = json.dumps(decided.memory, allow_nan=False)
+            if len(text) > _MEMORY_BYTES:
+                raise OptionError(
+                    f"its memory of {len(text):,} bytes is too large for a state ({_MEMORY_BYTES:,})"
+                )
+            size = decided.size
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise OptionError(f"it returned {size!r}; expected a whole number of at least 1, or None")
+            reason = " ".join(str(decided.reason).split())[:500]
+            return {"size": size, "memory": json.loads(text), "reason": reason}
+        except Exception as exc:
+            problem = str(exc) if isinstance(exc, OptionError) else f"{type(exc).__name__}: {exc}"
+            return {"error": f"batch_policy={policy!r:.100}, at step {measured.step} of the run: {problem}"}
+
+    def state(self) -> dict[str, Any]:
+        """Its part of a state; nothing without a policy."""
+        if self._policy is None:
+            return {}
+        return {STATE: {"steps": self._steps, "decided": self._decided, "memory": self._memory}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue after a state, or begin anew where it has no such part.
+
+        Raises:
+            StateMismatch: it is damaged.
+        """
+        part = state.get(STATE, {"steps": 0, "decided": 0, "memory": None})
+        try:
+            steps, decided, memory = part["steps"], part["decided"], part["memory"]
+        except (KeyError, TypeError) as exc:
+            raise StateMismatch(f"not a valid state of a loader: {exc!r:.100} as {STATE}") from None
+        if not (type(steps) is type(decided) is int and 0 <= decided <= steps):
+            raise StateMismatch(f"not a valid state of a loader: steps {steps!r:.50} as {STATE}")
+        self._steps, self._decided, self._memory = steps, decided, memory
+        self._forget()
