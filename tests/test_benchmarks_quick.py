@@ -418,3 +418,15 @@ def test_steps_of_a_transformer_have_less_padding_with_rows_of_like_size(tmp_pat
     whole, run, *bucketed = (row["padding"] for row in result["medians"].values())
     assert max(bucketed) < min(whole, run)
     assert all(target["value"] > 0 for target in result["targets"])
+
+
+def test_groups_that_agree_lose_little_of_one_plan(tmp_path: Path) -> None:
+    result = run_quickly("bucket_groups", tmp_path / "out.json")
+
+    ratios = result["ratios"]["useful, × one plan"]
+    for kind in ("captions", "captions and images"):
+        agreed, like, own = (
+            ratios[f"{kind}; 4 groups; {way}"] for way in ("agreed", "like cells", "cells of its own")
+        )
+        assert own < agreed <= like < 1
+    assert all(target["met"] for target in result["targets"])
