@@ -79,7 +79,7 @@ peers: $(READY) $(OPENCLIP_READY)  ## Build the environments of the peers that a
 	$(BIN)/python -m benchmarks.environments.build || true
 
 bench: peers  ## Measure beside the peers (about 3 hours); writes benchmarks/results/*.json
-	for name in cold cold_large link_busy warm overhead start scaling consumer half resume memory flat memory_tier hits small_cache fill held \
+	for name in cold cold_large link_busy warm overhead start scaling consumer half resume memory flat memory_tier hits small_cache fill held looking \
 		verification prepared strategies module_cache features facts buckets bucket_groups naflex_step daemons shuffle scale spot report shuffle_report; do \
 		$(BIN)/python -m benchmarks.$$name; done
 

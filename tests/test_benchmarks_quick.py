@@ -430,3 +430,10 @@ def test_groups_that_agree_lose_little_of_one_plan(tmp_path: Path) -> None:
         )
         assert own < agreed <= like < 1
     assert all(target["met"] for target in result["targets"])
+
+
+def test_what_looking_at_runs_costs_is_measured(tmp_path: Path) -> None:
+    result = run_quickly("looking", tmp_path / "looking.json", "--rounds", "1")
+    assert set(result["medians"]) == {"scrape", "report"}
+    assert result["medians"]["scrape"]["series_per_rank"] <= 80 + 8 * result["settings"]["sources"]
+    assert len(result["targets"]) == 4

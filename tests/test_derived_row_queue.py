@@ -70,7 +70,6 @@ def computed(numbers, label="it", state=None):
         b"layout",
         lambda: (bodies, list(numbers)),
         100,
-        False,
         label,
         state,
     )

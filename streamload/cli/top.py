@@ -33,6 +33,8 @@ _KEYS = {
 _WORK = ("bytes", "read", "decode", "resize", "tokenize", "collate", "hand-over")
 _COLOURS = ("blue", "yellow", "green", "red", "magenta", "cyan", "white")
 _BAR = 20
+_RUN_LENGTH = 12
+"""So many characters of a run's name tell it from others."""
 _LATE, _VERY_LATE = 0.05, 0.2
 
 Looks = Iterable["list[LiveRank]"]
@@ -131,7 +133,8 @@ def shown(ranks: list[LiveRank], sorted_by: str = "") -> RenderableType:
     for run in dict.fromkeys(rank.run for rank in ranks):
         own = [rank for rank in ranks if rank.run == run]
         first = own[0]
-        head = f"[bold]run {escape(run)}[/]  {len(own)} of {first.world_size} ranks on {escape(first.host)}"
+        name, host = escape(run[:_RUN_LENGTH]), escape(first.host)
+        head = f"[bold]run {name}[/]  {len(own)} of {first.world_size} ranks on {host}"
         epoch = "" if first.epoch is None else f", epoch {first.epoch}"
         total = f"{sum(rank.samples_per_second for rank in own):,.0f} samples/s"
         parts.append(Text.from_markup(f"{head}{epoch}, {_age(first.run_seconds)}, [bold]{total}[/]"))

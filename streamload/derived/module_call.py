@@ -94,9 +94,7 @@ class Call:
             self._canaries()
         if self.missing and not self.proof.has_settled:
             self._settle()
-        hits = sum(place in self.found for place in self.where)
-        self.counts.hits += hits
-        self.counts.saved_seconds += hits * self.proof.seconds_per_row
+        self.counts.hits += sum(place in self.found for place in self.where)
         self.counts.misses += len(self.missing)
         return self._put_together(self._compute_missing() if self.missing else None)
 
@@ -226,11 +224,8 @@ class Call:
         places = self.missing
         began = time.perf_counter()
         value = self._detached(*self.inputs.of([self.first[place] for place in places]))
-        seconds = time.perf_counter() - began
-        self.counts.compute_seconds += seconds
+        self.counts.compute_seconds += time.perf_counter() - began
         self.counts.rows_computed += len(places)
-        self.proof.compute_seconds += seconds
-        self.proof.computed_rows += len(places)
         result = Result(value, None if self.rows is None else len(places))
         self._refuse_mixing(result, places)
         self._store(result, places)

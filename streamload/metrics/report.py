@@ -25,22 +25,24 @@ Numbers = NDArray[np.float64]
 _MOST_RANKS = 8
 """Ranks with a line of their own; of more, the lowest, mean and highest are drawn."""
 _LATE = 0.05
+_RUN_LENGTH = 12
+"""So many characters of a run's name tell it from others."""
 _CAUSES = ("samples_skipped_", "samples_replaced_")
 
 
 def report(timeline: Timeline) -> str:
     """The report as HTML."""
-    about = timeline.ranks[0].about
-    title = f"streamload run {about['run']}"
+    about, charts = timeline.ranks[0].about, _all_charts(timeline)
+    title = f"streamload run {str(about['run'])[:_RUN_LENGTH]}"
     parts = [
         f"<h1>{html.escape(title)}</h1><p class=sub>{html.escape(_line(timeline))}</p>",
         _verdict(timeline),
         _tiles(timeline),
-        _charts(timeline),
+        _charts(timeline, charts),
         _alerts(timeline),
         _settings(about.get("settings", {})),
     ]
-    data = json.dumps(numbers(timeline), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(numbers(timeline, charts), separators=(",", ":")).replace("<", "\\u003c")
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
         f'<meta name=viewport content="width=device-width"><style>{STYLE}</style><main>{"".join(parts)}'
@@ -49,14 +51,19 @@ def report(timeline: Timeline) -> str:
     )
 
 
-def numbers(timeline: Timeline) -> dict[str, Any]:
-    """What is drawn, as plain values; unknown ones are None."""
+def numbers(timeline: Timeline, charts: list[Chart] | None = None) -> dict[str, Any]:
+    """What is drawn, as plain values; unknown ones are None.
+
+    Args:
+        timeline: of the run.
+        charts: of it, where they are known already.
+    """
     return {
         "about": [dict(rank.about) for rank in timeline.ranks],
         "seconds": _plain(timeline.middles),
         "charts": {
             chart.title: {name: _plain(values) for name, values in chart.series.items()}
-            for chart in _all_charts(timeline)
+            for chart in (_all_charts(timeline) if charts is None else charts)
         },
         "wait_buckets": timeline.wait_buckets(),
         "totals": {
@@ -80,7 +87,7 @@ def _line(timeline: Timeline) -> str:
     ranks = f"{len(timeline.ranks)} of {about['world_size']} ranks" if about["world_size"] > 1 else "one rank"
     hosts = ", ".join(sorted({str(rank.about["host"]) for rank in timeline.ranks}))
     took = f"began {began:%Y-%m-%d %H:%M} UTC, took {duration(timeline.seconds)}"
-    return f"{ranks} on {hosts}, {about['workers']} workers each; {took}"
+    return f"{about['run']}: {ranks} on {hosts}, {about['workers']} workers each; {took}"
 
 
 def _last_verdict(timeline: Timeline) -> str:
@@ -126,9 +133,9 @@ def _tiles(timeline: Timeline) -> str:
     return f"<dl>{cells}</dl>"
 
 
-def _charts(timeline: Timeline) -> str:
+def _charts(timeline: Timeline, charts: list[Chart]) -> str:
     seconds, end = timeline.middles, timeline.seconds
-    figures = [drawn(chart, seconds, end) for chart in _all_charts(timeline)]
+    figures = [drawn(chart, seconds, end) for chart in charts]
     names = [_time((BUCKET_NS << place) / 1e9) for place in range(BUCKETS - 1)]
     figures.insert(
         2,
@@ -153,7 +160,7 @@ def _all_charts(timeline: Timeline) -> list[Chart]:
         Chart(
             "Data wait",
             "The share of the time that the training loop waited. One rank above the others: the straggler.",
-            _by_rank(timeline, timeline.rate("data_wait_ns")),
+            _by_rank(timeline, np.minimum(timeline.rate("data_wait_ns"), 1.0)),
             "{:.0%}".format,
             top=0.1,
         ),
@@ -210,8 +217,12 @@ def _source_charts(timeline: Timeline) -> list[Chart]:
     names = timeline.labels("samples")
     taken = {name: timeline.grown("samples", name) for name in names}
     whole = sum(taken.values(), np.zeros(len(timeline.middles)))
-    whole = np.where(whole > 0, whole, 1.0)
-    shares = {name: one / whole for name, one in taken.items()}
+    is_known = whole > 0  # where nothing was taken, shares stay what they were
+    shares = {
+        name: np.interp(timeline.middles, timeline.middles[is_known], one[is_known] / whole[is_known])
+        for name, one in taken.items()
+        if is_known.any()
+    }
     found = [Chart("Share of each source", "Of the samples taken.", shares, "{:.0%}".format, True, 1.0)]
     levels = (
         ("source_weight", "Weight of each source", "In the mix, as given or set."),

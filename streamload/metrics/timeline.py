@@ -6,6 +6,7 @@ it, and how, is report.py's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,19 +41,19 @@ class Timeline:
                 f"run {self.ranks[0].about['run']} has no two moments on record: a rank records one a second"
             )
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         """From the making of the first loader to the last moment."""
         ends = [self._start(rank) + rank.moments[-1].seconds for rank in self.ranks if rank.moments]
         return float(max(ends))
 
-    @property
+    @functools.cached_property
     def edges(self) -> Numbers:
         """float64[steps + 1]: the grid in seconds; its steps have two moments or more on average."""
         most = max(len(rank.moments) for rank in self.ranks)
         return np.linspace(0.0, self.seconds, max(2, min(STEPS, most // 2)) + 1)
 
-    @property
+    @functools.cached_property
     def middles(self) -> Numbers:
         """float64[steps]: the middle of each step, in seconds."""
         edges = self.edges
@@ -94,7 +95,7 @@ class Timeline:
         sums = np.zeros(len(edges) - 1)
         for rank in self.ranks:
             points = [(m.seconds, m.gauges.get(name, {}).get(label, 0.0)) for m in rank.moments]
-            sums += np.clip(np.diff(self._interpolated(rank, points, edges)), 0, None)
+            sums += np.nan_to_num(np.clip(np.diff(self._interpolated(rank, points, edges)), 0, None))
         return sums
 
     def total(self, name: str) -> int:
