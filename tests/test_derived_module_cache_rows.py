@@ -27,10 +27,11 @@ from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
 from streamload.derived import row_store, rows, rows_database
 from streamload.derived.log_once import log_once
+from streamload.derived.row_counts import RowCounts
 from streamload.derived.row_format import Result, join, layout_of
 from streamload.derived.row_seal import seal, unseal
 from streamload.derived.row_store import Place, RowStore
-from streamload.derived.rows import RowCounts, Rows
+from streamload.derived.rows import Rows
 from streamload.errors import CacheCorrupt
 
 KIB = 1 << 10

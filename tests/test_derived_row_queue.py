@@ -70,6 +70,7 @@ def computed(numbers, label="it", state=None):
         b"layout",
         lambda: (bodies, list(numbers)),
         100,
+        False,
         label,
         state,
     )

@@ -180,6 +180,11 @@ def test_rows_are_computed_once_and_are_what_the_module_returns(data: Path, work
         first, second = rows_of(loader, net), rows_of(loader, net)
         stats = loader.stats()
     assert (stats.feature_rows_computed, stats.feature_rows_read) == (SAMPLES, SAMPLES)
+    assert (stats.feature_rows_stored, stats.feature_rows_refused) == (SAMPLES, 0)
+    assert (stats.feature_builds, stats.feature_mismatches) == (1, 0)
+    assert stats.feature_bytes_read == sum(row.nbytes for row in first.values())
+    assert stats.feature_bytes_stored > stats.feature_bytes_read
+    assert stats.feature_saved_seconds > 0
     assert_same(first, expected(data, net))
     assert_same(first, second)
     assert streamload.cache_info(net).stored == SAMPLES

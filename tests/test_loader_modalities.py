@@ -15,6 +15,7 @@ import torch
 import streamload
 from streamload import OptionError, Source
 from streamload.order.mixing import UNIT, portion, shares_of
+from streamload.steering import Decided
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import read_oracle, write_shards
 from tests import flat
@@ -203,6 +204,50 @@ class ByRow:
                     of_row[row].tolist() if row in of_row else None for row in range(len(rows["__key__"]))
                 ]
             yield rows
+
+
+def test_a_bad_image_is_replaced_by_a_row_of_the_same_modality(data: Path, tmp_path: Path):
+    def no_small(image: Any) -> torch.Tensor:
+        if image.size[0] < 24:
+            raise streamload.DecodeError("too small")
+        return small(image)
+
+    oracle = alone(data, tmp_path / "alone")
+    with make(data, tmp_path / "cache", preprocess=no_small, max_bad_samples=None) as loader:
+        for batch in loader:
+            check(batch, oracle)
+            assert len(batch["image"]) == 10
+        assert loader.skipped
+
+
+def test_losses_of_images_and_of_texts_are_reported_by_source(data: Path, tmp_path: Path):
+    seen = []
+
+    def policy(summary: Any) -> None:
+        seen.append({one.name: one.loss.mean for one in summary.sources})
+
+    with make(data, tmp_path, mixing=Every(policy), num_batches=9) as loader:
+        for batch in loader:
+            texts = batch["text_rows"]
+            only = texts[~torch.isin(texts, batch["image_rows"])]
+            loader.report(loss=torch.full((len(only),), 2.0), rows=only)
+            loader.report(loss=torch.full((len(batch["image"]),), 5.0), rows=batch["image_rows"])
+    assert seen
+    for name, loss in (("texts", 2.0), ("pairs", 5.0), ("images", 5.0)):
+        assert seen[0][name] == pytest.approx(loss)
+
+
+class Every:
+    """A policy that is asked every fourth step, and changes nothing."""
+
+    every = 4
+
+    def __init__(self, see: Any):
+        self._see = see
+
+    def decide(self, summary: Any, memory: Any) -> Any:
+        self._see(summary)
+        return Decided(None)
 
 
 def test_a_state_of_other_modalities_is_refused(data: Path, tmp_path: Path):

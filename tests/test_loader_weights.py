@@ -174,6 +174,26 @@ def test_the_mean_of_a_state_holds_for_other_batches_and_only_for_the_same_weigh
             loader.load_state_dict(value)
 
 
+def test_it_is_multiplied_by_the_weights_of_the_sources(data: Path, tmp_path: Path):
+    shards = sorted(data.glob("*.tar"))
+    sources = [streamload.Source(str(shards[0]), 3, "a"), streamload.Source(str(shards[2]), 1, "b")]
+    options: dict[str, Any] = {
+        "cache_dir": tmp_path,
+        "output": "dict",
+        "tokenizer": spelled,
+        "num_workers": 0,
+    }
+    options |= {"num_batches": 4, "batch_size": 8, "with_keys": True, "preprocess": small, "num_workers": 0}
+    raw, by_source = raw_by_key(data, 0.3, 0.7), {"00000": 0.5 / 0.75, "00002": 0.5 / 0.25}
+    order = streamload.Order(objective={"a": 1, "b": 1})
+    batches = streamload.Batches(sample_weight=complexity(mean=0.1))
+    with streamload.make_loader(sources, order=order, batches=batches, **options) as loader:
+        for batch in loader:
+            own = [min(max(raw[key] / 0.1, 0.2), 5) * by_source[key[:5]] for key in batch["__key__"]]
+            np.testing.assert_allclose(batch["weight"].numpy(), own, rtol=1e-6)
+            assert torch.equal(batch["weight"], loader.info.weight)
+
+
 def by_entry(entry: Entry) -> float | None:
     return None if entry.number % 5 == 0 else entry.number / 10 + entry.facts["index"]
 

@@ -41,7 +41,7 @@ def training(losses, policy, shares=None, floors=None, sizes=None, spoil=lambda 
                     passes, tuple(spoil(stop, parts) if i == 0 else parts),
                 )
             )  # fmt: skip
-        decided = policy.decide(Summary(stop, STEPS, tuple(sources)), memory)
+        decided = policy.decide(Summary(stop, None, tuple(sources)), memory)
         memory = json.loads(json.dumps(decided.memory))
         if decided.weights is not None:
             shares = np.array([decided.weights[source.name] for source in sources])
@@ -70,14 +70,14 @@ def test_samples_go_to_the_source_whose_loss_falls_and_not_to_the_one_whose_loss
     assert "gains" in next(decided.reason for decided, _, _ in found if decided.weights is not None)
 
 
-def test_nothing_moves_before_an_eighth_of_the_run_and_then_by_a_twentieth_at_most():
+def test_nothing_moves_in_the_first_ten_intervals_and_then_by_a_twentieth_at_most():
     found = training([noisy(power(2, 0.4)), noisy(lambda n: 1.0)], Progress(every=50))
     for (_, before, _), (decided, after, _) in pairwise(found):
         assert np.abs(after - before).sum() / 2 <= 0.05 + 1e-9
         assert decided.weights is None or set(decided.weights) == {"a", "b"}
-    assert all(decided.weights is None for decided, _, _ in found[: int(0.14 * STEPS / 50)])
-    changes = [place * 50 for place, (decided, _, _) in enumerate(found) if decided.weights is not None]
-    assert min(later - earlier for earlier, later in pairwise(changes)) >= STEPS // 20
+    assert all(decided.weights is None for decided, _, _ in found[:9])
+    changes = [place * 50 + 50 for place, (decided, _, _) in enumerate(found) if decided.weights is not None]
+    assert all(later - earlier >= 0.05 * earlier for earlier, later in pairwise(changes))
 
 
 def test_noise_moves_nothing():
@@ -143,9 +143,9 @@ def test_a_source_is_not_repeated_more_often_than_allowed_unless_its_given_share
     losses = [noisy(power(3, 0.5, 300_000)), noisy(lambda n: 1.0), noisy(lambda n: 1.0)]
     capped = training(losses, Progress(every=50, max_passes=3), sizes=[size, None, None])
     assert max(shares[0] for _, shares, _ in capped) > 1 / 3
-    assert capped[-1][2][0] <= 3 * size * 1.01
-    once = training(losses, Progress(every=50, max_passes=1), sizes=[size, None, None])
-    assert max(shares[0] for _, shares, _ in once) <= 1 / 3 + 1e-9
+    over = [samples[0] > 3 * size for _, shares, samples in capped if shares[0] > 1 / 3 + 1e-9]
+    assert over
+    assert not any(over)
 
 
 def test_evaluations_take_the_place_of_losses():
@@ -159,7 +159,7 @@ def test_evaluations_take_the_place_of_losses():
                           evaluation=noisy(loss, 1e-3)(samples[i]))
             for i, (name, loss) in enumerate([("a", power(2, 0.4)), ("b", lambda n: 2.0)])
         )  # fmt: skip
-        weights, memory, _ = policy.decide(Summary(step, STEPS, sources), memory)
+        weights, memory, _ = policy.decide(Summary(step, None, sources), memory)
         shares = np.array([weights["a"], weights["b"]]) if weights else shares
     assert shares[0] > 0.8
 
@@ -169,21 +169,6 @@ def test_weights_that_the_user_changed_count_as_given_from_then_on():
     decided = policy.decide(Summary(10, 100, (SourceSummary("a", 1, 0.5), SourceSummary("b", 1, 0.5))), None)
     sources = (SourceSummary("a", 9, 0.9), SourceSummary("b", 1, 0.1))
     assert policy.decide(Summary(20, 100, sources), decided.memory).memory["given"] == [0.9, 0.1]
-
-
-def test_a_run_without_an_end_is_steered_too():
-    policy, memory, samples, shares = Progress(every=100), None, np.zeros(2), np.array([0.5, 0.5])
-    for step in range(100, 6_001, 100):
-        samples += shares * 100 * ROWS
-        sources = tuple(
-            SourceSummary(name, 1, shares[i], samples=int(shares[i] * 100 * ROWS),
-                          total_samples=int(samples[i]),
-                          losses=tuple(Signal(9, *_sums(9, noisy(loss)(samples[i]))) for _ in range(8)))
-            for i, (name, loss) in enumerate([("a", power(2, 0.4)), ("b", lambda n: 2.0)])
-        )  # fmt: skip
-        weights, memory, _ = policy.decide(Summary(step, None, sources), memory)
-        shares = np.array([weights["a"], weights["b"]]) if weights else shares
-    assert shares[0] > 0.8
 
 
 def test_the_same_summary_and_memory_give_the_same_decision_and_neither_is_changed():
@@ -224,7 +209,7 @@ def test_options_that_make_no_sense_fail(wrong):
         Progress(**wrong)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_floors_and_caps_hold_at_every_step(data):
     many = data.draw(st.integers(2, 5))
@@ -236,16 +221,13 @@ def test_floors_and_caps_hold_at_every_step(data):
     shares /= shares.sum()
     floors = [data.draw(st.sampled_from([0.0, 0.5, 1.0])) * share for share in shares]
     sizes = [data.draw(st.sampled_from([None, 1e3, 3e4, 2e5])) for _ in range(many)]
-    policy = Progress(every=200, max_passes=data.draw(st.sampled_from([0.5, 4.0])))
-    for decided, after, samples in training(curves, policy, shares, floors, sizes):
+    policy = Progress(every=100, max_passes=data.draw(st.sampled_from([0.5, 4.0])))
+    for _, after, samples in training(curves, policy, shares, floors, sizes):
         assert after.sum() == pytest.approx(1)
         for i in range(many):
             assert after[i] >= max(floors[i], min(0.02, shares[i] / 2)) - 1e-9
-            if after[i] > shares[i] + 1e-9 and sizes[i] is not None and decided.weights is not None:
+            if after[i] > shares[i] + 1e-9 and sizes[i] is not None:
                 assert samples[i] <= policy.max_passes * sizes[i]
-    for i in range(many):
-        if sizes[i] is not None:
-            assert samples[i] <= max(policy.max_passes * sizes[i], shares[i] * STEPS * ROWS) * 1.001
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 1), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=6))
@@ -261,7 +243,9 @@ def test_bounds_hold_and_shares_add_up(drawn):
 
 def test_a_source_whose_size_is_unknown_has_no_cap():
     source = SourceSummary("a", 1, 0.5, samples=10, total_samples=10, passes=None)
-    assert caps(Summary(10, 100, (source,)), np.array([0.5]), 4.0).tolist() == [1.0]
+    assert caps(Summary(10, None, (source,)), np.array([0.5]), 4.0).tolist() == [1.0]
+    known = replace(source, passes=3.0)
+    assert caps(Summary(10, None, (known,)), np.array([0.5]), 4.0).tolist() == [0.5]
 
 
 def test_the_gain_is_that_of_the_curve():
@@ -283,11 +267,11 @@ def test_bins_that_are_too_few_or_too_close_have_no_gain():
 
 
 def test_in_simulated_trainings_it_gets_most_of_the_way_from_equal_shares_to_the_best():
-    scores = {kind: run(world(kind, 1), Progress(every=1000)).score for kind in KINDS}
+    scores = {kind: run(world(kind, 1), Progress(every=500)).score for kind in KINDS}
     assert np.mean(list(scores.values())) >= 0.6, scores
     assert min(scores.values()) >= -0.05, scores
 
 
 def test_equal_sources_stay_equal():
-    moves = [run(world("equal", seed), Progress(every=1000)).moves for seed in range(6)]
+    moves = [run(world("equal", seed), Progress(every=500)).moves for seed in range(4)]
     assert max(moves) <= 1

@@ -17,6 +17,7 @@ from streamload.cli.doctor import doctor
 from streamload.cli.features import features
 from streamload.cli.logs import LogFormat, LogLevel, flags_first, log_to_stderr, report_failure, stop_logging
 from streamload.cli.metrics import metrics
+from streamload.cli.mixing import mixing
 from streamload.cli.options import AsJson
 from streamload.cli.pack import pack
 from streamload.cli.report import report
@@ -78,6 +79,7 @@ for command in (bench, daemon, doctor, pack, report, top, version, warm):
 app.add_typer(cache, name="cache")
 app.add_typer(features, name="features")
 app.add_typer(metrics, name="metrics")
+app.add_typer(mixing, name="mixing")
 
 
 def main() -> None:

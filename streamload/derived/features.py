@@ -19,9 +19,17 @@ from streamload.derived.module_proof import Description, Options, fingerprint_of
 from streamload.derived.row_format import leaves_of
 from streamload.derived.row_store import Place, RowStore, open_store
 from streamload.errors import OptionError
+from streamload.metrics import Counts
 from streamload.torch_internals import tree_map
 
 FeatureInputs = Literal["image", "text", "sample"]
+_COUNTERS = {
+    "stored": "feature_rows_stored",
+    "refused": "feature_rows_refused",
+    "bytes_written": "feature_bytes_stored",
+    "mismatches": "feature_mismatches",
+    "builds": "feature_builds",
+}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -191,6 +199,25 @@ class BoundFeatures:
         """Note that so many canaries were compared: a derived shard may have had them, and not the store."""
         proof = proof_of(self.module)
         proof.canaries = max(0, proof.canaries - rows)
+
+    def count(self, counts: Counts, read: int = 0, *, at_end: bool = False) -> None:
+        """Count what happened to rows in the rank since this was called last.
+
+        Args:
+            counts: of the rank.
+            read: rows that came with a batch.
+            at_end: of an epoch, when rows that are on their way are stored.
+        """
+        store = self._store()
+        if store is None:
+            return
+        if at_end:
+            store.flush()
+        happened = store.take_counts()
+        for name, counter in _COUNTERS.items():
+            if number := getattr(happened, name):
+                counts.add(counter, number)
+        counts.add("feature_saved_ns", int(read * proof_of(self.module).seconds_per_row * 1e9))
 
     def _store(self) -> RowStore | None:
         place = self.features.options.place

@@ -29,8 +29,8 @@ from streamload.derived.lazy import (
 )
 from streamload.derived.module_call import Call
 from streamload.derived.module_proof import Options, describe, record_build
+from streamload.derived.row_counts import RowCounts
 from streamload.derived.row_store import CacheLevel, Place, open_store
-from streamload.derived.rows import RowCounts
 from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]

@@ -94,7 +94,9 @@ class Call:
             self._canaries()
         if self.missing and not self.proof.has_settled:
             self._settle()
-        self.counts.hits += sum(place in self.found for place in self.where)
+        hits = sum(place in self.found for place in self.where)
+        self.counts.hits += hits
+        self.counts.saved_seconds += hits * self.proof.seconds_per_row
         self.counts.misses += len(self.missing)
         return self._put_together(self._compute_missing() if self.missing else None)
 
@@ -224,8 +226,11 @@ class Call:
         places = self.missing
         began = time.perf_counter()
         value = self._detached(*self.inputs.of([self.first[place] for place in places]))
-        self.counts.compute_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.counts.compute_seconds += seconds
         self.counts.rows_computed += len(places)
+        self.proof.compute_seconds += seconds
+        self.proof.computed_rows += len(places)
         result = Result(value, None if self.rows is None else len(places))
         self._refuse_mixing(result, places)
         self._store(result, places)

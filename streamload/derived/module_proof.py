@@ -6,17 +6,17 @@ or by records of earlier builds (builds.py).
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from streamload.derived.allowance import Allowance
 from streamload.derived.builds import Build, Generators, Inputs, believed, process_name, read_builds, written
 from streamload.derived.code import Describer, digest_of
 from streamload.derived.fingerprint import (
@@ -36,7 +36,6 @@ from streamload.errors import FeatureNotCacheable
 CANARIES = 4
 """So many rows are computed again after a build."""
 _FINGERPRINTS_KEPT = 64
-_LOOKS_SECONDS, _LOOKS_SHARE = 0.1, 0.01
 
 
 @dataclass(frozen=True)
@@ -124,30 +123,6 @@ class Built:
     device: torch.device
 
 
-class Allowance:
-    """For how long something may be done: a tenth of a second, and a hundredth of the time."""
-
-    def __init__(self) -> None:
-        self._seconds = _LOOKS_SECONDS
-        self._at = time.monotonic()
-
-    def may_begin(self) -> bool:
-        """Whether some of it is left."""
-        now = time.monotonic()
-        self._seconds = min(self._seconds + (now - self._at) * _LOOKS_SHARE, _LOOKS_SECONDS)
-        self._at = now
-        return self._seconds > 0
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time of what is done."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds -= time.monotonic() - began
-
-
 class Proof:
     """What proves the rows of one module, in this process."""
 
@@ -166,8 +141,14 @@ class Proof:
         self.are_rows_apart = False
         self.is_chance_harmless = False
         self.looks = Allowance()
+        self.computed_rows, self.compute_seconds = 0, 0.0
         self.refused_at: Any = None
         self._with_inputs: dict[tuple[bytes, int], tuple[Mapping[str, Any], Fingerprint]] = {}
+
+    @property
+    def seconds_per_row(self) -> float:
+        """What computing a row has taken in this process; 0: none was computed."""
+        return self.compute_seconds / self.computed_rows if self.computed_rows else 0.0
 
     def with_inputs(self, fingerprint: Fingerprint, inputs: Mapping[str, Any]) -> Fingerprint:
         """A fingerprint that covers what makes the module's input, too."""

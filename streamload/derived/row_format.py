@@ -135,6 +135,11 @@ class Result:
         )
 
     @property
+    def is_of_device(self) -> bool:
+        """Whether one of the tensors isn't on the CPU."""
+        return any(kind == "m" for kind, _ in self._leaves)
+
+    @property
     def size_bytes(self) -> int:
         """Of the tensors and arrays."""
         return sum(leaf.nbytes for _, leaf in self._leaves)

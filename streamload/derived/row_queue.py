@@ -9,6 +9,8 @@ were on their way; whoever needs one of those is told to `flush` first (`holds`)
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
 from collections import Counter, deque
@@ -23,13 +25,20 @@ from streamload.derived.row_seal import seal_rows
 
 _LINGER_SECONDS = 0.2
 """The thread waits so long for more rows: a transaction of many takes less time for each."""
-_ENOUGH_BYTES, _ENOUGH_ROWS = 8 << 20, 4096
-_MOST_BYTES = 64 << 20
-"""Above this calls wait for the thread."""
-_MOST_UNPROVED_BYTES = 64 << 20
+_ENOUGH_BYTES, _ENOUGH_ROWS = 1 << 20, 4096
+_MOST_BYTES = 2 << 20
+"""Above this calls wait for the thread; each worker of a DataLoader may hold as much."""
+_MOST_UNPROVED_BYTES, _MOST_OF_DEVICE_BYTES = 1 << 20, 32 << 20
+"""Above this a module is looked at. A GPU computes rows faster, and a look at it waits for it."""
 
 Material = tuple["np.ndarray[Any, Any]", Sequence[int]]
 """The bytes of each row, uint8[N, bytes], and the digest of each row's input."""
+
+
+def _return_memory() -> None:
+    """Give memory that is free back to the system: the C library keeps what a thread had for the next one."""
+    with contextlib.suppress(OSError, AttributeError):  # another library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Prover(Protocol):
@@ -51,6 +60,7 @@ class ComputedRows:
         layout: of each.
         material: gives their bytes and the digests of their inputs; may wait for a device to copy them.
         size_bytes: what they take in memory about.
+        is_of_device: whether a device computed them.
         label: what they are listed by.
         state: of the module when they were computed, for its prover.
         computed_at: when that was, `time.monotonic()`.
@@ -60,6 +70,7 @@ class ComputedRows:
     layout: bytes
     material: Callable[[], Material]
     size_bytes: int
+    is_of_device: bool
     label: str
     state: Any
     computed_at: float = field(default_factory=time.monotonic)
@@ -100,7 +111,8 @@ class RowQueue:
             self._names.update(rows.names)
             if prover is not None:
                 self._unproved.append((rows, prover))
-                is_full = sum(one.size_bytes for one, _ in self._unproved) > _MOST_UNPROVED_BYTES
+                most_bytes = _MOST_OF_DEVICE_BYTES if rows.is_of_device else _MOST_UNPROVED_BYTES
+                is_full = sum(one.size_bytes for one, _ in self._unproved) > most_bytes
         if prover is None:
             self._accept([rows])
             return
@@ -170,8 +182,9 @@ class RowQueue:
                 if not self._waiting:
                     self._thread = None
                     self._changed.notify_all()
-                    return
+                    break
             self._store_all()
+        _return_memory()
 
     def _store_all(self) -> None:
         with self._writing:

@@ -24,9 +24,10 @@ from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
 from streamload.cache.memory import nearest
 from streamload.derived.log_once import log_once
+from streamload.derived.row_counts import RowCounts
 from streamload.derived.row_queue import ComputedRows, Prover, RowQueue
 from streamload.derived.row_seal import Row
-from streamload.derived.rows import RowCounts, Rows, SealedRow
+from streamload.derived.rows import Rows, SealedRow
 from streamload.derived.rows_table import DATABASE
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
@@ -91,6 +92,7 @@ class RowStore:
 
     def __init__(self, place: Place):
         self.counts = RowCounts()
+        self._taken = RowCounts()
         self._settings = place.settings()
         self.disk = Rows(place.root, self._disk_limit, self.counts)
         self._queue = RowQueue(self._store_queued, self._count_dropped)
@@ -137,6 +139,11 @@ class RowStore:
     def flush(self) -> None:
         """Store all rows that were added, as far as they are proved and there is room."""
         self._queue.flush()
+
+    def take_counts(self) -> RowCounts:
+        """What happened since this was called last, for counters that are told so by one caller."""
+        before, self._taken = self._taken, dataclasses.replace(self.counts)
+        return self._taken - before
 
     def write(self, rows: Sequence[SealedRow], label: str) -> None:
         """Store sealed rows at once, as far as there is room."""

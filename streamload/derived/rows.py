@@ -19,13 +19,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
 from streamload.derived.log_once import log_once
+from streamload.derived.row_counts import RowCounts
 from streamload.derived.row_seal import Row, seal, unseal
 from streamload.derived.rows_database import Database, diskcache, log_bytes, rows_at_once
 from streamload.derived.rows_table import (
@@ -48,46 +48,6 @@ _ASKED_AT_ONCE = 500
 _TOUCH_SECONDS = 10.0
 _FULL_ENOUGH = 0.7
 """From this part of the limit on it is noted when rows are read."""
-
-
-@dataclass(slots=True)
-class RowCounts:
-    """What happened to rows, in this process.
-
-    Attributes:
-        hits: rows that were read.
-        misses: rows that were not there.
-        stored: rows that were written.
-        corrupt: rows or databases that failed a check, and count as not there.
-        evicted: rows that were deleted to make room.
-        refused: rows that were not written: no room, a read-only or full disk.
-        mismatches: rows that were found to be of another input.
-        builds: modules that were built.
-        rows_computed: by modules, for want of a row.
-        bytes_read: of rows.
-        bytes_written: of rows.
-        read_seconds: reading, checks included.
-        compute_seconds: computing what was missing.
-        store_seconds: writing.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    corrupt: int = 0
-    evicted: int = 0
-    refused: int = 0
-    mismatches: int = 0
-    builds: int = 0
-    rows_computed: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    store_seconds: float = 0.0
-
-    def __add__(self, other: RowCounts) -> RowCounts:
-        return RowCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 class Rows:

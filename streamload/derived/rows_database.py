@@ -27,8 +27,9 @@ _LOG_SHARE, _LARGE_LOG_SHARE = 8, 64
 _PAGES_PER_ROW = 8
 """So many a transaction may write for a row and one that goes for it: its own, and those of indexes."""
 _LOG_BYTES, _MOST_LOG_BYTES = 8 << 20, 64 << 20
-_ROWS_A_STATEMENT = 64
-_READING_KIB, _WRITING_KIB = 1024, 8192
+_ROWS_A_STATEMENT, _BYTES_A_STATEMENT = 64, 256 << 10
+"""A statement holds a copy of all of its rows."""
+_READING_KIB, _WRITING_KIB = 1024, 2048
 """Pages that are held in memory. A transaction that changes more writes some of them more than once."""
 
 
@@ -135,8 +136,10 @@ class Database(Table):
                 evicted = self._make_room(sum(len(data) for _, data in rows), len(rows), limit_bytes)
                 if evicted is None:
                     return None
-                for at in range(0, len(rows), _ROWS_A_STATEMENT):
-                    some = rows[at : at + _ROWS_A_STATEMENT]
+                longest = max(len(data) for _, data in rows)
+                count = min(_ROWS_A_STATEMENT, max(1, _BYTES_A_STATEMENT // longest))
+                for at in range(0, len(rows), count):
+                    some = rows[at : at + count]
                     values = [value for row in some for value in row]
                     self.connection.execute(_insert(len(some)), [now, label, *values])
         finally:

@@ -28,7 +28,7 @@ from streamload.derived.row_store import RowStore
 from streamload.errors import FeatureNotCacheable
 
 _OF_INPUT_BYTES = 8192
-"""What telling inputs apart takes a row at most, until a device has copied it."""
+"""What telling the inputs of a device apart takes a row at most, until the rows are proved."""
 
 
 def store_result(
@@ -67,8 +67,10 @@ def store_result(
     def material() -> Material:
         return copy(), digests()
 
-    size_bytes = result.size_bytes + len(names) * _OF_INPUT_BYTES
-    store.add(ComputedRows(names, result.layout, material, size_bytes, label, proof.built), prover)
+    of_device = result.is_of_device
+    size_bytes = result.size_bytes + (len(names) * _OF_INPUT_BYTES if of_device else 0)
+    rows = ComputedRows(names, result.layout, material, size_bytes, of_device, label, proof.built)
+    store.add(rows, prover)
     if prover is not None and proof.looks.may_begin():
         with proof.looks.timed():
             prover.look()

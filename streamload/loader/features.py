@@ -95,6 +95,12 @@ def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any
     return parts
 
 
+def end_epoch(features: Mapping[str, BoundFeatures], counts: Counts) -> None:
+    """Store the rows that are on their way, and count them."""
+    for of in features.values():
+        of.count(counts, at_end=True)
+
+
 def take_features(
     values: dict[str, Any], features: Mapping[str, BoundFeatures], counts: Counts
 ) -> dict[str, FeatureRows]:
@@ -113,7 +119,10 @@ def take_features(
         bodies, inputs = values.pop(f"{name}{ROWS}", None), values.pop(f"{name}{INPUTS}", None)
         if of.features.inputs == "sample" and inputs is not None:
             inputs = {"image": inputs, "text": values.pop(f"{name}{INPUTS} text")}
-        counts.add("feature_rows_read", read.samples - len(read.missing))
+        found = read.samples - len(read.missing)
+        counts.add("feature_rows_read", found)
+        counts.add("feature_bytes_read", 0 if bodies is None else found * bodies.shape[1])
+        of.count(counts, found)
         counts.add("feature_read_ns", read.read_ns)
         made[name] = FeatureRows(of, read, bodies, inputs, counts)
     return made

@@ -24,7 +24,7 @@ from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, a
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.exports import Exports
-from streamload.loader.features import take_features
+from streamload.loader.features import end_epoch, take_features
 from streamload.loader.in_flight import in_flight_of
 from streamload.loader.meter import LONGEST_SECONDS, Meter, OnAlert
 from streamload.loader.microbatches import Microbatches
@@ -471,6 +471,8 @@ class Loader(Exports, DataLoaderInterface):
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted."""
+        if self._pool is not None:
+            end_epoch(self._pool.features, self._counts)
         self.meter.end_epoch(self._epoch)
         self._schedule.tracker.finish()
         self._check_shards()

@@ -2,7 +2,7 @@
 
 Pure. A rank has at most 80 series, and 8 more for each of its sources: of the histogram of data waits every
 second bucket from half a millisecond on is here, sums and counts of other metrics are left out, and so are
-the metrics of a shared cache and of features where there is none.
+most of features, and the metrics of a shared cache and of features where there is none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from streamload.metrics.registry import GIVEN, METRICS, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "streamload_"
-_LEFT_OUT = {"transform_seconds", "first_batch_seconds", "batches_yielded", "fresh_tensors", "workers"}
-"""Sums of other metrics, the count of the histogram, what is a label of run_info, and a detail of stats()."""
+_LEFT_OUT = {"transform_seconds", "first_batch_seconds", "batches_yielded", "fresh_tensors", "workers"} | {
+    f"feature_{name}"
+    for name in (
+        *("rows_stored", "rows_refused", "bytes_read", "bytes_stored", "mismatches", "builds"),
+        "saved_seconds",
+    )
+}
+"""Sums of other metrics, the count of the histogram, what is a label of run_info, and details of stats()."""
 _OF_SOME = ("shared_", "feature_")
 """Prefixes of metrics that only some runs have."""
 _FIRST_BUCKET, _BUCKETS_SKIPPED = 5, 2

@@ -213,6 +213,20 @@ METRICS: tuple[Metric, ...] = (
     counted(
         "feature_rows_damaged", "rows of derived shards that failed their checksum, and were computed again"
     ),
+    counted("feature_rows_stored", "rows of features that the training's process has stored"),
+    counted(
+        "feature_rows_refused",
+        "rows that it computed and couldn't store: no room, a read-only disk, or a module that has changed",
+    ),
+    counted("feature_bytes_read", "bytes of rows of features that came with batches", unit="bytes"),
+    counted("feature_bytes_stored", "bytes of rows that the training's process has stored", unit="bytes"),
+    counted("feature_mismatches", "rows of features that a check found to be other than what is computed"),
+    counted("feature_builds", "modules of features that were built in the training's process"),
+    counted(
+        "feature_saved_seconds",
+        "time that rows which were read would have taken to compute, by what a row has taken in this process",
+        unit="seconds",
+    ),
     counted(
         "feature_read_seconds",
         "time that workers spent reading rows of features, summed over workers",

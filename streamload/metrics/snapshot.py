@@ -66,6 +66,12 @@ class Snapshot:
     feature_rows_read: int = 0
     feature_rows_computed: int = 0
     feature_rows_damaged: int = 0
+    feature_rows_stored: int = 0
+    feature_rows_refused: int = 0
+    feature_bytes_read: int = 0
+    feature_bytes_stored: int = 0
+    feature_mismatches: int = 0
+    feature_builds: int = 0
     samples_yielded: int = 0
     samples_skipped: dict[str, int] = field(default_factory=_zeros)
     samples_replaced: dict[str, int] = field(default_factory=_zeros)
@@ -94,6 +100,7 @@ class Snapshot:
     device_seconds: float = 0.0
     step_seconds: float = 0.0
     transform_seconds: float = 0.0
+    feature_saved_seconds: float = 0.0
     feature_read_seconds: float = 0.0
     feature_compute_seconds: float = 0.0
     source_samples: dict[str, int] = field(default_factory=dict)

@@ -14,14 +14,14 @@ from streamload.steering.summary import Summary
 
 Floats = NDArray[np.float64]
 
-_INTERVAL = 0.05  # of the run, from one change to the next
+_INTERVAL = 0.05  # of the steps so far, from one change to the next
 _MOST_MOVED = 0.05  # of all samples, by one decision
 _LEAST_MOVED = 0.02  # a decision that would move less is left out
 
 
 def interval(summary: Summary, every: int) -> int:
-    """Return the steps from one change to the next: 5 % of the run; without an end, a tenth of it so far."""
-    return max(every, int((summary.steps or 2 * summary.step) * _INTERVAL))
+    """Return the steps from one change to the next: 5 % of those so far, as losses fall by powers of them."""
+    return max(every, int(summary.step * _INTERVAL))
 
 
 def towards(shares: Floats, wanted: Floats) -> Floats:
@@ -42,16 +42,21 @@ def floors(summary: Summary, given: Floats, floor: float) -> Floats:
 
 
 def caps(summary: Summary, given: Floats, max_passes: float) -> Floats:
-    """Return the share with which each source has `max_passes` at the end; at least the given one."""
+    """Return the largest share of each source: the given one if it will soon have `max_passes`."""
     found = np.ones(len(summary.sources))
-    total = sum(source.total_samples for source in summary.sources)
     for place, source in enumerate(summary.sources):
-        if not source.passes:
-            continue
-        left = max(0.0, max_passes / source.passes - 1) * source.total_samples
-        to_come = total / summary.step * max(0, (summary.steps or 0) - summary.step)
-        found[place] = min(1.0, left / to_come) if to_come else float(left > 0)
-    return np.asarray(np.maximum(found, given), np.float64)
+        soon = source.total_samples + 2 * source.samples  # a decision counts some steps later
+        if source.passes and source.passes * soon > max_passes * source.total_samples:
+            found[place] = given[place]
+    return found
+
+
+def exceeds_caps(policy: Any, summary: Summary, kept: Mapping[str, Any]) -> bool:
+    """Return whether a source has more than its cap, which can't wait until shares change anyway."""
+    shares = np.array([source.share for source in summary.sources])
+    given = np.array(kept["given"])
+    least = floors(summary, given, policy.floor)
+    return bool((shares > np.maximum(least, caps(summary, given, policy.max_passes)) + 1e-3).any())
 
 
 def bounded(wanted: Floats, least: Floats, most: Floats) -> Floats:
@@ -113,7 +118,7 @@ def step_towards(wanted: Floats, policy: Any, summary: Summary, kept: dict[str, 
     least = floors(summary, given, policy.floor)
     most = np.maximum(least, caps(summary, given, policy.max_passes))
     found = bounded(towards(shares, wanted), least, most)
-    if moved_by(shares, found) < _LEAST_MOVED:
+    if moved_by(shares, found) < _LEAST_MOVED and not exceeds_caps(policy, summary, kept):
         return Decided(None, kept, "too little to move")
     kept["decided"] = [*kept["decided"][-1:], found.tolist()]
     names = [source.name for source in summary.sources]

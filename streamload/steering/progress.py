@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from streamload.steering.limits import Floats, checked, given_shares, interval, step_towards
+from streamload.steering.limits import Floats, checked, exceeds_caps, given_shares, interval, step_towards
 from streamload.steering.policy import Decided
 from streamload.steering.summary import SourceSummary, Summary
 from streamload.steering.trend import Bin, Gain, gain_at, joined, parts_of
 
-_WARM_UP = 0.15  # of the run
+_WARM_UP = 10  # decisions before the first change
 _CERTAIN = 3.5  # standard errors from which on a difference isn't noise: many are looked at in a run
 _EXCESS = 2.0  # then what exceeds this many counts, of every source
 _RATIO = e  # a share changes by this factor at most
-_AHEAD = 0.25  # of the steps to come: shares move slowly, so what counts is the gain by then
+_AHEAD = 0.5  # of the steps so far: shares move slowly, so what counts is the gain by then
 _REPEATS_WORTH = 15.0  # passes after which repeats teach 1/e of what new samples do (arXiv 2305.16264)
 
 
@@ -31,16 +31,16 @@ class Progress:
     """Weights that follow the trend of each source's loss; for `make_loader(…, mixing=…)`.
 
     A source gets more samples if one more of them takes more off its loss than one of the others does, beyond
-    what noise explains. Shares change each 5 % of the run, after the first 15 %, by 5 % of all samples at
-    most. A source of which too little is reported keeps its share.
+    what noise explains. Shares change from the tenth decision step on, then whenever the run has become 5 %
+    longer, by 5 % of all samples at most. A source of which too little is reported keeps its share.
 
     Attributes:
         signal: "loss": what `loader.report(loss=…)` got during a source's first pass, since samples that were
             seen before no longer show what is learned. "eval": the held-out losses of `loader.report_eval`,
             of which it takes eight at least; for contrastive losses, which depend on their negatives.
-        max_passes: no share above the given one with which a source would be repeated more often than this.
+        max_passes: a source that was repeated so often gets no more than its given share.
         floor: each source's smallest share, or half its given share if that is less.
-        every: the steps from one decision to the next; changes are further apart, except in short runs.
+        every: the steps from one decision to the next; give less for runs of a few thousand steps.
 
     Raises:
         OptionError: a value that isn't allowed.
@@ -63,13 +63,14 @@ class Progress:
             joined(bins, self._reported(source))
             for source, bins in zip(summary.sources, old["bins"], strict=True)
         ]
-        if summary.step < max(kept["next"], 3 * self.every, int((summary.steps or 0) * _WARM_UP)):
+        if exceeds_caps(self, summary, kept):
+            return step_towards(shares, self, summary, kept, "enough passes over a source")
+        if summary.step < max(kept["next"], _WARM_UP * self.every):
             return Decided(None, kept, "not yet")
         kept["next"] = summary.step + interval(summary, self.every)
-        ahead = _AHEAD * max(0, (summary.steps or 2 * summary.step) - summary.step) / summary.step
-        rows = sum(source.total_samples for source in summary.sources)  # of the run so far
+        ahead = _AHEAD * sum(source.total_samples for source in summary.sources)
         gains = [
-            self._gain(source, bins, source.share * rows * ahead)
+            self._gain(source, bins, source.share * ahead)
             for source, bins in zip(summary.sources, kept["bins"], strict=True)
         ]
         wanted, reason = wanted_shares(shares, gains)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from streamload.errors import OptionError
-from streamload.steering.limits import checked, given_shares, interval, step_towards
+from streamload.steering.limits import checked, exceeds_caps, given_shares, interval, step_towards
 from streamload.steering.policy import Decided
 from streamload.steering.summary import Signal, SourceSummary, Summary
 
@@ -24,14 +24,14 @@ class Target:
 
     The reference says which loss can be reached: that of a finished training of a small model, say (as in
     DoReMi). A source that has reached it goes to its floor, one that isn't named keeps its share. Shares
-    change each 5 % of the run, by 5 % of all samples at most, where the excess is beyond noise.
+    change whenever the run has become 5 % longer, by 5 % of all samples at most.
 
     Attributes:
         reference: the loss by the sources' names.
         signal: "loss": of `loader.report(loss=…)`. "eval": of `loader.report_eval`.
-        max_passes: no share above the given one with which a source would be repeated more often than this.
+        max_passes: a source that was repeated so often gets no more than its given share.
         floor: each source's smallest share, or half its given share if that is less.
-        every: the steps from one decision to the next; changes are further apart, except in short runs.
+        every: the steps from one decision to the next.
 
     Raises:
         OptionError: a value that isn't allowed.
@@ -62,6 +62,8 @@ class Target:
         old = memory or {"sums": [[0.0, 0.0, 0.0] for _ in shares], "next": 0}
         sums = [self._sum(s, Signal(*each)) for s, each in zip(summary.sources, old["sums"], strict=True)]
         kept = given_shares(memory, shares) | {"sums": [list(each) for each in sums], "next": old["next"]}
+        if exceeds_caps(self, summary, kept):
+            return step_towards(shares, self, summary, kept, "enough passes over a source")
         if summary.step < old["next"]:
             return Decided(None, kept, "not yet")
         kept["next"] = summary.step + interval(summary, self.every)

@@ -1,0 +1,186 @@
+"""`streamload mixing`: what a run's policy decided, and what a policy would decide."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streamload.cli.options import AsJson
+from streamload.errors import OptionError
+
+if TYPE_CHECKING:
+    from streamload.steering import Policy
+    from streamload.steering.recorded import Point
+
+mixing = typer.Typer(
+    help="Weights that change during a run: what was decided, and what a policy would decide.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+_LINES = 20
+_Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw a picture into this file.")]
+Course = dict[str, Any]
+
+
+@mixing.command()
+def show(
+    record: Annotated[Path, typer.Argument(help="decisions.jsonl, or a CSV with step, source and loss.")],
+    svg: _Svg = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the shares of a run's sources and what was reported of them, by step."""
+    from streamload.steering.recorded import read_points
+
+    points = read_points(record)
+    found = _course(points, [{s.name: s.share for s in point.sources} for point in points])
+    found["reasons"] = [point.reason for point in points]
+    _tell(found, f"{record.name}: what was decided", svg, as_json)
+
+
+@mixing.command()
+def simulate(
+    record: Annotated[
+        Path | None,
+        typer.Argument(help="Reports to decide from: decisions.jsonl, or a CSV with step, source and loss."),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(help='"progress", "schedule=FILE", "target=FILE" (JSON), or "package.module:name".'),
+    ] = "progress",
+    world: Annotated[
+        str, typer.Option(help="Without a record: the kind of a simulated training.", show_default=True)
+    ] = "plain",
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulated training.")] = 0,
+    svg: _Svg = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a policy would do, in a simulated training or with a run's reports.
+
+    A simulated training has sources whose loss falls by a known law, so that the best mix is known; the score
+    says how far the policy gets from equal shares (0) to the best (1). A recorded run's losses stay as they
+    were, whatever the policy decides.
+    """
+    chosen = policy_of(policy)
+    if record is None:
+        from streamload.steering import simulate as simulation
+        from streamload.steering.worlds import world as drawn
+
+        done = simulation.run(drawn(world, seed), chosen)
+        names = done.world.names
+        found: Course = {
+            "steps": done.steps,
+            "shares": _columns(names, done.shares.tolist()),
+            "losses": _columns(names, done.losses.tolist()),
+            "reasons": done.reasons,
+            "score": done.score,
+            "best": dict(zip(names, (done.world.best() / done.world.total).tolist(), strict=True)),
+        }
+        _tell(found, f"{policy} in a simulated training ({world}, seed {seed})", svg, as_json)
+        return
+    from streamload.steering.recorded import ask, read_points
+
+    points = read_points(record)
+    asked = ask(chosen, points)
+    found = _course(points, [shares for shares, _ in asked])
+    found["reasons"] = [reason for _, reason in asked]
+    _tell(found, f"{policy} with the reports of {record.name}", svg, as_json)
+
+
+def policy_of(name: str) -> Policy:
+    """Return the policy that a text names.
+
+    Raises:
+        OptionError: it names none, or its file can't be read.
+    """
+    from streamload.steering import as_policy
+    from streamload.steering.progress import Progress
+    from streamload.steering.schedule import Schedule
+    from streamload.steering.target import Target
+
+    kind, _, path = name.partition("=")
+    if name == "progress":
+        return Progress()
+    if kind == "schedule" and path:
+        return Schedule.read(path)
+    if kind == "target" and path:
+        try:
+            return Target(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, AttributeError) as exc:
+            raise OptionError(f'{path} holds no target: {exc}; expected JSON: {{"name": loss}}') from exc
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise OptionError(
+            f'--policy={name!r}; expected "progress", "schedule=FILE", "target=FILE" or "package.module:name"'
+        )
+    try:
+        return as_policy(getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError) as exc:
+        raise OptionError(f"--policy={name!r}: {exc}") from exc
+
+
+def _course(points: list[Point], shares: list[dict[str, float]]) -> Course:
+    names = [source.name for source in points[0].sources]
+
+    def reported(value: Any) -> dict[str, list[float]]:
+        rows = [{source.name: value(source) for source in point.sources} for point in points]
+        return {name: [_number(row.get(name)) for row in rows] for name in names}
+
+    return {
+        "steps": [point.step for point in points],
+        "shares": {name: [_number(row.get(name)) for row in shares] for name in names},
+        "losses": reported(lambda source: source.loss.mean),
+        "alignment": reported(lambda source: source.alignment.mean),
+        "evaluation": reported(lambda source: source.evaluation),
+    }
+
+
+def _number(given: float | None) -> float:
+    return math.nan if given is None else float(given)
+
+
+def _columns(names: tuple[str, ...], rows: list[list[float]]) -> dict[str, list[float]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+
+
+def _tell(found: Course, title: str, svg: Path | None, as_json: bool) -> None:
+    from streamload.steering.picture import drawing
+
+    headings = {"shares": "share", "losses": "loss", "alignment": "alignment", "evaluation": "held-out loss"}
+    if svg is not None:
+        panels = {
+            heading: {
+                name: list(zip(found["steps"], values, strict=True)) for name, values in found[key].items()
+            }
+            for key, heading in headings.items()
+            if key in found
+        }
+        svg.write_text(drawing(title, panels), encoding="utf-8")
+    if as_json:
+        print(json.dumps(_without_nan(found)))
+        return
+    print(title)
+    width = max(7, *(len(name) for name in found["shares"]))
+    print(f"{'step':>9}  " + "  ".join(f"{name:>{width}}" for name in found["shares"]))
+    kept = sorted({round(i * (len(found["steps"]) - 1) / (_LINES - 1)) for i in range(_LINES)})
+    for at in kept:
+        shares = "  ".join(f"{values[at]:>{width}.1%}" for values in found["shares"].values())
+        print(f"{found['steps'][at]:>9,}  {shares}  {found['reasons'][at]}")
+    if "score" in found:
+        best = "  ".join(f"{share:>{width}.1%}" for share in found["best"].values())
+        print(f"{'best':>9}  {best}\nscore: {found['score']:+.2f} (0: as equal shares, 1: as the best)")
+    if svg is not None:
+        print(f"picture: {svg}")
+
+
+def _without_nan(found: Any) -> Any:
+    """JSON has no NaN: null."""
+    if isinstance(found, dict):
+        return {name: _without_nan(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_without_nan(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
