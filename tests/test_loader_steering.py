@@ -23,6 +23,7 @@ from streamload.loader.signals import Rows
 from streamload.steering import Decided, Summary
 from streamload.testing.shards import write_shards
 from tests import flat
+from tests.test_batches_padding import words
 
 NAMES = ("a", "b", "c")
 STEPS, EVERY = 14, 3
@@ -163,6 +164,44 @@ def test_a_policy_sees_what_was_reported_and_handed_out(
             ]
             assert (source.bad, source.evaluation, source.floor) == (0, None, 0.05)
         assert sum(source.share for source in summary.sources) == pytest.approx(1)
+
+
+class Rare(Seesaw):
+    """Takes least of what was repeated most."""
+
+    def decide(self, summary: Summary, memory: Any) -> Decided:
+        self.seen.append(summary)
+        return Decided({source.name: 1 / (1 + (source.passes or 0)) for source in summary.sources})
+
+
+@pytest.mark.parametrize("batches", [{}, {"text_padding": "longest", "bucketing": 24}])
+def test_passes_are_known_without_a_sizes_json_and_alike_on_all_layouts(
+    place: Path, batches: dict[str, Any]
+) -> None:
+    def long(workers: int, policy: Seesaw, state: Any = None, stop: int = 10**9) -> Any:
+        options = {"map_sample": None, "text_key": "txt", "tokenizer": words} if batches else {}
+        loader = make(place, workers, mixing=policy, num_batches=40, **options, **batches)
+        found = []
+        with loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for batch in loader:
+                names = batch if isinstance(batch, dict) else batch[-1]
+                found.append(rows_of(names))
+                if len(found) == stop:
+                    break
+            return found, loader.state_dict()
+
+    policy = Rare()
+    rows, _ = long(0, policy)
+    taken = sum(shares(rows[:39]), Counter())
+    for source in policy.seen[-1].sources:
+        assert source.passes == pytest.approx(taken[source.name] / 55, rel=0.1)
+    assert policy.seen[2].sources[0].passes is None
+    assert long(2, Rare())[0] == rows
+    for stop in (16, 17, 27):
+        half, state = long(0, Rare(), stop=stop)
+        assert half + long(0, Rare(), state)[0] == rows
 
 
 @pytest.mark.parametrize("stop", range(1, STEPS))
@@ -442,3 +481,38 @@ def test_a_batch_on_hold_is_not_begun_before_its_decision(place: Path) -> None:
         for number, batch in enumerate(loader):
             assert rows_of(batch) == found[number]
             loader.report(loss=losses(batch["__key__"])[:6], rows=range(6))
+
+
+def test_floors_that_add_up_to_one_leave_nothing_to_decide(place: Path) -> None:
+    sources = [
+        streamload.Source(f"{place}/{name}/*.tar", 1, name, floor=floor)
+        for name, floor in zip(NAMES, (0.5, 0.25, 0.25), strict=True)
+    ]
+    options = {"map_sample": key_of, "with_keys": True, "num_workers": 0, "cache_dir": place / "cache"}
+    with flat.make_loader(sources, mixing=Seesaw(), batch_size=12, num_batches=STEPS, **options) as loader:
+        for batch in loader:
+            loader.report(loss=losses(batch["__key__"]))
+            assert Counter(name for name, _ in rows_of(batch)) == Counter(a=6, b=3, c=3)
+
+
+def test_progress_moves_from_what_has_been_learned_and_not_without_reports(
+    place: Path, tmp_path: Path
+) -> None:
+    """Only the loss of "a" falls; "c" is never reported."""
+    steps, share = 240, {}
+    for reports in (True, False):
+        path = tmp_path / f"{reports}.jsonl"
+        policy = streamload.Progress(every=8, max_passes=1e9)
+        loader = make(place, mixing=policy, decisions=path, num_batches=steps)
+        with loader:
+            for step, batch in enumerate(loader):
+                source = loader.info.source
+                noise = losses(batch["__key__"]) / 100
+                rows = torch.nonzero(source < 2).flatten()
+                if reports:
+                    loader.report(loss=((source == 0) * (3 - step / 100) + noise)[rows], rows=rows)
+        lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        assert len(lines) == steps // 8 - 1
+        share[reports] = [line["sources"][0]["share"] for line in lines]
+    assert share[False] == pytest.approx([1 / 3] * len(share[False]), abs=1e-5)
+    assert share[True][-1] > 0.34

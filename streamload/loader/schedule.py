@@ -261,17 +261,10 @@ class Schedule:
         given = tuple((weights | dict(changed)).values())
         return Weights(given, shares_of(given, [source.floor for source in sources]))
 
-    def passes(self, place: int, samples: float) -> float | None:
-        """How often a source was read, by samples that were taken of it; None if its size is unknown.
-
-        Its size is known from a sizes.json. Without one, only whole passes of this node's first group count.
-        """
+    def source_samples(self, place: int) -> int | None:
+        """The samples of a source by sizes.json; None if nothing says."""
         sizes = self._read_sizes()[place]
-        if sizes is not None:
-            return samples / max(1, sum(sizes))
-        group = next(iter(self.tracker.now().groups.values()), None)
-        passes = 0 if group is None else group.sources[place].cursor.pass_
-        return float(passes) if passes else None
+        return None if sizes is None else sum(sizes)
 
     def identity(self) -> dict[str, Any]:
         """What the samples of each step depend on, apart from the changes of a run; JSON-able."""

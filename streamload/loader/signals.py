@@ -184,16 +184,19 @@ class Reported:
     Attributes:
         sums: of the values by source.
         evaluations: by the sources' indexes.
+        sizes: of the sources, by their indexes, as far as their passes tell: at most so many samples.
     """
 
     sums: Sums
     evaluations: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able values; the sums to the bit."""
         return {
             "sums": base64.b64encode(self.sums.astype("<f8").tobytes()).decode() if self.sums.any() else "",
             "evaluations": dict(sorted(self.evaluations.items())),
+            "sizes": dict(sorted(self.sizes.items())),
         }
 
     @classmethod
@@ -209,23 +212,35 @@ class Reported:
             sums = np.zeros(int(np.prod(shape)))
         if sums.size != np.prod(shape) or not np.isfinite(sums).all():
             raise ValueError(f"not the sums of {sources} sources")
-        evaluations = {str(int(source)): float(number) for source, number in value["evaluations"].items()}
-        if any(not 0 <= int(source) < sources for source in evaluations):
-            raise ValueError(f"evaluations of other sources than {sources}")
-        return cls(sums.reshape(shape).astype(np.float64), evaluations)
+        found = [numbers_of(value[name], sources) for name in ("evaluations", "sizes")]
+        return cls(sums.reshape(shape).astype(np.float64), *found)
 
 
 def merged(reported: Sequence[Reported], sources: int) -> Reported:
-    """The sums of several ranks; of their evaluations the mean."""
+    """The sums of several ranks; of their evaluations the mean, of sizes the least."""
     sums = empty_sums(sources)
     evaluations: dict[str, list[float]] = {}
+    sizes: dict[str, float] = {}
     for one in reported:
         sums = sums + one.sums
         for source, value in one.evaluations.items():
             evaluations.setdefault(source, []).append(value)
-    return Reported(
-        sums, {source: sum(values) / len(values) for source, values in sorted(evaluations.items())}
-    )
+        for source, size in one.sizes.items():
+            sizes[source] = min(size, sizes.get(source, size))
+    means = {source: sum(values) / len(values) for source, values in sorted(evaluations.items())}
+    return Reported(sums, means, dict(sorted(sizes.items())))
+
+
+def numbers_of(value: Mapping[str, Any], sources: int) -> dict[str, float]:
+    """Finite numbers by the sources' indexes.
+
+    Raises:
+        ValueError: something else.
+    """
+    found = {str(int(source)): float(number) for source, number in value.items()}
+    if any(not 0 <= int(source) < sources for source in found) or not np.isfinite(list(found.values())).all():
+        raise ValueError(f"numbers of other sources than {sources}")
+    return found
 
 
 def empty_sums(sources: int) -> Sums:

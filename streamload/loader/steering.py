@@ -78,6 +78,7 @@ class Steering:
     def _restore(self, state: SteeringState) -> None:
         self._state, self._reports = state, Reports(len(self._options.sources))
         self._steps, self._handed = state.steps, list(state.handed)
+        self._passes, self._sizes = [0] * len(state.total), dict(state.sizes)
         self._log: RunLog | None = None
         if self._options.order.decisions is not None:
             by = {"policy": self._policy_name, "every": self._every}
@@ -114,6 +115,11 @@ class Steering:
         shares, samples = self._schedule.tracker.shares, batch.stop - batch.position
         for source, share in enumerate(shares):
             self._handed[source] += share * samples
+        for source, pass_ in enumerate(batch.passes):
+            if pass_ > self._passes[source]:
+                self._passes[source] = pass_
+                size = (self._state.total[source] + self._handed[source]) / UNIT / pass_
+                self._sizes[str(source)] = min(size, self._sizes.get(str(source), size))
         self._steps += 1
         if self._objective is not None and self._by_shares[0] != shares:
             pairs = zip(self._objective, shares, strict=True)
@@ -176,8 +182,9 @@ class Steering:
             )
         self._state = replace(
             self._state, decided=self._steps, total=total, policy=self._policy_name, memory=answer["memory"],
-            ranks=(), reports={},
+            ranks=(), reports={}, sizes=answer["sizes"],
         )  # fmt: skip
+        self._sizes = dict(answer["sizes"])
         self._handed = [0] * len(total)
         self._reports.clear()
         control.decided = self._steps
@@ -213,21 +220,23 @@ class Steering:
                 "streamload.gather_state(loader) to decide as without the cut",
                 lacking,
             )
-        summary = self._summary(merged(list(reports.values()), len(sources)))
+        reported = merged(list(reports.values()), len(sources))
+        summary = self._summary(reported)
         decided = self._policy.decide(summary, self._state.memory)
         if not isinstance(decided, Decided):
             raise OptionError(f"decide() returned a {type(decided).__name__}; expected a streamload.Decided")
         given = weights_of(decided, summary)
         shares = None if given is None else shares_of(given, [source.floor for source in sources])
         told = {"reason": " ".join(str(decided.reason).split())[:500], "sources": described(summary)}
-        return {"weights": given, "shares": shares, "memory": _kept(decided.memory), "told": told}
+        answer = {"weights": given, "shares": shares, "memory": _kept(decided.memory), "told": told}
+        return {**answer, "sizes": reported.sizes}
 
     def _summary(self, reported: Reported) -> Summary:
         schedule, sources = self._schedule, []
         weights = schedule.weights({}).given
         for place, source in enumerate(self._options.sources):
-            total = self._total[place] / UNIT
-            sums = reported.sums
+            total, sums = self._total[place] / UNIT, reported.sums
+            size = schedule.source_samples(place) or reported.sizes.get(str(place))
             sources.append(
                 SourceSummary(
                     source.name,
@@ -236,7 +245,7 @@ class Steering:
                     source.floor,
                     round(self._handed[place] / UNIT),
                     round(total),
-                    schedule.passes(place, total),
+                    None if size is None else total / max(1.0, size),
                     tuple(signal_of(sums, LOSS + part, place) for part in range(PARTS)),
                     signal_of(sums, ALIGNMENT, place),
                     reported.evaluations.get(str(place)),
@@ -265,7 +274,7 @@ class Steering:
 
     def _reports_so_far(self) -> dict[str, Reported]:
         """What was reported since the last decision, on this rank, and before the last resume on others."""
-        own = Reported(self._reports.read(), self._reports.read_evaluations())
+        own = Reported(self._reports.read(), self._reports.read_evaluations(), dict(self._sizes))
         return {**self._state.reports, f"{len(self._state.ranks)}.{self._schedule.topology.rank}": own}
 
     def state(self) -> dict[str, Any]:

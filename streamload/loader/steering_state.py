@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from streamload.errors import StateMismatch
-from streamload.loader.signals import Reported, merged
+from streamload.loader.signals import Reported, merged, numbers_of
 from streamload.order.mixing import UNIT
 from streamload.steering.decisions import LogPlace
 
@@ -37,6 +37,7 @@ class SteeringState:
         log: None: there is none.
         ranks: how many there were, since the last decision, from each resume on.
         reports: what was reported since then, by who got it: "resume.rank", or "resume.all".
+        sizes: of the sources, by their indexes, as far as their passes tell.
     """
 
     steps: int
@@ -48,6 +49,7 @@ class SteeringState:
     log: LogState | None = None
     ranks: tuple[int, ...] = ()
     reports: Mapping[str, Reported] = field(default_factory=dict)
+    sizes: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def at_start(cls, sources: int) -> SteeringState:
@@ -66,6 +68,7 @@ class SteeringState:
                 "memory": self.memory,
                 "log": None if self.log is None else [*self.log.place, self.log.sequence],
                 "ranks": list(self.ranks),
+                "sizes": dict(sorted(self.sizes.items())),
             },
             REPORTS: {name: one.to_json() for name, one in sorted(self.reports.items())},
         }
@@ -92,6 +95,7 @@ class SteeringState:
                 None if log is None else LogState(LogPlace(_count(log[0]), str(log[1])), _count(log[2])),
                 tuple(_count(ranks) for ranks in value["ranks"]),
                 {str(who): Reported.from_json(one, sources) for who, one in state[REPORTS].items()},
+                numbers_of(value["sizes"], sources),
             )
             if not len(found.handed) == len(found.total) == sources or found.decided > found.steps:
                 raise ValueError("counts that don't fit")

@@ -166,6 +166,7 @@ class PlannedStep:
         position: the global position where it begins.
         groups: those that the rank reads in it, with how many samples of each.
         seats: int64[size]: the source of each sample; valid after `visits`.
+        passes: by source the latest pass of its samples; after `visits`, if there are several sources.
         bounds: int32[N, 2], for each row the most tokens of text and image of that row on any rank; valid
             after `visits`.
     """
@@ -175,6 +176,7 @@ class PlannedStep:
     position: int
     groups: dict[int, int]
     seats: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    passes: dict[int, int] = field(default_factory=dict)
     bounds: npt.NDArray[np.int32] | None = None
     _wait: Wait = field(default_factory=Wait)
 
@@ -197,6 +199,10 @@ class PlannedStep:
             return
         rows, self.bounds = self._rows(plans, number)
         self.seats = rows[:, 0]
+        if len(self.config.sources) > 1:
+            latest = np.zeros(len(self.config.sources), np.int64)
+            np.maximum.at(latest, self.seats, rows[:, 1])
+            self.passes = dict(enumerate(latest.tolist()))
         yield [
             Visit(source, pass_, shard, number, (tokens, patches))
             for (source, pass_, shard, number), (tokens, patches) in zip(

@@ -197,11 +197,16 @@ class WorkerLoop:
                 samples, stop = len(origins["__key__"]), sampler.steps.begin(number + 1)
                 blocked, seats = self._reader.blocked(), step.seats
                 taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
-                packed = seats.astype(SEAT).tobytes() if len(taken) > 1 else b""
+                packed = b""
+                passes: tuple[int, ...] = ()
+                if len(taken) > 1:
+                    packed = seats.astype(SEAT).tobytes()
+                    passes = tuple(step.passes.get(source, 0) for source in range(len(taken)))
                 self._stages.ready(ready)
                 yield Batch(
                     values, position, stop, states, skipped, spans, samples, taken, start.generation,
                     blocked, widths, packed, weighed, self._block(step, number),
+                    passes,
                 )  # fmt: skip
                 self._stages.handed_over()
         except Superseded:

@@ -459,3 +459,5 @@ class Batch(NamedTuple):
     """VALUE[samples]: what each row is weighed by; empty: rows aren't weighed."""
     block: BlockBounds | None = None
     """With the first step of a block, and of an epoch: the bounds to agree on; None: nothing is left to."""
+    passes: tuple[int, ...] = ()
+    """The latest pass of each source that its rows are of; empty: there is one source."""

@@ -124,6 +124,8 @@ class Step:
     config: WorkerConfig
     reader: Reader
     parts: list[_Part]
+    passes: dict[int, int] = field(default_factory=dict)
+    """By source the latest pass of its samples; after `visits`."""
     _wait: Wait = field(default_factory=Wait)
     _before: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -201,8 +203,9 @@ class Step:
             self._note(part, source)
             own = seats == source
             stop = first[source] + int(np.count_nonzero(own))
-            rows[own] = self.reader.references(part.group, source).take(first[source], stop)
-            first[source] = stop
+            taken = self.reader.references(part.group, source).take(first[source], stop)
+            rows[own], first[source] = taken, stop
+            self.passes[source] = max(self.passes.get(source, 0), int(taken[-1, 0]))
         return [
             Visit(source, pass_, shard, number)
             for source, (pass_, shard, number) in zip(seats.tolist(), rows.tolist(), strict=True)
