@@ -46,7 +46,7 @@ from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.worker import Batch, loop
-from streamload.worker.messages import SealedStates
+from streamload.worker.states import SealedStates
 from tests import flat
 
 COUNTS = [20, 30, 25, 15]

@@ -6,7 +6,7 @@ import pytest
 
 from streamload.cache.checkpoint import CheckpointShard
 from streamload.order.cursor import Cursor, LaneState
-from streamload.worker.messages import GroupState, SealedStates, SourceState
+from streamload.worker.states import GroupState, SealedStates, SourceState
 
 
 def state(position):

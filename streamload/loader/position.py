@@ -10,7 +10,7 @@ from streamload.errors import StateMismatch
 from streamload.order.mixing import Change, in_effect
 from streamload.order.steps import Resize
 from streamload.steering.replay import Replay, changes_of
-from streamload.worker.messages import GroupState
+from streamload.worker.states import GroupState
 
 
 class Sizes(NamedTuple):

@@ -19,7 +19,8 @@ from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps
-from streamload.worker.messages import GroupState, changes_from
+from streamload.worker.messages import changes_from
+from streamload.worker.states import GroupState
 
 FORMAT = 3
 _WITHOUT_CHECKSUM = 2

@@ -1,12 +1,12 @@
 """What a DataLoader worker does: the loop over its batches, sampler, reader, and the messages to its rank."""
 
+from streamload.worker.bucketing import Bucketing
 from streamload.worker.in_flight import InFlight
 from streamload.worker.loop import StreamDataset
 from streamload.worker.messages import (
     SEAT,
     Batch,
     BlockBounds,
-    Bucketing,
     Changed,
     EpochStart,
     SkippedSample,

@@ -18,8 +18,9 @@ from streamload.order.mixing import Mixing, Portion
 from streamload.order.split import Split
 from streamload.order.steps import Steps
 from streamload.worker.blocked import Wait
-from streamload.worker.messages import BlockBounds, GroupState, SourceState, Span, Visit, WorkerConfig
+from streamload.worker.messages import BlockBounds, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
+from streamload.worker.states import GroupState, SourceState
 
 Rows = npt.NDArray[np.int64]
 """int64[N, 4]: source, pass, shard and number of samples."""

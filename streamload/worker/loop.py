@@ -48,7 +48,6 @@ from streamload.worker.messages import (
     BlockBounds,
     Changed,
     EpochStart,
-    SealedStates,
     SkippedSample,
     Visit,
     WorkerConfig,
@@ -60,6 +59,7 @@ from streamload.worker.row_weights import RowWeights
 from streamload.worker.sampler import Sampler, Step
 from streamload.worker.spans import Spans
 from streamload.worker.stages import Stages
+from streamload.worker.states import SealedStates
 
 _POLL_SECONDS = 0.002
 """Between two looks at whether a decision was made."""

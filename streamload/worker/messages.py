@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,23 +14,20 @@ import torch
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.padding import RowWidths
 from streamload.batches.sample_weights import SampleWeight
-from streamload.cache.checkpoint import CheckpointShard
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.derived.feature_rows import FeatureStart
-from streamload.errors import OptionError
 from streamload.options import Eviction, FreeDisk, Revalidate
-from streamload.order.buckets import Blocks
-from streamload.order.cursor import Cursor
 from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps, StepTable
 from streamload.origins.origin import OriginOptions
-from streamload.transforms.patch_grid import most_patches
+from streamload.worker.bucketing import Bucketing
 from streamload.worker.in_flight import InFlight
+from streamload.worker.states import GroupState, SealedStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,62 +97,6 @@ class WorkerConfig:
     """The limits of batches that are made and not yet taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucketing:
-    """How blocks of steps are planned (order/buckets.py).
-
-    Attributes:
-        steps: of a block.
-        text: the name of the fact that says how long a sample's text is; None: texts don't count.
-        text_most: tokens of the longest text, and of those of which nothing is known.
-        text_multiple: of the tokens of a place in a batch.
-        are_agreed: whether several groups agree on bounds, so that texts are cut by the rank.
-        patches_most: of an image, and of those of which nothing is known; 0: images have no patches.
-        patch_size: of each patch.
-        max_ratio: by which factor images are enlarged at most; None: all have the most patches.
-    """
-
-    steps: int
-    text: str | None
-    text_most: int
-    text_multiple: int
-    are_agreed: bool = False
-    patches_most: int = 0
-    patch_size: tuple[int, int] = (1, 1)
-    max_ratio: float | None = None
-
-    def blocks(self, batch: int, epoch: int, origin: int) -> Blocks:
-        """The blocks of a sequence, by the epoch in which it began."""
-        return Blocks.of_sequence(batch, self.steps, epoch, origin)
-
-    @property
-    def facts(self) -> list[str]:
-        """The names of the facts that costs follow from."""
-        sizes = [] if self.max_ratio is None else ["width", "height"]
-        return sizes if self.text is None else [self.text, *sizes]
-
-    def costs(self, facts: Mapping[str, npt.NDArray[np.float64]], count: int) -> npt.NDArray[np.float64]:
-        """float64[count, 2]: the length of the text and the size of the image, in tokens, by facts."""
-        costs = np.zeros((count, 2))
-        if self.text is not None:
-            costs[:, 0] = np.fmin(facts[self.text], self.text_most)
-        costs[:, 1] = self.patches_most
-        if self.max_ratio is not None:
-            most = most_patches(facts["height"], facts["width"], self.patch_size, self.max_ratio)
-            costs[:, 1] = np.fmin(most, self.patches_most)
-        return costs
-
-    def any_row(self, count: int) -> npt.NDArray[np.int32]:
-        """The room for rows of any length: int32[count, 2]."""
-        return np.full((count, 2), (self.text_most, self.patches_most), np.int32)
-
-    def rounded(self, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
-        """The room for rows that cost at most this: int32[N, 2]."""
-        room = costs.astype(np.int32)
-        room[:, 0] = np.minimum(-(-room[:, 0] // self.text_multiple) * self.text_multiple, self.text_most)
-        return room
-
-
 SEAT = np.dtype("<i4")
 """The source of a row, as batches carry it."""
 
@@ -177,95 +117,6 @@ class Visit(NamedTuple):
     shard: int
     number: int
     most: tuple[int, int] | None = None
-
-
-class SourceState(NamedTuple):
-    """The state of a group in one source."""
-
-    cursor: Cursor
-    begun: dict[int, CheckpointShard]
-    """The open shards as a checkpoint records them, by their index in the source."""
-
-
-class GroupState(NamedTuple):
-    """The state of a group: all that resuming it needs."""
-
-    owed: tuple[int, ...]
-    """What each source is owed (the credits of order.mixing.Portion)."""
-    sources: tuple[SourceState, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The state as JSON-able values."""
-        return {
-            "owed": list(self.owed),
-            "sources": [
-                {
-                    "cursor": state.cursor.to_json(),
-                    "begun": {str(shard): list(begun) for shard, begun in state.begun.items()},
-                }
-                for state in self.sources
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, value: Any) -> GroupState:
-        """The state that `to_json` wrote.
-
-        Raises:
-            OptionError: the value is something else.
-        """
-        try:
-            owed = tuple(int(credit) for credit in value["owed"])
-            sources = tuple(
-                SourceState(
-                    Cursor.from_json(state["cursor"]),
-                    {int(shard): CheckpointShard.from_json(begun) for shard, begun in state["begun"].items()},
-                )
-                for state in value["sources"]
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise OptionError(f"not the state of a group: {type(exc).__name__}") from exc
-        if len(owed) != len(sources) or sum(owed) != 0:
-            raise OptionError("not the state of a group: what its sources are owed doesn't add up to 0")
-        return cls(owed, sources)
-
-
-class SealedStates(Mapping[int, GroupState]):
-    """States of groups by group number, unpickled only on access.
-
-    Every batch carries its states, and a rank needs only those of its last batch, for a checkpoint. Pickled
-    as plain tuples they cost a fraction of the transfer.
-    """
-
-    def __init__(self, states: Mapping[int, GroupState]):
-        plain = {
-            number: (state.owed, [(tuple(cursor), _plain(begun)) for cursor, begun in state.sources])
-            for number, state in states.items()
-        }
-        self._sealed = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
-
-    def __getitem__(self, number: int) -> GroupState:
-        return self._open()[number]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._open())
-
-    def __len__(self) -> int:
-        return len(self._open())
-
-    def _open(self) -> dict[int, GroupState]:
-        return {
-            number: GroupState(owed, tuple(_source_state(*source) for source in sources))
-            for number, (owed, sources) in pickle.loads(self._sealed).items()
-        }
-
-
-def _plain(begun: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
-    return {shard: tuple(seen) for shard, seen in begun.items()}
-
-
-def _source_state(cursor: tuple[Any, ...], begun: Mapping[int, tuple[Any, ...]]) -> SourceState:
-    return SourceState(Cursor(*cursor), {shard: CheckpointShard(*seen) for shard, seen in begun.items()})
 
 
 class EpochStart(NamedTuple):

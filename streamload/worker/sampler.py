@@ -15,8 +15,9 @@ from streamload.order.split import Share
 from streamload.order.steps import Resize
 from streamload.worker.blocked import Wait
 from streamload.worker.buckets import BlockPlanner, PlannedStep
-from streamload.worker.messages import EpochStart, GroupState, SourceState, Span, Visit, WorkerConfig
+from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
+from streamload.worker.states import GroupState, SourceState
 
 
 class Sampler:

@@ -1,0 +1,68 @@
+"""What the length of a row is known by, and the room that rows get, where steps are planned by block (E)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.order.buckets import Blocks
+from streamload.transforms.patch_grid import most_patches
+
+
+@dataclass(frozen=True, slots=True)
+class Bucketing:
+    """How blocks of steps are planned (order/buckets.py).
+
+    Attributes:
+        steps: of a block.
+        text: the name of the fact that says how long a sample's text is; None: texts don't count.
+        text_most: tokens of the longest text, and of those of which nothing is known.
+        text_multiple: of the tokens of a place in a batch.
+        are_agreed: whether several groups agree on bounds, so that texts are cut by the rank.
+        patches_most: of an image, and of those of which nothing is known; 0: images have no patches.
+        patch_size: of each patch.
+        max_ratio: by which factor images are enlarged at most; None: all have the most patches.
+    """
+
+    steps: int
+    text: str | None
+    text_most: int
+    text_multiple: int
+    are_agreed: bool = False
+    patches_most: int = 0
+    patch_size: tuple[int, int] = (1, 1)
+    max_ratio: float | None = None
+
+    def blocks(self, batch: int, epoch: int, origin: int) -> Blocks:
+        """The blocks of a sequence, by the epoch in which it began."""
+        return Blocks.of_sequence(batch, self.steps, epoch, origin)
+
+    @property
+    def facts(self) -> list[str]:
+        """The names of the facts that costs follow from."""
+        sizes = [] if self.max_ratio is None else ["width", "height"]
+        return sizes if self.text is None else [self.text, *sizes]
+
+    def costs(self, facts: Mapping[str, npt.NDArray[np.float64]], count: int) -> npt.NDArray[np.float64]:
+        """float64[count, 2]: the length of the text and the size of the image, in tokens, by facts."""
+        costs = np.zeros((count, 2))
+        if self.text is not None:
+            costs[:, 0] = np.fmin(facts[self.text], self.text_most)
+        costs[:, 1] = self.patches_most
+        if self.max_ratio is not None:
+            most = most_patches(facts["height"], facts["width"], self.patch_size, self.max_ratio)
+            costs[:, 1] = np.fmin(most, self.patches_most)
+        return costs
+
+    def any_row(self, count: int) -> npt.NDArray[np.int32]:
+        """The room for rows of any length: int32[count, 2]."""
+        return np.full((count, 2), (self.text_most, self.patches_most), np.int32)
+
+    def rounded(self, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
+        """The room for rows that cost at most this: int32[N, 2]."""
+        room = costs.astype(np.int32)
+        room[:, 0] = np.minimum(-(-room[:, 0] // self.text_multiple) * self.text_multiple, self.text_most)
+        return room
