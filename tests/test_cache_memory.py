@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamload.cache import memory
-from streamload.cache.memory import free_memory
+from streamload.cache.memory import free_memory, taken_ratio
 from tests.disks import small_disk, why_no_small_disk
 from tests.kills import Child
 
@@ -74,6 +74,23 @@ def test_pages_of_files_that_nobody_used_lately_are_free(tmp_path: Path) -> None
     stat = f"anon {4 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"
     a_cgroup(tmp_path / "sys/fs/cgroup/job/step", stat=stat)
     assert found(tmp_path)[0] == 3 * GB
+
+
+def test_what_is_taken_is_of_the_container_that_has_least_left_without_pages_of_files(tmp_path: Path) -> None:
+    top = v2(tmp_path, available_bytes=0) / "sys/fs/cgroup"
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\nHugePages_Free: 0\n")
+    assert taken_ratio(tmp_path) == pytest.approx(0.1)
+    stat = f"anon {4 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"
+    a_cgroup(top / "job/step", max=8 * GB, high="max", current=7 * GB, stat=stat)
+    assert taken_ratio(tmp_path) == pytest.approx(0.5)
+    a_cgroup(top / "job", max="max", high=5 * GB, current=4.5 * 10**9)
+    assert taken_ratio(tmp_path) == pytest.approx(0.5)  # a file that isn't a number
+    a_cgroup(top / "job", current=9 * GB)
+    assert taken_ratio(tmp_path) == 1.0
+
+
+def test_where_nothing_tells_nothing_is_taken(tmp_path: Path) -> None:
+    assert taken_ratio(tmp_path) == 0.0
 
 
 def test_a_container_that_is_full_has_nothing_free(tmp_path: Path) -> None:

@@ -106,6 +106,28 @@ def available(root: Path = Path("/")) -> FreeMemory:
     return min(found, key=lambda one: one.free_bytes)
 
 
+def taken_ratio(root: Path = Path("/")) -> float:
+    """How much of the memory is taken, 0 to 1: of the machine or of a container, whichever has less left.
+
+    Pages of files don't count, as they can be dropped. 0 where nothing tells.
+    """
+    ratios = [0.0]
+    with contextlib.suppress(OSError, ValueError):
+        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+        found = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+        if found.get("MemTotal:"):
+            ratios.append(1.0 - found.get("MemAvailable:", found["MemTotal:"]) / found["MemTotal:"])
+    for directory, dialect in _cgroups(root):
+        with contextlib.suppress(OSError, ValueError):
+            dropped = _file_bytes(directory, dialect)
+            used = int((directory / dialect.used).read_text()) - dropped
+            limits = [(directory / name).read_text().strip() for name in dialect.limits]
+            limit = min(_UNLIMITED_BYTES if text == "max" else int(text) for text in limits)
+            if 0 < limit < _UNLIMITED_BYTES:
+                ratios.append(used / limit)
+    return min(1.0, max(ratios))
+
+
 def _of_machine(root: Path) -> Iterator[FreeMemory]:
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/meminfo").read_text().splitlines():
@@ -114,11 +136,17 @@ def _of_machine(root: Path) -> Iterator[FreeMemory]:
 
 
 def _of_cgroups(root: Path) -> Iterator[FreeMemory]:
-    """What each cgroup leaves to this process, from its own up to the topmost visible one."""
+    """What each cgroup leaves to this process."""
+    for directory, dialect in _cgroups(root):
+        yield from _of_cgroup(directory, dialect, root)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, _Dialect]]:
+    """The cgroups of this process, from its own up to the topmost visible one."""
     for kind, top, own in _hierarchies(root):
         directory = own if own.is_dir() else top
         while True:
-            yield from _of_cgroup(directory, _VERSIONS[kind], root)
+            yield directory, _VERSIONS[kind]
             if directory == top:
                 break
             directory = directory.parent
@@ -169,9 +197,21 @@ def _of_cgroup(directory: Path, dialect: _Dialect, root: Path) -> Iterator[FreeM
 
 
 def _reclaimable_bytes(directory: Path, dialect: _Dialect) -> int:
+    counts = _stat(directory)
+    return next((counts[name] for name in dialect.reclaimable if name in counts), 0)
+
+
+def _file_bytes(directory: Path, dialect: _Dialect) -> int:
+    """Pages of files, used lately or not."""
+    counts = _stat(directory)
+    used = (name.replace("inactive", "active") for name in dialect.reclaimable)
+    return _reclaimable_bytes(directory, dialect) + next((counts[name] for name in used if name in counts), 0)
+
+
+def _stat(directory: Path) -> dict[str, int]:
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in (directory / "memory.stat").read_text().splitlines():
             name, _, number = line.partition(" ")
             counts[name] = int(number)
-    return next((counts[name] for name in dialect.reclaimable if name in counts), 0)
+    return counts

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streamload.cache.locks import usage_of
-from streamload.cache.memory import available
+from streamload.cache.memory import taken_ratio
 from streamload.cache.runs import PageFile, now
 from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
@@ -40,7 +40,8 @@ class Publisher:
 
     Attributes:
         gauges: the values that aren't counted in rows; anyone in this process may set more.
-        memory_ratio: how much of the machine's memory is taken, or of the device's if that is more.
+        memory_ratio: how much of the machine's memory is taken, or of the container's, or of the device's if
+            that is more.
         readers: called with each page that is published.
         local_rank: of this rank, among those of its node.
     """
@@ -166,8 +167,7 @@ class Publisher:
             self.gauges.set("source_passes", sum(passes) / len(passes), name)
 
     def _look_at_memory(self, has_batches: bool) -> None:
-        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.memory_ratio = 1.0 - min(1.0, available().free_bytes / total_bytes)
+        self.memory_ratio = taken_ratio()
         device = memory_of(self._options.device)
         if device is not None and has_batches:  # this must not be what starts the device
             ratio = device.peak_bytes() / max(1, device.limit_bytes())
