@@ -180,7 +180,7 @@ class DecisionsError(DataError):
 
 
 class PolicyError(StreamloadError, ValueError):
-    """A mixing policy raised an error, or its answer can't be used. All ranks raise it."""
+    """A policy of weights or batch sizes failed, or its answer can't be used. All ranks raise it."""
 
 
 class FeatureError(StreamloadError, ValueError):

@@ -45,9 +45,9 @@ class Agreement:
         self._ranks = ranks_of(world_size)
         if self._ranks is None:
             raise OptionError(
-                f"mixing= decides on weights from what all ranks report, and nothing joins the {world_size} "
-                f"ranks of this run: initialise torch.distributed before the loader is iterated, or leave "
-                f"mixing= out (set_weights and Replay need no torch.distributed)"
+                f"mixing= and batch_policy= decide from what all ranks report, and nothing joins the "
+                f"{world_size} ranks of this run: initialise torch.distributed before the loader is "
+                f"iterated, or leave them out (set_weights, set_batch_size and Replay don't need it)"
             )
         self._group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
 

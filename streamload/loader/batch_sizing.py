@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from streamload.errors import OptionError, StateMismatch
-from streamload.loader.distributed import can_compare, gather
+from streamload.errors import OptionError, PolicyError, StateMismatch
+from streamload.loader.agreement import Agreement
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
@@ -42,6 +42,8 @@ class BatchSizing:
         self._schedule, self._clock = schedule, clock
         self._steps = self._decided = 0  # of the run
         self._memory: Any = None
+        self._agreement: Agreement | None = None
+        self._cause: Exception | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -62,12 +64,8 @@ class BatchSizing:
         self._last = None
         if self._policy is None:
             return
-        world_size = self._schedule.topology.world_size
-        if world_size > 1 and not can_compare(world_size):
-            raise OptionError(
-                f"batch_policy= decides from what all {world_size} ranks measure, and nothing joins them: "
-                f"initialise torch.distributed before the loader is iterated, or call set_batch_size()"
-            )
+        if self._agreement is None:
+            self._agreement = Agreement(self._schedule.topology.world_size)
         if isinstance(self._policy, ThroughputBalanced):
             self._schedule.resized(self._policy.most, 0, in_flight())
             for size in (self._policy.least, self._policy.multiple):
@@ -100,7 +98,9 @@ class BatchSizing:
             resize: sets a size, given the reason for the log; returns the step from which it counts.
 
         Raises:
-            OptionError: the policy raised an error, or its answer can't be used; on all ranks.
+            PolicyError: the policy raised an error, or its answer can't be used; on all ranks.
+            RankFailed: another rank failed or ended.
+            OptionError: steps can't have the size that it gave.
         """
         policy = self._policy
         if policy is None or self._steps % policy.every or self._steps <= self._decided:
@@ -110,30 +110,33 @@ class BatchSizing:
         if self._counted < policy.every // 2 or self._rows != self._schedule.rows * world_size:
             return  # most of them had another size, or this run has just begun: it is not over yet
         share = self._waited_ns / 1e9 / self._seconds if self._seconds > 0 else 0.0
-        seconds, size = self._seconds / self._counted, self._schedule.rows
-        by_rank = gather((min(1.0, share), seconds), world_size)
-        measured = Measured(
-            self._steps, size, max(share for share, _ in by_rank), max(seconds for _, seconds in by_rank)
-        )
+        own, size = [min(1.0, share), self._seconds / self._counted], self._schedule.rows
         self._seconds, self._waited_ns, self._counted = 0.0, 0, 0
-        is_first = self._schedule.topology.rank == 0
-        answer = gather(self._answer(policy, measured) if is_first else None, world_size)[0]
-        assert answer is not None
+        assert self._agreement is not None
+        what = f"the batch size at step {self._steps} of the run"
+        answer = self._agreement.decide(what, own, lambda by_rank: self._answer(policy, size, by_rank))
         if "error" in answer:
-            raise OptionError(answer["error"])
-        self._memory = answer["memory"]
+            raise PolicyError(answer["error"]) from self._cause
+        self._memory, told = answer["memory"], answer["told"]
         if answer["size"] is None or answer["size"] == size:
             return
-        told = {"reason": answer["reason"], **measured._asdict()}
         step = resize(answer["size"], told)
-        if is_first:
+        if self._schedule.topology.rank == 0:
             logger.info(
                 "batch size: %d samples a rank, from step %d of the epoch on, not %d: %s",
-                *(answer["size"], step, size, answer["reason"]),
+                *(answer["size"], step, size, told["reason"]),
             )
 
-    def _answer(self, policy: BatchPolicy, measured: Measured) -> dict[str, Any]:
-        """The policy's answer as JSON-able values, or why there is none."""
+    def _answer(self, policy: BatchPolicy, size: int, by_rank: list[list[float]]) -> dict[str, Any]:
+        """On rank 0, the policy's answer as JSON-able values, or why there is none.
+
+        Args:
+            policy: to ask.
+            size: of a rank's batch now.
+            by_rank: of each rank, the share of waiting, and the seconds of a step.
+        """
+        share, seconds = (max(values) for values in zip(*by_rank, strict=True))
+        measured = Measured(self._steps, size, share, seconds)
         try:
             decided = policy.decide(measured, self._memory)
             if not isinstance(decided, SizeDecided):
@@ -143,12 +146,13 @@ class BatchSizing:
                 raise OptionError(
                     f"its memory of {len(text):,} bytes is too large for a state ({_MEMORY_BYTES:,})"
                 )
-            size = decided.size
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise OptionError(f"it returned {size!r}; expected a whole number of at least 1, or None")
-            reason = " ".join(str(decided.reason).split())[:500]
-            return {"size": size, "memory": json.loads(text), "reason": reason}
+            found = decided.size
+            if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+                raise OptionError(f"it returned {found!r}; expected a whole number of at least 1, or None")
+            told = {"reason": " ".join(str(decided.reason).split())[:500], **measured._asdict()}
+            return {"size": found, "memory": json.loads(text), "told": told}
         except Exception as exc:
+            self._cause = exc
             problem = str(exc) if isinstance(exc, OptionError) else f"{type(exc).__name__}: {exc}"
             return {"error": f"batch_policy={policy!r:.100}, at step {measured.step} of the run: {problem}"}
 
