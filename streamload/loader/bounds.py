@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -54,7 +55,7 @@ class AgreedBounds:
         bounds = None if self._block is None else self._block.at(batch.position)
         if batch.widths is None or bounds is None:
             return batch.widths
-        widths = batch.widths.with_room(bounds)
+        widths = batch.widths.with_room(np.minimum(bounds, np.array(batch.widths.full, np.int32)))
         if widths.varies[0]:
             self._cut_texts(values, widths, bounds)
         return widths

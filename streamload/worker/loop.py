@@ -361,7 +361,8 @@ class WorkerLoop:
         else:
             try:
                 batch.add(seen)
-                self._weigh(visit.shard, visit.number)
+                if self._weights is not None:
+                    self._weights.add(visit.shard, visit.number)
                 return None
             except SampleError as exc:
                 if not self._config.skip:
@@ -377,16 +378,13 @@ class WorkerLoop:
             tried += 1
             with contextlib.suppress(SampleError):
                 batch.add(batch.parse(self._reader.sample(shard, number), seed))
-                self._weigh(shard, number)
+                if self._weights is not None:
+                    self._weights.add(shard, number)
                 return skipped
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "
             f"{skipped.message}"
         )
-
-    def _weigh(self, shard: int, number: int) -> None:
-        if self._weights is not None:
-            self._weights.add(shard, number)
 
 
 @contextlib.contextmanager

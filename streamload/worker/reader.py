@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -214,7 +214,9 @@ class Reader:
             if self._fills.features.has_all(shard, (entry.key, entry.checksum)):
                 names = [name for name, _, _ in entry.members]
                 unread = Unread(names, lambda: self.sample(shard, number).members)
-                return self._sample(shard, entry, unread)
+                prepared = "" if entry.prepared is None else entry.prepared[0]
+                url = self._config.shards[shard].name
+                return Sample(entry.key, url, unread, prepared, entry.checksum, shard)
         read = self._cache.read(shard, number, memory, found)
         if read is None:
             wait = Wait()
@@ -223,12 +225,8 @@ class Reader:
         entry, data = read
         first = entry.start
         members = {extension: data[at - first : at - first + size] for extension, at, size in entry.members}
-        return self._sample(shard, entry, members)
-
-    def _sample(self, shard: int, entry: Entry, members: Mapping[str, memoryview]) -> Sample:
-        prepared = entry.prepared[0] if entry.prepared is not None else ""
-        url = self._config.shards[shard].name
-        return Sample(entry.key, url, members, prepared, entry.checksum, shard)
+        prepared = "" if entry.prepared is None else entry.prepared[0]
+        return Sample(entry.key, self._config.shards[shard].name, members, prepared, entry.checksum, shard)
 
     def raise_if_unusable(self) -> None:
         """Raise NoValidSamples if no usable sample has been seen: no more will come."""
