@@ -225,7 +225,7 @@ def of_two_ranks(rank: int, data: Path, place: Path) -> None:
 
 
 def test_ranks_agree_on_the_mean_of_their_first_step(data: Path, tmp_path: Path):
-    torch.multiprocessing.spawn(of_two_ranks, (data, tmp_path), nprocs=2)
+    torch.multiprocessing.start_processes(of_two_ranks, (data, tmp_path), nprocs=2, start_method="fork")
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     with make(data, tmp_path / "cache", groups=1) as loader:
         for step, batch in enumerate(loader):

@@ -79,7 +79,7 @@ def drawn(number: int) -> tuple[Case, list[list[float]], int]:
     return case, rates_of(case, number), number % case.groups
 
 
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(40))
 def test_samples_come_as_often_as_an_oracle_says_one_by_one(number):
     case, rates, group = drawn(number)
     wanted = expected(case, rates, group)
@@ -87,7 +87,7 @@ def test_samples_come_as_often_as_an_oracle_says_one_by_one(number):
         assert Shards(case, rates, group).all() == wanted
 
 
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(40))
 def test_what_arrives_piece_by_piece_is_the_same_sequence(number):
     case, rates, group = drawn(number)
     shards, found, rng = Shards(case, rates, group), [], random.Random(number)
