@@ -10,7 +10,8 @@ The module is a linear layer, so that nearly all of a pass over stored rows is t
 a process of its own a round, which first stores all rows, in batches of 1, 64 or 256, and then passes over
 them in batches of 64, in another order; the time is the CPU time of the last pass of three. "compute" is the
 module without a cache. Storing is measured against computing by a ViT-tiny of seeded weights: CPU time of a
-first pass with and without the cache. Torch Module Cache runs as it is; "singly" its rows are computed one by
+first pass with and without the cache, until
+all rows are stored. Torch Module Cache runs as it is; "singly" its rows are computed one by
 one, so that each file holds one row; as it writes batches, each file holds all of its batch.
 
 Result: results/module_cache.json
@@ -136,10 +137,11 @@ def one(
     torch.manual_seed(0)
     is_vit = model == "vit"
     inputs = torch.randn(rows, 3, 224, 224) if is_vit else torch.randn(rows, 32)
-    call = caller(kind, directory, level, is_vit)
+    call, finish = caller(kind, directory, level, is_vit)
     began = time.process_time()
     for start in range(0, rows, stored_in):
         call(inputs[start : start + stored_in], list(range(start, min(rows, start + stored_in))))
+    finish()
     first_us = (time.process_time() - began) / rows * 1e6
     order = list(range(rows))
     random.Random(seed).shuffle(order)
@@ -154,8 +156,8 @@ def one(
     return {"first_cpu_us": first_us, "hit_cpu_us": hit_us, "disk_ratio": taken / (rows * 4 * WIDTH)}
 
 
-def caller(kind: str, directory: str, level: str, is_vit: bool) -> Any:
-    """A function of inputs and keys, by one of the caches."""
+def caller(kind: str, directory: str, level: str, is_vit: bool) -> tuple[Any, Any]:
+    """A function of inputs and keys, by one of the caches; and one that waits for what it stores."""
     import torch
     from torch import nn
 
@@ -189,15 +191,15 @@ def caller(kind: str, directory: str, level: str, is_vit: bool) -> Any:
             cls
         )().eval()
         module.state_dict()  # builds it
-        return lambda x, keys: module(x, cache_key=keys)
+        return lambda x, keys: module(x, cache_key=keys), lambda: streamload.cache_info(module)
     if kind == "peer":
         import torch_module_cache
 
         peer = torch_module_cache.cache_module(cache_path=directory)(cls)()
-        return lambda x, keys: peer(x, cache_key=keys)
+        return lambda x, keys: peer(x, cache_key=keys), lambda: None
     plain = cls().eval()
     if kind == "none":
-        return torch.no_grad()(lambda x, keys: plain(x))
+        return torch.no_grad()(lambda x, keys: plain(x)), lambda: None
 
     def pickled(x: torch.Tensor, keys: list[int]) -> torch.Tensor:
         paths = [Path(directory) / f"{key}.pkl" for key in keys]
@@ -207,7 +209,7 @@ def caller(kind: str, directory: str, level: str, is_vit: bool) -> Any:
                     path.write_bytes(pickle.dumps(row))
         return torch.stack([torch.from_numpy(pickle.loads(path.read_bytes())) for path in paths])
 
-    return pickled
+    return pickled, lambda: None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ store and delete meanwhile.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ class Garbage:
     """What `collect_garbage` deleted, or would delete.
 
     Attributes:
-        stale: rows of fingerprints that aren't the newest of their label.
+        stale: rows of fingerprints that aren't the newest of their kind.
         notes: fingerprints of which only the note was left.
         databases: the numbers of those that were replaced.
         size_bytes: of all that.
@@ -122,8 +123,7 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
 
     Args:
         root: of the rows.
-        stale: delete the rows of each label but those of its newest fingerprint: the one of which a row was
-            last stored, or last read as far as that was noted.
+        stale: delete the rows of old fingerprints (`stale_of`).
         dry_run: delete nothing.
 
     Raises:
@@ -134,7 +134,7 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
         if catalog.home is not None:
             _replaced_databases(root, found, dry_run=dry_run)
         rows = catalog.fingerprints()
-        found.stale = stale_of(rows) if stale else []
+        found.stale = stale_of(catalog, rows) if stale else []
         found.size_bytes += sum(one.size_bytes for one in found.stale)
         left = {one.fingerprint for one in rows if one not in found.stale}
         gone = {one.fingerprint for one in found.stale}
@@ -152,10 +152,22 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
     return found
 
 
-def stale_of(rows: Sequence[FingerprintRows]) -> list[FingerprintRows]:
-    """All but the newest of each label."""
-    newest = {one.label: one for one in sorted(rows, key=lambda one: (one.used_at, one.fingerprint))}
-    return [one for one in rows if newest[one.label] is not one]
+def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[FingerprintRows]:
+    """All but the newest of each label, arguments and what makes the inputs, such as a transform.
+
+    The newest is the one of which a row was last stored, or last read as far as that was noted.
+    """
+    kinds = {one.fingerprint: _kind_of(catalog.parts(one.fingerprint)) for one in rows}
+    in_order = sorted(rows, key=lambda one: (one.used_at, one.fingerprint))
+    newest = {(one.label, kinds[one.fingerprint]): one for one in in_order}
+    return [one for one in rows if newest[one.label, kinds[one.fingerprint]] is not one]
+
+
+def _kind_of(parts: dict[str, Any] | None) -> str:
+    """What modules of one label may differ in and be in use at once; "": it has no note."""
+    if parts is None:
+        return ""
+    return json.dumps({name: parts.get(name) for name in ("arguments", "inputs")}, sort_keys=True)
 
 
 def delete_rows(catalog: Catalog, fingerprint: bytes, label: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def gc(
     stale: Annotated[
         bool,
-        typer.Option("--stale", help="Delete the rows of each label but those of its newest fingerprint."),
+        typer.Option("--stale", help="Delete the rows of fingerprints that a newer one has replaced."),
     ] = False,
     dry_run: DryRun = False,
     directory: Directory = None,
@@ -25,9 +25,9 @@ def gc(
 ) -> None:
     """Delete notes without rows and databases that were replaced; with --stale the rows of old fingerprints.
 
-    The newest fingerprint of a label is the one of which a row was last stored, or last read as far as that
-    was noted (from 70 % of the limit on). Modules of one class with other arguments share a label unless each
-    has a cache_name: look with --dry-run. A row that is deleted is computed again when it is needed.
+    Old is a fingerprint if another of the same label, arguments and transform is newer: a row of that was
+    stored later, or read later as far as that was noted (from 70 % of the limit on). So of two checkpoints in
+    one module the rows of one go: look with --dry-run. A row that is deleted is computed again.
     """
     from streamload.derived.row_upkeep import collect_garbage
 
