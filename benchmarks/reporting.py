@@ -1,13 +1,12 @@
 """What reporting losses costs a training step.
 
-Question: how much processor time does `loader.report` take a step, sums by source included, and how much does
-a batch's `info`?
+Question: how much processor time does `loader.report` take a step, sums by source included?
 
 Command: python -m benchmarks.reporting
 
-Losses and alignments of 8 sources, for batches of several sizes, as tensors in host memory, in this process
-alone. A step reports both, and every 200 steps the sums are read, as for a decision. On a GPU a report is one
-copy that is started there; with one in the machine, its steps are measured as well, without waiting for it.
+Losses (bfloat16, of a graph) and alignments of 8 sources, for batches of several sizes, in this process
+alone. A step reports both; every 200 steps the sums are read, as for a decision, which isn't counted. With a
+GPU in the machine, tensors there are measured as well: a report only starts a copy.
 
 - us_per_step: processor time of this thread by step.
 
@@ -19,17 +18,18 @@ cache holds, with about ten calls of torch, however many reports these are.
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+import streamload
 from benchmarks import machine, turns
 from benchmarks.contenders.workload import versions
-from streamload.loader.batch_info import BatchInfo
-from streamload.loader.microbatches import Yielded
-from streamload.loader.signals import ALIGNMENT, LOSS, Reports
+from streamload.testing.shards import write_shards
 
 SOURCES, STEPS, EVERY = 8, 2000, 200
 ROWS = (64, 256, 1024)
@@ -41,11 +41,13 @@ def main() -> None:
     torch.set_num_threads(1)
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     rows: list[dict[str, Any]] = []
-    for round_ in range(given.rounds):
-        for device in devices:
-            for count in ROWS:
+    with tempfile.TemporaryDirectory(prefix="streamload-bench-") as place:
+        for name in range(SOURCES):
+            write_shards(Path(place) / str(name), [40], seed=name)
+        for round_ in range(given.rounds):
+            for device, count in itertools.product(devices, ROWS):
                 row = {"label": f"{count} rows, {device}", "contender": "streamload", "round": round_}
-                us = measured(count, torch.device(device), steps)
+                us = measured(Path(place), count, torch.device(device), steps)
                 rows.append({**row, "load_before": machine.load(), "us_per_step": us})
     medians = turns.medians(rows)
     worst = max(medians[f"256 rows, {device}"]["us_per_step"] for device in devices)
@@ -63,25 +65,36 @@ def main() -> None:
     )
 
 
-def measured(count: int, device: torch.device, steps: int) -> float:
+def measured(place: Path, count: int, device: torch.device, steps: int) -> float:
     """Microseconds of processor time by step."""
-    rng, reports = np.random.default_rng(0), Reports(SOURCES)
-    names = tuple(map(str, range(SOURCES)))
-    infos = [
-        BatchInfo(Yielded(0, count, (), None, ()), names, seats.tobytes(), {}, device)
-        for seats in rng.integers(0, SOURCES, (16, count)).astype(np.int32)
-    ]
-    losses = (torch.rand(count, device=device, requires_grad=True) * 2).to(torch.bfloat16)
-    cosines = torch.rand(count, device=device)
+    sources = [streamload.Source(f"{place}/{name}", name=str(name)) for name in range(SOURCES)]
+    loader = streamload.make_loader(
+        sources,
+        batch_size=count,
+        num_batches=2,
+        num_workers=0,
+        workers=streamload.Workers(map_sample=number_of),
+        cache_dir=place / "cache",
+        mixing=lambda summary: None,
+    )
     spent = 0.0
-    for step in range(steps):
-        began = time.thread_time()
-        reports.add(LOSS + step * 8 // EVERY % 8, losses, infos[step % 16], None)
-        reports.add(ALIGNMENT, cosines, infos[step % 16], None)
-        spent += time.thread_time() - began
-        if step % EVERY == EVERY - 1:
-            reports.read()  # at a decision, which may wait for the device
+    with loader:
+        batch = next(iter(loader))
+        losses = (torch.rand(count, device=device, requires_grad=True) * 2).to(torch.bfloat16)
+        cosines = torch.rand(count, device=device)
+        for step in range(steps):
+            began = time.thread_time()
+            loader.report(loss=losses, alignment=cosines)
+            spent += time.thread_time() - began
+            if step % EVERY == EVERY - 1:
+                loader.state_dict()  # reads the sums, as a decision does; it may wait for the device
+        del batch
     return 1e6 * spent / steps
+
+
+def number_of(sample: dict[str, Any]) -> dict[str, Any]:
+    """A value of one sample."""
+    return {"number": torch.tensor(int(sample["__key__"]))}
 
 
 if __name__ == "__main__":

@@ -516,3 +516,16 @@ def test_progress_moves_from_what_has_been_learned_and_not_without_reports(
         share[reports] = [line["sources"][0]["share"] for line in lines]
     assert share[False] == pytest.approx([1 / 3] * len(share[False]), abs=1e-5)
     assert share[True][-1] > 0.34
+
+
+def test_weights_and_batch_sizes_of_one_run_are_replayed_together(place: Path, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    at: dict[int, Callable[[streamload.Loader], object]] = {
+        3: lambda loader: loader.set_batch_size(8),
+        4: lambda loader: loader.set_weights({"a": 4}),
+        5: lambda loader: loader.set_batch_size(16),
+    }
+    rows, _ = train(make(place, 2, mixing=Seesaw(), decisions=path, prefetch_factor=1), at=at)
+    assert {len(step) for step in rows} == {8, 12, 16}
+    half, state = train(make(place, mixing=Replay(path)), stop=6)
+    assert half + train(make(place, 2, mixing=Replay(path)), state)[0] == rows

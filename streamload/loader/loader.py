@@ -33,7 +33,7 @@ from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
 from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
-from streamload.loader.signals import ALIGNMENT, LOSS, Rows
+from streamload.loader.signals import Rows
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, steering_in, to_state
 from streamload.loader.steering import Steering
 from streamload.loader.trace import Trace
@@ -341,10 +341,9 @@ class Loader(Exports, DataLoaderInterface):
         Raises:
             OptionError: not one number for each of the rows; another batch.
         """
-        info = self.info if batch is None else batch
-        if not isinstance(info, BatchInfo):
-            info = self.info_of(batch)
-        self._steering.report({LOSS: loss, ALIGNMENT: alignment}, info, rows)
+        batch = self.info if batch is None else batch
+        info = batch if isinstance(batch, BatchInfo) else self.info_of(batch)
+        self._steering.report(loss, alignment, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
         """Report a loss on held-out data of each source, for the policy given as mixing=.

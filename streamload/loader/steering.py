@@ -126,15 +126,16 @@ class Steering:
             self._by_shares = shares, tuple(wanted / share if share else 0.0 for wanted, share in pairs)
         return Steered(self._steps - 1, self._by_shares[1])
 
-    def report(self, values: Mapping[int, Any], info: BatchInfo, rows: Rows | None) -> None:
-        """See Loader.report; `values` are by LOSS and ALIGNMENT."""
+    def report(self, loss: Any, alignment: Any, info: BatchInfo, rows: Rows | None) -> None:
+        """See Loader.report."""
         if self._policy is None:
             return
-        step = self._steps - 1 if info.run_step is None else info.run_step
-        part = min(PARTS - 1, max(0, step - self._state.decided) * PARTS // self._every)
-        for line, value in values.items():
-            if value is not None:
-                self._reports.add(line + part if line == LOSS else line, value, info, rows)
+        if loss is not None:
+            step = self._steps - 1 if info.run_step is None else info.run_step
+            part = min(PARTS - 1, max(0, step - self._state.decided) * PARTS // self._every)
+            self._reports.add(LOSS + part, loss, info, rows)
+        if alignment is not None:
+            self._reports.add(ALIGNMENT, alignment, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
         """See Loader.report_eval."""
