@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,27 @@ def test_ranks_agree_on_the_mean_of_their_first_step(data: Path, tmp_path: Path)
             assert batch["weight"].tolist() == parts[0][1] + parts[1][1]
         state = loader.state_dict()["mean_weight"]
     assert found[0][0] == found[1][0] == state
+
+
+def ends_before_its_first_batch(rank: int, data: Path, place: Path) -> None:
+    rendezvous = f"file://{place}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    with make(data, place / "cache", batch_size=5, groups=1) as loader:
+        batches = iter(loader)
+        if rank:
+            torch.distributed.new_group(backend="gloo")  # as rank 0 does in its first batch
+        else:
+            try:
+                next(batches)
+            except streamload.RankFailed as exc:
+                (place / "told").write_text(str(exc))
+    os._exit(0)  # rank 1 without a batch
+
+
+def test_a_rank_that_ends_before_the_mean_is_known_fails_the_other(data: Path, tmp_path: Path):
+    of_ranks = ends_before_its_first_batch
+    torch.multiprocessing.start_processes(of_ranks, (data, tmp_path), nprocs=2, start_method="fork")
+    assert "one of 2 ranks ended while all agreed on the mean of" in (tmp_path / "told").read_text()
 
 
 def test_ranks_that_nothing_joins_fail_with_what_to_do(data: Path, tmp_path: Path):

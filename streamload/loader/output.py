@@ -17,7 +17,7 @@ from streamload.loader.distributed import gather
 from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions
 from streamload.loader.part_size import DeviceMemory, PartSizer
-from streamload.loader.row_weights import Weights, weights_of
+from streamload.loader.row_weights import FirstMean, Weights, weights_of
 from streamload.loader.schedule import Schedule
 from streamload.loader.steering import Steered
 from streamload.transforms.patches import NAMES
@@ -48,6 +48,7 @@ class Outputs:
         self._known = YieldedBatches[BatchInfo]()
         self._bounds = AgreedBounds(options, schedule)
         self.last: BatchInfo | None = None
+        self._first_mean: FirstMean | None = None
         self._sizer: PartSizer | None = None
         if options.batches.microbatch == "auto":
             self._sizer = PartSizer(_device_memory(options), self._least)
@@ -140,8 +141,10 @@ class Outputs:
                 "with sample_weight=, batches have the rows' weights as 'weight': what map_sample or "
                 "collate returns needs another name"
             )
+        if self._first_mean is None:
+            self._first_mean = FirstMean(schedule.topology.world_size)
         found, schedule.mean_weight = weights_of(
-            batch.weighed, weight, schedule.mean_weight, schedule.topology.world_size
+            batch.weighed, weight, schedule.mean_weight, self._first_mean
         )
         return found
 
