@@ -25,7 +25,7 @@ from streamload import torch_internals
 from streamload.cache.runs import files, read_runs
 from streamload.loader import meter, publishing
 from streamload.metrics import alerts, verdict
-from streamload.metrics.page import as_dict
+from streamload.metrics.page import RunPage, as_dict
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -67,6 +67,21 @@ def make(urls: Any, tmp_path: Path, **options: Any) -> streamload.Loader:
     return streamload.make_loader(urls, **defaults | options)
 
 
+def shown(page: RunPage, stats: streamload.Snapshot) -> streamload.Snapshot:
+    """The counters on a page; it has no waits by shard."""
+    return dataclasses.replace(page.snapshot(), shard_wait_seconds=stats.shard_wait_seconds)
+
+
+def settled(loader: streamload.Loader, root: Path) -> tuple[RunPage, streamload.Snapshot]:
+    """The page and the counters, once threads that fill count no more in between."""
+    while True:
+        stats = loader.stats()
+        loader.meter.tick()
+        (page,) = read_runs([root])
+        if shown(page, stats) == stats:
+            return page, stats
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_rank_publishes_what_it_counts_until_it_is_closed(
     workers: int, server: ShardServer, tmp_path: Path
@@ -74,14 +89,12 @@ def test_a_rank_publishes_what_it_counts_until_it_is_closed(
     url = f"{server.url.replace('//', '//user:hunter2@')}/{URLS}?token=secret"
     with make(url, tmp_path, num_workers=workers, tokenizer=PaddingTokenizer(), with_keys=True) as loader:
         batches = [(images, texts, extra["__key__"]) for images, texts, extra in loader]
-        stats = loader.stats()
-        (page,) = read_runs([tmp_path / "cache"])
+        page, stats = settled(loader, tmp_path / "cache")
     assert (read_runs([tmp_path / "cache"]), files(tmp_path / "cache")) == ([], [])
     assert (page.rank, page.world_size, page.pid, page.workers) == (0, 1, os.getpid(), workers)
     assert page.sources == ("0",)
     assert stats.batches_yielded == len(batches) == sum(stats.wait_buckets)
-    shown = page.snapshot()
-    assert dataclasses.replace(shown, shard_wait_seconds=stats.shard_wait_seconds) == stats
+    assert shown(page, stats) == stats
     assert page.gauge("samples", "0") == sum(COUNTS)
     assert page.gauge("tier_limit_bytes", "disk") == 10**9
     assert page.gauge("source_share", "0") == 1.0
@@ -277,7 +290,7 @@ def test_sources_with_hostile_names_are_shown_and_stats_keep_their_names(
     with make(sources, tmp_path, num_batches=4, batch_size=9) as loader:
         for _ in loader:
             pass
-        loader.meter.publisher.put_by_source("source_loss", {names[2]: 2.5})
+        loader.meter.publisher.reported = [{"name": names[2], "loss": 2.5, "alignment": None}]
         loader.meter.tick()
         (page,) = read_runs([tmp_path / "cache"])
         assert list(loader.stats().source_samples) == names
@@ -307,3 +320,22 @@ def test_a_verdict_over_another_time_is_refused(data: Path, tmp_path: Path) -> N
         for seconds in (0, -1.0, 601, float("nan")):
             with pytest.raises(streamload.OptionError, match="600"):
                 loader.verdict(seconds)
+
+
+def test_what_was_reported_of_a_source_is_published_once_it_was_decided_on(
+    data: Path, tmp_path: Path
+) -> None:
+    class Same(streamload.Policy):
+        every = 2
+
+        def decide(self, summary: Any, memory: Any) -> streamload.Decided:
+            return streamload.Decided(None)
+
+    sources = [streamload.Source(f"{data}/0000{place}.tar", name=name) for place, name in enumerate("ab")]
+    with make(sources, tmp_path, num_batches=6, mixing=Same()) as loader:
+        for _ in loader:
+            loader.report(2.5)
+        loader.meter.tick()
+        (page,) = read_runs([tmp_path / "cache"])
+    assert [page.gauge("source_loss", name) for name in "ab"] == [2.5, 2.5]
+    assert page.gauge("source_alignment", "a") is None

@@ -466,6 +466,7 @@ class Loader(Exports, DataLoaderInterface):
     def decide(self) -> None:
         """Decide on the sources' weights and on the batch size, if that is due before the next batch."""
         self._steering.decide(self._control, self._current_epoch())
+        self.meter.publisher.reported = self._steering.seen
         self._sizing.decide(self._resize)
 
     def finish_epoch(self) -> None:

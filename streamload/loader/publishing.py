@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamload.cache.locks import usage_of
@@ -51,6 +51,7 @@ class Publisher:
         self.memory_ratio = 0.0
         self.readers: list[Callable[[RunPage], None]] = []
         self.local_rank = schedule.topology.local_rank
+        self.reported: Sequence[Mapping[str, Any]] = ()
         self._options, self._schedule, self._names = options, schedule, names
         self._file: PageFile | None = None
         self._tier: Tier | None = None
@@ -110,6 +111,9 @@ class Publisher:
             for name, weight, share in zip(self._names, weights.given, weights.shares, strict=False):
                 put("source_weight", weight, name)
                 put("source_share", share / UNIT, name)
+        for metric, name in (("source_loss", "loss"), ("source_alignment", "alignment")):
+            found = {one["name"]: one[name] for one in self.reported if one.get(name) is not None}
+            self.put_by_source(metric, found)
         if time.monotonic() >= self._next_seldom:
             self._next_seldom = time.monotonic() + _SELDOM_SECONDS
             self._look_at_tier()

@@ -59,9 +59,13 @@ class Steering:
     Args:
         options: of the loader.
         schedule: of its epochs.
+
+    Attributes:
+        seen: what the last decision was made from, by source, over all ranks (`described`).
     """
 
     def __init__(self, options: LoaderOptions, schedule: Schedule):
+        self.seen: list[dict[str, Any]] = []
         mixing, order = options.mixing, options.order
         self._options, self._schedule = options, schedule
         self._policy: Policy | None = None if isinstance(mixing, Replay) else mixing
@@ -186,6 +190,7 @@ class Steering:
             ranks=(), reports={}, sizes=answer["sizes"],
         )  # fmt: skip
         self._sizes = dict(answer["sizes"])
+        self.seen = answer["told"]["sources"]
         self._handed = [0] * len(total)
         self._reports.clear()
         control.decided = self._steps
