@@ -22,6 +22,8 @@ from PIL import Image
 from streamload.errors import NoValidSamples, OptionError
 from streamload.integrations import openclip
 from streamload.integrations.openclip.arguments import take_own
+from streamload.steering.schedule import Schedule
+from streamload.testing.shards import write_shards
 
 SIZES = {"batch_size": 4, "workers": 0, "seed": 0, "world_size": 1, "rank": 0}
 NOTHING = {"train_data": None, "train_num_samples": None, "val_data": None, "val_num_samples": None}
@@ -219,7 +221,38 @@ def test_our_flags_are_taken_out_of_a_command_line(
     words: list[str], own: dict[str, Any], left: list[str]
 ) -> None:
     given = {"compile": True, "shared_cache": None, "prepare": None, "moved": None, "legacy_main": False}
+    given["mixing"] = None
     assert take_own(words) == (argparse.Namespace(**(given | own)), left)
+
+
+def test_a_schedule_of_weights_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "weights.json").write_text('{"20": {"0": 1, "1": 3}}')
+    for words in (["--streamload-mixing", f"schedule={tmp_path}/weights.json"],
+                  [f"--streamload-mixing=schedule={tmp_path}/weights.json"]):  # fmt: skip
+        own, left = take_own([*words, "--lr"])
+        assert (own.mixing, left) == (Schedule({20: {"0": 1, "1": 3}}), ["--lr"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_weights_follow_a_schedule_and_one_source_alone_has_none(tmp_path: Path, workers: int) -> None:
+    for name in "ab":
+        write_shards(tmp_path / name, [60])
+    module = data_module()
+    uninstall = openclip.install(module, mixing=Schedule({10: {"0": 1, "1": 3}}))
+    options = {"preprocess_img": lambda image: image.size, "is_train": True}
+    given = {**NOTHING, **SIZES, "dataset_resampled": False, "dataset_type": "webdataset", "workers": workers}
+    try:
+        urls = f"{tmp_path}/a/00000.tar::{tmp_path}/b/00000.tar"
+        args = argparse.Namespace(**(given | {"train_data": urls, "train_num_samples": 320}))
+        batches = module.get_wds_dataset(args, **options).dataloader
+        shares = [batches.loader.info.source.float().mean().item() for _ in batches]
+        args.train_data = f"{tmp_path}/a/00000.tar"
+        with pytest.raises(OptionError, match="--streamload-mixing is for several sources"):
+            module.get_wds_dataset(args, **options)
+    finally:
+        uninstall()
+    assert shares[:20] == [0.5] * 20  # it counts from the next decision step
+    assert shares[20:] == [0.75] * 60
 
 
 @pytest.mark.parametrize(
@@ -230,6 +263,9 @@ def test_our_flags_are_taken_out_of_a_command_line(
         (["--streamload-shared-cache", "pipe:x"], "--streamload-shared-cache: "),
         (["--streamload-as-given=1"], "--streamload-as-given: "),
         (["--streamload-moved", "a"], "--streamload-moved: "),
+        (["--streamload-mixing=progress"], "reports no losses by row.*schedule=FILE"),
+        (["--streamload-mixing", "exp3"], "expected schedule=FILE"),
+        (["--streamload-mixing=schedule=/no/such"], "holds no schedule"),
         (["--streamload-moves", "a"], "unrecognized arguments: --streamload-moves"),
         (["--streamload-save-steps", "5"], "a state newer than them.*--train-num-samples"),
     ],

@@ -32,6 +32,7 @@ from streamload.integrations.openclip.data import Batches, Data, training, valid
 from streamload.integrations.openclip.logs import report_in
 from streamload.integrations.openclip.naflex import refuse_other_transforms, text_options
 from streamload.loader import Cache, Images
+from streamload.steering.schedule import Schedule
 from streamload.transforms import kernel
 
 __all__ = ["Batches", "Data", "install", "main"]
@@ -44,6 +45,7 @@ def install(
     shared_cache: str | None = None,
     prepare: str | None = None,
     moved: Sequence[tuple[str, str]] = (),
+    mixing: Schedule | None = None,
 ) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
@@ -58,6 +60,7 @@ def install(
         shared_cache: as for make_loader; None: STREAMLOAD_SHARED_CACHE, if set.
         prepare: train on prepared images (`Images(prepare=…)`); validation never does.
         moved: with --resume: (old, new) URL prefixes of shards that have moved (`Loader.load_state_dict`).
+        mixing: the weights of the sources of `--train-data a::b` by step; they are named "0", "1", ….
 
     Returns:
         A function that restores the original.
@@ -98,7 +101,8 @@ def install(
                 common |= {"shards": shards, **text_options(args, tokenizer, is_train=is_train)}
                 if is_train:
                     common["images"] = Images(compile=compile, prepare=prepare, max_pixels=most_pixels)
-                    return training(args, common, epoch, floor, moved, naflex)
+                    mixed = {} if mixing is None else {"mixing": mixing}
+                    return training(args, common | mixed, epoch, floor, moved, naflex)
                 is_exact = not kernel.why_not()  # reported metrics must be comparable
                 common["images"] = Images(compile=compile and is_exact, max_pixels=most_pixels)
                 return validation(args, common, naflex)
@@ -156,6 +160,13 @@ def main(arguments: list[str]) -> None:
         print(parser().format_help(), flush=True)  # OpenCLIP's own comes after it
     data = _data_module()
     moved = [(old, new) for old, new in own.moved or ()]
-    install(data, compile=own.compile, shared_cache=own.shared_cache, prepare=own.prepare, moved=moved)
+    install(
+        data,
+        compile=own.compile,
+        shared_cache=own.shared_cache,
+        prepare=own.prepare,
+        moved=moved,
+        mixing=own.mixing,
+    )
     name = "legacy_main" if own.legacy_main else "main"
     importlib.import_module(data.__name__.replace(".data", f".{name}")).main(arguments)

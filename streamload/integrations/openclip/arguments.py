@@ -20,6 +20,7 @@ from streamload.loader import Shards, make_loader
 from streamload.options import read_settings
 from streamload.shards.keys import KeySpec
 from streamload.shards.samples import Entry
+from streamload.steering.schedule import Schedule
 from streamload.topology import read_topology
 
 _OURS = "--streamload-"
@@ -128,6 +129,13 @@ def parser() -> argparse.ArgumentParser:
         help="with --resume: shards whose URL started with OLD are now at NEW; repeatable",
     )
     add(
+        f"{_OURS}mixing",
+        dest="mixing",
+        metavar="schedule=FILE",
+        type=_mixing,
+        help='weights of the sources of --train-data a::b by step: JSON, {"1000": {"0": 1, "1": 3}}',
+    )
+    add(
         f"{_OURS}legacy-main",
         dest="legacy_main",
         action="store_true",
@@ -146,7 +154,7 @@ def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
         SystemExit: a flag is unknown or its value invalid; the error was printed.
     """
     parse = parser()
-    values = {f"{_OURS}shared-cache": 1, f"{_OURS}prepare": 1, f"{_OURS}moved": 2}
+    values = {f"{_OURS}shared-cache": 1, f"{_OURS}prepare": 1, f"{_OURS}moved": 2, f"{_OURS}mixing": 1}
     own: list[str] = []
     others: list[str] = []
     words = iter(arguments)
@@ -172,6 +180,37 @@ def _told(read: Callable[[str], str]) -> Callable[[str], str]:
             raise argparse.ArgumentTypeError(str(exc)) from exc
 
     return reading
+
+
+def _mixing(text: str) -> Schedule:
+    kind, _, path = text.partition("=")
+    if kind != "schedule" or not path:
+        more = (
+            "OpenCLIP's training loop reports no losses by row, from which a policy could decide. Give "
+            "schedule=FILE, or train with make_loader(mixing=streamload.Progress()) and loader.report"
+        )
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; {more if kind == 'progress' else 'expected schedule=FILE'}"
+        )
+    try:
+        return Schedule.read(path)
+    except OptionError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def factors_of(args: Any, *, mixed: bool) -> str | None:
+    """OpenCLIP's upsampling factors; 1 for each source of `a::b` if their weights are to change, without any.
+
+    Raises:
+        OptionError: there is one source only, and weights are to change.
+    """
+    given: str | None = getattr(args, "train_data_upsampling_factors", None)
+    if not mixed or given is not None:
+        return given
+    many = len(urls.split_sources(args.train_data))
+    if many < 2:
+        raise OptionError(f"{_OURS}mixing is for several sources: --train-data a::b, and there is one")
+    return "::".join(["1"] * many)
 
 
 def _shared_cache(url: str) -> str:

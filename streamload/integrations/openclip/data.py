@@ -10,7 +10,13 @@ from typing import Any
 
 from streamload import Order
 from streamload.errors import OptionError
-from streamload.integrations.openclip.arguments import listed_size, rank_of, rounded, told_by_flags
+from streamload.integrations.openclip.arguments import (
+    factors_of,
+    listed_size,
+    rank_of,
+    rounded,
+    told_by_flags,
+)
 from streamload.integrations.openclip.naflex import evaluation_patches, training_patches, training_steps
 from streamload.integrations.openclip.resume import Saver, saver_for, take_up
 from streamload.loader import Loader, make_loader
@@ -120,7 +126,7 @@ def training(
         num_batches=num_batches,
         seed=args.seed,
         order=Order(
-            upsampling_factors=getattr(args, "train_data_upsampling_factors", None),
+            upsampling_factors=factors_of(args, mixed="mixing" in common),
             rank=rank,
             world_size=args.world_size,
         ),
