@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import overview, peer_tables, spot_tables
+from benchmarks import mixing_tables, overview, peer_tables, spot_tables
 from benchmarks.markdown import Result, filled, number, spread, table, when
 from benchmarks.turns import RESULTS, ROOT
 
@@ -23,6 +23,7 @@ PAGES = tuple(
         "README.md",
         "docs/results/performance.md",
         "docs/results/spot-nodes.md",
+        "docs/guides/mixing.md",
         "benchmarks/README.md",
     )
 )
@@ -48,6 +49,7 @@ def write(given: argparse.Namespace) -> None:
         **peer_tables.charts_of(results),
         **overview.charts_of(results),
         **spot_tables.charts_of(results.get("spot")),
+        **mixing_tables.charts_of(results),
     }
     for name, (_, drawing) in drawn.items():
         (given.images / f"{name}.svg").write_text(drawing)
@@ -455,6 +457,7 @@ def buckets(result: Result) -> str:
 TABLES = {
     **peer_tables.TABLES,
     "buckets": buckets,
+    "mixing_policies": mixing_tables.policies,
     "start": start,
     "link_busy": link_busy,
     "memory": memory,

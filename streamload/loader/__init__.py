@@ -168,5 +168,5 @@ def make_loader(
     given["device"] = None if device is None else read_device(device)
     given["seed"] = whole_number("seed", seed)
     if mixing is not None and not isinstance(mixing, Replay):
-        given["mixing"] = as_policy(mixing)
+        given["mixing"] = as_policy(mixing, [source.name for source in given["sources"]])
     return Loader(LoaderOptions(**given))

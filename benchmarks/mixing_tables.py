@@ -1,0 +1,30 @@
+"""The table and the picture of mixing_policies.json."""
+
+from benchmarks.markdown import Result, table
+from streamload.steering.picture import Series, drawing
+
+
+def policies(result: Result) -> str:
+    """By kind of world, the mean score and the worst one of each policy; the moves of equal sources."""
+    names = list(result["scores"])
+    rows = []
+    for kind in next(iter(result["scores"].values())):
+        cells = [result["scores"][name][kind] for name in names]
+        label = "**all**" if kind == "all" else kind.replace("_", " ")
+        rows.append([label, *(f"{mean:+.2f} [{worst:+.2f}]" for mean, worst in cells)])
+    moves = [result["false_moves"][name] for name in names]
+    rows.append(["moves of equal sources, mean [most]", *(f"{mean:.2f} [{most}]" for mean, most in moves)])
+    return table(["worlds", *names], rows)
+
+
+def charts_of(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
+    """The courses of `Progress` in some worlds: the title and the SVG."""
+    if "mixing_policies" not in results:
+        return {}
+    title = "Progress in simulated trainings: shares by step"
+    panels: dict[str, Series] = {}
+    for kind, course in results["mixing_policies"]["courses"].items():
+        panels[f"{kind}: score {course['score']:+.2f}"] = {
+            name: list(zip(course["steps"], shares, strict=True)) for name, shares in course["shares"].items()
+        }
+    return {"mixing_courses": (title, drawing(title, panels))}
