@@ -14,37 +14,32 @@ from typing import Any
 import torch
 
 from streamload.device import Feed, feed_for
-from streamload.errors import OptionError, OrderDiverged
+from streamload.errors import OrderDiverged
 from streamload.ipc import ControlBlock
-from streamload.loader.batch_info import BatchInfo
 from streamload.loader.batch_sizing import STATE, BatchSizing
-from streamload.loader.changes import Changes
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
-from streamload.loader.exports import Exports
 from streamload.loader.features import end_epoch, take_features
-from streamload.loader.in_flight import in_flight_of
-from streamload.loader.meter import LONGEST_SECONDS, Meter, OnAlert
+from streamload.loader.lengths import EpochLengths
+from streamload.loader.meter import Meter, OnAlert
 from streamload.loader.microbatches import Microbatches
+from streamload.loader.observed import Observed
 from streamload.loader.options import LoaderOptions, read_device
 from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
-from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
-from streamload.loader.signals import Rows
 from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, steering_in, to_state
+from streamload.loader.steerable import Steerable
 from streamload.loader.steering import Steering
 from streamload.loader.trace import Trace
-from streamload.loader.worker_config import assembly_of, counted_samples
-from streamload.metrics import Counters, Snapshot, total
-from streamload.metrics.verdict import Verdict
+from streamload.metrics import Counters, total
 from streamload.options.values import at_least
-from streamload.worker import Batch, EpochStart, InFlight, SkippedSample, nothing_ready
+from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
 
 
-class Loader(Exports, DataLoaderInterface):
+class Loader(Steerable, Observed, DataLoaderInterface):
     """Batches for one rank, epoch after epoch; iterate it, or use it as a context manager.
 
     Not thread-safe. One iterator at a time: a new one closes the one before it.
@@ -60,8 +55,7 @@ class Loader(Exports, DataLoaderInterface):
         """Lightning creates a second loader for prediction; its last three arguments change nothing."""
         self.options = options
         self._schedule = Schedule(options)
-        self._length: int | None = None  # batches of an epoch, as of the last call of num_batches
-        self._counted_samples: tuple[int, int] | None = None  # epoch, samples by the indexes in the cache
+        self._lengths = EpochLengths(options, self._schedule)
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
         self._step = -1  # of the epoch, of the batch that was yielded last
@@ -129,26 +123,12 @@ class Loader(Exports, DataLoaderInterface):
         Known from num_batches, num_samples or a sizes.json; for one pass over the data also from the indexes
         in the cache, once it has the indexes of all shards.
         """
-        batches = self._schedule.num_batches
-        if batches is None and self._schedule.is_one_pass:
-            epoch = self._schedule.drawn_epoch
-            if self._counted_samples is None or self._counted_samples[0] != epoch:
-                samples = counted_samples(self.options, self._counts, epoch)
-                self._counted_samples = None if samples is None else (epoch, samples)
-            if self._counted_samples is not None:
-                batches = self._schedule.batches_of(self._counted_samples[1])
-        self._length = batches
-        return batches
+        return self._lengths.batches(self._counts)
 
     @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks; None while unknown, or if there is no end."""
-        samples, batches = self._schedule.num_samples, self.num_batches
-        if samples is not None or batches is None:
-            return samples
-        if not self.options.train:
-            return None if self._counted_samples is None else self._counted_samples[1]
-        return batches * self._schedule.rows * self.world_size
+        return self._lengths.samples(self._counts)
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
@@ -218,50 +198,6 @@ class Loader(Exports, DataLoaderInterface):
         self._checks.restore(counts[BAD_SAMPLES])
         self._shard_checks.restore(counts[BAD_SHARDS])
 
-    def set_weights(self, weights: Mapping[str, float]) -> int:
-        """Change the sources' weights, from the first step that no worker of any rank can have started.
-
-        With torch.distributed all ranks have to call it after the same step; the weights of rank 0 count.
-        Without, every rank has to be given the same. The change is part of the state.
-
-        Args:
-            weights: by the sources' names; the other sources keep their weights.
-
-        Returns:
-            The step, counted from the start of the current epoch, or of the next one between two epochs; if
-            the epoch ends before it, the change takes effect in the next.
-
-        Raises:
-            OptionError: an unknown source, a negative weight, or all weights are zero.
-        """
-        self._steering.refuse_changes("set_weights()")
-        step = Changes(self._schedule, self._control, self._current_epoch()).set_weights(weights)
-        self._steering.record_weights()
-        return step
-
-    def set_batch_size(self, rows: int) -> int:
-        """Change the samples of each rank's batch, from the first step that no worker can have started.
-
-        With torch.distributed all ranks have to call it after the same step; the number of rank 0 counts.
-        Without, every rank has to be given the same. With bucketing= the change waits for the next block. It
-        is part of the state: a resumed run goes on with it as long as batch_size × ranks stays as it was.
-        Epochs of num_batches keep this number, those of num_samples or of all samples have more or fewer
-        batches, and `len()` is that of an epoch of this size.
-
-        Args:
-            rows: samples in a batch of one rank.
-
-        Returns:
-            The step, counted from the start of the current epoch, or of the next one between two epochs; if
-            the epoch ends before it, the change takes effect in the next.
-
-        Raises:
-            OptionError: fewer than one, an evaluation, steps of Patches(steps=…), a step that isn't equal
-                parts of several groups, or more than Workers(memory=…) has room for.
-        """
-        self._steering.refuse_changes("set_batch_size()")
-        return self._resize(rows, {"reason": "set_batch_size"})
-
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
 
@@ -299,121 +235,6 @@ class Loader(Exports, DataLoaderInterface):
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
         return self._outputs.microbatches(batch)
-
-    @property
-    def info(self) -> BatchInfo:
-        """What is known of the batch that was yielded last: its rows' sources, weights, keys, its size.
-
-        Raises:
-            OptionError: no batch was yielded yet.
-        """
-        if self._outputs.last is None:
-            raise OptionError("loader.info is that of the last batch, and none was yielded yet")
-        return self._outputs.last
-
-    def info_of(self, batch: Any) -> BatchInfo:
-        """What is known of a batch that the training loop still holds.
-
-        Args:
-            batch: as this loader yielded it.
-
-        Raises:
-            OptionError: it is another one, or one without tensors.
-        """
-        return self._outputs.info_of(batch)
-
-    def report(
-        self, loss: Any = None, alignment: Any = None, *, rows: Rows | None = None, batch: Any = None
-    ) -> None:
-        """Report what the training found for rows of a batch, for the policy given as mixing=.
-
-        Costs one copy on the values' device, and never waits for it. Ranks may report at other times than
-        others, other rows, or nothing. Values that aren't finite are counted and left out. Without mixing=
-        this does nothing.
-
-        Args:
-            loss: float[N], a loss for each row before its weight, on any device; or one number for all rows.
-            alignment: the same for how well image and text fit, such as the cosine of their embeddings.
-            rows: which rows of the batch these are: a slice such as a part's `rows`, numbers, or bool[N].
-                None: all.
-            batch: as this loader yielded it, or its info; None: the last one.
-
-        Raises:
-            OptionError: not one number for each of the rows; another batch.
-        """
-        batch = self.info if batch is None else batch
-        info = batch if isinstance(batch, BatchInfo) else self.info_of(batch)
-        self._steering.report(loss, alignment, info, rows)
-
-    def report_eval(self, values: Mapping[str, Any]) -> None:
-        """Report a loss on held-out data of each source, for the policy given as mixing=.
-
-        Until the next decision the last one counts; of several ranks' values their mean.
-
-        Args:
-            values: by the sources' names, numbers or tensors of one; a source may be missing.
-
-        Raises:
-            OptionError: an unknown source.
-        """
-        self._steering.report_eval(values)
-
-    def stats(self) -> Snapshot:
-        """The counters of all processes of this rank so far. Cheap; at any time."""
-        names = [source.name for source in self.options.sources]
-        by_source = dict(zip(names, self._control.by_source.sum(axis=0), strict=True))
-        return Snapshot.of(self._control.counters, by_source, self._waits.worst())
-
-    def verdict(self, seconds: float = 60.0) -> Verdict:
-        """What has limited the training over the last seconds: data, or the training itself.
-
-        `print` it for a sentence. Cheap; at any time. The log has the same every five minutes, and after each
-        epoch, if the training has waited more than 5 % of that time for data.
-
-        Args:
-            seconds: at most 600; less if the first batch came later.
-
-        Raises:
-            OptionError: another number of seconds.
-        """
-        if not 0 < seconds <= LONGEST_SECONDS:
-            raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
-        return self.meter.verdict(seconds)
-
-    def on_alert(self, call: OnAlert) -> None:
-        """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md).
-
-        The training waits for data, its origin is slow or fails, the cache thrashes, a source starves, memory
-        is tight, another rank is late, or nothing moves. An alert is raised after half a minute, and cleared
-        after half a minute below half of its limit.
-
-        Args:
-            call: called by `next`, or in a thread of this process where the training stands still. What it
-                raises is logged once, and changes nothing.
-
-        Raises:
-            OptionError: it can't be called.
-        """
-        if not callable(call):
-            raise OptionError(
-                f"on_alert() was given a {type(call).__name__}; expected a function of one Alert"
-            )
-        self._on_alert.append(call)
-
-    def trace(self, steps: int = 20) -> Trace:
-        """Record what the workers and the fills of this rank do, from now on for a number of steps.
-
-        `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
-        own: batches, waits for bytes and fills of each worker, and the data waits of the training.
-
-        Args:
-            steps: batches that the training loop takes until the recording ends.
-        """
-        at_least(1, steps=steps)
-        if self._trace is not None:
-            self._trace.stop()
-        self._trace = Trace(self._control, steps)
-        return self._trace
 
     def close(self) -> None:
         """End the workers and release the cache. Idempotent; the loader can be iterated again.
@@ -462,12 +283,6 @@ class Loader(Exports, DataLoaderInterface):
         self._control.by_source[0, :, 0] += batch.source_samples
         features = {} if self._pool is None else take_features(values, self._pool.features, self._counts)
         return self._outputs.form(batch, values, features, self._step, steered)
-
-    def decide(self) -> None:
-        """Decide on the sources' weights and on the batch size, if that is due before the next batch."""
-        self._steering.decide(self._control, self._current_epoch())
-        self.meter.publisher.reported = self._steering.seen
-        self._sizing.decide(self._resize)
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted."""
@@ -537,7 +352,7 @@ class Loader(Exports, DataLoaderInterface):
         self._sizing.start_epoch(self._in_flight)
         self._epoch = position.epoch
         self._step = schedule.step_of(position) - 1
-        expected = self._expected(position)
+        expected = self._lengths.expected(position)
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
         monitor = None if ranks is None else RankMonitor(ranks, self._control, self.meter)
@@ -547,42 +362,11 @@ class Loader(Exports, DataLoaderInterface):
         self._open_exports()
         return epoch
 
-    def _resize(self, rows: int, told: Mapping[str, Any]) -> int:
-        """Set the batch size, with the reason for the log of decisions; see set_batch_size."""
-        epoch, tracker = self._current_epoch(), self._schedule.tracker
-        before = tracker.sizes
-        step = Changes(self._schedule, self._control, epoch, self._in_flight()).set_batch_size(rows)
-        if epoch is not None:
-            epoch.expect(self._expected(tracker.now()))
-        if tracker.sizes is not before:
-            self._steering.record_size(told)
-        return step
-
-    def _in_flight(self) -> InFlight | None:
-        """What steps have to fit into; None: there are no limits."""
-        options = self.options
-        return None if options.workers.memory is None else in_flight_of(options, assembly_of(options))
-
-    def _expected(self, position: Position) -> int | None:
-        """Batches of one pass after a position, by the sizes of shards; None unless num_batches was read."""
-        schedule = self._schedule
-        if self._length is None or not schedule.is_one_pass or self.options.repeat is not None:
-            return None
-        counted = None if self._counted_samples is None else self._counted_samples[1]
-        samples = schedule.epoch_samples() or counted
-        if position.sizes is None or samples is None:
-            return self._length - schedule.step_of(position)
-        return schedule.steps_within(position, samples)
-
     def _end_epoch(self, why: str) -> None:
         epoch = self._current_epoch()
         if epoch is not None:
             epoch.close(why)
         self._current = None
-
-    def _current_epoch(self) -> Epoch | None:
-        epoch = self._current() if self._current is not None else None
-        return None if epoch is None or epoch.done else epoch
 
     def _ready_pool(self) -> WorkerPool:
         """The workers, made at the first call, and again when the order has changed."""

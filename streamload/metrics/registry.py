@@ -328,7 +328,11 @@ BY_SOURCE: tuple[Metric, ...] = (
     given("source_share", "the share of a step's samples that a source has", ("source",), unit="ratio"),
     given("source_passes", "passes over a source's shards so far, on average", ("source",)),
     given("source_loss", "the loss of a source's samples, as reported by the training", ("source",)),
-    given("source_alignment", "the alignment of a source's gradients, as reported", ("source",)),
+    given(
+        "source_alignment",
+        "how well a source's images and texts fit, as reported by the training",
+        ("source",),
+    ),
 )
 GIVEN: tuple[Metric, ...] = (
     *BY_SOURCE,

@@ -1,7 +1,7 @@
-"""What a loader itself shows: numbers for trackers, a port for Prometheus, a recording of the run.
+"""What a loader shows of its run: counters, a verdict, alerts, a trace; a port for Prometheus, a recording.
 
-None of it is on by default: other processes read the page that each rank publishes (meter.py). A port that is
-taken and a disk that is full are logged, and the training goes on.
+By default there is neither port nor recording: other processes read the page that each rank publishes
+(meter.py). A port that is taken and a disk that is full are logged, and the training goes on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from typing import Any
 from streamload.cache.placement import memory_root
 from streamload.daemon.metrics_server import DEFAULT_LISTEN, MetricsServer
 from streamload.errors import OptionError
+from streamload.ipc import ControlBlock
+from streamload.loader.checks import ShardWaits
 from streamload.loader.fork_safety import in_this_process
-from streamload.loader.meter import Meter
+from streamload.loader.meter import LONGEST_SECONDS, Meter, OnAlert
 from streamload.loader.options import LoaderOptions
+from streamload.loader.trace import Trace
+from streamload.metrics import Snapshot
 from streamload.metrics.live import live_rank
 from streamload.metrics.page import RunPage
 from streamload.metrics.recording import Recording
+from streamload.metrics.verdict import Verdict
 from streamload.options import Settings, options
+from streamload.options.values import at_least
 
 logger = logging.getLogger("streamload")
 
@@ -31,8 +37,8 @@ _serving: set[str] = set()
 """Addresses at which this process serves: of several loaders one does, with all runs of the node."""
 
 
-class Exports:
-    """The exports of a loader, a part of it.
+class Observed:
+    """The part of a loader that shows how its run goes.
 
     Attributes:
         options: of the loader.
@@ -41,11 +47,72 @@ class Exports:
 
     options: LoaderOptions
     meter: Meter
+    _control: ControlBlock
+    _waits: ShardWaits
+    _trace: Trace | None
+    _on_alert: list[OnAlert]
     _record_in: Path | None = None
     _shown: RunPage | None  # at the last call of `metrics`
     _recording: Recording | None
     _server: MetricsServer | None
     _are_open: bool
+
+    def stats(self) -> Snapshot:
+        """The counters of all processes of this rank so far. Cheap; at any time."""
+        names = [source.name for source in self.options.sources]
+        by_source = dict(zip(names, self._control.by_source.sum(axis=0), strict=True))
+        return Snapshot.of(self._control.counters, by_source, self._waits.worst())
+
+    def verdict(self, seconds: float = 60.0) -> Verdict:
+        """What has limited the training over the last seconds: data, or the training itself.
+
+        `print` it for a sentence. Cheap; at any time. The log has the same every five minutes, and after each
+        epoch, if the training has waited more than 5 % of that time for data.
+
+        Args:
+            seconds: at most 600; less if the first batch came later.
+
+        Raises:
+            OptionError: another number of seconds.
+        """
+        if not 0 < seconds <= LONGEST_SECONDS:
+            raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
+        return self.meter.verdict(seconds)
+
+    def on_alert(self, call: OnAlert) -> None:
+        """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md).
+
+        The training waits for data, its origin is slow or fails, the cache thrashes, a source starves, memory
+        is tight, another rank is late, or nothing moves. An alert is raised after half a minute, and cleared
+        after half a minute below half of its limit.
+
+        Args:
+            call: called by `next`, or in a thread of this process where the training stands still. What it
+                raises is logged once, and changes nothing.
+
+        Raises:
+            OptionError: it can't be called.
+        """
+        if not callable(call):
+            raise OptionError(
+                f"on_alert() was given a {type(call).__name__}; expected a function of one Alert"
+            )
+        self._on_alert.append(call)
+
+    def trace(self, steps: int = 20) -> Trace:
+        """Record what the workers and the fills of this rank do, from now on for a number of steps.
+
+        `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
+        own: batches, waits for bytes and fills of each worker, and the data waits of the training.
+
+        Args:
+            steps: batches that the training loop takes until the recording ends.
+        """
+        at_least(1, steps=steps)
+        if self._trace is not None:
+            self._trace.stop()
+        self._trace = Trace(self._control, steps)
+        return self._trace
 
     def metrics(self) -> dict[str, float]:
         """The numbers of this rank since the last call, as one flat dict for a tracker; {} before `iter()`.
