@@ -20,6 +20,8 @@ drawn again where equal shares lose less than 3 % of what is learned. "noise" is
   (arXiv 2410.11820).
 These three are our own short forms of the rules, not the authors' code; each is asked every 1,000 steps.
 
+The constants of Progress were chosen in these worlds; "other worlds" are as many that nothing was chosen by.
+
 Result: results/mixing_policies.json
 """
 
@@ -38,7 +40,7 @@ from streamload.steering.progress import Progress
 from streamload.steering.simulate import Simulated, run
 from streamload.steering.worlds import KINDS, world
 
-WORLDS = 20
+WORLDS, OTHERS_FROM = 20, 1_000
 AT_LEAST_MEAN, AT_LEAST_WORST, AT_MOST_MOVES = 0.6, -0.05, 1
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -129,7 +131,12 @@ def main() -> None:
                 if seed == 1 and name == "progress" and kind in ("plain", "unlearnable", "memorised"):
                     picture[kind] = course(done)
         print(f"{kind} is done", file=sys.stderr, flush=True)
-    turns.write(given, "mixing_policies", content(given, rows, picture))
+    others = [
+        run(world(kind, OTHERS_FROM + seed), POLICIES["progress"]).score
+        for kind in kinds
+        for seed in range(many)
+    ]
+    turns.write(given, "mixing_policies", content(given, rows, picture, others))
 
 
 def course(done: Simulated) -> Row:
@@ -148,7 +155,7 @@ def course(done: Simulated) -> Row:
     }
 
 
-def content(given: Any, rows: list[Row], picture: dict[str, Row]) -> Row:
+def content(given: Any, rows: list[Row], picture: dict[str, Row], others: list[float]) -> Row:
     def scores(name: str, kind: str | None = None) -> list[float]:
         return [
             row["score"]
@@ -178,9 +185,12 @@ def content(given: Any, rows: list[Row], picture: dict[str, Row]) -> Row:
         "scores": table,
         "false_moves": {name: [statistics.mean(each), max(each)] for name, each in moves.items()},
         "courses": picture,
+        "progress in other worlds": others,
         "targets": [
             turns.target("progress: mean over all worlds", ours[0], at_least=AT_LEAST_MEAN),
             turns.target("progress: the worst world", ours[1], at_least=AT_LEAST_WORST),
+            turns.target("progress: mean over other worlds", statistics.mean(others), at_least=AT_LEAST_MEAN),
+            turns.target("progress: the worst of the other worlds", min(others), at_least=AT_LEAST_WORST),
             turns.target("progress, equal sources: most moves in a run", false_moves, at_most=AT_MOST_MOVES),
         ],
     }  # fmt: skip

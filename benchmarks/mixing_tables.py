@@ -1,5 +1,7 @@
 """The table and the picture of mixing_policies.json."""
 
+import statistics
+
 from benchmarks.markdown import Result, table
 from streamload.steering.picture import Series, drawing
 
@@ -14,6 +16,9 @@ def policies(result: Result) -> str:
         rows.append([label, *(f"{mean:+.2f} [{worst:+.2f}]" for mean, worst in cells)])
     moves = [result["false_moves"][name] for name in names]
     rows.append(["moves of equal sources, mean [most]", *(f"{mean:.2f} [{most}]" for mean, most in moves)])
+    others = result["progress in other worlds"]
+    score = f"{statistics.mean(others):+.2f} [{min(others):+.2f}]"
+    rows.append(["other worlds of all kinds", *(score if name == "progress" else "" for name in names)])
     return table(["worlds", *names], rows)
 
 

@@ -14,7 +14,7 @@ from streamload.errors import OptionError
 from streamload.steering import Signal, SourceSummary, Summary
 from streamload.steering.limits import bounded, caps
 from streamload.steering.simulate import run
-from streamload.steering.trend import BINS, gain_at, joined
+from streamload.steering.trend import BINS, gain_at, joined, parts_of
 from streamload.steering.worlds import KINDS, world
 
 STEPS = 4_000
@@ -131,11 +131,17 @@ def test_a_loss_that_falls_by_repeats_is_not_taken_for_progress():
     def by_heart(n):
         return 3.0 if n < 20_000 else 3.0 * 0.9 ** (n / 20_000 - 1)
 
-    losses = [noisy(by_heart), noisy(power(0.5, 0.2))]
+    losses = [noisy(by_heart), noisy(lambda n: 1.0)]
     found = training(losses, Progress(every=50), sizes=[20_000, None])
     assert max(shares[0] for _, shares, _ in found) <= 0.5 + 1e-9
-    uncounted = training(losses, Progress(every=50))  # its size isn't known
-    assert max(shares[0] for _, shares, _ in uncounted) > 0.6
+
+
+def test_only_reports_of_the_first_pass_count_where_the_pass_is_known():
+    parts = (Signal(10, 20, 40),) * 8
+    source = SourceSummary("a", 1, 1, samples=8_000, total_samples=30_000, passes=1.2, losses=parts)
+    assert [x for x, _, _ in parts_of(source, first_pass_only=True)] == [22_500, 23_500, 24_500]
+    assert len(parts_of(source, first_pass_only=False)) == 8
+    assert len(parts_of(replace(source, passes=None), first_pass_only=True)) == 8
 
 
 def test_a_source_is_not_repeated_more_often_than_allowed_unless_its_given_share_does():

@@ -19,10 +19,10 @@ from streamload.steering.summary import SourceSummary, Summary
 from streamload.steering.trend import Bin, Gain, gain_at, joined, parts_of
 
 _WARM_UP = 10  # decisions before the first change
-_CERTAIN = 3.5  # standard errors from which on a difference isn't noise: many are looked at in a run
+_CERTAIN = 4.5  # standard errors from which on a difference isn't noise: many are looked at in a run
 _EXCESS = 2.0  # then what exceeds this many counts, of every source
 _RATIO = e  # a share changes by this factor at most
-_AHEAD = 0.5  # of the steps so far: shares move slowly, so what counts is the gain by then
+_AHEAD = 0.75  # of the steps so far: shares move slowly, so what counts is the gain by then
 _REPEATS_WORTH = 15.0  # passes after which repeats teach 1/e of what new samples do (arXiv 2305.16264)
 
 

@@ -32,7 +32,7 @@ _CURVES = [
     *((20.0, start) for start in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0)),  # nearly exponentials
 ]
 _EXPONENTS, _STARTS = np.array(_CURVES).T  # start: in relation to the samples at which the slope is asked for
-_GRID_ERROR = 0.03  # of a gain: between two neighbouring curves
+_GRID_ERROR = 0.05  # of a gain: between two neighbouring curves
 
 
 class Gain(NamedTuple):
