@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 import tarfile
@@ -382,3 +383,27 @@ def _jpeg() -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (40, 30), "red").save(buffer, "JPEG")
     return buffer.getvalue()
+
+
+def logged(sample: dict[str, Any]) -> float:
+    with Path(os.environ["FACTS_MADE"]).open("a") as log:
+        log.write(f"{sample['__key__']}\n")
+    return 1.0
+
+
+def is_any(entry: Entry) -> bool:
+    return entry.facts["logged"] == 1
+
+
+def test_workers_make_each_fact_once_though_shards_are_published_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FACTS_MADE", str(tmp_path / "made"))
+    write_shards(tmp_path / "small", [60] * 24, seed=5)
+    with ShardServer(tmp_path / "small") as server:
+        listed = f"{server.url}/{{00000..00023}}.tar"
+        facts = {"logged": (logged, "1")}
+        with make(listed, tmp_path, facts=facts, keep=is_any, batch_size=8, num_workers=4) as loader:
+            assert len(keys_of(loader)) == 24 * 60
+    made = (tmp_path / "made").read_text().split()
+    assert len(made) == len(set(made)) == 24 * 60

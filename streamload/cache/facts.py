@@ -154,6 +154,7 @@ class _File:
         self._dtype = column.dtype
         self.is_behind = False
         self._path = Path()
+        self._copy: ShardCopy | None = None
         self._tier: Tier | None = None  # None: nothing is stored
         self._lock: FileLock | None = None
         self._identity = (0, 0)
@@ -162,10 +163,9 @@ class _File:
 
     def open(self, view: ShardView, copy: ShardCopy) -> None:
         """Find the file beside an open index."""
-        directory = copy.path
-        with contextlib.suppress(OSError):
-            directory = copy.reader.directory
-        self._path, self._tier = directory / self._name, view.tier_of(copy)
+        self._copy, self._tier = copy, view.tier_of(copy)
+        self._path = copy.path / self._name
+        self._follow()
 
     def read(self, copy: ShardCopy) -> tuple[int, bytes]:
         """The first sample whose value wasn't read before, and the packed values from there on."""
@@ -186,7 +186,10 @@ class _File:
         return 0, b""
 
     def lock(self) -> bool:
-        """Lock the file, which is created if it is missing; False if another process has it locked."""
+        """Lock the file, which is created if it is missing; False: try again.
+
+        Another process has it locked, or has published the shard just now: the directory was renamed.
+        """
         if self._tier is None:
             return True
         try:
@@ -194,10 +197,20 @@ class _File:
                 self._lock = FileLock.acquire(self._path, create=True)
                 if self._lock is not None or self._path.exists():
                     return self._lock is not None
+            if self._follow():
+                return False
         except (OSError, CacheError):
             pass
         self._tier = None
         return True
+
+    def _follow(self) -> bool:
+        """Whether the open index is in another directory by now: then the file is there, too."""
+        before = self._path
+        with contextlib.suppress(OSError):
+            if self._copy is not None:
+                self._path = self._copy.reader.directory / self._name
+        return self._path != before
 
     def unlock(self) -> None:
         """Release the lock. Idempotent."""
@@ -222,7 +235,8 @@ class _File:
                 os.ftruncate(self._lock.file.number, self._size_bytes)
                 write_at(self._lock.file, frame, self._size_bytes)
                 self._count, self._size_bytes = len(values), size_bytes
-                os.utime(self._path.parent)  # so that its size is measured again
+                with contextlib.suppress(FileNotFoundError):  # it was published just now
+                    os.utime(self._path.parent)  # so that its size is measured again
                 return
         except (OSError, CacheError):
             pass
