@@ -7,7 +7,7 @@ of the directory's locks, and by one rename before its files are deleted. What t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,19 @@ def clear(tier: Tier, *, dry_run: bool = False) -> Removal:
     for shard in list(tier.shards()):
         sweep.remove(shard, "cleared")
     sweep.remove_the_rest()
+    return sweep.report()
+
+
+def remove(tier: Tier, shards: Iterable[HeldShard], why: str, *, dry_run: bool = False) -> Removal:
+    """Remove these of a tier's shards, except those that a process has open or is filling.
+
+    Args:
+        why: the reason, for the report.
+        dry_run: only report what would be removed.
+    """
+    sweep = _Sweep(tier, dry_run)
+    for shard in shards:
+        sweep.remove(shard, why)
     return sweep.report()
 
 

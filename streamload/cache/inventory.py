@@ -201,11 +201,16 @@ def count_samples(path: Path) -> int:
 
 def url_of(path: Path) -> str:
     """The URL without secrets of a shard in the tier; empty if its index doesn't name it."""
+    return str(meta_of(path).get("url", ""))
+
+
+def meta_of(path: Path) -> dict[str, object]:
+    """What the header of a shard's index says; empty if that can't be read."""
     with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
         start = os.pread(file.number, HEADER_START.size, 0)
         _, meta_bytes = header_lengths(start)
-        return str(unpack_meta(start, os.pread(file.number, meta_bytes, HEADER_START.size)).get("url", ""))
-    return ""
+        return unpack_meta(start, os.pread(file.number, meta_bytes, HEADER_START.size))
+    return {}
 
 
 def as_time(seconds: float) -> str:

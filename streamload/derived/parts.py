@@ -41,6 +41,13 @@ def read_parts(key: bytes, data: bytes) -> dict[str, Any]:
     return parts
 
 
+def kind_of(parts: Mapping[str, Any] | None) -> str:
+    """What modules of one label may differ in and be in use at once; "": the parts aren't known."""
+    if parts is None:
+        return ""
+    return json.dumps({name: parts.get(name) for name in ("arguments", "inputs")}, sort_keys=True)
+
+
 def flat(parts: Mapping[str, Any]) -> dict[str, Any]:
     """The values of parts by name, such as "arguments.width", "code.Extractor.forward", "settings.torch"."""
     settings = parts.get("settings")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,14 +103,18 @@ class Catalog:
             return next((read_parts(key, data) for _, data in select_rows(self.table, [key])), None)
         return None
 
-    def find(self, prefix: str) -> bytes:
+    def find(self, prefix: str, others: Iterable[str] = ()) -> bytes:
         """The fingerprint that begins with some hexadecimal digits.
+
+        Args:
+            prefix: these digits.
+            others: fingerprints that are known from elsewhere.
 
         Raises:
             OptionError: none does, or several do.
         """
         found = self.table.execute(f"SELECT DISTINCT {_OF_FINGERPRINT} FROM Cache WHERE {_ROWS}")
-        known = sorted({bytes(of).hex() for (of,) in found} | {of.hex() for of in self.notes()})
+        known = sorted({bytes(of).hex() for (of,) in found} | {of.hex() for of in self.notes()} | {*others})
         if not known:
             raise OptionError(f"there are no rows in {self.root}")
         begin = [one for one in known if one.startswith(prefix.lower())]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +29,12 @@ from streamload.cache.shard_copy import ShardCopy
 from streamload.derived.row_layout import leaves_in
 from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
+from streamload.shards.samples import Entry
 from streamload.shards.tar import BLOCK_BYTES
 
 SampleKey = tuple[str, int]
 """The key of a sample, and the checksum of its payloads."""
+_RECIPE = re.compile(r"rows-([0-9a-f]{32})")
 _PIECE_BYTES = 1 << 20
 _IN_MEMORY_BYTES = 64 << 20
 
@@ -39,6 +42,19 @@ _IN_MEMORY_BYTES = 64 << 20
 def rows_recipe(fingerprint: str) -> str:
     """The recipe (`Shard.recipe`) of derived shards with the rows of a fingerprint."""
     return f"rows-{fingerprint}"
+
+
+def fingerprint_in(recipe: object) -> str | None:
+    """The fingerprint that a recipe is of; None: it isn't one of derived shards of rows."""
+    match = _RECIPE.fullmatch(recipe) if isinstance(recipe, str) else None
+    return None if match is None else match[1]
+
+
+def rows_in(entry: Entry) -> int:
+    """The number of rows, from the first entry of a derived shard's index; reads nothing."""
+    head_bytes = len(_numbers(()))
+    sizes = [size for extension, _, size in entry.members if extension == "samples.npy"]
+    return (sizes[0] - head_bytes) // 8 if sizes else 0
 
 
 def rows_form(shard: Shard, fingerprint: str) -> Shard:
@@ -123,6 +139,7 @@ class RowShard:
         fingerprint: of the rows.
 
     Attributes:
+        about: what `rows.json` says.
         damaged: rows so far that failed their checksum or couldn't be read.
 
     Raises:
@@ -133,6 +150,7 @@ class RowShard:
         self.damaged = 0
         self.copy = copy
         about, keys, samples, self._checksums = self._head()
+        self.about = about
         if about.get("fingerprint") != fingerprint:
             raise CacheCorrupt(f"{copy.path} has rows of another fingerprint: {about.get('fingerprint')!r}")
         self._places = dict(zip(zip(keys, samples, strict=True), range(len(keys)), strict=True))
@@ -146,6 +164,13 @@ class RowShard:
         """The rows of samples; None where there is none of that key and checksum, or it is damaged."""
         places, row_of = self._places, self._row
         return [None if (place := places.get(key)) is None else row_of(key, place) for key in keys]
+
+    def damaged_keys(self) -> list[str]:
+        """The keys of all rows that fail their checksum or can't be read; reads all of them."""
+        return [key[0] for key in list(self._places) if self.read([key]) == [None]]
+
+    def __len__(self) -> int:
+        return len(self._checksums)
 
     def close(self) -> None:
         """Close it: it may be evicted from now on."""

@@ -6,7 +6,6 @@ store and delete meanwhile.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.cache.locks import exclusive
-from streamload.derived.parts import NOTE, read_parts
+from streamload.derived.parts import NOTE, kind_of, read_parts
 from streamload.derived.row_catalog import Catalog, FingerprintRows, open_catalog
 from streamload.derived.row_layout import read_row
 from streamload.derived.row_seal import unseal
@@ -157,17 +156,10 @@ def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[Fingerpr
 
     The newest is the one of which a row was last stored, or last read as far as that was noted.
     """
-    kinds = {one.fingerprint: _kind_of(catalog.parts(one.fingerprint)) for one in rows}
+    kinds = {one.fingerprint: kind_of(catalog.parts(one.fingerprint)) for one in rows}
     in_order = sorted(rows, key=lambda one: (one.used_at, one.fingerprint))
     newest = {(one.label, kinds[one.fingerprint]): one for one in in_order}
     return [one for one in rows if newest[one.label, kinds[one.fingerprint]] is not one]
-
-
-def _kind_of(parts: dict[str, Any] | None) -> str:
-    """What modules of one label may differ in and be in use at once; "": it has no note."""
-    if parts is None:
-        return ""
-    return json.dumps({name: parts.get(name) for name in ("arguments", "inputs")}, sort_keys=True)
 
 
 def delete_rows(catalog: Catalog, fingerprint: bytes, label: str) -> None:

@@ -144,6 +144,7 @@ class FeatureRecipe:
         return {
             "format": 1,
             "fingerprint": self.fingerprint,
+            "label": self._bound.features.label,
             "parts": self._parts,
             "features": asdict(self.named),
             "source": {"url": redact(url), **asdict(version)},

@@ -7,7 +7,7 @@
 
 It may be offline, slow, full, read-only, damaged or eventually consistent: then it is asked less, which is
 logged once and counted, and the origins serve instead. Bytes are verified before they are handed on. Writing
-a shard twice, or late, does no harm, and nothing is ever deleted.
+a shard twice, or late, does no harm, and no run ever deletes one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from streamload.cli.features.options import SHORT, AsJson, Directory, as_dict, rows_at
+from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCache, as_dict, rows_at
+from streamload.cli.features.shards import as_dict_of_shards, fingerprints_in, places_of, print_shards
+from streamload.cli.options import SharedCacheOptions
 
 if TYPE_CHECKING:
     from streamload.derived.row_catalog import Catalog
@@ -11,19 +13,28 @@ if TYPE_CHECKING:
 _COLUMNS = ("fingerprint", "rows", "size", "last stored", "last read", "device", "dtype")
 
 
-def list_fingerprints(directory: Directory = None, as_json: AsJson = False) -> None:
+def list_fingerprints(
+    directory: Directory = None,
+    shared_cache: SharedCache = None,
+    shared_cache_options: SharedCacheOptions = None,
+    as_json: AsJson = False,
+) -> None:
     """List the fingerprints that have rows, by label: how many rows, and when they were last used.
 
+    Derived shards follow, by fingerprint: in this node's cache, and in the shared cache if one is given.
     When rows are read is noted only while the rows take more than 70 % of their limit. The dtype is that of
     autocast, else torch's default.
     """
+    shards = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
     with rows_at(directory) as catalog:
         rows = [_described(catalog, one) for one in catalog.fingerprints()]
         if as_json:
             about = {"path": str(catalog.root), "used_bytes": catalog.used_bytes}
-            print(json.dumps({**about, "fingerprints": rows}, indent=2))
+            listed = [as_dict_of_shards(one) for one in shards]
+            print(json.dumps({**about, "fingerprints": rows, "derived": listed}, indent=2))
         else:
             _print_table(catalog, rows)
+            print_shards(shards)
 
 
 def _described(catalog: "Catalog", one: Any) -> dict[str, Any]:

@@ -19,6 +19,10 @@ Directory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+SharedCache = Annotated[
+    str | None,
+    typer.Option("--shared-cache", help="Also the derived shards in this shared cache.", show_default=False),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
 Fingerprint = Annotated[str, typer.Argument(help="The first hexadecimal digits, as many as tell it apart.")]
 SHORT = 12

@@ -6,7 +6,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.features.options import SHORT, AsJson, Directory, DryRun, as_dict, root_of, rows_at
+from streamload.cli.features.options import (
+    SHORT,
+    AsJson,
+    Directory,
+    DryRun,
+    SharedCache,
+    as_dict,
+    root_of,
+    rows_at,
+)
+from streamload.cli.features.shards import (
+    as_dict_of_removed,
+    fingerprints_in,
+    places_of,
+    print_removed,
+    print_shards,
+    remove_shards,
+)
+from streamload.cli.options import SharedCacheOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +39,8 @@ def gc(
     ] = False,
     dry_run: DryRun = False,
     directory: Directory = None,
+    shared_cache: SharedCache = None,
+    shared_cache_options: SharedCacheOptions = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete notes without rows and databases that were replaced; with --stale the rows of old fingerprints.
@@ -28,15 +48,26 @@ def gc(
     Old is a fingerprint if another of the same label, arguments and transform is newer: a row of that was
     stored later, or read later as far as that was noted (from 70 % of the limit on). So of two checkpoints in
     one module the rows of one go: look with --dry-run. A row that is deleted is computed again.
+
+    Derived shards likewise, each place by itself: by when they were last opened on this node, and by when
+    they were stored in the shared cache. What is open on this node or being made stays.
     """
+    from streamload.derived.row_shard_catalog import stale_of
     from streamload.derived.row_upkeep import collect_garbage
 
     root = root_of(directory)
+    places = places_of(directory, shared_cache, shared_cache_options) if stale else []
+    old = stale_of(fingerprints_in(places))
     garbage = collect_garbage(root, stale=stale, dry_run=dry_run)
+    removed = remove_shards(places, old, "stale", dry_run=dry_run)
     if as_json:
-        print(json.dumps({"path": str(root), "dry_run": dry_run, **_as_dict(garbage)}, indent=2))
+        shards = as_dict_of_removed(removed)
+        report = {"path": str(root), "dry_run": dry_run, **_as_dict(garbage), "derived": shards}
+        print(json.dumps(report, indent=2))
     else:
         _print(root, garbage, dry_run=dry_run)
+        print_shards(old, "stale derived shards of")
+        print_removed(removed, dry_run=dry_run)
 
 
 def _as_dict(garbage: "Garbage") -> dict[str, Any]:
@@ -84,32 +115,43 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False,
     dry_run: DryRun = False,
     directory: Directory = None,
+    shared_cache: SharedCache = None,
+    shared_cache_options: SharedCacheOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the rows of a label, or all, with their notes; other files stay.
+    """Delete the rows of a label, or all, with their notes and derived shards; other files stay.
 
-    A label is the cache_name of cache_module, by default the name of the class. A running process may still
-    read a copy in memory.
+    Derived shards that a process of this node has open or is making stay. A label is the cache_name of
+    cache_module, by default the name of the class. A running process may still read a copy in memory.
     """
     from streamload.derived.rows_table import clear as delete_all
     from streamload.errors import OptionError
     from streamload.metrics import format_bytes
 
+    places = places_of(directory, shared_cache, shared_cache_options)
+    shards = [one for one in fingerprints_in(places) if label in (None, one.label)]
     with rows_at(directory) as catalog:
         rows = [one for one in catalog.fingerprints() if label in (None, one.label)]
         root = catalog.root
     count, size_bytes = sum(one.rows for one in rows), sum(one.size_bytes for one in rows)
     of = "" if label is None else f" of {label!r}"
-    what = f"{count:,} rows{of} ({format_bytes(size_bytes)})"
+    what = f"{count:,} rows{of} ({format_bytes(size_bytes)}) from {root}"
+    if shards:
+        size = format_bytes(sum(one.size_bytes for one in shards))
+        in_ = ", ".join(dict.fromkeys(one.where for one in shards))
+        what += f" and {sum(len(one.shards) for one in shards):,} derived shards ({size}) from {in_}"
     if not (yes or dry_run):
         if not sys.stdin.isatty():
-            raise OptionError(f"this deletes {what} from {root}: say --yes, or --dry-run to see them")
-        typer.confirm(f"Delete {what} from {root}?", abort=True, err=True)
+            raise OptionError(f"this deletes {what}: say --yes, or --dry-run to see them")
+        typer.confirm(f"Delete {what}?", abort=True, err=True)
     if not dry_run:
         with rows_at(directory, writable=True) as catalog:
             count = delete_all(catalog.table, label)
+    removed = remove_shards(places, shards, "cleared", dry_run=dry_run)
     if as_json:
         about = {"path": str(root), "label": label, "dry_run": dry_run}
-        print(json.dumps({**about, "rows": count, "size_bytes": size_bytes}, indent=2))
+        derived = as_dict_of_removed(removed)
+        print(json.dumps({**about, "rows": count, "size_bytes": size_bytes, "derived": derived}, indent=2))
     else:
         print(f"{'would delete' if dry_run else 'deleted'} {count:,} rows{of} in {root}")
+        print_removed(removed, dry_run=dry_run)

@@ -6,33 +6,51 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.features.described import shortened, value_of
-from streamload.cli.features.options import AsJson, Directory, Fingerprint, as_dict, rows_at
+from streamload.cli.features.options import AsJson, Directory, Fingerprint, SharedCache, as_dict, rows_at
+from streamload.cli.features.shards import as_dict_of_shards, fingerprints_in, places_of
+from streamload.cli.options import SharedCacheOptions
 
 if TYPE_CHECKING:
     from streamload.derived.row_catalog import Catalog
+    from streamload.derived.row_shard_catalog import FingerprintShards
 
 _MOST_CHARACTERS = 60
 
 
-def show(fingerprint: Fingerprint, directory: Directory = None, as_json: AsJson = False) -> None:
-    """Show what a fingerprint stands for: code, arguments, weights, settings of torch.
+def show(
+    fingerprint: Fingerprint,
+    directory: Directory = None,
+    shared_cache: SharedCache = None,
+    shared_cache_options: SharedCacheOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a fingerprint stands for: code, arguments, weights, settings of torch; and where it has rows.
 
     Code, weights and tensors are shown by a digest, packages by their version.
     """
     from streamload.derived.parts import flat
 
+    held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
     with rows_at(directory) as catalog:
-        wanted = catalog.find(fingerprint)
-        parts = catalog.parts(wanted)
+        wanted = catalog.find(fingerprint, (one.fingerprint for one in held))
+        shards = [one for one in held if one.fingerprint == wanted.hex()]
+        parts = catalog.parts(wanted) or next((one.parts for one in shards if one.parts is not None), None)
         rows = [as_dict(one) for one in catalog.fingerprints() if one.fingerprint == wanted]
     values = None if parts is None else flat(parts)
     if as_json:
-        print(json.dumps({"fingerprint": wanted.hex(), "rows": rows, "parts": values}, indent=2))
+        listed = [as_dict_of_shards(one) for one in shards]
+        report = {"fingerprint": wanted.hex(), "rows": rows, "derived": listed, "parts": values}
+        print(json.dumps(report, indent=2))
     else:
-        _print(wanted.hex(), rows, values)
+        _print(wanted.hex(), rows, shards, values)
 
 
-def _print(fingerprint: str, rows: list[dict[str, Any]], values: dict[str, Any] | None) -> None:
+def _print(
+    fingerprint: str,
+    rows: list[dict[str, Any]],
+    shards: "list[FingerprintShards]",
+    values: dict[str, Any] | None,
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -48,7 +66,14 @@ def _print(fingerprint: str, rows: list[dict[str, Any]], values: dict[str, Any] 
             markup=False,
             soft_wrap=True,
         )
-    if not rows:
+    for held in shards:
+        console.print(
+            f"{held.label}: {len(held.shards):,} derived shards with {held.rows:,} rows, "
+            f"{format_bytes(held.size_bytes)}, in {held.where}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if not (rows or shards):
         console.print("no rows: only its note is left")
     if values is None:
         console.print("no note: it went to make room, or is damaged; the rows are read all the same")

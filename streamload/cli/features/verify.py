@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streamload.cli.features.options import SHORT, AsJson, Directory, root_of
+from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCache, root_of
+from streamload.cli.features.shards import VerifiedShards, places_of, print_verified, verify_shards
 from streamload.cli.logs import progress_console
+from streamload.cli.options import SharedCacheOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,15 +21,19 @@ def verify(
         bool, typer.Option("--delete", help="Delete what is damaged: it is computed again.")
     ] = False,
     directory: Directory = None,
+    shared_cache: SharedCache = None,
+    shared_cache_options: SharedCacheOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read all rows and notes, and compare them with their checksums and layouts.
+    """Read all rows, notes and derived shards, and compare them with their checksums and layouts.
 
     The exit code is 1 if a row is damaged and not deleted. Which rows go first when room is needed stays as
-    it is. With --delete a database that can't be read is replaced by an empty one.
+    it is. With --delete a database that can't be read is replaced by an empty one, and a derived shard with a
+    damaged row goes as a whole.
     """
     from streamload.errors import CacheCorrupt
 
+    places = places_of(directory, shared_cache, shared_cache_options)
     root = root_of(directory)
     deleted, broken = 0, ""
     try:
@@ -39,11 +45,13 @@ def verify(
         found, broken = Verified(), str(exc)
         if delete:
             replace_broken(Place(directory or ""))
+    shards = verify_shards(places, delete=delete)
     if as_json:
-        _print_json(root, found, deleted, broken)
+        _print_json(root, found, deleted, broken, shards)
     else:
         _print_table(root, found, deleted, broken)
-    if (found.damages or broken) and not delete:
+        print_verified(shards)
+    if ((found.damages or broken) and not delete) or len(shards.damaged) > shards.deleted:
         raise typer.Exit(1)
 
 
@@ -71,7 +79,7 @@ def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
     return found, deleted
 
 
-def _print_json(root: "Path", found: "Verified", deleted: int, broken: str) -> None:
+def _print_json(root: "Path", found: "Verified", deleted: int, broken: str, shards: VerifiedShards) -> None:
     damaged = [{"label": one.label, "name": one.name, "cause": one.cause} for one in found.damages]
     report = {
         "path": str(root),
@@ -81,6 +89,7 @@ def _print_json(root: "Path", found: "Verified", deleted: int, broken: str) -> N
         "damaged": damaged,
         "deleted": deleted,
         "broken": broken,
+        "derived": shards.as_dict(),
     }
     print(json.dumps(report, indent=2))
 

@@ -1,0 +1,198 @@
+"""What the features commands do with derived shards of rows, in this node's cache and in a shared cache."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from streamload.cli.features.options import SHORT
+from streamload.cli.logs import progress_console
+from streamload.cli.options import roots_of, storage_options_of
+
+if TYPE_CHECKING:
+    from streamload.derived.row_shard_catalog import FingerprintShards, HeldRows, Removed, RowShards
+
+
+def places_of(
+    directory: str | None, shared_cache: str | None, shared_cache_options: str | None
+) -> "list[RowShards]":
+    """Where a command looks for derived shards: this node's caches that exist, and the shared cache."""
+    from streamload.cache.shared.objects import Objects, refuse_url
+    from streamload.cache.tier import Tier
+    from streamload.derived.row_shard_places import NodeRowShards, SharedRowShards
+    from streamload.options import read_settings
+
+    free_disk = read_settings().free_disk
+    roots = dict.fromkeys(roots_of(None if directory is None else [directory]))
+    tiers = [Tier.open(root, free_disk=free_disk) for root in roots if (root / "tier.json").is_file()]
+    places: list[RowShards] = [NodeRowShards(tier) for tier in tiers]
+    if shared_cache is not None:
+        refuse_url(shared_cache, "--shared-cache")
+        storage = storage_options_of(shared_cache_options, "--shared-cache-options")
+        places.append(SharedRowShards(Objects(shared_cache, storage)))
+    return places
+
+
+def fingerprints_in(places: "Iterable[RowShards]") -> "list[FingerprintShards]":
+    """What derived shards are in these places."""
+    return [one for place in places for one in place.fingerprints()]
+
+
+def as_dict_of_shards(held: "FingerprintShards") -> dict[str, Any]:
+    """The derived shards of a fingerprint for JSON."""
+    from streamload.cache.inventory import as_time
+
+    return {
+        "where": held.where,
+        "label": held.label,
+        "fingerprint": held.fingerprint,
+        "shards": len(held.shards),
+        "rows": held.rows,
+        "size_bytes": held.size_bytes,
+        "last_used": as_time(held.used_at),
+        "unreadable": sum(bool(one.cause) for one in held.shards),
+    }
+
+
+def print_shards(held: "Sequence[FingerprintShards]", title: str = "derived shards of") -> None:
+    """Print a table of them; nothing if there are none."""
+    if not held:
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.cache.inventory import as_time
+    from streamload.metrics import format_bytes
+
+    table = Table(box=None, pad_edge=False)
+    for name in (title, "fingerprint", "shards", "rows", "size", "last used", "in"):
+        table.add_column(
+            name, overflow="fold", justify="right" if name in ("shards", "rows", "size") else "left"
+        )
+    for one in held:
+        counts = f"{len(one.shards):,}", f"{one.rows:,}", format_bytes(one.size_bytes)
+        when = as_time(one.used_at)
+        label = one.label or "(unreadable)"
+        where = escape(one.where)
+        table.add_row(escape(label), one.fingerprint[:SHORT], *counts, f"{when[:10]} {when[11:16]}Z", where)
+    Console(highlight=False).print(table)
+
+
+@dataclass(slots=True)
+class VerifiedShards:
+    """The derived shards that were read.
+
+    Attributes:
+        damaged: each with its place, and what is wrong.
+        deleted: how many of these were deleted.
+    """
+
+    shards: int = 0
+    rows: int = 0
+    read_bytes: int = 0
+    damaged: "list[tuple[RowShards, HeldRows, tuple[str, ...]]]" = field(default_factory=list)
+    deleted: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        damaged = [
+            {
+                "where": place.where,
+                "fingerprint": one.fingerprint,
+                "url": one.url or one.digest,
+                "cause": cause,
+            }
+            for place, one, causes in self.damaged
+            for cause in causes
+        ]
+        counts = {"shards": self.shards, "rows": self.rows, "read_bytes": self.read_bytes}
+        return {**counts, "damaged": damaged, "deleted": self.deleted}
+
+
+def verify_shards(places: "Iterable[RowShards]", *, delete: bool) -> VerifiedShards:
+    """Read all derived shards in these places, with a progress line on a terminal; delete damaged ones."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console, found = progress_console(), VerifiedShards()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("0 derived shards", total=None)
+        for place in places:
+            for one in place.held():
+                checked = place.check(one)
+                if checked is None:
+                    continue
+                found.shards += 1
+                found.rows += checked.rows
+                found.read_bytes += one.size_bytes
+                if checked.causes:
+                    found.damaged.append((place, one, checked.causes))
+                    found.deleted += len(place.remove([one], "damaged").shards) if delete else 0
+                bar.update(task, description=f"{found.shards:,} derived shards, {len(found.damaged)} damaged")
+    return found
+
+
+def print_verified(found: VerifiedShards) -> None:
+    """Print what is damaged; nothing if there are no derived shards."""
+    if not found.shards:
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from streamload.metrics import format_bytes
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("damaged rows of", "fingerprint", "cause", "in"):
+        table.add_column(title, overflow="fold")
+    for place, one, causes in found.damaged:
+        more = f", and {len(causes) - 1} more" if len(causes) > 1 else ""
+        of = escape(one.url or one.digest)
+        table.add_row(of, one.fingerprint[:SHORT], escape(causes[0] + more), escape(place.where))
+    if found.damaged:
+        console.print(table)
+    result = f"{len(found.damaged):,} damaged, {found.deleted:,} deleted" if found.damaged else "no damage"
+    console.print(
+        f"{found.shards:,} derived shards with {found.rows:,} rows "
+        f"({format_bytes(found.read_bytes)}): {result}"
+    )
+
+
+def remove_shards(
+    places: "Sequence[RowShards]", chosen: "Sequence[FingerprintShards]", why: str, *, dry_run: bool
+) -> "Removed":
+    """Delete the derived shards of these fingerprints, each in its place."""
+    from streamload.derived.row_shard_catalog import Removed
+
+    done = []
+    for place in places:
+        going = [one for held in chosen if held.where == place.where for one in held.shards]
+        if going:
+            done.append(place.remove(going, why, dry_run=dry_run))
+    return Removed(
+        tuple(one for each in done for one in each.shards), tuple(one for each in done for one in each.kept)
+    )
+
+
+def as_dict_of_removed(removed: "Removed") -> dict[str, Any]:
+    """What was deleted and kept, for JSON."""
+    return {
+        "shards": len(removed.shards),
+        "rows": sum(one.rows for one in removed.shards),
+        "size_bytes": sum(one.size_bytes for one in removed.shards),
+        "kept": [{"url": one.url or one.digest, "why": why} for one, why in removed.kept],
+    }
+
+
+def print_removed(removed: "Removed", *, dry_run: bool) -> None:
+    """Print it; nothing if there was nothing to delete."""
+    from streamload.metrics import format_bytes
+
+    for one, why in removed.kept:
+        print(f"kept the rows of {one.url or one.digest}: {why}")
+    if removed.shards:
+        size = format_bytes(sum(one.size_bytes for one in removed.shards))
+        rows = sum(one.rows for one in removed.shards)
+        deleted = "would delete" if dry_run else "deleted"
+        print(f"{deleted} {len(removed.shards):,} derived shards with {rows:,} rows: {size}")
