@@ -339,3 +339,20 @@ def test_what_was_reported_of_a_source_is_published_once_it_was_decided_on(
         (page,) = read_runs([tmp_path / "cache"])
     assert [page.gauge("source_loss", name) for name in "ab"] == [2.5, 2.5]
     assert page.gauge("source_alignment", "a") is None
+
+
+def test_what_was_reported_is_published_by_source_without_a_policy_too(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.loader.reported_means._EVERY", 3)
+    sources = [streamload.Source(f"{data}/0000{place}.tar", name=name) for place, name in enumerate("ab")]
+    with make(sources, tmp_path, num_batches=7) as loader:
+        for _ in loader:
+            source = loader.info.source.float()
+            loader.report(loss=source + 2, alignment=torch.full(source.shape, torch.nan))
+        before = loader.state_dict()
+        loader.meter.tick()
+        (page,) = read_runs([tmp_path / "cache"])
+        assert [page.gauge("source_loss", name) for name in "ab"] == [2.0, 3.0]
+        assert page.gauge("source_alignment", "a") is None
+        assert "steering" not in before

@@ -70,7 +70,8 @@ class Steerable:
 
         Costs one copy on the values' device, and never waits for it. Ranks may report at other times than
         others, other rows, or nothing. Values that aren't finite are counted and left out. Without mixing=
-        this does nothing.
+        nothing is decided: the means by source of each 200 steps are shown by `metrics()`, `streamload top`
+        and reports of the run.
 
         Args:
             loss: float[N], a loss for each row before its weight, on any device; or one number for all rows.

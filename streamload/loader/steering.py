@@ -23,6 +23,7 @@ from streamload.loader.changes import Changes
 from streamload.loader.epoch import Epoch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position, Weights
+from streamload.loader.reported_means import ReportedMeans
 from streamload.loader.run_log import RunLog
 from streamload.loader.schedule import Schedule
 from streamload.loader.signals import ALIGNMENT, LOSS, Reported, Reports, Rows, bad_of, merged, signal_of
@@ -61,7 +62,8 @@ class Steering:
         schedule: of its epochs.
 
     Attributes:
-        seen: what the last decision was made from, by source, over all ranks (`described`).
+        seen: what the last decision was made from, by source, over all ranks (`described`); without a policy,
+            the means of this rank's reports.
     """
 
     def __init__(self, options: LoaderOptions, schedule: Schedule):
@@ -81,6 +83,7 @@ class Steering:
 
     def _restore(self, state: SteeringState) -> None:
         self._state, self._reports = state, Reports(len(self._options.sources))
+        self._means = ReportedMeans([source.name for source in self._options.sources])
         self._steps, self._handed = state.steps, list(state.handed)
         self._passes, self._sizes = [0] * len(state.total), dict(state.sizes)
         self._log: RunLog | None = None
@@ -133,6 +136,7 @@ class Steering:
     def report(self, loss: Any, alignment: Any, info: BatchInfo, rows: Rows | None) -> None:
         """See Loader.report."""
         if self._policy is None:
+            self._means.add(loss, alignment, info, rows)
             return
         if loss is not None:
             step = self._steps - 1 if info.run_step is None else info.run_step
@@ -170,6 +174,8 @@ class Steering:
             RankFailed: another rank failed or ended.
             OrderDiverged: another rank is at another step.
         """
+        if self._policy is None:
+            self.seen = self._means.look() or self.seen
         if not self._is_due:
             return
         assert self._agreement is not None
