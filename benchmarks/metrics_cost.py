@@ -35,7 +35,7 @@ from benchmarks import machine, turns
 from benchmarks.contenders.workload import versions
 from examples.photograph_shards import write_photograph_shards
 from streamload.batches import images
-from streamload.batches.assembly import Measured
+from streamload.batches.in_progress import Measured
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.cache.runs import read_runs
 from streamload.loader.loader import Loader

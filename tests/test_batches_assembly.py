@@ -11,7 +11,7 @@ import torch
 from photographs import clip_examples, photograph, transformed
 from PIL import Image
 
-from streamload.batches.assembly import Sample
+from streamload.batches.in_progress import Sample
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.derived.preparation import Preparation
 from streamload.errors import BlankCaption, CaptionError, DecodeError

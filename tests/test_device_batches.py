@@ -11,7 +11,7 @@ from photographs import clip_examples
 
 import streamload
 from streamload import Workers
-from streamload.batches.assembly import Sample
+from streamload.batches.in_progress import Sample
 from streamload.device import feed_for
 from streamload.ipc import own_empty
 from streamload.testing.shards import read_oracle, write_shards

@@ -15,7 +15,7 @@ from photographs import clip_examples
 from PIL import Image
 
 import streamload
-from streamload.batches.assembly import Sample
+from streamload.batches.in_progress import Sample
 from streamload.cli.doctor import _resizing
 from streamload.ipc import own_empty
 from streamload.loader import worker_config

@@ -22,12 +22,11 @@ from streamload.loader.options import (
     OnError,
     Output,
     read_device,
-    refuse_arguments,
-    refuse_other_groups,
     sized_by_steps,
     whole_number,
 )
 from streamload.loader.patches import Patches
+from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
 from streamload.loader.sources import Source, read_sources
 from streamload.steering import Policy, as_policy
 from streamload.steering.policy import PlainFunction
@@ -169,4 +168,6 @@ def make_loader(
     given["seed"] = whole_number("seed", seed)
     if mixing is not None and not isinstance(mixing, Replay):
         given["mixing"] = as_policy(mixing, [source.name for source in given["sources"]])
-    return Loader(LoaderOptions(**given))
+    options = LoaderOptions(**given)
+    refuse_unusable(options)
+    return Loader(options)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from streamload.batches.assembly import BatchFactory, Sample
+from streamload.batches.in_progress import BatchFactory, Sample
 from streamload.derived.preparation import AUTO
 from streamload.derived.prepared import PreparedOrigin, whole
 from streamload.derived.row_shard import RowShardWriter, SampleKey, rows_recipe

@@ -21,7 +21,8 @@ import numpy.random
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streamload.batches.assembly import WIDTHS, BatchFactory, BatchInProgress, Sample
+from streamload.batches.assembly import WIDTHS
+from streamload.batches.in_progress import BatchFactory, BatchInProgress, Sample
 from streamload.cache.locks import allow_many_files
 from streamload.cache.shard_copy import ReadMemory
 from streamload.errors import (

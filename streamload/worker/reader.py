@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamload.batches.assembly import Sample, Unread
+from streamload.batches.in_progress import Sample, Unread
 from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.selection import Numbers

@@ -12,7 +12,7 @@ from time import monotonic_ns
 
 import torch
 
-from streamload.batches.assembly import Measured
+from streamload.batches.in_progress import Measured
 from streamload.ipc import spent_ns
 from streamload.metrics import Counters
 from streamload.worker.messages import bytes_by_modality

@@ -1,0 +1,131 @@
+"""A sample on its way into a batch, and a batch that is being made: what all makers of batches share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from streamload.batches.collate import Allocate
+from streamload.batches.padding import Bounds
+
+
+class Sample(NamedTuple):
+    """The bytes of a sample's members by extension, as stored in the shard."""
+
+    key: str
+    url: str
+    members: Mapping[str, memoryview]
+    prepared: str = ""
+    """The extension of the prepared image; empty: there is none."""
+    checksum: int | None = None
+    """xxh3_64 of the payloads in order; None: it isn't in the index."""
+    shard: int = -1
+    """Its shard's place in the list of the run; -1: it is in none."""
+
+
+class Unread(Mapping[str, memoryview]):
+    """The members of a sample, whose bytes are read when the first of them is used.
+
+    Args:
+        names: their extensions.
+        read: reads them all.
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[], Mapping[str, memoryview]]):
+        self._names, self._read = names, read
+        self._members: Mapping[str, memoryview] | None = None
+
+    def __getitem__(self, name: str) -> memoryview:
+        if self._members is None:
+            self._members = self._read()
+        return self._members[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Members(NamedTuple):
+    """The members that hold image, caption and label; for the last two with the field, if JSON.
+
+    Where sources differ in modality, the image's is "" for rows without one.
+    """
+
+    image: str
+    text: tuple[str, str | None] | None
+    label: tuple[str, str | None] | None
+
+
+class Measured(NamedTuple):
+    """What a batch knows of its making.
+
+    Attributes:
+        decode_ns, resize_ns: of the images that were timed, one of 16 (images.py).
+        tokenize_ns: of all captions.
+        text_real, text_padding: ids of captions; 0 where nothing says which are padding.
+    """
+
+    decode_ns: int = 0
+    resize_ns: int = 0
+    tokenize_ns: int = 0
+    text_real: int = 0
+    text_padding: int = 0
+
+
+class BatchInProgress(Protocol):
+    """A batch to which samples are added one by one, each parsed first."""
+
+    def parse(self, sample: Sample, seed: int) -> Any:
+        """Do all of a sample's work before its pixels: caption, label, image header, random choices.
+
+        Args:
+            sample: its bytes have to stay valid until it has been added.
+            seed: uint64, of its random choices.
+
+        Raises:
+            SampleError: it can't be used.
+        """
+        ...
+
+    def add(self, parsed: Any) -> None:
+        """Add a sample, given the result of `parse`.
+
+        Raises:
+            SampleError: it can't be used; the batch is unchanged.
+        """
+        ...
+
+    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
+        """The values of the samples that were added, with the lists `__key__` and `__url__`, and WIDTHS.
+
+        Args:
+            bounds: int32[N, 2], room for the tokens and patches of each row, on other ranks as here.
+        """
+        ...
+
+    def measured(self) -> Measured:
+        """What is known of its making, after `finish`."""
+        ...
+
+    def close(self) -> None:
+        """Restore the random generators. Idempotent."""
+        ...
+
+
+class BatchFactory(Protocol):
+    """Makes an empty batch."""
+
+    def __call__(self, size: int, allocate: Allocate, seq_len: int = 0) -> BatchInProgress:
+        """Make it.
+
+        Args:
+            size: its capacity, in samples.
+            allocate: makes its tensors.
+            seq_len: the most patches of an image; 0 where images aren't made into patches.
+        """
+        ...

@@ -1,0 +1,268 @@
+"""Refusals: arguments of make_loader that can't be used, or not together, and what to give instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from streamload.batches.tokenize import adapt_tokenizer
+from streamload.errors import OptionError
+from streamload.loader.groups import GROUPS
+from streamload.loader.options import LoaderOptions
+from streamload.shards.facts import TOKENS
+from streamload.steering.replay import Replay
+from streamload.transforms.compile import compile_transform
+from streamload.transforms.patches import GivenPatches
+from streamload.transforms.plan import NotRecognised
+
+_RENAMED = {
+    "image_dtype": "images=Images(dtype=…)",
+    "max_image_pixels": "images=Images(max_pixels=…)",
+    "shared_cache": "cache=Cache(shared=…)",
+    "shared_cache_options": "cache=Cache(shared_options=…)",
+    "collate_fn": "Workers(map_sample=…) makes examples of any form, Workers(collate=…) batches of them",
+}
+"""Arguments that a group has under another name."""
+
+_OF_DATALOADER = {
+    "dataset": "give the shards as urls=",
+    "drop_last": "training has only full batches (train=True), evaluation has the last one, too",
+    "sampler": "shuffle=, seed=, Shards(keep=…), Source(weight=…) decide which samples come, in which order",
+    "batch_sampler": "batch_size=, shuffle= and seed= decide how batches are made",
+    "pin_memory": "with device= batches are copied from pinned memory, ahead of their use",
+    "pin_memory_device": "device= says where batches are put",
+    "persistent_workers": "workers stay until close()",
+    "generator": "seed= seeds all random choices",
+    "worker_init_fn": "workers have the environment of this process, and seed= seeds all random choices",
+    "timeout": "long waits for a batch are logged; Cache(origin_wait=…) limits outages",
+    "in_order": "batches always come in the order of the seed",
+}
+"""The arguments of torch's DataLoader that a loader doesn't have, and what to use instead."""
+
+
+def refuse_unusable(options: LoaderOptions) -> None:
+    """Refuse options that can't be used together.
+
+    Raises:
+        OptionError: it says which, and what to give instead.
+    """
+    _refuse_unused_keys(options)
+    _refuse_training_options(options)
+    if options.images.prepare is not None and options.workers.map_sample is not None:
+        raise OptionError("prepare= is for images that streamload decodes: map_sample= gets their bytes")
+    if options.images.dtype == "uint8":
+        _refuse_uint8_of_given(options)
+    _refuse_unusable_features(options)
+    _refuse_unknown_padding(options)
+    _refuse_bucketing(options)
+    _refuse_unusable_weight(options)
+    if options.has_modalities:
+        _refuse_modalities(options)
+    if options.images.patches is not None:
+        _refuse_unusable_patches(options)
+
+
+def _refuse_training_options(options: LoaderOptions) -> None:
+    """Refuse options of training in an evaluation, and endless= with a length."""
+    sized = options.num_batches is not None or options.num_samples is not None
+    if not options.train and options.num_batches is not None:
+        raise OptionError(
+            "num_batches= is for training: an evaluation yields each sample once (num_samples= may say "
+            "how many there are)"
+        )
+    if options.step_table is not None and (options.num_samples is not None or options.order.endless):
+        raise OptionError("Patches(steps=…) says what an epoch has: leave out num_samples= and endless=")
+    _refuse_unusable_mixing(options)
+    if options.order.endless and (sized or not options.train):
+        raise OptionError("endless= is for training, without num_samples= and num_batches=")
+    if options.repeat is not None and not options.train:
+        raise OptionError("repeat= is for training: an evaluation yields each sample once")
+    if len(options.sources) > 1 and not options.train:
+        raise OptionError(
+            "sources are mixed in training; an evaluation yields each sample once: join URLs by '::'"
+        )
+    if options.order.groups is not None and not options.train:
+        raise OptionError("groups= is for training: in an evaluation each rank has a group of its own")
+
+
+def _refuse_unusable_mixing(options: LoaderOptions) -> None:
+    """Refuse what changes or weighs sources where there is no training, or nothing to write."""
+    order = options.order
+    for name, value in {
+        "mixing": options.mixing,
+        "batch_policy": options.batches.batch_policy,
+        "decisions": order.decisions,
+        "objective": order.objective,
+    }.items():
+        if value is not None and not options.train:
+            raise OptionError(f"{name}= is for training: an evaluation yields each sample once")
+    for name, value in {"decisions": order.decisions, "batch_policy": options.batches.batch_policy}.items():
+        if isinstance(options.mixing, Replay) and value is not None:
+            raise OptionError(f"leave out {name}=: {options.mixing!r} has all decisions")
+    if options.batches.batch_policy is not None and options.step_table is not None:
+        raise OptionError("batch_policy= is for steps of one size: Patches(steps=…) says each step's")
+
+
+def _refuse_unusable_features(options: LoaderOptions) -> None:
+    """Refuse features of what batches don't have, or in batches without names."""
+    if not options.features:
+        return
+    if options.output == "tuple":
+        raise OptionError('features= is for output="dict" or "hf", whose values have names')
+    if options.workers.map_sample is not None:
+        raise OptionError("features= is for images and texts, and map_sample= makes the whole example")
+    for name, one in options.features.items():
+        if one.inputs != "image" and options.shards.text_key is None:
+            raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
+
+
+def _refuse_unknown_padding(options: LoaderOptions) -> None:
+    """Refuse what goes by padding without ids, or where it isn't certain which are padding."""
+    columns = options.batches.text_columns
+    if options.batches.text_padding == "max" and not columns:
+        return
+    if columns and options.output != "hf":
+        raise OptionError(f'text_columns={columns!r} is for output="hf"')
+    if "labels" in columns and options.shards.label_key is not None:
+        raise OptionError(
+            "label_key= makes labels, too: leave it out, or leave 'labels' out of text_columns="
+        )
+    tokenizer = adapt_tokenizer(options.tokenizer, finds_padding=True, columns=columns)
+    if tokenizer is None:
+        what = f"text_columns={columns!r}" if columns else 'text_padding="longest"'
+        raise OptionError(f"{what} is for ids: give a tokenizer")
+    tokenizer(["a photo of a dog", ""], [0, 0])
+
+
+def _refuse_bucketing(options: LoaderOptions) -> None:
+    """Refuse bucketing= where nothing varies that it could go by, or where the order is fixed."""
+    if options.batches.bucketing is None:
+        return
+    if not options.train:
+        raise OptionError("bucketing= is for training: evaluation has the samples in the order as listed")
+    if options.step_table is not None:
+        raise OptionError("bucketing= is for steps of one size, not for those of Patches(steps=…)")
+    patches = options.images.patches
+    if options.batches.text_padding == "max" and (patches is None or patches.max_ratio is None):
+        raise OptionError(
+            'bucketing= goes by lengths that vary: give text_padding="longest", or patches=Patches(…, '
+            "max_ratio=1.0) (captions of one length and images that fill theirs have nothing to gain)"
+        )
+
+
+def _refuse_unusable_weight(options: LoaderOptions) -> None:
+    """Refuse weights of rows in an evaluation, and those by tokens without captions or a tokenizer."""
+    weight = options.sample_weight
+    if weight is None:
+        return
+    if not options.train:
+        raise OptionError("sample_weight= is for training: leave it out in an evaluation")
+    if TOKENS in weight.facts(()) and (options.tokenizer is None or options.shards.text_key is None):
+        raise OptionError(
+            "complexity(…) counts the tokens of captions: give a tokenizer, or complexity(1, 0), which "
+            "goes by images alone"
+        )
+
+
+def _refuse_modalities(options: LoaderOptions) -> None:
+    """Refuse what has to have a row for each sample, or an image or a text of each."""
+    refused = {
+        "train=False": not options.train,
+        f"output={options.output!r}": options.output != "dict",
+        "text_key=None": options.shards.text_key is None,
+        "label_key=": options.shards.label_key is not None,
+        "map_sample=": options.workers.map_sample is not None,
+        "features=": bool(options.features),
+        "prepare=": options.images.prepare is not None,
+        "bucketing=": options.batches.bucketing is not None,
+        "microbatch=": options.batches.microbatch is not None,
+    }
+    if given := [name for name, is_given in refused.items() if is_given]:
+        raise OptionError(
+            "sources with modality='text' or 'image' are for training with output='dict', where images "
+            f"and texts have rows of their own: leave out {', '.join(given)}"
+        )
+
+
+def _refuse_unusable_patches(options: LoaderOptions) -> None:
+    """Refuse what needs images of one size, and a transform that isn't made for a number of patches."""
+    if options.output == "hf":
+        raise OptionError('patches= is for output="dict" or "tuple": "hf" has images of one size')
+    for name, given in (("map_sample", options.workers.map_sample), ("features", options.features)):
+        if given:
+            raise OptionError(f"{name}= is for images of one size, and patches= makes images of several")
+    options.patch_transform(is_compiled=False)
+
+
+def _refuse_uint8_of_given(options: LoaderOptions) -> None:
+    """Refuse a transform whose images can't be had as uint8: one that isn't compiled."""
+    is_mapped = options.workers.map_sample is not None and options.preprocess is None
+    if is_mapped or (options.preprocess is not None and not options.images.compile):
+        raise OptionError(
+            'Images(dtype="uint8") is for a compiled preprocess=, not for functions that run as given'
+        )
+    if options.images.patches is not None:
+        if isinstance(options.patch_transform(options.images.compile), GivenPatches):
+            raise OptionError('Images(dtype="uint8") is for a preprocess= that can be compiled')
+    elif options.preprocess is not None:
+        try:
+            compile_transform(options.preprocess)
+        except NotRecognised as exc:
+            raise OptionError(
+                f'Images(dtype="uint8") is for a preprocess= that can be compiled: {exc}'
+            ) from exc
+
+
+def _refuse_unused_keys(options: LoaderOptions) -> None:
+    """Refuse arguments for members that the keys don't select."""
+    if options.workers.map_sample is not None:
+        for name, value in (("tokenizer", options.tokenizer), ("label_key", options.shards.label_key)):
+            if value is not None:
+                raise OptionError(
+                    f"map_sample= makes the whole example: {name}= can't be combined with it "
+                    f"(preprocess= can: it decodes the sample's image)"
+                )
+    elif options.shards.text_key is None and options.tokenizer is not None:
+        raise OptionError("text_key=None selects no captions: tokenizer= can't be combined with it")
+    elif options.output == "hf" and options.tokenizer is None and options.shards.text_key is not None:
+        raise OptionError(
+            'output="hf" has input_ids: give a tokenizer, or text_key=None if there are no captions'
+        )
+
+
+def refuse_arguments(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse arguments that make_loader doesn't have.
+
+    Raises:
+        OptionError: it names the group that has the argument, a similar name, or what to use instead of an
+            argument of torch's DataLoader.
+    """
+    in_groups = {
+        entry.name: f"{name}={group.__name__}({entry.name}=…)"
+        for name, group in GROUPS.items()
+        for entry in fields(group)
+    } | _RENAMED
+    for name in unknown:
+        if name in in_groups:
+            instead = f"it is {in_groups[name]}" if name not in _OF_DATALOADER else _OF_DATALOADER[name]
+        elif name in _OF_DATALOADER:
+            instead = _OF_DATALOADER[name]
+        else:
+            near = difflib.get_close_matches(name, [*known, *in_groups], 1)
+            instead = "see help(streamload.make_loader)"
+            if near:
+                instead = f"is {in_groups.get(near[0], near[0] + '=')} meant?"
+        raise OptionError(f"make_loader has no argument {name}=: {instead}")
+
+
+def refuse_other_groups(given: Mapping[str, Any]) -> None:
+    """Refuse a value of another type as a group.
+
+    Raises:
+        OptionError: it names the group's class.
+    """
+    for name, group in GROUPS.items():
+        if not isinstance(given[name], group):
+            raise OptionError(f"{name}={given[name]!r:.100}; expected a streamload.{group.__name__}(…)")
