@@ -48,6 +48,7 @@ class TokenCount:
     tokenizer: BatchTokenizer
     digest: str
     dtype: str = "<u2"
+    from_members: bool = True
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -78,6 +79,7 @@ class JsonField:
     key: KeySpec
     digest: str
     dtype: str = "<f8"
+    from_members: bool = True
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -101,6 +103,7 @@ class FunctionFact:
     function: FactFunction
     digest: str
     dtype: str = "<f8"
+    from_members: bool = True
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -134,6 +137,7 @@ class TableFact:
     values: Values = field(repr=False)
     digest: str = ""
     dtype: str = "<f8"
+    from_members: bool = False
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -158,6 +162,7 @@ class ImageBytes:
     image: KeySpec
     digest: str
     dtype: str = "<u4"
+    from_members: bool = False
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""

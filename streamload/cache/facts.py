@@ -7,32 +7,26 @@ same in all processes, and unknown (NaN) only where the sample itself doesn't ha
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from streamload.cache.directory import BLOCK_BYTES, blocks_bytes
-from streamload.cache.locks import PATIENCE_SECONDS, FileLock
+from streamload.cache.facts_file import FactsFile
+from streamload.cache.locks import PATIENCE_SECONDS
+from streamload.cache.shard import Shard, is_of
 from streamload.cache.shard_copy import ReadMemory, ShardCopy
 from streamload.cache.shard_view import ShardView
-from streamload.cache.tier import Tier
-from streamload.errors import CacheCorrupt, CacheError
+from streamload.cache.shared.facts import SharedFacts
+from streamload.errors import CacheCorrupt
 from streamload.shards.facts import (
     Column,
     FactSample,
     Values,
-    pack_frame,
     pack_values,
     unpack_values,
-    valid_frames,
 )
-from streamload.shards.record import open_file, write_at
 from streamload.shards.samples import Entry
 
 _AT_ONCE = 256
@@ -47,11 +41,19 @@ _NONE = np.empty(0, np.float64)
 
 
 class ShardFacts:
-    """The values of a shard's samples, by column; kept while the shard is open. Not thread-safe."""
+    """The values of a shard's samples, by column; kept while the shard is open. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        shared: has what other nodes made, and takes what is made here; None: there is no shared cache.
+    """
+
+    def __init__(self, shared: SharedFacts | None = None) -> None:
         self._values: dict[str, Values] = {}
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, FactsFile] = {}
+        self._shared = shared
+        self._asked: set[str] = set()  # the columns that were looked for in the shared cache
+        self._made: set[str] = set()  # those whose last value so far was made here
+        self._form: tuple[Shard, ShardCopy] | None = None  # whose index the values belong to
 
     def values(self, column: Column) -> Values:
         """The values so far: float64[N], NaN where unknown."""
@@ -60,8 +62,8 @@ class ShardFacts:
     def extend(self, view: ShardView, columns: Sequence[Column], count: int) -> bool:
         """Have the values of the first `count` samples, which have arrived; False while they can't be read.
 
-        Values that no file has are made by one process and stored; the others wait for it. What can't be
-        stored (a full disk, no room) is made by each process.
+        Values that no file has come from the shared cache, or are made by one process; they are stored, and
+        the others wait for it. What can't be stored (a full disk, no room) is made by each process.
 
         Raises:
             DatasetChanged, OriginError: see `ShardView.read`.
@@ -73,31 +75,64 @@ class ShardFacts:
         if found is None:
             return False
         copy = found[0]
+        forms = [one for one in (view.shard, view.shard.prepared) if one is not None]
+        self._form = next(((one, copy) for one in forms if is_of(copy.reader, one)), None)
         with ExitStack() as locks:
             for column in lacking:
-                file = self._files.setdefault(column.digest, _File(column))
+                file = self._files.setdefault(column.digest, FactsFile(column))
                 locks.callback(file.unlock)
                 file.open(view, copy)
                 self._take(file, column, copy)
                 if len(self.values(column)) < count and not file.is_behind:
                     self._lock(file, column, copy, count)
+                    self._fetch(file, column, copy)
             if any(self._files[one.digest].is_behind for one in self._lacking(columns, count)):
                 return False  # another process has them, by an index that has grown since
-            return self._make(view, copy, self._lacking(columns, count))
+            made = self._make(view, copy, self._lacking(columns, count))
+        self.share(columns)
+        return made
+
+    def share(self, columns: Iterable[Column], *, found: bool = False) -> None:
+        """Offer the values of a whole shard to other nodes, once.
+
+        Args:
+            columns: which ones.
+            found: those that weren't made here, too.
+        """
+        if self._shared is None or self._form is None or not self._form[1].reader.is_complete:
+            return
+        shard, reader = self._form[0], self._form[1].reader
+        for column in columns:
+            is_meant = column.from_members and (found or column.digest in self._made)
+            if is_meant and len(self.values(column)) == reader.count:
+                self._made.discard(column.digest)
+                self._shared.offer(shard, column, self.values(column), reader.records.copy())
 
     def _lacking(self, columns: Sequence[Column], count: int) -> list[Column]:
         """The columns with too few values, in one order for all processes, which lock their files in turn."""
         lacking = {one.digest: one for one in columns if len(self.values(one)) < count}
         return [lacking[digest] for digest in sorted(lacking)]
 
-    def _take(self, file: _File, column: Column, copy: ShardCopy) -> None:
+    def _take(self, file: FactsFile, column: Column, copy: ShardCopy) -> None:
         """Take the values that a file has."""
         first, packed = file.read(copy)
         values = np.concatenate([self.values(column)[:first], unpack_values(packed, column.dtype)])
         if len(values) > len(self.values(column)):
             self._values[column.digest] = values
+            self._made.discard(column.digest)
 
-    def _lock(self, file: _File, column: Column, copy: ShardCopy, count: int) -> None:
+    def _fetch(self, file: FactsFile, column: Column, copy: ShardCopy) -> None:
+        """Take a column from the shared cache, asked once if this node has none of its values."""
+        is_new = column.digest not in self._asked and not len(self.values(column))
+        if self._shared is None or self._form is None or not column.from_members or not is_new:
+            return
+        self._asked.add(column.digest)
+        frames = self._shared.read(self._form[0], column)
+        if frames:
+            file.fill(frames)
+            self._take(file, column, copy)
+
+    def _lock(self, file: FactsFile, column: Column, copy: ShardCopy, count: int) -> None:
         """Lock a file to extend it, unless another process does that in time or makes no progress."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not file.lock():
@@ -132,115 +167,12 @@ class ShardFacts:
         made = pack_values(column.make(samples[len(known) - stop :]), column.dtype)
         values = np.concatenate([known, unpack_values(made, column.dtype)])
         self._values[column.digest] = values
+        self._made.add(column.digest)
         self._files[column.digest].append(values, copy.reader.records[:stop])
 
 
 class _Unreadable(Exception):
     """The bytes of a sample aren't in the tier any more."""
-
-
-class _File:
-    """The file of one column beside a shard's index; open only while it is read or extended.
-
-    Args:
-        column: whose values it has.
-
-    Attributes:
-        is_behind: whether it goes on with samples that the index didn't have when it was read.
-    """
-
-    def __init__(self, column: Column):
-        self._name = f"facts.{column.digest}"
-        self._dtype = column.dtype
-        self.is_behind = False
-        self._path = Path()
-        self._copy: ShardCopy | None = None
-        self._tier: Tier | None = None  # None: nothing is stored
-        self._lock: FileLock | None = None
-        self._identity = (0, 0)
-        self._count = 0  # the samples whose values have been read or written
-        self._size_bytes = 0  # of their frames; what follows is of others, or invalid
-
-    def open(self, view: ShardView, copy: ShardCopy) -> None:
-        """Find the file beside an open index."""
-        self._copy, self._tier = copy, view.tier_of(copy)
-        self._path = copy.path / self._name
-        self._follow()
-
-    def read(self, copy: ShardCopy) -> tuple[int, bytes]:
-        """The first sample whose value wasn't read before, and the packed values from there on."""
-        with contextlib.suppress(OSError), open_file(self._path) as file:
-            status = os.fstat(file.number)
-            identity = (status.st_dev, status.st_ino)
-            if identity != self._identity or status.st_size < self._size_bytes:
-                self._identity, self._count, self._size_bytes = identity, 0, 0
-            first = self._count
-            data = os.pread(file.number, status.st_size - self._size_bytes, self._size_bytes)
-            found = valid_frames(data, copy.reader.records, first)
-            if len(found.values) != (found.stop - first) * np.dtype(self._dtype).itemsize:
-                return first, b""  # no writer of ours
-            self._count, self._size_bytes = found.stop, self._size_bytes + found.size_bytes
-            self.is_behind = found.is_behind and not copy.reader.ended
-            return first, found.values
-        self._identity, self._count, self._size_bytes, self.is_behind = (0, 0), 0, 0, False
-        return 0, b""
-
-    def lock(self) -> bool:
-        """Lock the file, which is created if it is missing; False: try again.
-
-        Another process has it locked, or has published the shard just now: the directory was renamed.
-        """
-        if self._tier is None:
-            return True
-        try:
-            if self._path.exists() or self._tier.budget.reserve_beside(BLOCK_BYTES):
-                self._lock = FileLock.acquire(self._path, create=True)
-                if self._lock is not None or self._path.exists():
-                    return self._lock is not None
-            if self._follow():
-                return False
-        except (OSError, CacheError):
-            pass
-        self._tier = None
-        return True
-
-    def _follow(self) -> bool:
-        """Whether the open index is in another directory by now: then the file is there, too."""
-        before = self._path
-        with contextlib.suppress(OSError):
-            if self._copy is not None:
-                self._path = self._copy.reader.directory / self._name
-        return self._path != before
-
-    def unlock(self) -> None:
-        """Release the lock. Idempotent."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def append(self, values: Values, records: npt.NDArray[np.void]) -> None:
-        """Append the values that the locked file lacks; what can't be written isn't stored.
-
-        Args:
-            values: of all samples so far.
-            records: the index records of these samples.
-        """
-        if self._lock is None or self._tier is None:
-            return
-        frame = pack_frame(self._count, pack_values(values[self._count :], self._dtype), records)
-        size_bytes = self._size_bytes + len(frame)
-        more_bytes = blocks_bytes(size_bytes) - max(BLOCK_BYTES, blocks_bytes(self._size_bytes))
-        try:
-            if more_bytes <= 0 or self._tier.budget.reserve_beside(more_bytes):
-                os.ftruncate(self._lock.file.number, self._size_bytes)
-                write_at(self._lock.file, frame, self._size_bytes)
-                self._count, self._size_bytes = len(values), size_bytes
-                with contextlib.suppress(FileNotFoundError):  # it was published just now
-                    os.utime(self._path.parent)  # so that its size is measured again
-                return
-        except (OSError, CacheError):
-            pass
-        self._tier = None
 
 
 def _samples(

@@ -23,6 +23,7 @@ from streamload.cache.selection import Numbers, Selection
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Fetch, Found, ShardView
+from streamload.cache.shared.facts import SharedFacts
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
@@ -65,7 +66,12 @@ class ShardCache:
         counted: which shards this process counts, so that the workers of a rank count each of them once.
         fetch: see ShardView.
         freshness: see ShardView.
+
+    Attributes:
+        shared_facts: carries facts between nodes; None: each makes its own.
     """
+
+    shared_facts: SharedFacts | None = None
 
     def __init__(
         self,
@@ -130,6 +136,8 @@ class ShardCache:
                 self._complete.add(shard)
                 self._count("shards_complete", shard)
                 self._warn(view, shard)
+                if shard in self._facts:
+                    self._facts[shard].share(self._selection.columns.values())
         return numbers, view.ended
 
     def rates(self, shard: int) -> Values:
@@ -181,7 +189,7 @@ class ShardCache:
         places = np.asarray(numbers, np.int64)
         view, columns = self.view(shard), self._selection.columns
         made = {name: columns[name] for name in names if name not in IN_RECORDS}
-        known = self._facts.setdefault(shard, ShardFacts())
+        known = self._facts.setdefault(shard, ShardFacts(self.shared_facts))
         count = int(places.max()) + 1
         if view.count < count or not known.extend(view, list(made.values()), count) or view.reader is None:
             view.refresh()

@@ -99,6 +99,7 @@ class _WarmTarget(LocalTarget):
         self._tier = tier
         self._sharing = sharing
         self._write_back = sharing.write_back
+        self.facts = sharing.facts
         self.has_copies = self._write_back is not None
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
@@ -292,11 +293,19 @@ class _WarmUp:
         on_progress(self._progress())
 
     def make_facts(self, columns: Sequence[Column]) -> int:
-        """Make the facts of the shards in the tier; return the number of these."""
-        made = 0
+        """Make the facts of the shards in the tier; return the number of these.
+
+        With write-back the shared cache has them then, too.
+        """
+        made, shared = 0, self._target.facts
         for shard in self._shards:
             with contextlib.suppress(StreamloadError), closing(ShardView(self._tier, shard)) as view:
-                made += view.ended and not view.gave_up and ShardFacts().extend(view, columns, view.count)
+                facts = ShardFacts(shared)
+                if view.ended and not view.gave_up and facts.extend(view, columns, view.count):
+                    made += 1
+                    facts.share(columns, found=True)
+            if shared is not None:
+                shared.wait()
         return made
 
     def report(self, shards_with_facts: int) -> WarmReport:

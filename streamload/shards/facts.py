@@ -55,6 +55,11 @@ class Column(Protocol):
         """The type of a stored value: "<u2", "<u4" or "<f8"."""
         ...
 
+    @property
+    def from_members(self) -> bool:
+        """Whether members' bytes are read for it: then values from another node are worth a request."""
+        ...
+
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
         ...
@@ -100,6 +105,21 @@ def pack_frame(first: int, values: bytes, records: npt.NDArray[np.void]) -> byte
     count = len(records) - first
     head = _HEAD.pack(first, count, len(values))
     return head + _CHECK.pack(_checksum(head, values, records[first:])) + values
+
+
+def pack_each(values: Values, dtype: str, records: npt.NDArray[np.void]) -> bytes:
+    """Pack the values of a shard's samples with a frame for each, as the shared cache has them.
+
+    Args:
+        values: of all samples.
+        dtype: of the column.
+        records: the index records of all samples.
+    """
+    packed, size_bytes = pack_values(values, dtype), np.dtype(dtype).itemsize
+    return b"".join(
+        pack_frame(number, packed[number * size_bytes :][:size_bytes], records[: number + 1])
+        for number in range(len(values))
+    )
 
 
 class Frames(NamedTuple):

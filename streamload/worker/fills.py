@@ -36,6 +36,7 @@ class Fills:
 
     Attributes:
         features: derived shards, fetched and read.
+        shared_facts: see ShardCache.
         reads_ranges: whether samples have had to be read from their origin by range.
     """
 
@@ -49,6 +50,7 @@ class Fills:
         ask = None if config.revalidate == "never" else asker(config.origin, counts)
         self._sharing = Sharing(config.shared, counts, ask)
         each_epoch = config.revalidate != "start"
+        self.shared_facts = self._sharing.facts
         self.freshness = Freshness(self.tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self.prefetcher = Prefetcher(
             self.tier,

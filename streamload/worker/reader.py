@@ -85,6 +85,7 @@ class Reader:
             fetch=self._fills.read_range,
             freshness=self._fills.freshness,
         )
+        self._cache.shared_facts = self._fills.shared_facts
         self._shortage = Shortage(config, control, self._fills, self._cache)
         self._publisher = ProgressPublisher.of(config) if worker == 0 else None
         self._start: EpochStart | None = None

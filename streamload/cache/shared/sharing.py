@@ -18,6 +18,7 @@ from typing import Any
 from streamload.cache.fill import Outdated
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
+from streamload.cache.shared.facts import SharedFacts
 from streamload.cache.shared.format import SharedShard
 from streamload.cache.shared.objects import Objects, refuse_url
 from streamload.cache.shared.single_flight import SingleFlight, YieldSlot
@@ -29,6 +30,8 @@ from streamload.options import DEFAULT_SHARED_WAIT_SECONDS, Settings
 from streamload.origins.origin import Origin, Stream, Unproven, Version
 
 _TIMEOUT_SECONDS = 10.0
+_FACTS_SECONDS = 2.0
+"""For facts, which a batch waits for: a node can make them itself."""
 _LOOK_SECONDS = 30.0
 """How long an answer about a prepared shard is reused."""
 
@@ -67,14 +70,16 @@ class SharedOptions:
             settings.shared_wait,
         )
 
-    def open_objects(self, stop: threading.Event | None = None) -> Objects:
+    def open_objects(
+        self, stop: threading.Event | None = None, timeout_seconds: float = _TIMEOUT_SECONDS
+    ) -> Objects:
         """The objects of the shared cache; makes no request yet."""
-        return Objects(self.url, self.storage_options, timeout_seconds=_TIMEOUT_SECONDS, stop=stop)
+        return Objects(self.url, self.storage_options, timeout_seconds=timeout_seconds, stop=stop)
 
-    def open_tier(self, counts: Counts) -> SharedTier:
+    def open_tier(self, counts: Counts, timeout_seconds: float = _TIMEOUT_SECONDS) -> SharedTier:
         """The shared cache, for one process; makes no request yet."""
         stop = threading.Event()
-        return SharedTier(self.open_objects(stop), counts, stop=stop)
+        return SharedTier(self.open_objects(stop, timeout_seconds), counts, stop=stop)
 
 
 class Sharing:
@@ -85,6 +90,9 @@ class Sharing:
         counts: receives the counters named "shared_…".
         ask: asks an origin for a shard's version before a copy is used; None: copies are used as they are.
         uploads: how many shards are stored at once.
+
+    Attributes:
+        facts: of samples, from other nodes and for them; None: there is no shared cache.
     """
 
     def __init__(
@@ -92,6 +100,7 @@ class Sharing:
     ):
         self.tier: SharedTier | None = None
         self.write_back: WriteBack | None = None
+        self.facts: SharedFacts | None = None
         self._single_flight: SingleFlight | None = None
         self._ask = ask
         self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, valid until
@@ -102,6 +111,7 @@ class Sharing:
             )
             if options.write_back:
                 self.write_back = WriteBack(self.tier, uploads, self._single_flight.stored)
+            self.facts = SharedFacts(options.open_tier(counts, _FACTS_SECONDS), self.write_back)
 
     def through(
         self, shard: Shard, origin: Origin, stop: threading.Event, *, single_flight: bool = True
@@ -148,7 +158,7 @@ class Sharing:
 
     def close(self) -> None:
         """Stop everything, also what is under way. Idempotent."""
-        for part in (self._single_flight, self.write_back, self.tier):
+        for part in (self.facts, self._single_flight, self.write_back, self.tier):
             if part is not None:
                 part.close()
 

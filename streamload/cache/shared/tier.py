@@ -3,6 +3,7 @@
     streamload.json             the format of everything below
     shards/<digest>/<tag>.tar   a shard's bytes, as its origin has them
     shards/<digest>/index       written last: version, entries, checksums, and the name of the data object
+    shards/<digest>/facts.…     values of a column of facts (facts.py)
     prepared/<recipe>/<digest>/ the same for shards prepared by a recipe
 
 It may be offline, slow, full, read-only, damaged or eventually consistent: then it is asked less, which is
@@ -235,6 +236,27 @@ class SharedTier:
         self._lacking.pop(shard.digest, None)
         self.counts.add("shared_stored", 1)
         return True
+
+    def beside(self, shard: Shard, name: str) -> bytes | None:
+        """Read a small object beside the index of a shard; None if there is none.
+
+        Raises:
+            SharedTierError: it doesn't answer, or has another format.
+            CacheCorrupt: the object is larger than any that is stored.
+        """
+        return self._read(self._name(shard, name)) if self.check_format() else None
+
+    def store_beside(self, shard: Shard, name: str, data: bytes) -> None:
+        """Store a small object beside the index of a shard, unless the same is there.
+
+        Raises:
+            SharedTierError: the shared cache doesn't accept it.
+        """
+        with contextlib.suppress(CacheCorrupt):
+            if self.beside(shard, name) == data:
+                return
+        self._write_format()
+        self.objects.write(self._name(shard, name), data)
 
     def attempt(self, act: Callable[[], _Result], shard: Shard) -> _Result | None:
         """Run a request that the origin could serve as well; None if it fails or the breaker is open.

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from streamload.cache.shard import Shard, by_name
 from streamload.cache.shared.breaker import CircuitBreaker
@@ -16,10 +17,19 @@ from streamload.cache.shared.tier import SharedTier
 logger = logging.getLogger("streamload")
 
 _WAITING = 1000
+_WAITING_BESIDE = 32
+"""Of them objects beside shards, whose contents wait in memory."""
 _KEPT = 1000
 """The most failures that are remembered."""
 _DOUBLINGS = 6
 """After repeated failures (no permission, no space) it pauses: for a minute at first, up to an hour."""
+
+
+class _Beside(NamedTuple):
+    """An object to be stored beside a shard's index."""
+
+    name: str
+    pack: Callable[[], bytes]
 
 
 class WriteBack:
@@ -47,7 +57,7 @@ class WriteBack:
         self._breaker = CircuitBreaker(doublings=_DOUBLINGS, clock=clock)
         self._change = threading.Condition()
         # Guarded by _change:
-        self._waiting: deque[tuple[Shard, Path]] = deque()
+        self._waiting: deque[tuple[Shard, Path | _Beside]] = deque()
         self._busy = 0
         self._is_closed = False
         self._failures: dict[str, tuple[str, str]] = {}  # by digest: name, and why
@@ -93,6 +103,22 @@ class WriteBack:
         if not is_taken:
             self._ended(shard)
 
+    def add_beside(self, shard: Shard, name: str, pack: Callable[[], bytes]) -> None:
+        """Queue an object beside a shard's index, before all shards: it is small.
+
+        Args:
+            shard: which one.
+            name: of the object.
+            pack: returns its content; called in a thread. Nothing is stored if that is empty.
+        """
+        with self._change:
+            waiting = sum(isinstance(what, _Beside) for _, what in self._waiting)
+            if self._takes() and waiting < _WAITING_BESIDE:
+                self._waiting.appendleft((shard, _Beside(name, pack)))
+                self._change.notify_all()
+            else:
+                self._remember(shard, "its facts: the queue is full, or writing was paused after failures")
+
     def has_room(self) -> bool:
         """Whether another would be accepted."""
         with self._change:
@@ -108,9 +134,7 @@ class WriteBack:
         self._tier.close()
         with self._change:
             self._is_closed = True
-            for shard, _ in self._waiting:
-                self._note(shard, "the run ended before its turn")
-            self._waiting.clear()
+            self._drop("the run ended before its turn")
             self._change.notify_all()
         for thread in self._threads:
             thread.join()
@@ -121,15 +145,16 @@ class WriteBack:
                 self._change.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                shard, directory = self._waiting.popleft()
+                shard, what = self._waiting.popleft()
                 self._busy += 1
-            trouble = self._store(shard, directory)
-            ended = [shard]
+            trouble = self._store(shard, what)
+            ended = [shard] if isinstance(what, Path) else []
             with self._change:
                 if trouble is None:
                     self._breaker.succeed()
                 else:
-                    self._note(shard, str(trouble))
+                    note = self._note if isinstance(what, Path) else self._remember
+                    note(shard, str(trouble))
                     ended += self._rest(self._breaker.fail())
             for each in ended:
                 self._ended(each)
@@ -137,10 +162,13 @@ class WriteBack:
                 self._busy -= 1
                 self._change.notify_all()
 
-    def _store(self, shard: Shard, directory: Path) -> Exception | None:
-        """Store a shard; returns an error that may affect others, too."""
+    def _store(self, shard: Shard, what: Path | _Beside) -> Exception | None:
+        """Store a shard, or what is beside it; returns an error that may affect others, too."""
         try:
-            self._tier.store(shard, directory)
+            if isinstance(what, Path):
+                self._tier.store(shard, what)
+            elif content := what.pack():
+                self._tier.store_beside(shard, what.name, content)
         except FileNotFoundError:
             with self._change:
                 self._note(shard, "it was evicted before its turn")
@@ -161,13 +189,21 @@ class WriteBack:
             "nothing is stored in the shared cache for the next %d s: %d shards in a row failed",
             *(seconds, self._breaker.in_a_row),
         )
-        for shard, _ in self._waiting:
-            self._note(shard, "writing was paused after failures")
-        left = [shard for shard, _ in self._waiting]
+        return self._drop("writing was paused after failures")
+
+    def _drop(self, why: str) -> list[Shard]:
+        """Drop the queue; returns the shards in it."""
+        left = [shard for shard, what in self._waiting if isinstance(what, Path)]
+        for shard in left:
+            self._note(shard, why)
         self._waiting.clear()
         return left
 
     def _note(self, shard: Shard, why: str) -> None:
+        """A shard wasn't stored."""
+        self._remember(shard, why)
+        self._tier.counts.add("shared_not_stored", 1)
+
+    def _remember(self, shard: Shard, why: str) -> None:
         if len(self._failures) < _KEPT:
             self._failures[shard.digest] = shard.name, why
-        self._tier.counts.add("shared_not_stored", 1)
