@@ -29,8 +29,10 @@ _PAGES_PER_ROW = 8
 _LOG_BYTES, _MOST_LOG_BYTES = 8 << 20, 64 << 20
 _ROWS_A_STATEMENT, _BYTES_A_STATEMENT = 64, 256 << 10
 """A statement holds a copy of all of its rows."""
-_READING_KIB, _WRITING_KIB = 1024, 2048
-"""Pages that are held in memory. A transaction that changes more writes some of them more than once."""
+_READING_KIB, _WRITING_KIB = 256, 2048
+"""Pages that are held in memory, by each connection of each worker. The inner pages of an index fit in the
+first: more saves no time, as the system has the others. A transaction that changes more than the second
+writes some of them more than once."""
 
 
 @functools.cache
