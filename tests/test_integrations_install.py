@@ -22,6 +22,7 @@ from PIL import Image
 from streamload.errors import NoValidSamples, OptionError
 from streamload.integrations import openclip
 from streamload.integrations.openclip.arguments import take_own
+from streamload.steering.progress import Progress
 from streamload.steering.schedule import Schedule
 from streamload.testing.shards import write_shards
 
@@ -233,6 +234,23 @@ def test_a_schedule_of_weights_is_read_from_its_file(tmp_path: Path) -> None:
         assert (own.mixing, left) == (Schedule({20: {"0": 1, "1": 3}}), ["--lr"])
 
 
+def test_progress_is_a_policy_that_decides_every_200_steps_or_as_often_as_it_is_told() -> None:
+    for words, policy in (
+        (["--streamload-mixing", "progress"], Progress()),
+        (["--streamload-mixing=progress=20"], Progress(every=20)),
+    ):
+        own, left = take_own([*words, "--lr"])
+        assert (own.mixing, left) == (policy, ["--lr"])
+
+
+def test_progress_needs_a_training_whose_losses_can_be_reported() -> None:
+    module = data_module()
+    original = module.get_wds_dataset
+    with pytest.raises(OptionError, match=r"--streamload-mixing progress: .*no create_loss.*schedule=FILE"):
+        openclip.install(module, mixing=Progress())
+    assert module.get_wds_dataset is original
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_weights_follow_a_schedule_and_one_source_alone_has_none(tmp_path: Path, workers: int) -> None:
     for name in "ab":
@@ -263,8 +281,9 @@ def test_weights_follow_a_schedule_and_one_source_alone_has_none(tmp_path: Path,
         (["--streamload-shared-cache", "pipe:x"], "--streamload-shared-cache: "),
         (["--streamload-as-given=1"], "--streamload-as-given: "),
         (["--streamload-moved", "a"], "--streamload-moved: "),
-        (["--streamload-mixing=progress"], "reports no losses by row.*schedule=FILE"),
-        (["--streamload-mixing", "exp3"], "expected schedule=FILE"),
+        (["--streamload-mixing=progress=often"], "expected schedule=FILE, progress or progress=STEPS"),
+        (["--streamload-mixing=progress=0"], "every=0"),
+        (["--streamload-mixing", "exp3"], "expected schedule=FILE, progress or"),
         (["--streamload-mixing=schedule=/no/such"], "holds no schedule"),
         (["--streamload-moves", "a"], "unrecognized arguments: --streamload-moves"),
         (["--streamload-save-steps", "5"], "a state newer than them.*--train-num-samples"),

@@ -31,7 +31,9 @@ from streamload.integrations.openclip.arguments import (
 from streamload.integrations.openclip.data import Batches, Data, training, validation
 from streamload.integrations.openclip.logs import report_in
 from streamload.integrations.openclip.naflex import refuse_other_transforms, text_options
-from streamload.loader import Cache, Images
+from streamload.integrations.openclip.row_losses import report_rows
+from streamload.loader import Cache, Images, Loader
+from streamload.steering.progress import Progress
 from streamload.steering.schedule import Schedule
 from streamload.transforms import kernel
 
@@ -45,7 +47,7 @@ def install(
     shared_cache: str | None = None,
     prepare: str | None = None,
     moved: Sequence[tuple[str, str]] = (),
-    mixing: Schedule | None = None,
+    mixing: Schedule | Progress | None = None,
 ) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
@@ -60,13 +62,16 @@ def install(
         shared_cache: as for make_loader; None: STREAMLOAD_SHARED_CACHE, if set.
         prepare: train on prepared images (`Images(prepare=…)`); validation never does.
         moved: with --resume: (old, new) URL prefixes of shards that have moved (`Loader.load_state_dict`).
-        mixing: the weights of the sources of `--train-data a::b` by step; they are named "0", "1", ….
+        mixing: how the weights of the sources of `--train-data a::b` change; they are named "0", "1", …. For
+            Progress the training reports the loss of each row among those of its rank. Changes are logged to
+            decisions.jsonl in the folder of the run's logs.
 
     Returns:
         A function that restores the original.
 
     Raises:
         ImportError: open_clip's training code isn't installed.
+        OptionError: this version's losses can't be reported, for Progress.
     """
     module = module or _data_module()
     seams = [(module, "get_wds_dataset", False)]
@@ -75,6 +80,12 @@ def install(
         seams.append((legacy, "get_wds_dataset_legacy", True))
     originals = [(place, name, getattr(place, name)) for place, name, _ in seams]
     cache = Cache(shared=shared_cache)
+    restores: list[Callable[[], None]] = []
+    loaders: list[Loader] = []  # the last one that was made for training with Progress
+    if isinstance(mixing, Progress):
+        entries = [_module_beside(module, name) for name in ("main", "legacy_main")]
+        found = [entry for entry in entries if entry is not None]
+        restores.append(report_rows(found, lambda: loaders[-1] if loaders else None))
 
     def stand_in(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Data]:
         as_dict = is_legacy or "naflex_data_config" in inspect.signature(original).parameters
@@ -102,7 +113,10 @@ def install(
                 if is_train:
                     common["images"] = Images(compile=compile, prepare=prepare, max_pixels=most_pixels)
                     mixed = {} if mixing is None else {"mixing": mixing}
-                    return training(args, common | mixed, epoch, floor, moved, naflex)
+                    data = training(args, common | mixed, epoch, floor, moved, naflex)
+                    if isinstance(mixing, Progress):
+                        loaders[:] = [data.dataloader.loader]
+                    return data
                 is_exact = not kernel.why_not()  # reported metrics must be comparable
                 common["images"] = Images(compile=compile and is_exact, max_pixels=most_pixels)
                 return validation(args, common, naflex)
@@ -112,12 +126,11 @@ def install(
     for place, name, is_legacy in seams:
         setattr(place, name, stand_in(getattr(place, name), is_legacy))
     main_module, train_module = (_module_beside(module, name) for name in ("main", "train"))
-    restore: Callable[[], None] | None = None
     if main_module is not None and train_module is not None and hasattr(main_module, "train_one_epoch"):
-        restore = report_in(main_module, train_module)
+        restores.append(report_in(main_module, train_module))
 
     def uninstall() -> None:
-        if restore is not None:
+        for restore in restores:
             restore()
         for place, name, original in originals:
             setattr(place, name, original)

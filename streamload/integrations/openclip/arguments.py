@@ -20,6 +20,7 @@ from streamload.loader import Shards, make_loader
 from streamload.options import read_settings
 from streamload.shards.keys import KeySpec
 from streamload.shards.samples import Entry
+from streamload.steering.progress import Progress
 from streamload.steering.schedule import Schedule
 from streamload.topology import read_topology
 
@@ -131,9 +132,11 @@ def parser() -> argparse.ArgumentParser:
     add(
         f"{_OURS}mixing",
         dest="mixing",
-        metavar="schedule=FILE",
+        metavar="POLICY",
         type=_mixing,
-        help='weights of the sources of --train-data a::b by step: JSON, {"1000": {"0": 1, "1": 3}}',
+        help="weights of the sources of --train-data a::b that change: by step with schedule=FILE, JSON, "
+        '{"1000": {"0": 1, "1": 3}}; by the trend of their losses with progress, decided every 200 steps, '
+        "or with progress=STEPS",
     )
     add(
         f"{_OURS}legacy-main",
@@ -182,20 +185,16 @@ def _told(read: Callable[[str], str]) -> Callable[[str], str]:
     return reading
 
 
-def _mixing(text: str) -> Schedule:
-    kind, _, path = text.partition("=")
-    if kind != "schedule" or not path:
-        more = (
-            "OpenCLIP's training loop reports no losses by row, from which a policy could decide. Give "
-            "schedule=FILE, or train with make_loader(mixing=streamload.Progress()) and loader.report"
-        )
-        raise argparse.ArgumentTypeError(
-            f"{text!r}; {more if kind == 'progress' else 'expected schedule=FILE'}"
-        )
+def _mixing(text: str) -> Schedule | Progress:
+    kind, equals, value = text.partition("=")
     try:
-        return Schedule.read(path)
+        if kind == "schedule" and value:
+            return Schedule.read(value)
+        if kind == "progress" and (not equals or value.isdecimal()):
+            return Progress(every=int(value)) if equals else Progress()
     except OptionError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
+    raise argparse.ArgumentTypeError(f"{text!r}; expected schedule=FILE, progress or progress=STEPS")
 
 
 def factors_of(args: Any, *, mixed: bool) -> str | None:

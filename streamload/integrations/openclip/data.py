@@ -18,10 +18,12 @@ from streamload.integrations.openclip.arguments import (
     told_by_flags,
 )
 from streamload.integrations.openclip.naflex import evaluation_patches, training_patches, training_steps
-from streamload.integrations.openclip.resume import Saver, saver_for, take_up
+from streamload.integrations.openclip.resume import Saver, run_folder, saver_for, take_up
 from streamload.loader import Loader, make_loader
 
 logger = logging.getLogger("streamload")
+
+_DECISIONS = "decisions.jsonl"
 
 
 class SharedEpoch:
@@ -119,6 +121,7 @@ def training(
         steps = training_steps(args, naflex, size, common["tokenizer"])
         num_batches = rounded(len(steps), 1, args.workers, floor=False)
         common["images"] = replace(common["images"], patches=training_patches(naflex, steps))
+    folder = run_folder(args) if "mixing" in common else None
     loader = make_loader(
         args.train_data,
         batch_size=args.batch_size,
@@ -129,6 +132,7 @@ def training(
             upsampling_factors=factors_of(args, mixed="mixing" in common),
             rank=rank,
             world_size=args.world_size,
+            decisions=None if folder is None else folder / _DECISIONS,
         ),
         **common,
     )

@@ -94,10 +94,17 @@ class Saver:
         return (self._checkpoints / f"{name}.pt").exists() or (self._checkpoints / name).is_dir()
 
 
-def saver_for(args: Any) -> Saver | None:
-    """The saver of a run with OpenCLIP's arguments; None if it writes no checkpoints."""
+def run_folder(args: Any) -> Path | None:
+    """The folder of a run's logs, in which its checkpoints are; None if it writes none."""
     logs = getattr(args, "logs", None)
     if not logs or logs.lower() == "none" or not getattr(args, "checkpoint_path", None):
+        return None
+    return Path(args.checkpoint_path).parent
+
+
+def saver_for(args: Any) -> Saver | None:
+    """The saver of a run with OpenCLIP's arguments; None if it writes no checkpoints."""
+    if run_folder(args) is None:
         return None
     factors = getattr(args, "train_data_upsampling_factors", None)
     return Saver(Path(args.checkpoint_path), factors, writes=rank_of(args) == 0)
