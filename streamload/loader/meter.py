@@ -138,6 +138,8 @@ class Meter:
         for name, size in bytes_by_modality(batch.values).items():
             counts.add(name, -size)
         counts.observe_wait(waited_ns)
+        if batch.passes:
+            self.publisher.passes = list(map(max, batch.passes, self.publisher.passes or batch.passes))
         if batch.blocked:
             counts.add("blocked_wait_ns", min(waited_ns, sum(ns for _, ns in batch.blocked)))
         before, self._spent_ns = self._spent_ns, spent_ns()

@@ -44,6 +44,7 @@ class Publisher:
             that is more.
         readers: called with each page that is published.
         local_rank: of this rank, among those of its node.
+        passes: of each source, the pass of the samples that were taken last; none: there is one source.
     """
 
     def __init__(self, options: LoaderOptions, schedule: Schedule, names: tuple[str, ...]):
@@ -52,6 +53,7 @@ class Publisher:
         self.readers: list[Callable[[RunPage], None]] = []
         self.local_rank = schedule.topology.local_rank
         self.reported: Sequence[Mapping[str, Any]] = ()
+        self.passes: Sequence[int] = ()
         self._options, self._schedule, self._names = options, schedule, names
         self._file: PageFile | None = None
         self._tier: Tier | None = None
@@ -165,10 +167,12 @@ class Publisher:
                 self.gauges.set("tier_bytes", used_bytes, kind)
 
     def _look_at_passes(self) -> None:
-        groups = self._schedule.tracker.now().groups.values()
-        cursors = [[source.cursor.pass_ for source in group.sources] for group in groups]
-        for name, passes in zip(self._names, zip(*cursors, strict=False), strict=False):
-            self.gauges.set("source_passes", sum(passes) / len(passes), name)
+        passes = self.passes
+        if not passes:  # a cursor is up to a window behind
+            groups = self._schedule.tracker.now().groups.values()
+            passes = [group.sources[0].cursor.pass_ for group in groups][:1]
+        for name, number in zip(self._names, passes, strict=False):
+            self.gauges.set("source_passes", number, name)
 
     def _look_at_memory(self, has_batches: bool) -> None:
         self.memory_ratio = taken_ratio()

@@ -326,7 +326,7 @@ BY_SOURCE: tuple[Metric, ...] = (
     ),
     given("source_weight", "the weight of a source in the mix", ("source",)),
     given("source_share", "the share of a step's samples that a source has", ("source",), unit="ratio"),
-    given("source_passes", "passes over a source's shards so far, on average", ("source",)),
+    given("source_passes", "whole passes over a source's shards so far", ("source",)),
     given("source_loss", "the loss of a source's samples, as reported by the training", ("source",)),
     given(
         "source_alignment",

@@ -228,7 +228,7 @@ def _source_charts(timeline: Timeline) -> list[Chart]:
         ("source_weight", "Weight of each source", "In the mix, as given or set."),
         ("source_loss", "Loss by source", "As the training reported it."),
         ("source_alignment", "Alignment by source", "As the training reported it."),
-        ("source_passes", "Passes by source", "Over its shards so far, on average."),
+        ("source_passes", "Passes by source", "Whole ones over its shards so far."),
     )
     for metric, title, said in levels:
         series = {name: _mean(timeline.gauge(metric, name)) for name in timeline.labels(metric)}
