@@ -294,6 +294,27 @@ def test_results_keep_their_structure(kind):
     )
 
 
+def test_an_output_of_transformers_comes_from_rows_before_the_module_is_built():
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    class Encoder(Plain):
+        def forward(self, x):
+            pooled = self.linear(x)
+            return BaseModelOutputWithPooling(
+                last_hidden_state=pooled[:, None], pooler_output=pooled, hidden_states=(x, pooled)
+            )
+
+    decorated = cache_module(version="1")(Encoder)
+    expected = seeded(decorated)(X, cache_key=keys(8))
+    module = decorated()
+    found = module(X, cache_key=keys(8))
+    assert type(found) is BaseModelOutputWithPooling
+    assert "not built" in repr(module)
+    assert same(found.to_tuple(), expected.to_tuple())
+    assert same(found["hidden_states"], seeded(Encoder)(X).hidden_states)
+    assert found.attentions is None
+
+
 def test_a_whole_result_may_hold_numbers_and_text():
     class Whole(nn.Module):
         def forward(self, x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -86,9 +87,9 @@ def tokenize(texts: list[str]) -> torch.Tensor:
     return torch.tensor([[len(text), sum(map(ord, text)) % 1000] for text in texts])
 
 
-def small(image: Image.Image) -> torch.Tensor:
+def small(image: Image.Image, resample: Image.Resampling = Image.Resampling.BICUBIC) -> torch.Tensor:
     """A transform that runs as given."""
-    levels = np.array(image.resize((8, 8)), dtype=np.float32)
+    levels = np.array(image.resize((8, 8), resample), dtype=np.float32)
     return torch.from_numpy(levels / 255).permute(2, 0, 1)
 
 
@@ -365,6 +366,19 @@ def test_other_weights_have_other_rows(data: Path) -> None:
             net.project.weight.mul_(2)
         with pytest.raises(FeatureMismatch, match="iterate the loader again"):
             net(next(batches))
+
+
+def test_another_resize_filter_has_other_rows(data: Path) -> None:
+    net = Net().eval()
+    found = []
+    for resample in (Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC):
+        transform = functools.partial(small, resample=resample)
+        with make(data, preprocess=transform, features={"f": net}) as loader:
+            found.append(rows_of(loader, net))
+            computed = loader.stats().feature_rows_computed
+        assert computed == (SAMPLES if len(found) < 3 else 0)
+        assert_same(found[-1], expected(data, net, preprocess=transform))
+    assert not torch.equal(found[0]["00000000000"], found[1]["00000000000"])
 
 
 def test_an_edited_sample_is_computed_anew_and_moved_ones_are_found(data: Path, tmp_path: Path) -> None:
