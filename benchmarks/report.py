@@ -304,6 +304,17 @@ def features(result: Result) -> str:
     return table([*head, "later: seconds (rounds)"], rows)
 
 
+def row_memory(result: Result) -> str:
+    names = {"none": "no cache", "disk": "rows on disk", "memory": "and a copy in memory"}
+    rows = [
+        [names[name], *(f"{row[kind] / (1 << 20):,.0f}" for kind in ("process_bytes", "copy_bytes"))]
+        for name, row in result["medians"].items()
+    ]
+    limit_mib = result["settings"]["limit_bytes"] >> 20
+    head = f"2 ranks with 4 workers each, limit {limit_mib} MiB"
+    return table([head, "all processes, MiB", "the copy, MiB"], rows)
+
+
 def row_shards(result: Result) -> str:
     measures = {
         "bytes on disk ÷ payload": ("disk_ratio", 3),
@@ -473,6 +484,7 @@ TABLES = {
     "prepared": prepared,
     "module_cache": module_cache,
     "features": features,
+    "row_memory": row_memory,
     "row_shards": row_shards,
     "strategies": strategies,
     "daemons": daemons,

@@ -171,6 +171,18 @@ def test_ls_and_show_say_where_derived_shards_are_and_how_many_rows_they_have(
     assert "2 derived shards with 7 rows" in features("show", made.fingerprints[1], text=True)
 
 
+def test_why_compares_the_fingerprints_of_derived_shards(features: Run, made: Made) -> None:
+    shutil.rmtree(made.node / "rows")
+    one, other, third = made.fingerprints
+    (weights,) = features("why", one, other)["differences"]
+    assert weights["part"] == "weights"
+    shutil.rmtree(made.node / "shards")
+    found = features("why", one, third, *made.shared_cache)
+    assert (found["a"], found["b"]) == (one, third)
+    assert [each["part"] for each in found["differences"]] == ["arguments.weight"]
+    features("why", one, third, code=2, text=True)
+
+
 def test_verify_names_damaged_rows_of_each_place_and_deletes_their_derived_shards(
     features: Run, made: Made
 ) -> None:

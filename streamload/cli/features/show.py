@@ -34,7 +34,7 @@ def show(
     with rows_at(directory) as catalog:
         wanted = catalog.find(fingerprint, (one.fingerprint for one in held))
         shards = [one for one in held if one.fingerprint == wanted.hex()]
-        parts = catalog.parts(wanted) or next((one.parts for one in shards if one.parts is not None), None)
+        parts = _parts(catalog, wanted, held)
         rows = [as_dict(one) for one in catalog.fingerprints() if one.fingerprint == wanted]
     values = None if parts is None else flat(parts)
     if as_json:
@@ -90,14 +90,25 @@ def why(
     a: Annotated[str, typer.Argument(help="The first digits of a fingerprint.")],
     b: Annotated[str, typer.Argument(help="The first digits of the other.")],
     directory: Directory = None,
+    shared_cache: SharedCache = None,
+    shared_cache_options: SharedCacheOptions = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the parts in which two fingerprints differ: why rows of one aren't rows of the other."""
     from streamload.derived.parts import compared
+    from streamload.errors import OptionError
 
+    held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
+    known = [one.fingerprint for one in held]
     with rows_at(directory) as catalog:
-        first, second = catalog.find(a), catalog.find(b)
-        found = compared(_parts(catalog, first), _parts(catalog, second))
+        first, second = (catalog.find(prefix, known) for prefix in (a, b))
+        parts = [_parts(catalog, one, held) for one in (first, second)]
+        for fingerprint, of in zip((first, second), parts, strict=True):
+            if of is None:
+                raise OptionError(
+                    f"{fingerprint.hex()} has no whole note in {catalog.root}: what it stands for isn't known"
+                )
+    found = compared(*(of or {} for of in parts))
     if as_json:
         differences = [{"part": name, "a": before, "b": after} for name, before, after in found]
         print(json.dumps({"a": first.hex(), "b": second.hex(), "differences": differences}, indent=2))
@@ -107,15 +118,10 @@ def why(
         _print_differences(first.hex(), second.hex(), found)
 
 
-def _parts(catalog: "Catalog", fingerprint: bytes) -> dict[str, Any]:
-    from streamload.errors import OptionError
-
-    parts = catalog.parts(fingerprint)
-    if parts is None:
-        raise OptionError(
-            f"{fingerprint.hex()} has no whole note in {catalog.root}: what it stands for isn't known"
-        )
-    return parts
+def _parts(catalog: "Catalog", fingerprint: bytes, held: "list[FingerprintShards]") -> dict[str, Any] | None:
+    """The readable parts of a fingerprint, by its note beside rows or by a derived shard."""
+    of_shards = (one.parts for one in held if one.fingerprint == fingerprint.hex())
+    return catalog.parts(fingerprint) or next((parts for parts in of_shards if parts is not None), None)
 
 
 def _print_differences(first: str, second: str, found: list[tuple[str, Any, Any]]) -> None:
