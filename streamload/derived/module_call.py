@@ -107,17 +107,7 @@ class Call:
         """Read the rows that are there."""
         self.fingerprint = self._now()
         naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
-        places: dict[Any, int] = {}
-        self.where: list[int] = []
-        self.unique: list[bytes | None] = []
-        self.first: list[int] = []
-        for at, key in enumerate(self.keys):
-            name = None if key is None else naming.name(key)
-            place = places.setdefault(name if name is not None else (None, at), len(self.unique))
-            if place == len(self.unique):
-                self.unique.append(name)
-                self.first.append(at)
-            self.where.append(place)
+        self._place([None if key is None else naming.name(key) for key in self.keys])
         names = [name for name in self.unique if name is not None]
         rows = self.store.read(names, label_of(self.module, self.options))
         unreadable = self._unreadable({row.layout for row in rows.values()})
@@ -130,6 +120,21 @@ class Call:
         self.missing = [place for place in range(len(self.unique)) if place not in self.found]
         if is_pending(self.module):
             self.proof.served = self.fingerprint if self.found else self.proof.served
+
+    def _place(self, names: list[bytes | None]) -> None:
+        """Give each name a place, and each key without one."""
+        self.where: Sequence[int] = range(len(names))
+        self.unique = names
+        self.first: Sequence[int] = self.where
+        if len(set(names)) == len(names):
+            return
+        firsts: dict[bytes | int, int] = {}
+        for at, name in enumerate(names):
+            firsts.setdefault(at if name is None else name, at)
+        self.first = list(firsts.values())
+        self.unique = [names[at] for at in self.first]
+        places = {at: place for place, at in enumerate(self.first)}
+        self.where = [places[firsts[at if name is None else name]] for at, name in enumerate(names)]
 
     def _unreadable(self, layouts: set[bytes]) -> set[bytes]:
         """Layouts with a class in them that isn't imported here: such rows are computed again."""

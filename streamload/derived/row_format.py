@@ -270,9 +270,9 @@ def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[La
         CacheCorrupt: a body isn't as long as the layout says.
     """
     layout = layout_of(rows[0].layout)
-    if any(len(row.body) != layout.body_bytes for row in rows):
-        raise CacheCorrupt("a row isn't as long as its layout says")
     bodies = [row.body for row in rows]
+    if {len(body) for body in bodies} != {layout.body_bytes}:
+        raise CacheCorrupt("a row isn't as long as its layout says")
     return layout, [leaf.join(bodies, device, is_row=is_row) for leaf in layout.leaves]
 
 
