@@ -35,7 +35,13 @@ _PICKLED = (
     "captions come as ids."
 )
 _COPY = "Give device= to make_loader, so that copies overlap with the steps; images then come as uint8."
-_CHEAPER = "Use a transform that is compiled, or prepared images (Images(prepare=…))."
+_CHEAPER = {
+    "decode": "Prepared images (Images(prepare=…)) are smaller, and decoded in a fraction of the time.",
+    "resize": "A transform that is compiled costs less than one that runs as given; prepared images "
+    "(Images(prepare=…)) cost less with either.",
+    "tokenize": "A fast tokenizer, such as transformers' PreTrainedTokenizerFast, costs less.",
+    "collate": "Return fewer or smaller values of each sample.",
+}
 _SEE_LOG = "See that rank's log, or `streamload top` on its node."
 _NOTHING = "Look at stats() after some minutes, or run streamload bench."
 
@@ -154,9 +160,10 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
     stages = {stage: figures.share(stage) for stage in _WORK}
     most = max(stages, key=lambda stage: stages[stage])
     evidence = f"{who} spent {share:.0%} of {of} making batches, most of it on {most}"
+    more = ""
     if machine.workers < machine.cores - 1:
-        return limit, evidence, f"More workers: {machine.cores} cores can be used (num_workers=). {_CHEAPER}"
-    return limit, evidence, _CHEAPER
+        more = f"More workers: {machine.cores} cores can be used (num_workers=). "
+    return limit, evidence, more + _CHEAPER[most]
 
 
 def _unclear(figures: Figures) -> tuple[Limit, str, str]:
