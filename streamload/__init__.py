@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from streamload.steering.replay import Replay
     from streamload.steering.schedule import Schedule
     from streamload.steering.target import Target
+    from streamload.steering.token_shares import TokenShares
 
 
 __all__ = [
@@ -147,6 +148,7 @@ __all__ = [
     "Summary",
     "Target",
     "ThroughputBalanced",
+    "TokenShares",
     "TooManyBadSamples",
     "TooManyBadShards",
     "UrlError",
@@ -185,6 +187,7 @@ _LATER = {
     "SourceSummary": "streamload.steering",
     "Summary": "streamload.steering",
     "Target": "streamload.steering.target",
+    "TokenShares": "streamload.steering.token_shares",
     "ThroughputBalanced": "streamload.steering.batch_size",
     "Verdict": "streamload.metrics.verdict",
     "Workers": "streamload.loader",

@@ -516,6 +516,35 @@ def test_progress_moves_from_what_has_been_learned_and_not_without_reports(
     assert share[True][-1] > 0.34
 
 
+def test_shares_by_tokens_are_resumed_and_replayed(place: Path, tmp_path: Path) -> None:
+    tokens = {"a": 10.0, "b": 20.0, "c": 40.0}
+
+    def trained(loader: streamload.Loader, state: Any = None, stop: int = 10**9) -> Any:
+        steps = []
+        with loader:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            for batch in loader:
+                steps.append(rows_of(batch))
+                own = torch.tensor([tokens[name] for name, _ in steps[-1]])
+                loader.report(tokens=own + losses(batch["__key__"]))
+                if len(steps) == stop:
+                    break
+            return steps, loader.state_dict()
+
+    policy, path = streamload.TokenShares(every=10), tmp_path / "decisions.jsonl"
+    options = {"num_batches": 60, "mixing": policy, "batch_size": 14}
+    whole, _ = trained(make(place, decisions=path, **options))
+    last = Counter(name for step in whole[40:] for name, _ in step)
+    assert [last[name] / 280 for name in NAMES] == pytest.approx([4 / 7, 2 / 7, 1 / 7], abs=0.02)
+    assert "tokens of a row: 10.5" in path.read_text()
+    for stop in (7, 10, 15):
+        first, state = trained(make(place, **options), stop=stop)
+        rest, _ = trained(make(place, 2, **options), state)
+        assert first + rest == whole
+    assert trained(make(place, **{**options, "mixing": Replay(path)}))[0] == whole
+
+
 def test_weights_and_batch_sizes_of_one_run_are_replayed_together(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     at: dict[int, Callable[[streamload.Loader], object]] = {

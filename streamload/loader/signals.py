@@ -30,11 +30,12 @@ _TOTAL_GRID, _SQUARES_GRID = 2.0**26, 2.0**20
 """Values and their squares are rounded to one part in this, so that sums are exact and don't depend on their
 order, as long as they are below 2^27 and 2^33."""
 _COUNT, _TOTAL, _SQUARES, _BAD = range(4)
-LOSS, ALIGNMENT = 0, PARTS
-"""The first lines of the sums: of losses one for each part of an interval, of alignments one."""
+LOSS, ALIGNMENT, TOKENS = 0, PARTS, PARTS + 1
+"""The first lines of the sums: of losses one for each part of an interval, of the others one."""
+_LINES = PARTS + 2
 
 Sums = npt.NDArray[np.float64]
-"""float64[PARTS + 1, sources, 4]: the number of finite values, their sum, that of their squares; how many
+"""float64[_LINES, sources, 4]: the number of finite values, their sum, that of their squares; how many
 values were not finite."""
 
 
@@ -58,7 +59,7 @@ class Reports:
         """Add values of rows of a batch.
 
         Args:
-            line: of the sums: LOSS + the part of the interval, or ALIGNMENT.
+            line: of the sums: LOSS + the part of the interval, ALIGNMENT or TOKENS.
             values: of each of these rows, on any device; or a single one, of all of them.
             info: of the batch.
             rows: of it; None: all.
@@ -79,7 +80,7 @@ class Reports:
             )
         buffer = self._buffers.get(values.device)
         if buffer is None:
-            buffer = self._buffers[values.device] = _Buffer(values.device, (PARTS + 1) * self._sources)
+            buffer = self._buffers[values.device] = _Buffer(values.device, _LINES * self._sources)
         buffer.add(values.detach(), count, line * self._sources, seats)
 
     def read(self) -> Sums:
@@ -245,7 +246,7 @@ def numbers_of(value: Mapping[str, Any], sources: int) -> dict[str, float]:
 
 def empty_sums(sources: int) -> Sums:
     """The sums of nothing."""
-    return np.zeros((PARTS + 1, sources, 4))
+    return np.zeros((_LINES, sources, 4))
 
 
 def signal_of(sums: Sums, line: int, source: int) -> Signal:

@@ -64,7 +64,13 @@ class Steerable:
         return self._outputs.info_of(batch)
 
     def report(
-        self, loss: Any = None, alignment: Any = None, *, rows: Rows | None = None, batch: Any = None
+        self,
+        loss: Any = None,
+        alignment: Any = None,
+        *,
+        tokens: Any = None,
+        rows: Rows | None = None,
+        batch: Any = None,
     ) -> None:
         """Report what the training found for rows of a batch, for the policy given as mixing=.
 
@@ -76,6 +82,7 @@ class Steerable:
         Args:
             loss: float[N], a loss for each row before its weight, on any device; or one number for all rows.
             alignment: the same for how well image and text fit, such as the cosine of their embeddings.
+            tokens: the same for what a row has without padding, patches and ids; for `TokenShares`.
             rows: which rows of the batch these are: a slice such as a part's `rows`, numbers, or bool[N].
                 None: all.
             batch: as this loader yielded it, or its info; None: the last one.
@@ -85,7 +92,7 @@ class Steerable:
         """
         batch = self.info if batch is None else batch
         info = batch if isinstance(batch, BatchInfo) else self.info_of(batch)
-        self._steering.report(loss, alignment, info, rows)
+        self._steering.report(loss, alignment, tokens, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
         """Report a loss on held-out data of each source, for the policy given as mixing=.

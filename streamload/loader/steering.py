@@ -26,7 +26,17 @@ from streamload.loader.position import Position, Weights
 from streamload.loader.reported_means import ReportedMeans
 from streamload.loader.run_log import RunLog
 from streamload.loader.schedule import Schedule
-from streamload.loader.signals import ALIGNMENT, LOSS, Reported, Reports, Rows, bad_of, merged, signal_of
+from streamload.loader.signals import (
+    ALIGNMENT,
+    LOSS,
+    TOKENS,
+    Reported,
+    Reports,
+    Rows,
+    bad_of,
+    merged,
+    signal_of,
+)
 from streamload.loader.steering_state import SteeringState
 from streamload.order.mixing import UNIT, shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of
@@ -133,7 +143,7 @@ class Steering:
             self._by_shares = shares, tuple(wanted / share if share else 0.0 for wanted, share in pairs)
         return Steered(self._steps - 1, self._by_shares[1])
 
-    def report(self, loss: Any, alignment: Any, info: BatchInfo, rows: Rows | None) -> None:
+    def report(self, loss: Any, alignment: Any, tokens: Any, info: BatchInfo, rows: Rows | None) -> None:
         """See Loader.report."""
         if self._policy is None:
             self._means.add(loss, alignment, info, rows)
@@ -144,6 +154,8 @@ class Steering:
             self._reports.add(LOSS + part, loss, info, rows)
         if alignment is not None:
             self._reports.add(ALIGNMENT, alignment, info, rows)
+        if tokens is not None:
+            self._reports.add(TOKENS, tokens, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
         """See Loader.report_eval."""
@@ -262,6 +274,7 @@ class Steering:
                     signal_of(sums, ALIGNMENT, place),
                     reported.evaluations.get(str(place)),
                     bad_of(sums, place),
+                    signal_of(sums, TOKENS, place),
                 )
             )
         return Summary(self._steps, None, tuple(sources))
@@ -345,6 +358,7 @@ def described(summary: Summary) -> list[dict[str, Any]]:
             "loss": source.loss.mean,
             "reported": int(source.loss.count),
             "alignment": source.alignment.mean,
+            "tokens": source.tokens.mean,
             "evaluation": source.evaluation,
             "bad": source.bad,
         }

@@ -90,8 +90,8 @@ def as_policy(given: Policy | PlainFunction, names: Sequence[str] | None = None)
     if callable(given):
         return FunctionPolicy(given)
     raise OptionError(
-        f"mixing={given!r}; expected Progress(), Schedule({{step: weights}}), Target(reference), a "
-        f"function of a Summary, or an object with `every` and `decide`"
+        f"mixing={given!r}; expected Progress(), Schedule({{step: weights}}), Target(reference), "
+        f"TokenShares(), a function of a Summary, or an object with `every` and `decide`"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,10 +69,7 @@ def ask(policy: Policy, points: list[Point]) -> list[tuple[dict[str, float], str
 
 
 def _with_share(source: SourceSummary, share: float) -> SourceSummary:
-    return SourceSummary(
-        source.name, share, share, source.floor, source.samples, source.total_samples, source.passes,
-        source.losses, source.alignment, source.evaluation, source.bad,
-    )  # fmt: skip
+    return replace(source, weight=share, share=share)
 
 
 def _of_log(path: Path) -> Iterator[Point]:
@@ -99,6 +97,7 @@ def _source(one: Mapping[str, Any], total: int) -> SourceSummary:
         alignment=_signal(one.get("alignment"), 1),
         evaluation=one.get("evaluation"),
         bad=one.get("bad") or 0,
+        tokens=_signal(one.get("tokens"), 1),
     )
 
 

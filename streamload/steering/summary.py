@@ -52,6 +52,7 @@ class SourceSummary:
         passes: `total_samples` in relation to the source's size; None if that isn't known.
         losses: reported in each of `PARTS` consecutive parts of the interval, equal in steps.
         alignment: reported in the whole interval.
+        tokens: the same.
         evaluation: the last value of `report_eval` since the last decision; None if there was none.
         bad: reported values that were NaN or infinite.
     """
@@ -67,6 +68,7 @@ class SourceSummary:
     alignment: Signal = NOTHING
     evaluation: float | None = None
     bad: int = 0
+    tokens: Signal = NOTHING
 
     @property
     def loss(self) -> Signal:
