@@ -6,7 +6,6 @@ Loader.set_batch_size. The policies are in steering/batch_size.py.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,13 +16,13 @@ from streamload.loader.agreement import Agreement
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
+from streamload.steering.policy import kept_memory
 from streamload.worker import InFlight
 
 logger = logging.getLogger("streamload")
 
 STATE = "batch_policy"
 """The key of its part of a state, which only runs with a policy have."""
-_MEMORY_BYTES = 16 << 10
 
 
 class BatchSizing:
@@ -141,16 +140,11 @@ class BatchSizing:
             decided = policy.decide(measured, self._memory)
             if not isinstance(decided, SizeDecided):
                 raise OptionError(f"decide() returned a {type(decided).__name__}; expected a SizeDecided")
-            text = json.dumps(decided.memory, allow_nan=False)
-            if len(text) > _MEMORY_BYTES:
-                raise OptionError(
-                    f"its memory of {len(text):,} bytes is too large for a state ({_MEMORY_BYTES:,})"
-                )
             found = decided.size
             if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
                 raise OptionError(f"it returned {found!r}; expected a whole number of at least 1, or None")
             told = {"reason": " ".join(str(decided.reason).split())[:500], **measured._asdict()}
-            return {"size": found, "memory": json.loads(text), "told": told}
+            return {"size": found, "memory": kept_memory(decided.memory), "told": told}
         except Exception as exc:
             self._cause = exc
             problem = str(exc) if isinstance(exc, OptionError) else f"{type(exc).__name__}: {exc}"

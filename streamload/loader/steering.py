@@ -7,7 +7,6 @@ it is made. So batches depend on reports and policy, never on workers, speed, or
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,7 +39,8 @@ from streamload.loader.signals import (
 from streamload.loader.steering_state import SteeringState
 from streamload.order.mixing import UNIT, shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of
-from streamload.steering.policy import FunctionPolicy
+from streamload.steering.decisions import described
+from streamload.steering.policy import FunctionPolicy, kept_memory
 from streamload.steering.replay import Replay
 from streamload.steering.summary import PARTS
 from streamload.worker import Batch
@@ -49,7 +49,6 @@ logger = logging.getLogger("streamload")
 
 DELAY_STEPS = 64
 """A decision counts from so many steps after it, or from the next decision step if that comes first."""
-_MEMORY_BYTES = 64 << 10
 
 
 class Steered(NamedTuple):
@@ -252,7 +251,7 @@ class Steering:
         given = weights_of(decided, summary)
         shares = None if given is None else shares_of(given, [source.floor for source in sources])
         told = {"reason": " ".join(str(decided.reason).split())[:500], "sources": described(summary)}
-        answer = {"weights": given, "shares": shares, "memory": _kept(decided.memory), "told": told}
+        answer = {"weights": given, "shares": shares, "memory": kept_memory(decided.memory), "told": told}
         return {**answer, "sizes": reported.sizes}
 
     def _summary(self, reported: Reported) -> Summary:
@@ -345,40 +344,6 @@ class Steering:
         """
         if isinstance(self._options.mixing, Replay):
             raise OptionError(f"mixing={self._options.mixing!r} has all decisions: leave out {call}")
-
-
-def described(summary: Summary) -> list[dict[str, Any]]:
-    """A summary for the log: what each source gave, and the means of what was reported of it."""
-    return [
-        {
-            "name": source.name,
-            "share": round(source.share, 6),
-            "samples": source.samples,
-            "passes": source.passes,
-            "loss": source.loss.mean,
-            "reported": int(source.loss.count),
-            "alignment": source.alignment.mean,
-            "tokens": source.tokens.mean,
-            "evaluation": source.evaluation,
-            "bad": source.bad,
-        }
-        for source in summary.sources
-    ]
-
-
-def _kept(memory: Any) -> Any:
-    """A policy's memory as it comes out of a state.
-
-    Raises:
-        OptionError: it isn't JSON-able, or too large.
-    """
-    try:
-        text = json.dumps(memory, allow_nan=False)
-    except (TypeError, ValueError) as exc:
-        raise OptionError(f"its memory can't be part of a state: {exc}") from exc
-    if len(text) > _MEMORY_BYTES:
-        raise OptionError(f"its memory of {len(text):,} bytes is too large for a state ({_MEMORY_BYTES:,})")
-    return json.loads(text)
 
 
 def _objective(options: LoaderOptions) -> tuple[float, ...] | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from streamload.errors import DecisionsError, OptionError
+from streamload.steering.summary import Summary
 
 logger = logging.getLogger("streamload")
 
@@ -204,3 +205,22 @@ def _read_sound(lines: Sequence[bytes]) -> Iterator[tuple[dict[str, Any], str]]:
             return
         yield values, total
         before = values["after"] if values.get("kind") == RUN else total
+
+
+def described(summary: Summary) -> list[dict[str, Any]]:
+    """A summary for the log: what each source gave, and the means of what was reported of it."""
+    return [
+        {
+            "name": source.name,
+            "share": round(source.share, 6),
+            "samples": source.samples,
+            "passes": source.passes,
+            "loss": source.loss.mean,
+            "reported": int(source.loss.count),
+            "alignment": source.alignment.mean,
+            "tokens": source.tokens.mean,
+            "evaluation": source.evaluation,
+            "bad": source.bad,
+        }
+        for source in summary.sources
+    ]

@@ -5,6 +5,7 @@ Plain functions are adapted, and what a policy returns is checked, before it bec
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -15,6 +16,7 @@ from streamload.steering.summary import Summary
 
 FUNCTION_EVERY = 200
 """The steps between two decisions of a plain function."""
+_MEMORY_BYTES = 64 << 10
 
 
 class Decided(NamedTuple):
@@ -113,3 +115,18 @@ def weights_of(decided: Decided, summary: Summary) -> tuple[float, ...] | None:
     if not any(found):
         raise OptionError("the policy gave every source the weight 0, which leaves nothing to read")
     return found
+
+
+def kept_memory(memory: Any) -> Any:
+    """Return a policy's memory as it comes out of a state.
+
+    Raises:
+        OptionError: it isn't JSON-able, or too large.
+    """
+    try:
+        text = json.dumps(memory, allow_nan=False)
+    except (TypeError, ValueError) as exc:
+        raise OptionError(f"its memory can't be part of a state: {exc}") from exc
+    if len(text) > _MEMORY_BYTES:
+        raise OptionError(f"its memory of {len(text):,} bytes is too large for a state ({_MEMORY_BYTES:,})")
+    return json.loads(text)
