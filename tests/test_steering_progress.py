@@ -13,8 +13,9 @@ from streamload import Progress
 from streamload.errors import OptionError
 from streamload.steering import Signal, SourceSummary, Summary
 from streamload.steering.limits import bounded, caps
+from streamload.steering.progress import wanted_shares
 from streamload.steering.simulate import run
-from streamload.steering.trend import BINS, gain_at, joined, parts_of
+from streamload.steering.trend import BINS, Gain, gain_at, joined, parts_of
 from streamload.steering.worlds import KINDS, world
 
 STEPS = 4_000
@@ -78,6 +79,21 @@ def test_nothing_moves_in_the_first_ten_intervals_and_then_by_a_twentieth_at_mos
     assert all(decided.weights is None for decided, _, _ in found[:9])
     changes = [place * 50 + 50 for place, (decided, _, _) in enumerate(found) if decided.weights is not None]
     assert all(later - earlier >= 0.05 * earlier for earlier, later in pairwise(changes))
+
+
+def test_a_share_comes_back_on_less_evidence_than_it_goes():
+    given, moved = np.array([0.5, 0.5]), np.array([0.8, 0.2])
+    gains = [Gain(1.0, 0.1), Gain(2.0, 0.4)]  # no more than 2.2 standard errors from their mean
+    assert wanted_shares(given, given, gains)[0] is None
+    assert wanted_shares(moved[::-1], given, gains)[0] is None
+    wanted, _ = wanted_shares(moved, given, gains)
+    assert 0.2 < wanted[1] < 0.5
+    assert wanted_shares(moved, given, [Gain(1.0, 0.1), Gain(1.4, 0.4)])[0] is None
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("abrupt", 1005), ("abrupt", 1015), ("unlearnable", 1011)])
+def test_a_source_that_lost_its_share_gets_it_back_once_the_others_are_learned(kind, seed):
+    assert run(world(kind, seed), Progress(every=500)).score >= 0.2
 
 
 def test_noise_moves_nothing():

@@ -21,6 +21,7 @@ from streamload.steering.trend import Bin, Gain, gain_at, joined, parts_of
 _WARM_UP = 10  # decisions before the first change
 _CERTAIN = 4.5  # standard errors from which on a difference isn't noise: many are looked at in a run
 _EXCESS = 2.0  # then what exceeds this many counts, of every source
+_BACK = 1.0  # takes the place of both on the way back to the given shares
 _RATIO = e  # a share changes by this factor at most
 _AHEAD = 0.75  # of the steps so far: shares move slowly, so what counts is the gain by then
 _REPEATS_WORTH = 15.0  # passes after which repeats teach 1/e of what new samples do (arXiv 2305.16264)
@@ -31,8 +32,9 @@ class Progress:
     """Weights that follow the trend of each source's loss; for `make_loader(…, mixing=…)`.
 
     A source gets more samples if one more of them takes more off its loss than one of the others does, beyond
-    what noise explains. Shares change from the tenth decision step on, then whenever the run has become 5 %
-    longer, by 5 % of all samples at most. A source of which too little is reported keeps its share.
+    what noise explains; getting back to its given share takes less evidence. Shares change from the tenth
+    decision step on, then whenever the run has become 5 % longer, by 5 % of all samples at most. A source of
+    which too little is reported keeps its share.
 
     Attributes:
         signal: "loss": what `loader.report(loss=…)` got during a source's first pass, since samples that were
@@ -73,7 +75,7 @@ class Progress:
             self._gain(source, bins, source.share * ahead)
             for source, bins in zip(summary.sources, kept["bins"], strict=True)
         ]
-        wanted, reason = wanted_shares(shares, gains)
+        wanted, reason = wanted_shares(shares, np.array(kept["given"]), gains)
         if wanted is None:
             return Decided(None, kept, reason)
         return step_towards(wanted, self, summary, kept, reason)
@@ -93,11 +95,15 @@ class Progress:
         return Gain(gain.value * worth, gain.error * worth)
 
 
-def wanted_shares(shares: Floats, gains: Sequence[Gain | None]) -> tuple[Floats | None, str]:
+def wanted_shares(shares: Floats, given: Floats, gains: Sequence[Gain | None]) -> tuple[Floats | None, str]:
     """Return the shares that follow from the gains, and the reason; None where it is all noise.
+
+    Moving away from the given shares takes more evidence than moving back. Otherwise a source that was right
+    to lose its share couldn't get it back once the others are learned: with few samples its error is large.
 
     Args:
         shares: in effect: float[sources].
+        given: by the user: float[sources].
         gains: of each source; None: unknown, it keeps its share.
     """
     known = np.array([gain is not None for gain in gains]) & (shares > 0)
@@ -112,9 +118,11 @@ def wanted_shares(shares: Floats, gains: Sequence[Gain | None]) -> tuple[Floats 
         return None, "no loss falls"
     spread = np.sqrt(errors**2 + float(part**2 @ errors**2))
     apart = np.where(known, np.abs(values - mean), 0.0)
-    if not (apart > _CERTAIN * spread).any():
+    back = (values - mean) * (given - shares) > 0
+    if not (apart > np.where(back, _BACK, _CERTAIN) * spread).any():
         return None, "no difference beyond noise"
-    excess = np.sign(values - mean) * np.maximum(0.0, apart - _EXCESS * spread)
+    enough = np.where(back, _BACK, _EXCESS)
+    excess = np.sign(values - mean) * np.maximum(0.0, apart - enough * spread)
     wanted = shares * np.clip(1 + excess / mean, 1 / _RATIO, _RATIO)
     wanted[known] *= shares[known].sum() / wanted[known].sum()
     relative = ", ".join(f"{gain.value / mean:.2f}" if gain else "?" for gain in gains)
