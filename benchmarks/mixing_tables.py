@@ -14,8 +14,12 @@ def policies(result: Result) -> str:
         cells = [result["scores"][name][kind] for name in names]
         label = "**all**" if kind == "all" else kind.replace("_", " ")
         rows.append([label, *(f"{mean:+.2f} [{worst:+.2f}]" for mean, worst in cells)])
-    moves = [result["false_moves"][name] for name in names]
-    rows.append(["moves of equal sources, mean [most]", *(f"{mean:.2f} [{most}]" for mean, most in moves)])
+    for label, measure in (
+        ("moves of equal sources, mean [most]", "equal_moves"),
+        ("of these away from equal shares", "false_moves"),
+    ):
+        moves = [result[measure][name] for name in names]
+        rows.append([label, *(f"{mean:.2f} [{most}]" for mean, most in moves)])
     others = result["progress in other worlds"]
     score = f"{statistics.mean(others):+.2f} [{min(others):+.2f}]"
     rows.append(["other worlds of all kinds", *(score if name == "progress" else "" for name in names)])

@@ -442,4 +442,4 @@ def test_what_looking_at_runs_costs_is_measured(tmp_path: Path) -> None:
 def test_mixing_policies_compares_rules_in_simulated_trainings(tmp_path: Path) -> None:
     result = run_quickly("mixing_policies", tmp_path / "out.json")
     assert result["scores"]["progress"]["all"][0] > result["scores"]["softmax of the loss"]["all"][0]
-    assert report.tables_of({"mixing_policies": result})["mixing_policies"].count("\n") == 1 + 6
+    assert report.tables_of({"mixing_policies": result})["mixing_policies"].count("\n") == 1 + 7
