@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
 _WORD_BYTES = 128
@@ -200,6 +201,7 @@ class Child:
             signal.setitimer(signal.ITIMER_REAL, limit_seconds)
             # A forkserver can be used by the process alone that started it (Python looks whether it lives).
             multiprocessing.set_start_method("fork", force=True)
+            vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))
             if kill_at is not None:
                 self.stage.end_at(kill_at)
             said = json.dumps([work(self.stage), ""])

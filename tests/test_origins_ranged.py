@@ -154,7 +154,7 @@ def test_a_range_that_fails_is_mended_over_one_connection(
 ) -> None:
     server.misbehave("a.tar", Fault(first=healthy), fault)
     assert read(server, chunk_bytes=8192) == BODY
-    assert server.log[-1].stop is None
+    assert any(seen.start and seen.stop is None for seen in server.log)
 
 
 @pytest.mark.parametrize(
