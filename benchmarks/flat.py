@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=1, names=NAMES)
-    samples, every, shards = (2_560, 256, 2) if given.quick else (SAMPLES, EVERY, SHARDS)
+    samples, every, shards = (1_280, 128, 2) if given.quick else (SAMPLES, EVERY, SHARDS)
     rows: list[Row] = []
     with (
         turns.photographs(shards * SAMPLES_PER_SHARD, SAMPLES_PER_SHARD) as (directory, total_bytes),

@@ -54,7 +54,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=3, names=["streamload"])
-    shards = 64 if given.quick else SHARDS
+    shards = 32 if given.quick else SHARDS
     loader = LOADER | ({"batch_size": 16, "lanes": 4, "shuffle": 50, "ahead": "200KB"} if given.quick else {})
     rows: list[Row] = []
     with turns.scratch() as directory:

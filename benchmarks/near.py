@@ -19,7 +19,7 @@ from streamload.testing.server import ShardServer
 
 SHARDS = 8
 SAMPLES_PER_SHARD = 384  # with these every worker has the same share: nobody has to read a shard twice
-QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 128
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 64
 
 
 @dataclass(frozen=True)

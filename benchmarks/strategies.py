@@ -54,7 +54,7 @@ CONTENDERS = [
 ]
 """Another strategy is a line here, and an adapter that prints a Result with `kept_bytes`."""
 SHARDS, SAMPLES_PER_SHARD = 40, 512
-QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 128
+QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 64
 MEMORY = Path("/dev/shm")
 CACHE_BYTES = 40_000_000_000
 METRICS = ("loading_images_per_second", "training_images_per_second", "training_cpu_us_per_image")

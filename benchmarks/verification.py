@@ -34,7 +34,7 @@ SHARDS, SAMPLES_PER_SHARD = 8, 384
 
 def main() -> None:
     given = turns.arguments(__doc__, rounds=5, names=[contender.name for contender in CONTENDERS])
-    shards, per_shard = (2, 128) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
+    shards, per_shard = (2, 64) if given.quick else (SHARDS, SAMPLES_PER_SHARD)
     contenders = turns.chosen(given, CONTENDERS)
     rows: list[dict[str, Any]] = []
     with (
