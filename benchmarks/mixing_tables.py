@@ -1,4 +1,4 @@
-"""The table and the picture of mixing_policies.json."""
+"""The tables of mixing_policies.json and mixing_clip.json, and the picture of the former."""
 
 import statistics
 
@@ -24,6 +24,20 @@ def policies(result: Result) -> str:
     score = f"{statistics.mean(others):+.2f} [{min(others):+.2f}]"
     rows.append(["other worlds of all kinds", *(score if name == "progress" else "" for name in names)])
     return table(["worlds", *names], rows)
+
+
+def clip(result: Result) -> str:
+    """By seed, the held-out losses with `Progress` and with fixed weights, and the samples of each source."""
+    rows = []
+    by = {(row["label"], row["round"]): row for row in result["rounds"]}
+    for seed in result["seeds"]:
+        for name in ("fixed", "progress"):
+            one = by[name, seed]
+            losses = [one["held_out_loss"], one["without_noise"], *one["losses"].values()]
+            shares = (f"{taken / sum(one['samples'].values()):.0%}" for taken in one["samples"].values())
+            rows.append([f"{seed}, {name}", *(f"{loss:.3f}" for loss in losses), " / ".join(shares)])
+    names = list(result["rounds"][0]["losses"])
+    return table(["seed", "all sources", "without noise", *names, "shares of the samples"], rows)
 
 
 def charts_of(results: dict[str, Result]) -> dict[str, tuple[str, str]]:

@@ -469,6 +469,7 @@ TABLES = {
     **peer_tables.TABLES,
     "buckets": buckets,
     "mixing_policies": mixing_tables.policies,
+    "mixing_clip": mixing_tables.clip,
     "start": start,
     "link_busy": link_busy,
     "memory": memory,

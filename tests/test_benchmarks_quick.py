@@ -439,3 +439,12 @@ def test_mixing_policies_compares_rules_in_simulated_trainings(tmp_path: Path) -
     result = run_quickly("mixing_policies", tmp_path / "out.json")
     assert result["scores"]["progress"]["all"][0] > result["scores"]["softmax of the loss"]["all"][0]
     assert report.tables_of({"mixing_policies": result})["mixing_policies"].count("\n") == 1 + 7
+
+
+def test_mixing_clip_trains_a_small_clip_with_fixed_weights_and_with_progress(tmp_path: Path) -> None:
+    result = run_quickly("mixing_clip", tmp_path / "out.json")
+    samples = [row["samples"] for row in result["rounds"]]
+    assert [sum(each.values()) for each in samples] == [2 * 20 * 64] * 2
+    assert [len(row["course"]) for row in result["rounds"]] == [2, 2]
+    assert len(result["targets"]) == 2
+    assert report.tables_of({"mixing_clip": result})["mixing_clip"].count("\n") == 1 + 2
