@@ -15,7 +15,7 @@ from streamload.steering import Signal, SourceSummary, Summary
 from streamload.steering.limits import bounded, caps
 from streamload.steering.progress import wanted_shares
 from streamload.steering.simulate import run
-from streamload.steering.trend import BINS, Gain, gain_at, joined, parts_of
+from streamload.steering.trend import BINS, Gain, gain_at, joined, no_less_than_nothing, parts_of
 from streamload.steering.worlds import KINDS, world
 
 STEPS = 4_000
@@ -89,6 +89,24 @@ def test_a_share_comes_back_on_less_evidence_than_it_goes():
     wanted, _ = wanted_shares(moved, given, gains)
     assert 0.2 < wanted[1] < 0.5
     assert wanted_shares(moved, given, [Gain(1.0, 0.1), Gain(1.4, 0.4)])[0] is None
+
+
+def test_a_loss_that_rises_steeply_does_not_hide_what_the_others_gain():
+    shares = np.full(3, 1 / 3)
+    gains = [Gain(1.0, 0.05), Gain(0.9, 0.05), Gain(-6.0, 1.6)]
+    assert sum(gain.value for gain in gains) < 0
+    wanted, _ = wanted_shares(shares, shares, gains)
+    assert wanted[2] < 0.25
+    assert wanted[0] == pytest.approx(wanted[1], rel=0.2)
+
+
+@pytest.mark.parametrize("value", [-30.0, -2.0, -0.5, 0.0, 0.5, 2.0, 30.0])
+def test_a_gain_no_less_than_nothing_has_the_moments_of_its_samples(value):
+    samples = np.maximum(0.0, value + 1.5 * np.random.default_rng(1).standard_normal(400_000))
+    found = no_less_than_nothing(Gain(value, 1.5))
+    assert found.value == pytest.approx(samples.mean(), abs=0.01)
+    assert found.error == pytest.approx(samples.std(), abs=0.01)
+    assert no_less_than_nothing(Gain(value, 0.0)) == (max(0.0, value), 0.0)
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("abrupt", 1005), ("abrupt", 1015), ("unlearnable", 1011)])

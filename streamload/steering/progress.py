@@ -16,7 +16,7 @@ import numpy as np
 from streamload.steering.limits import Floats, checked, exceeds_caps, given_shares, interval, step_towards
 from streamload.steering.policy import Decided
 from streamload.steering.summary import SourceSummary, Summary
-from streamload.steering.trend import Bin, Gain, gain_at, joined, parts_of
+from streamload.steering.trend import Bin, Gain, gain_at, joined, no_less_than_nothing, parts_of
 
 _WARM_UP = 10  # decisions before the first change
 _CERTAIN = 4.5  # standard errors from which on a difference isn't noise: many are looked at in a run
@@ -109,13 +109,12 @@ def wanted_shares(shares: Floats, given: Floats, gains: Sequence[Gain | None]) -
     known = np.array([gain is not None for gain in gains]) & (shares > 0)
     if known.sum() < 2:
         return None, "too few reports"
-    values = np.array([gain.value if gain else 0.0 for gain in gains])
-    errors = np.array([gain.error if gain else 0.0 for gain in gains])
+    if not any(gain.value > 0 for gain in gains if gain):
+        return None, "no loss falls"
+    values, errors = np.array([no_less_than_nothing(gain) if gain else (0.0, 0.0) for gain in gains]).T
     part = np.where(known, shares, 0.0)
     part /= part.sum()
     mean = float(part @ values)
-    if mean <= 0:
-        return None, "no loss falls"
     spread = np.sqrt(errors**2 + float(part**2 @ errors**2))
     apart = np.where(known, np.abs(values - mean), 0.0)
     back = (values - mean) * (given - shares) > 0

@@ -7,7 +7,7 @@ too; so all is by the source's own samples. Bins are lists of numbers, which a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, log, sqrt
+from math import erfc, exp, isfinite, log, pi, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -122,6 +122,22 @@ def gain_at(bins: Sequence[Bin], samples: float) -> Gain | None:
     spread = float(likely @ (variance / spreads * slopes**2 + (gains - value) ** 2))
     error = sqrt(spread + (_GRID_ERROR * value) ** 2)
     return Gain(value, error) if isfinite(value) and isfinite(error) else None
+
+
+def no_less_than_nothing(gain: Gain) -> Gain:
+    """Return mean and deviation of max(0, the gain), taken as normal: a rising loss gains nothing, not less.
+
+    Otherwise one source whose loss rises steeply, and with it the error, would hide what the others gain.
+    """
+    value, error = gain
+    if error <= 0:
+        return Gain(max(0.0, value), 0.0)
+    distance = value / error
+    density = exp(-distance * distance / 2) / sqrt(2 * pi)
+    above = erfc(-distance / sqrt(2)) / 2
+    mean = max(0.0, value * above + error * density)
+    square = (value * value + error * error) * above + value * error * density
+    return Gain(mean, sqrt(max(0.0, square - mean * mean)))
 
 
 def _clipped(errors: NDArray[np.float64]) -> NDArray[np.float64]:
