@@ -22,7 +22,7 @@ drawn again where equal shares lose less than 3 % of what is learned. "noise" is
 These three are our own short forms of the rules, not the authors' code; each is asked every 1,000 steps.
 
 The constants of Progress were chosen in these worlds and in those of seeds 1,000 to 1,019; "other worlds" are
-as many, from seed 2,000 on, that nothing was chosen by.
+as many, from seed 4,000 on, that nothing was chosen by.
 
 Result: results/mixing_policies.json
 """
@@ -42,7 +42,7 @@ from streamload.steering.progress import Progress
 from streamload.steering.simulate import Simulated, run
 from streamload.steering.worlds import KINDS, world
 
-WORLDS, OTHERS_FROM = 20, 2_000
+WORLDS, OTHERS_FROM = 20, 4_000
 AT_LEAST_MEAN, AT_LEAST_WORST, AT_MOST_MOVES = 0.6, -0.05, 1
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
