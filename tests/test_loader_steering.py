@@ -394,6 +394,20 @@ def test_reports_without_a_policy_do_nothing(place: Path) -> None:
         assert "steering" not in loader.state_dict()
 
 
+def test_rows_stand_for_the_shares_of_the_start_by_their_importance(place: Path) -> None:
+    policy = streamload.Schedule({4: {"a": 4}, 8: {"a": 1, "b": 1, "c": 1}}, every=4)
+    with make(place, mixing=policy) as loader:
+        seen = [loader.info.importance for _ in loader]
+    for step, importance in enumerate(seen):
+        if 8 <= step < 12:  # a decision counts from the next decision step on
+            assert importance == pytest.approx((0.5, 2.0, 2.0), rel=1e-4)
+        else:
+            assert importance is None
+    with make(place) as loader:
+        next(iter(loader))
+        assert loader.info.importance is None
+
+
 def test_the_objective_is_kept_while_sampling_moves(place: Path) -> None:
     """The weights of a source's rows add up to its share of the objective, whatever its share of rows."""
     objective = {"a": 1, "b": 2, "c": 1}

@@ -29,6 +29,7 @@ class BatchInfo:
         source_weights: of the rows of each source; None: 1.
         row_weights: float32[N], of each row; None: 1.
         run_step: its number in the run; None: steps of the run aren't counted.
+        importance: of the rows of each source; None: 1.
 
     Attributes:
         step: its number in the epoch, from 0.
@@ -38,6 +39,8 @@ class BatchInfo:
         source_weights: the weight that rows have by their source; None: 1.
         row_weights: float32[N], the weight of each row by `sample_weight=`, in host memory; None: 1.
         run_step: its number in the run, from 0; None without mixing= and Order(decisions=…, objective=…).
+        importance: of each source, the share by its own weight ÷ its share of this step, by which rows stand
+            for samples at the shares that make_loader was given; None: 1 for all, or not known as run_step.
         seat_bytes: as `seats` was given.
     """
 
@@ -51,10 +54,11 @@ class BatchInfo:
         source_weights: Sequence[float] | None = None,
         row_weights: npt.NDArray[np.float32] | None = None,
         run_step: int | None = None,
+        importance: tuple[float, ...] | None = None,
     ):
         self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
         self.shapes, self.source_weights, self.row_weights = shapes or {}, source_weights, row_weights
-        self.run_step, self.seat_bytes = run_step, seats
+        self.run_step, self.importance, self.seat_bytes = run_step, importance, seats
         self._yielded, self._device = yielded, device
 
     def __repr__(self) -> str:

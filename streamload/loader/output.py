@@ -92,6 +92,7 @@ class Outputs:
             steered.source_weights,
             weights,
             steered.run_step,
+            steered.importance,
         )
         if weights is not None:
             values["weight"] = self.last.weight

@@ -250,16 +250,19 @@ class Schedule:
             OptionError: an unknown name, or weights that can't be used.
         """
         sources = self._options.sources
-        if self.tracker.weights is None:
-            last = tuple(source.weight * self._weighted_units(place) for place, source in enumerate(sources))
-        else:
-            last = self.tracker.weights.given
+        last = self.own_weights if self.tracker.weights is None else self.tracker.weights.given
         weights = {source.name: weight for source, weight in zip(sources, last, strict=True)}
         unknown = sorted(changed.keys() - weights.keys())
         if unknown:
             raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(weights)}")
         given = tuple((weights | dict(changed)).values())
         return Weights(given, shares_of(given, [source.floor for source in sources]))
+
+    @property
+    def own_weights(self) -> tuple[float, ...]:
+        """The weights that the sources were given, before any change."""
+        sources = enumerate(self._options.sources)
+        return tuple(source.weight * self._weighted_units(place) for place, source in sources)
 
     def source_samples(self, place: int) -> int | None:
         """The samples of a source by sizes.json; None if nothing says."""

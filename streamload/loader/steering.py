@@ -8,7 +8,7 @@ it is made. So batches depend on reports and policy, never on workers, speed, or
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,10 +57,12 @@ class Steered(NamedTuple):
     Attributes:
         run_step: its number in the run, from 0; None: steps aren't counted.
         source_weights: of the rows of each source; None: 1.
+        importance: the sources' own shares ÷ those of the batch; None: they are the same.
     """
 
     run_step: int | None = None
     source_weights: tuple[float, ...] | None = None
+    importance: tuple[float, ...] | None = None
 
 
 class Steering:
@@ -87,7 +89,7 @@ class Steering:
         self._cause: Exception | None = None
         self._agreement: Agreement | None = None
         self._objective = _objective(options)
-        self._by_shares: tuple[tuple[int, ...], tuple[float, ...] | None] = (), None
+        self._by_shares: tuple[tuple[int, ...], Steered] = (), Steered()
         self._restore(SteeringState.at_start(len(options.sources)))
 
     def _restore(self, state: SteeringState) -> None:
@@ -137,10 +139,13 @@ class Steering:
                 size = (self._state.total[source] + self._handed[source]) / UNIT / pass_
                 self._sizes[str(source)] = min(size, self._sizes.get(str(source), size))
         self._steps += 1
-        if self._objective is not None and self._by_shares[0] != shares:
-            pairs = zip(self._objective, shares, strict=True)
-            self._by_shares = shares, tuple(wanted / share if share else 0.0 for wanted, share in pairs)
-        return Steered(self._steps - 1, self._by_shares[1])
+        if self._by_shares[0] != shares:
+            floors = [source.floor for source in self._options.sources]
+            own = shares_of(self._schedule.own_weights, floors)
+            weights = None if self._objective is None else _ratios(self._objective, shares)
+            importance = None if own == shares else _ratios(own, shares)
+            self._by_shares = shares, Steered(None, weights, importance)
+        return self._by_shares[1]._replace(run_step=self._steps - 1)
 
     def report(self, loss: Any, alignment: Any, tokens: Any, info: BatchInfo, rows: Rows | None) -> None:
         """See Loader.report."""
@@ -344,6 +349,10 @@ class Steering:
         """
         if isinstance(self._options.mixing, Replay):
             raise OptionError(f"mixing={self._options.mixing!r} has all decisions: leave out {call}")
+
+
+def _ratios(wanted: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    return tuple(one / share if share else 0.0 for one, share in zip(wanted, shares, strict=True))
 
 
 def _objective(options: LoaderOptions) -> tuple[float, ...] | None:

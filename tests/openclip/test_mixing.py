@@ -109,6 +109,40 @@ def losses_one_by_one(
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+def test_a_row_of_weight_three_counts_as_three_negatives_of_the_others(is_sigmoid: bool) -> None:
+    draw = torch.Generator().manual_seed(1)
+    images, texts = torch.nn.functional.normalize(torch.randn(2, 20, 4, generator=draw), dim=-1)
+    weights = torch.tensor([1.0, 3.0, 0.0, 2.0]).repeat(5)
+    found = row_losses.row_losses(
+        images, texts, torch.tensor(8.0), torch.tensor(-2.0), is_sigmoid=is_sigmoid, weights=weights
+    )
+    for row in range(20):
+        seen = [row] + [n for n in range(20) for _ in range(int(weights[n])) if n != row]
+        alike = losses_one_by_one(images[seen], texts[seen], 8.0, -2.0, is_sigmoid=is_sigmoid)
+        assert float(found[row]) == pytest.approx(float(alike[0]), rel=1e-5)
+
+
+def test_what_cannot_be_learned_is_not_taken_for_learned_when_its_share_falls() -> None:
+    """Rows of noise are told from all others, and not from each other."""
+    draw, rows, losses = torch.Generator().manual_seed(1), 1024, {}
+
+    def features(noise: torch.Tensor) -> torch.Tensor:
+        """float[rows, 1 + 64 + rows]: a side for noise and for the others, what is random, what is clear."""
+        said = torch.nn.functional.normalize(torch.randn(rows, 64, generator=draw), dim=-1) * noise
+        return torch.cat([2 * noise - 1.0, said, torch.eye(rows) * ~noise], 1) / 2**0.5
+
+    for share in (0.5, 0.125):
+        noise = torch.arange(rows)[:, None] < share * rows
+        images, texts = features(noise), features(noise)
+        weights = torch.where(noise[:, 0], 0.5 / share, 0.5 / (1 - share))
+        for name, given in (("as they are", None), ("weighted", weights)):
+            found = row_losses.row_losses(images, texts, torch.tensor(8.0), weights=given)
+            losses[name, share] = float(found[noise[:, 0]].mean())
+    assert losses["as they are", 0.5] - losses["as they are", 0.125] > 1.0
+    assert losses["weighted", 0.125] == pytest.approx(losses["weighted", 0.5], abs=0.1)
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("flags", [(), ("--siglip",), ("--precision", "amp_bf16")])
 def test_losses_by_row_are_logged_by_source_and_the_trainings_loss_stays_the_same(

@@ -2,7 +2,8 @@
 
 OpenCLIP's loss is left as it is: a hook, called after it, computes the losses of the rank's own rows once
 more from the same features, without gradients and without other ranks. So their negatives are those of the
-rank's own batch.
+rank's own batch. They are weighted as if the sources' shares were those of the start: else the loss of a
+source would fall whenever it has fewer rows among its negatives, and a policy took that for learning.
 """
 
 from __future__ import annotations
@@ -86,8 +87,12 @@ class _Report:
         given = self._signature.bind(*args, **kwargs).arguments
         images, texts = given["image_features"].detach(), given["text_features"].detach()
         scale, bias = given["logit_scale"], given.get("logit_bias")
+        info, weights = self._loader.info, None
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-            losses = row_losses(images, texts, scale, bias, is_sigmoid=self._is_sigmoid)
+            if info.importance is not None:
+                importance = torch.tensor(info.importance).to(images.device, non_blocking=True)
+                weights = importance[info.source.to(images.device)]
+            losses = row_losses(images, texts, scale, bias, is_sigmoid=self._is_sigmoid, weights=weights)
             cosines = F.cosine_similarity(images.float(), texts.float())
         self._loader.report(loss=losses, alignment=cosines)
 
@@ -99,6 +104,7 @@ def row_losses(
     bias: torch.Tensor | None = None,
     *,
     is_sigmoid: bool = False,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the loss of each row among the rows given; their mean is OpenCLIP's loss on one rank.
 
@@ -107,6 +113,7 @@ def row_losses(
         scale, bias: by which cosines become logits, as given to OpenCLIP's loss.
         is_sigmoid: the sigmoid loss of an image with all texts (SigLIP), instead of the mean of the cross
             entropies of an image with all texts and of a text with all images.
+        weights: float32[N], of each row as a negative of others; None: 1.
 
     Returns:
         float32[N].
@@ -114,15 +121,20 @@ def row_losses(
     images, texts = images.float(), texts.float()
     scale = scale.float()
     shift = 0.0 if bias is None else bias.float()
+    weights = images.new_ones(len(images)) if weights is None else weights
     losses = []
     for start in range(0, len(images), _CHUNK_ROWS):
         own = torch.arange(start, min(start + _CHUNK_ROWS, len(images)), device=images.device)
         by_image = scale * images[own] @ texts.T + shift
+        is_pair = own[:, None] == torch.arange(len(texts), device=texts.device)
+        counted = torch.where(is_pair, 1.0, weights)
         if is_sigmoid:
-            is_pair = own[:, None] == torch.arange(len(texts), device=texts.device)
-            losses.append(-F.logsigmoid(torch.where(is_pair, by_image, -by_image)).sum(1))
+            losses.append(-(counted * F.logsigmoid(torch.where(is_pair, by_image, -by_image))).sum(1))
         else:
             by_text = scale * texts[own] @ images.T + shift
-            both = [F.cross_entropy(logits, own, reduction="none") for logits in (by_image, by_text)]
+            both = [
+                F.cross_entropy(logits + counted.log(), own, reduction="none")
+                for logits in (by_image, by_text)
+            ]
             losses.append((both[0] + both[1]) / 2)
     return torch.cat(losses) if losses else images.new_zeros(0)
