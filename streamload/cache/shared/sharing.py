@@ -71,12 +71,13 @@ class SharedOptions:
         )
 
     def open_objects(
-        self, stop: threading.Event | None = None, timeout_seconds: float = _TIMEOUT_SECONDS
+        self, stop: threading.Event | None = None, timeout_seconds: float | None = None
     ) -> Objects:
         """The objects of the shared cache; makes no request yet."""
-        return Objects(self.url, self.storage_options, timeout_seconds=timeout_seconds, stop=stop)
+        seconds = _TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        return Objects(self.url, self.storage_options, timeout_seconds=seconds, stop=stop)
 
-    def open_tier(self, counts: Counts, timeout_seconds: float = _TIMEOUT_SECONDS) -> SharedTier:
+    def open_tier(self, counts: Counts, timeout_seconds: float | None = None) -> SharedTier:
         """The shared cache, for one process; makes no request yet."""
         stop = threading.Event()
         return SharedTier(self.open_objects(stop, timeout_seconds), counts, stop=stop)
