@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 _INTERVAL = 0.05  # of the steps so far, from one change to the next
 _MOST_MOVED = 0.05  # of all samples, by one decision
 _LEAST_MOVED = 0.02  # a decision that would move less is left out
+_ROUNDING = 1e-6  # of shares in effect, which are whole numbers of units, to those decided
 
 
 def interval(summary: Summary, every: int) -> int:
@@ -56,7 +57,7 @@ def exceeds_caps(policy: Any, summary: Summary, kept: Mapping[str, Any]) -> bool
     shares = np.array([source.share for source in summary.sources])
     given = np.array(kept["given"])
     least = floors(summary, given, policy.floor)
-    return bool((shares > np.maximum(least, caps(summary, given, policy.max_passes)) + 1e-3).any())
+    return bool((shares > np.maximum(least, caps(summary, given, policy.max_passes)) + _ROUNDING).any())
 
 
 def bounded(wanted: Floats, least: Floats, most: Floats) -> Floats:
