@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+import streamload
 from streamload import FeatureMismatch, FeatureNotCacheable, cache_info, cache_module
 from streamload.derived import builds, code, module_proof, packages, row_store
 from streamload.derived.code import Describer
@@ -631,6 +632,29 @@ def test_a_function_of_another_file_is_followed(tmp_path, monkeypatch):
     assert is_hit(extractor(inside))
     sys.modules["made_elsewhere"].RATE = 3.0
     assert not is_hit(extractor(inside))
+
+
+def test_streamload_itself_counts_by_version_and_commit_from_any_directory(tmp_path, monkeypatch):
+    """A checkout that is the current directory hides where streamload was installed from."""
+    about = tmp_path / "streamload-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: streamload\nVersion: 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for origin in (
+        "",
+        '{"url": "file:///x", "dir_info": {"editable": true}}',
+        '{"vcs_info": {"commit_id": "1"}}',
+    ):
+        (about / "direct_url.json").write_text(origin)
+        for cached in (packages.direct_url, code._version):
+            cached.cache_clear()
+        importlib.invalidate_caches()
+        found.append(code._version("streamload"))
+    for cached in (packages.direct_url, code._version):
+        cached.cache_clear()
+    assert found[0] == found[1] == streamload.__version__
+    assert found[2].startswith(f"{streamload.__version__} ")
 
 
 def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path, monkeypatch):

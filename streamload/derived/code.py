@@ -29,7 +29,7 @@ import torch
 from xxhash import xxh3_128
 
 from streamload.derived.bytecode import bytecode, globals_of, strings
-from streamload.derived.packages import direct_url, package_of
+from streamload.derived.packages import direct_url, is_of_folder, package_of
 from streamload.errors import FeatureNotCacheable
 
 _BOOKKEEPING = re.compile(
@@ -331,7 +331,7 @@ def _version(package: str) -> str:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
-    origin = direct_url(package)
+    origin = "" if is_of_folder(package) else direct_url(package)  # found or not by the current directory
     return f"{version} {digest_of(origin)[:8]}" if origin else version
 
 

@@ -45,7 +45,12 @@ def _package(name: str) -> str | None:
         return top if is_known else None
     if not file.startswith(_INSTALLED):
         return None
-    return None if '"dir_info"' in direct_url(top) else top
+    return None if is_of_folder(top) else top
+
+
+def is_of_folder(package: str) -> bool:
+    """Whether it was installed from a folder, whose code may change while its version doesn't."""
+    return '"dir_info"' in direct_url(package)
 
 
 @functools.cache
