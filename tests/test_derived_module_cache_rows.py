@@ -322,6 +322,33 @@ def test_a_database_that_breaks_while_it_is_open_is_replaced(tmp_path, caplog):
         assert bodies(other.read([key(1)]), [1]) in ({}, expected([1]))
 
 
+@pytest.mark.parametrize(
+    ("damaged", "value"),
+    [
+        ("sqlite_cache^size", 1),
+        ("sqlite_cachd_size", 1),
+        ("sqlite_synchronous", "^"),
+        ("sqlite_synchronous", "a b"),
+        ("sqlite_synchronous", b"1"),
+        ("disk_pickle_protocol", "x"),
+        ("disk_~", 1),
+        ("~", 1),
+        (b"size", 1),
+        ("size_limit", "x"),
+    ],
+)  # fmt: skip
+def test_damaged_settings_of_a_database_cost_its_rows_at_most(tmp_path, damaged, value):
+    root = tmp_path / "rows"
+    with opened(root) as store:
+        store.write([row(at, 700) for at in range(10)], "it")
+    with contextlib.closing(sqlite3.connect(root / HOME / "cache.db", isolation_level=None)) as connection:
+        connection.execute("INSERT OR REPLACE INTO Settings VALUES (?, ?)", (damaged, value))
+    with opened(root) as store:
+        assert bodies(store.read([key(3)]), [3]) in ({}, expected([3], 700))
+        assert store.write([row(3, 700)], "it") == 1
+        assert bodies(store.read([key(3)]), [3]) == expected([3], 700)
+
+
 @settings(max_examples=25, deadline=None)
 @given(places=st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 255)), min_size=1, max_size=40))
 def test_whatever_bytes_are_damaged_no_wrong_row_is_read(tmp_path_factory, places):

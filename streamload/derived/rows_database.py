@@ -204,21 +204,28 @@ def _insert(rows: int) -> str:
 
 
 def _lay_out(home: Path, page_bytes: int, limit_bytes: int) -> Any:
-    """Make diskcache's tables, if they aren't there; return its view of them, without an open connection."""
-    cache = diskcache().Cache(
-        str(home),
-        timeout=WAIT_SECONDS,
-        disk=_bytes_disk(),
-        eviction_policy="least-recently-used",  # for its index: what goes is decided here
-        cull_limit=0,
-        statistics=0,
-        tag_index=0,
-        sqlite_auto_vacuum=0,
-        sqlite_cache_size=-1024,
-        sqlite_mmap_size=0,
-        sqlite_journal_size_limit=0,
-        sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
-    )
+    """Make diskcache's tables, if they aren't there; return its view of them, without an open connection.
+
+    Raises:
+        sqlite3.Error: they can't be made, or its settings are damaged.
+    """
+    try:
+        cache = diskcache().Cache(
+            str(home),
+            timeout=WAIT_SECONDS,
+            disk=_bytes_disk(),
+            eviction_policy="least-recently-used",  # for its index: what goes is decided here
+            cull_limit=0,
+            statistics=0,
+            tag_index=0,
+            sqlite_auto_vacuum=0,
+            sqlite_cache_size=-1024,
+            sqlite_mmap_size=0,
+            sqlite_journal_size_limit=0,
+            sqlite_wal_autocheckpoint=max(1, log_bytes(limit_bytes) // page_bytes),
+        )
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        raise sqlite3.DatabaseError(f"malformed settings: {exc!r}") from exc
     cache.close()
     return cache
 

@@ -24,6 +24,10 @@ WAIT_SECONDS = 20.0
 RAW = 1
 """diskcache's MODE_RAW: the value is what it is, nothing that would be unpickled."""
 _PAGE_BYTES = 4 << 20
+_BROKEN = (
+    *("malformed", "not a database", "no such table", "no such column"),
+    *("unrecognized token", "syntax error"),  # of damaged names of settings, which diskcache puts into SQL
+)
 _EMPTY = """
     CREATE TABLE Cache
     (rowid INTEGER PRIMARY KEY, key, raw, store_time, access_time, tag, mode, filename, value)
@@ -200,8 +204,7 @@ def is_broken(error: Exception) -> bool:
     """Whether a file is no database of rows, and never will be."""
     text = str(error)
     return isinstance(error, sqlite3.IntegrityError) or (
-        isinstance(error, sqlite3.DatabaseError)
-        and any(words in text for words in ("malformed", "not a database", "no such table", "no such column"))
+        isinstance(error, sqlite3.DatabaseError) and any(words in text for words in _BROKEN)
     )
 
 
