@@ -331,7 +331,7 @@ def _version(package: str) -> str:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
-    origin = "" if is_of_folder(package) else direct_url(package)  # found or not by the current directory
+    origin = "" if is_of_folder(package) else direct_url(package)  # which the current directory may hide
     return f"{version} {digest_of(origin)[:8]}" if origin else version
 
 

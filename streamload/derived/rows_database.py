@@ -31,7 +31,7 @@ _ROWS_A_STATEMENT, _BYTES_A_STATEMENT = 64, 256 << 10
 """A statement holds a copy of all of its rows."""
 _READING_KIB, _WRITING_KIB = 256, 2048
 """Pages that are held in memory, by each connection of each worker. The inner pages of an index fit in the
-first: more saves no time, as the system has the others. A transaction that changes more than the second
+first, and 1 MiB saves no time, as the system has the others. A transaction that changes more than the second
 writes some of them more than once."""
 
 

@@ -40,7 +40,7 @@ class BatchInfo:
         row_weights: float32[N], the weight of each row by `sample_weight=`, in host memory; None: 1.
         run_step: its number in the run, from 0; None without mixing= and Order(decisions=…, objective=…).
         importance: of each source, the share by its own weight ÷ its share of this step, by which rows stand
-            for samples at the shares that make_loader was given; None: 1 for all, or not known as run_step.
+            for samples at the shares that make_loader was given; None: 1 for all, or as for `run_step`.
         seat_bytes: as `seats` was given.
     """
 

@@ -35,7 +35,7 @@ LOSS, ALIGNMENT, TOKENS = 0, PARTS, PARTS + 1
 _LINES = PARTS + 2
 
 Sums = npt.NDArray[np.float64]
-"""float64[_LINES, sources, 4]: the number of finite values, their sum, that of their squares; how many
+"""float64[PARTS + 2, sources, 4]: the number of finite values, their sum, that of their squares; how many
 values were not finite."""
 
 

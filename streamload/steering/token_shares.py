@@ -13,9 +13,7 @@ from streamload.steering.limits import bounded, floors, given_shares, moved_by
 from streamload.steering.policy import Decided
 from streamload.steering.summary import Signal, SourceSummary, Summary
 
-_LEAST_MOVED = (
-    0.005  # of all samples: means of rows are noisy, and a change ends what is known of the next steps
-)
+_LEAST_MOVED = 0.005  # of all samples; less is noise in the mean tokens of a row
 _KEPT = 0.5  # of what was reported before a decision, at the next one: what rows have may drift
 
 

@@ -121,20 +121,19 @@ def row_losses(
     images, texts = images.float(), texts.float()
     scale = scale.float()
     shift = 0.0 if bias is None else bias.float()
-    weights = images.new_ones(len(images)) if weights is None else weights
     losses = []
     for start in range(0, len(images), _CHUNK_ROWS):
         own = torch.arange(start, min(start + _CHUNK_ROWS, len(images)), device=images.device)
         by_image = scale * images[own] @ texts.T + shift
         is_pair = own[:, None] == torch.arange(len(texts), device=texts.device)
-        counted = torch.where(is_pair, 1.0, weights)
+        counted = None if weights is None else torch.where(is_pair, 1.0, weights)
         if is_sigmoid:
-            losses.append(-(counted * F.logsigmoid(torch.where(is_pair, by_image, -by_image))).sum(1))
+            found = -F.logsigmoid(torch.where(is_pair, by_image, -by_image))
+            losses.append((found if counted is None else counted * found).sum(1))
         else:
-            by_text = scale * texts[own] @ images.T + shift
-            both = [
-                F.cross_entropy(logits + counted.log(), own, reduction="none")
-                for logits in (by_image, by_text)
-            ]
-            losses.append((both[0] + both[1]) / 2)
+            both = (by_image, scale * texts[own] @ images.T + shift)
+            if counted is not None:
+                both = (both[0] + counted.log(), both[1] + counted.log())
+            of_image, of_text = (F.cross_entropy(logits, own, reduction="none") for logits in both)
+            losses.append((of_image + of_text) / 2)
     return torch.cat(losses) if losses else images.new_zeros(0)
