@@ -157,6 +157,33 @@ def test_a_tensor_arrives_with_its_strides_its_type_and_what_is_around_it_unseen
     assert counts.snapshot().fresh_tensors == 0
 
 
+def test_an_empty_batch_leaves_its_memory_to_those_that_come_after_it() -> None:
+    slots, counts = BufferPool(batches=1), Counters()
+    for count in (4, 0, 4, 0, 3):  # of an evaluation, where none of some batches' samples can be used
+        taken = slots.empty((4, 1000), torch.uint8)
+        assert taken is not None
+        taken.fill_(count)
+        image = sent(slots, counts, image=taken[:count])["image"]
+        assert image.shape == (count, 1000)
+        assert (image == count).all()
+        del image
+
+
+def test_a_second_view_of_a_slot_for_which_there_is_no_other_leaves_the_slot_to_later_batches() -> None:
+    slots, counts = BufferPool(batches=1), Counters()
+    held = []
+    for number in range(3):
+        taken = slots.empty((1000,), torch.uint8)
+        assert taken is not None
+        taken.fill_(number)
+        batch = sent(slots, counts, image=taken, crop=taken[10:])
+        assert (batch["image"] == number).all()
+        held.append(batch.pop("crop"))
+        del batch
+    assert [crop.unique().tolist() for crop in held] == [[0], [1], [2]]
+    assert counts.snapshot().fresh_tensors == 2
+
+
 def test_what_is_taken_and_not_handed_over_is_free_again() -> None:
     slots, counts = BufferPool(batches=1), Counters()
     taken = slots.empty((1000,), torch.uint8)

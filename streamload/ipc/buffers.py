@@ -123,7 +123,9 @@ class BufferPool:
     def hand_over(self, values: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
         """Return a batch's values ready to send; tensors outside of slots are copied into one.
 
-        Slots that were taken and aren't among the values are freed.
+        Slots that were taken and aren't among the values are freed. A view of a slot is never left for torch
+        to send: torch moves its whole storage into memory of its own, so later batches of that slot would be
+        written there, and the rank would read what the slot held before.
 
         Args:
             values: tensors and anything else.
@@ -134,12 +136,15 @@ class BufferPool:
         for name, value in values.items():
             sent[name] = value
             if not is_plain(value):
+                if isinstance(value, torch.Tensor) and not value.numel():  # it may be a view of a slot
+                    sent[name] = value.clone()
                 continue
             index = self._taken.get(value.untyped_storage().data_ptr())
             if index is None or index in handed:
                 copy = self.empty(value.shape, value.dtype)
                 if copy is None:
                     counts.add("fresh_tensors")
+                    sent[name] = value if index is None else value.clone()
                     continue
                 value = copy.copy_(value)
                 index = self._taken[value.data_ptr()]
