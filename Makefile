@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test lint docs pytest pytest-openclip ranges fuzz faults peers bench pins wheel clean
+.PHONY: help demo quick test deep lint docs pytest pytest-openclip times ranges fuzz faults peers bench pins wheel clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -15,7 +15,7 @@ READY := .venv/.ready
 OPENCLIP_READY := .venv-openclip/.ready
 STORES_READY := .venv-stores/.ready
 DOCS_READY := .venv-docs/.ready
-OPENCLIP_TESTS = $(wildcard tests/test_*openclip*.py tests/openclip)
+OPENCLIP_TESTS = $(wildcard tests/test_*openclip*.py tests/openclip/test_*.py)
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "%-10s%s\n", $$1, $$2}'
@@ -23,13 +23,13 @@ help:  ## Show this list
 demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
 	$(BIN)/python examples/demo.py
 
-test: lint docs pytest pytest-openclip  ## Check everything (style, types, import contract, docs, tests)
+test: lint docs pytest pytest-openclip  ## Check everything (style, types, import contract, docs, tests) but what `make deep` does
 
 # Compared with BASE, or those of one room: ROOM=cache.
 BASE ?= main
 quick: lint docs  ## Check style, types, docs and the tests of what changed since BASE=main, or of one room: ROOM=cache
 	files=$$($(BIN)/python .ci/quick.py $(BASE) $(ROOM)); \
-	[ -z "$$files" ] || $(BIN)/python -m pytest --numprocesses 4 --dist worksteal $$files
+	[ -z "$$files" ] || $(BIN)/python -m pytest -m "not deep" --numprocesses 4 --dist worksteal $$files || [ $$? = 5 ]
 
 lint: $(READY)  ## Check style, types and the import contract
 	$(BIN)/ruff check
@@ -50,18 +50,28 @@ TESTED = $(1) --numprocesses 4 --dist worksteal || \
 pytest: $(READY)
 	@for package in prometheus chromium; do \
 		bash .ci/need $$package || echo "The tests that need $$package are skipped." >&2; done
-	$(call TESTED,$(BIN)/python -m pytest)
+	$(call TESTED,$(BIN)/python -m pytest -m "not deep")
 
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
-	$(call TESTED,.venv-openclip/bin/python -m pytest $(OPENCLIP_TESTS))
+	$(call TESTED,.venv-openclip/bin/python -m pytest -m "not deep" $(OPENCLIP_TESTS))
+
+# Those marked deep, and no other file is imported.
+DEEP_TESTS = $(shell grep -l 'mark\.deep' $(wildcard tests/test_*.py tests/openclip/test_*.py))
+deep: $(READY) $(OPENCLIP_READY)  ## Run the tests that are long by nature: benchmarks' quick forms, faults, simulation, long trainings
+	$(call TESTED,$(BIN)/python -m pytest -m deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+	$(call TESTED,.venv-openclip/bin/python -m pytest -m deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+
+TARGETS ?= test deep demo
+times: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Time TARGETS="test deep demo", and write that into CONTRIBUTING.md
+	$(BIN)/python .ci/times.py $(TARGETS)
 
 # pip resolves the newest alone, uv the oldest, too; what these need in turn is the newest in both. uv reads none of pip's
 # settings: say UV_INDEX or UV_FIND_LINKS where packages come from elsewhere. The oldest have wheels up to Python 3.12.
 define TESTED_WITH
 	$(BIN)/uv venv --quiet --clear --seed --python $(BIN)/python .venv-$(1)
 	$(BIN)/uv pip install --quiet --python .venv-$(1)/bin/python --resolution $(1) --editable '.[dev]'
-	$(call TESTED,.venv-$(1)/bin/python -m pytest)
+	$(call TESTED,.venv-$(1)/bin/python -m pytest -m "not deep")
 endef
 
 ranges: $(READY)  ## Run the tests with the oldest and with the newest dependencies (25 minutes, and gigabytes)
