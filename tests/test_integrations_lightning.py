@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 import streamload
 from streamload.testing.shards import write_shards
@@ -24,28 +22,35 @@ def lightnings_advice() -> Iterator[None]:
         yield
 
 
-class Notes(lightning.LightningModule):
-    """Notes which samples it is trained and validated on, batch by batch."""
+def noting_model() -> Any:
+    """Return a model that notes which samples it is trained and validated on, batch by batch.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-        self.trained_on: list[list[str]] = []
-        self.validated: list[list[str]] = []
+    Lightning's imports take seconds, which each process that collects this file would spend.
+    """
+    from lightning import LightningModule
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.trained_on.append(batch["__key__"])
-        return self.layer(batch["image"].mean((2, 3))).pow(2).mean()
+    class Notes(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+            self.trained_on: list[list[str]] = []
+            self.validated: list[list[str]] = []
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated.append(batch["__key__"])
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.trained_on.append(batch["__key__"])
+            return self.layer(batch["image"].mean((2, 3))).pow(2).mean()
 
-    def predict_step(self, batch: Any, batch_idx: int) -> list[str]:
-        keys: list[str] = batch["__key__"]
-        return keys
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated.append(batch["__key__"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        def predict_step(self, batch: Any, batch_idx: int) -> list[str]:
+            keys: list[str] = batch["__key__"]
+            return keys
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Notes()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,9 @@ def make(paths: list[str], tmp_path: Path, **options: Any) -> streamload.Loader:
     return flat.make_loader(paths, cache_dir=tmp_path / "cache", cache_size="1GB", **{**defaults, **options})
 
 
-def trainer(tmp_path: Path, **options: Any) -> lightning.Trainer:
+def trainer(tmp_path: Path, **options: Any) -> Any:
+    import lightning
+
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return lightning.Trainer(
         accelerator="cpu", default_root_dir=tmp_path, **{"enable_checkpointing": False, **quiet, **options}
@@ -75,7 +82,7 @@ def test_fit_gives_the_epochs_of_a_plain_loop(sized: bool, paths: list[str], tmp
     options = {"num_samples": 40} if sized else {}
     first, second = epochs_of(paths, tmp_path, 2, **options)
     held_out = epochs_of(paths, tmp_path, 1, train=False)[0]
-    model = Notes()
+    model = noting_model()
     with make(paths, tmp_path, **options) as loader, make(paths, tmp_path, train=False) as validation:
         trainer(tmp_path, max_epochs=2, num_sanity_val_steps=2).fit(model, loader, validation)
         assert model.trained_on == first + second
@@ -94,23 +101,27 @@ def test_fit_gives_the_epochs_of_a_plain_loop(sized: bool, paths: list[str], tmp
 def test_fit_goes_on_where_its_checkpoint_was_saved(
     sized: bool, step: int, paths: list[str], tmp_path: Path
 ) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     options = {"num_samples": 40} if sized else {}
     expected = [keys for epoch in epochs_of(paths, tmp_path, 3, **options) for keys in epoch]
-    model = Notes()
+    model = noting_model()
     saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=step, save_top_k=-1)
     with make(paths, tmp_path, **options) as loader:
         trainer(tmp_path, max_steps=step, callbacks=[saves], enable_checkpointing=True).fit(model, loader)
     assert model.trained_on == expected[:step]
     [checkpoint] = (tmp_path / "saved").iterdir()
-    resumed = Notes()
+    resumed = noting_model()
     with make(paths, tmp_path, **options) as loader:
         trainer(tmp_path, max_steps=step + 10).fit(resumed, loader, ckpt_path=checkpoint)
     assert resumed.trained_on == expected[step : step + 10]
 
 
 def test_predict_and_fabric_take_a_loader(paths: list[str], tmp_path: Path) -> None:
+    import lightning
+
     [held_out] = epochs_of(paths, tmp_path, 1, train=False)
     with make(paths, tmp_path, train=False) as loader:
-        assert trainer(tmp_path).predict(Notes(), loader) == held_out
+        assert trainer(tmp_path).predict(noting_model(), loader) == held_out
         fabric = lightning.Fabric(accelerator="cpu")
         assert [batch["__key__"] for batch in fabric.setup_dataloaders(loader)] == held_out

@@ -11,18 +11,16 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import lightning
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
-from test_integrations_lightning import Notes as LightningNotes
 from test_integrations_lightning import make as make_for_lightning
+from test_integrations_lightning import noting_model
+from test_integrations_lightning import trainer as trainer_of_lightning
 from test_integrations_transformers import Notes, make
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from streamload.integrations.lightning import LoaderMetrics as LightningMetrics
 from streamload.integrations.transformers import LoaderMetrics, Trainer
 from streamload.testing.shards import write_shards
 
@@ -97,21 +95,17 @@ def test_the_trainer_logs_the_loaders_numbers_with_its_own_if_asked(place: Path,
 
 
 def test_lightning_logs_the_loaders_numbers_to_each_of_its_loggers(place: Path, tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    from streamload.integrations.lightning import LoaderMetrics as LightningMetrics
+
     paths = [str(path) for path in sorted((place / "data").glob("*.tar"))]
     loggers = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "board")]
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        max_steps=6,
-        log_every_n_steps=2,
-        logger=loggers,
-        callbacks=[LightningMetrics()],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = trainer_of_lightning(
+        tmp_path, max_steps=6, log_every_n_steps=2, logger=loggers, callbacks=[LightningMetrics()]
     )
     with make_for_lightning(paths, tmp_path, num_workers=0) as loader:
-        trainer.fit(LightningNotes(), loader)
+        trainer.fit(noting_model(), loader)
     found = scalars(tmp_path / "board")
     assert found.keys() >= OURS
     assert set(found["loader/data_wait"]) == {2, 4, 6}
@@ -122,19 +116,16 @@ def test_lightning_logs_the_loaders_numbers_to_each_of_its_loggers(place: Path, 
 
 
 def test_lightning_with_other_data_or_without_a_logger_logs_nothing(place: Path, tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    from streamload.integrations.lightning import LoaderMetrics as LightningMetrics
+
     paths = [str(path) for path in sorted((place / "data").glob("*.tar"))]
     with make_for_lightning(paths, tmp_path, num_workers=0) as loader:
         plain = DataLoader(list(loader), batch_size=None)
         for data, logger in ((loader, False), (plain, CSVLogger(tmp_path, "csv"))):
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                max_steps=2,
-                logger=logger,
-                log_every_n_steps=1,
-                callbacks=[LightningMetrics()],
-                default_root_dir=tmp_path,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
+            trainer = trainer_of_lightning(
+                tmp_path, max_steps=2, log_every_n_steps=1, logger=logger, callbacks=[LightningMetrics()]
             )
-            trainer.fit(LightningNotes(), data)
+            trainer.fit(noting_model(), data)
     assert "loader/" not in "".join(path.read_text() for path in tmp_path.rglob("metrics.csv"))
