@@ -10,6 +10,9 @@ SHELL := /bin/bash
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$python; break; }; done)
+# Images often say that Python shall not keep compiled modules: each of the tests' many processes would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 READY := .venv/.ready
 OPENCLIP_READY := .venv-openclip/.ready

@@ -1,4 +1,4 @@
-"""Run targets of the Makefile and write how long each took into CONTRIBUTING.md's table: `make times` does this.
+"""Run targets of the Makefile and write how long each took into CONTRIBUTING.md's table (`make times`).
 
     times.py TARGET ...
 
@@ -6,7 +6,6 @@ The last cell of a target's row gets the minutes, the cores, the day and the com
 ends the run, and its row stays as it was.
 """
 
-import datetime
 import os
 import re
 import subprocess
@@ -49,7 +48,7 @@ def circumstances() -> str:
     """Cores that may be used, the day, and the commit with a + where tracked files differ from it."""
     commit = _git("rev-parse", "--short", "HEAD").strip()
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":(exclude){PAGE}")
-    cores, today = len(os.sched_getaffinity(0)), datetime.date.today()
+    cores, today = len(os.sched_getaffinity(0)), time.strftime("%Y-%m-%d")
     return f"{cores} cores, {today}, {commit}{'+' * bool(changed)}"
 
 

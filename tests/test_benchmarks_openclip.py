@@ -30,6 +30,7 @@ def test_all_contenders_do_the_same_work(tmp_path: Path) -> None:
     assert max(means) - min(means) < 0.02  # the same photographs, each with another crop
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not OWN.exists(), reason="webdataset's cache is looked at beside its newer version")
 def test_a_peer_with_a_cache_is_given_half_of_the_data_as_its_limit(tmp_path: Path) -> None:
@@ -44,6 +45,7 @@ def test_a_peer_with_a_cache_is_given_half_of_the_data_as_its_limit(tmp_path: Pa
     assert result["failures"] == []
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_open_clips_own_order_is_followed(tmp_path: Path) -> None:
     out = tmp_path / "shuffle.json"

@@ -62,6 +62,7 @@ def test_an_environment_with_other_pins_or_without_its_parent_is_not_ready(pins,
     assert not build.is_ready("one", tmp_path)
 
 
+@pytest.mark.deep
 def test_one_that_cannot_be_built_is_named_and_the_others_are_children_of_ours_built_once(
     pins, tmp_path, capfd
 ):
@@ -166,6 +167,7 @@ def in_turn(tmp_path, fails_in=None):
     return jobs, log
 
 
+@pytest.mark.deep
 def test_turns_never_overlap_and_every_second_time_their_order_is_reversed(tmp_path):
     jobs, log = in_turn(tmp_path)
     ran = turns.run_in_turn(jobs)
@@ -175,6 +177,7 @@ def test_turns_never_overlap_and_every_second_time_their_order_is_reversed(tmp_p
     assert log.read_text().splitlines() == lines
 
 
+@pytest.mark.deep
 def test_one_that_fails_in_its_turn_is_told_of_and_one_that_never_ends_is_killed(tmp_path):
     jobs, _ = in_turn(tmp_path, fails_in=4)
     with pytest.raises(turns.Failed) as caught:
@@ -185,6 +188,7 @@ def test_one_that_fails_in_its_turn_is_told_of_and_one_that_never_ends_is_killed
         turns.run_in_turn(jobs, limit_seconds=1)
 
 
+@pytest.mark.deep
 def test_one_that_ends_while_it_waits_for_its_turn_is_told_of(tmp_path):
     jobs, _ = in_turn(tmp_path)
     early = tmp_path / "early"

@@ -1,8 +1,9 @@
-"""The benchmarks' small forms run and say what they should; the numbers are not looked at."""
+"""The benchmarks' small forms run and say what they should; the numbers are not looked at.
 
-import argparse
+`make test` runs one of them, in test_benchmarks_openclip.py.
+"""
+
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import pytest
 import torch
 
 from benchmarks import peer_tables, report, shuffle_report
-from benchmarks.markdown import filled
-from benchmarks.turns import RESULTS
 from examples.photograph_shards import write_photograph_shards
 from streamload.options import file_system
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +51,6 @@ def run_quickly(name: str, out: Path, *more: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["cold", "warm", "memory"])
 def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str, tmp_path: Path) -> None:
     contender = "streamload, last 10 batches kept" if name == "warm" else "streamload"
@@ -70,7 +70,6 @@ def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str,
     assert result["targets"]
 
 
-@pytest.mark.timeout(400)
 def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_timed(tmp_path: Path) -> None:
     contenders = ["floor, uint8", "streamload, uint8", "stages, uint8"]
     result = run_quickly(
@@ -110,7 +109,6 @@ def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_ti
     assert tables["stages"].count("\n") == 2 + len(named)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["cold_large", "hits", "fill", "verification", "scale", "flat"])
 def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Path) -> None:
     result = run_quickly(name, tmp_path / f"{name}.json", "--openclip-python", "none")
@@ -149,7 +147,6 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         assert [row["checked"] for row in result["rounds"]] == [128, 0]
 
 
-@pytest.mark.timeout(400)
 def test_a_small_cache_is_measured_with_and_without_lanes_and_window_that_fit(tmp_path: Path) -> None:
     result = run_quickly("small_cache", tmp_path / "out.json", "--contenders", "defaults")
 
@@ -159,7 +156,6 @@ def test_a_small_cache_is_measured_with_and_without_lanes_and_window_that_fit(tm
     assert result["targets"][1]["met"]
 
 
-@pytest.mark.timeout(400)
 def test_a_start_is_measured_beside_a_bare_loaders_and_asks_the_origin_for_nothing(tmp_path: Path) -> None:
     loaders = ["streamload, fork", "bare DataLoader, fork"]
     commands = ["streamload --help", "streamload warm, to its first request"]
@@ -175,7 +171,6 @@ def test_a_start_is_measured_beside_a_bare_loaders_and_asks_the_origin_for_nothi
     assert report.tables_of({"start": result})["start"].count("\n") == 5
 
 
-@pytest.mark.timeout(400)
 def test_a_run_that_is_taken_up_gives_the_rest_of_its_epoch_and_fetches_nothing(tmp_path: Path) -> None:
     result = run_quickly(
         "resume", tmp_path / "out.json", "--contenders", "streamload", "--openclip-python", "none"
@@ -191,7 +186,6 @@ def test_a_run_that_is_taken_up_gives_the_rest_of_its_epoch_and_fetches_nothing(
     assert all(f"| {name} |" in table for name in ("streamload", *result["cannot"]))
 
 
-@pytest.mark.timeout(400)
 def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
     result = run_quickly("link_busy", tmp_path / "out.json")
 
@@ -207,7 +201,6 @@ def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
     assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 7
 
 
-@pytest.mark.timeout(400)
 def test_the_shuffle_is_measured_beside_a_permutation(tmp_path: Path) -> None:
     result = run_quickly("shuffle", tmp_path / "out.json", "--openclip-python", "none")
 
@@ -234,7 +227,6 @@ def test_a_tier_on_disk_and_one_in_memory_are_read_and_only_dropped_pages_come_f
     assert result["medians"][dropped]["disk_bytes_per_image"] > 0
 
 
-@pytest.mark.timeout(400)
 def test_prepared_shards_are_read_without_their_origin(tmp_path: Path) -> None:
     chosen = ["raw-256, uint8", "jpeg-256-q90, none prepared, uint8"]
     result = run_quickly("prepared", tmp_path / "out.json", "--contenders", *chosen)
@@ -249,7 +241,6 @@ def test_prepared_shards_are_read_without_their_origin(tmp_path: Path) -> None:
     assert tables["preparing"].count("\n") > 2
 
 
-@pytest.mark.timeout(400)
 def test_strategies_of_caching_are_measured_beside_the_datasets_of_articles(tmp_path: Path) -> None:
     chosen = ["Dataset, no cache", "Dataset, a file a sample", "streamload, memory", "streamload, raw"]
     result = run_quickly("strategies", tmp_path / "out.json", "--contenders", *chosen)
@@ -266,7 +257,6 @@ def test_strategies_of_caching_are_measured_beside_the_datasets_of_articles(tmp_
     assert report.tables_of({"strategies": result})["strategies"].count("\n") == 1 + len(chosen)
 
 
-@pytest.mark.timeout(400)
 def test_daemons_are_measured_beside_trainings_that_get_the_same_batches(tmp_path: Path) -> None:
     result = run_quickly("daemons", tmp_path / "out.json")
 
@@ -282,7 +272,6 @@ def test_daemons_are_measured_beside_trainings_that_get_the_same_batches(tmp_pat
     assert tables["daemons_trainers"].count("\n") == 2
 
 
-@pytest.mark.timeout(400)
 def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")
@@ -295,7 +284,6 @@ def test_a_contender_that_fails_ends_the_benchmark_with_its_own_words(tmp_path: 
     assert "streamload ended with 3:\nno such luck" in ended.stderr
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "images"), [("scaling", [128] * 2), ("consumer", [128]), ("half", [128] * 3)]
 )
@@ -321,7 +309,6 @@ def test_a_benchmark_beside_the_peers_writes_rows_a_table_and_a_chart(
         assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
 
 
-@pytest.mark.timeout(400)
 def test_shards_of_ones_own_are_read_where_they_are(tmp_path: Path) -> None:
     write_photograph_shards(tmp_path / "shards", samples=384, samples_per_shard=128)
     command = ["--contenders", "streamload", "floor", "--openclip-python", "none"]
@@ -332,7 +319,6 @@ def test_shards_of_ones_own_are_read_where_they_are(tmp_path: Path) -> None:
     assert all(medians.keys() >= METRICS["warm"] for medians in result["medians"].values())
 
 
-@pytest.mark.timeout(400)
 def test_a_training_on_the_loaders_batches_is_compared_with_one_on_batches_that_are_there(
     tmp_path: Path,
 ) -> None:
@@ -363,23 +349,6 @@ def test_without_a_gpu_its_benchmark_says_so(arguments: list[str]) -> None:
     assert "--device cpu" in done.stderr or "torch finds no cuda here" in done.stderr
 
 
-def test_the_pages_and_charts_show_the_results_that_are_committed(tmp_path: Path) -> None:
-    pages = [Path(shutil.copy(page, tmp_path / "-".join(page.parts[-2:]))) for page in report.PAGES]
-    images = tmp_path / "images"
-    report.write(argparse.Namespace(results=RESULTS, pages=pages, images=images))
-    for page, written in zip(report.PAGES, pages, strict=True):
-        assert page.read_text() == written.read_text(), page.name
-    assert {path.name for path in images.iterdir()} == {path.name for path in report.IMAGES.iterdir()}
-    for image in images.iterdir():
-        assert (report.IMAGES / image.name).read_text() == image.read_text(), image.name
-
-
-def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
-    page = "before\n<!-- warm -->\nlast year\n<!-- /warm -->\nafter\n<!-- cold -->\n<!-- /cold -->\n"
-    assert filled(page, {"warm": "| new |"}) == page.replace("last year", "| new |")
-
-
-@pytest.mark.timeout(400)
 def test_features_in_a_loader_are_measured(tmp_path: Path) -> None:
     result = run_quickly("features", tmp_path / "out.json", "--contenders", "features")
 
@@ -388,7 +357,6 @@ def test_features_in_a_loader_are_measured(tmp_path: Path) -> None:
     assert report.tables_of({"features": result})["features"].count("\n") == 2
 
 
-@pytest.mark.timeout(400)
 def test_derived_shards_of_rows_are_measured(tmp_path: Path) -> None:
     result = run_quickly("row_shards", tmp_path / "out.json")
 

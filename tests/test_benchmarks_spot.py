@@ -144,6 +144,7 @@ def test_nodes_that_are_too_few_add_no_more_than_what_they_bring():
     assert 0.2 < found["read_share"] <= 1.02 * (0.1e9 + _rate_of_nodes(setup)) / setup.demand
 
 
+@pytest.mark.deep
 def test_so_many_nodes_live_as_their_lives_and_replacements_say():
     setup = replace(SMALL, groups=2, shards=4_000, nodes=40, lost_per_hour=3.0, seconds=4 * 3_600.0)
     found = simulate(replace(setup, window=12.0, notice_seconds=0.0), from_seconds=3_600)
@@ -175,6 +176,7 @@ def test_the_same_seed_gives_the_same_and_another_one_does_not():
     assert simulate(setup) != simulate(replace(setup, seed=1))
 
 
+@pytest.mark.deep
 def test_a_quarter_of_the_size_gives_the_same_shares():
     setup = replace(Setup().scaled(0.2), shards=20_000, nodes=28, seconds=600)
     large, small = (simulate(of) for of in (setup, setup.scaled(0.25)))
@@ -275,6 +277,7 @@ def test_a_node_with_a_notice_takes_nothing_more_and_hands_back_what_it_has_befo
 # -- what is shown
 
 
+@pytest.mark.deep
 def test_the_quick_form_writes_what_the_tables_show(tmp_path: Path):
     out = tmp_path / "spot.json"
     command = [sys.executable, "-m", "benchmarks.spot", "--quick", "--out", str(out)]

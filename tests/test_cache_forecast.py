@@ -175,6 +175,7 @@ def test_a_run_logs_it_when_it_begins_and_the_doctor_says_the_same(
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.deep
 def test_with_half_of_the_data_fitting_each_warm_epoch_hits_as_often_as_was_said(
     server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,7 +94,10 @@ def upkeep(tier: Tier, rng: random.Random, done: collections.Counter[str], harm:
                 done["harmed"] += 1
 
 
-@pytest.mark.parametrize("harm", [False, True], ids=["sound", "with bits that flip"])
+@pytest.mark.parametrize(
+    "harm",
+    [pytest.param(False, id="sound"), pytest.param(True, id="with bits that flip", marks=pytest.mark.deep)],
+)
 def test_a_training_does_not_notice_what_is_done_to_its_tier(harm: bool, tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "data", COUNTS, seed=51)
     oracle = collections.Counter(

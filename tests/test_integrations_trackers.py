@@ -19,9 +19,7 @@ from test_integrations_lightning import noting_model
 from test_integrations_lightning import trainer as trainer_of_lightning
 from test_integrations_transformers import Notes, make
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments
 
-from streamload.integrations.transformers import LoaderMetrics, Trainer
 from streamload.testing.shards import write_shards
 
 OURS = {"loader/samples_per_second", "loader/data_wait", "loader/ready_batches", "loader/stage/decode"}
@@ -69,6 +67,10 @@ def test_a_plain_loop_writes_one_flat_dict(place: Path, tmp_path: Path) -> None:
 
 
 def test_the_trainer_logs_the_loaders_numbers_with_its_own_if_asked(place: Path, tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from streamload.integrations.transformers import LoaderMetrics, Trainer
+
     for wanted in (True, False):
         folder = tmp_path / str(wanted)
         arguments = TrainingArguments(

@@ -1,4 +1,7 @@
-"""transformers' own Trainer on loaders: what the model sees, evaluates, and sees after resuming."""
+"""transformers' own Trainer on loaders: what the model sees, evaluates, and sees after resuming.
+
+Its imports take seconds, which each process that collects this file would spend: tests import it as they run.
+"""
 
 import json
 import subprocess
@@ -10,10 +13,8 @@ from typing import Any
 import flat
 import pytest
 import torch
-from transformers import TrainingArguments
 
 import streamload
-from streamload.integrations.transformers import STATE_NAME, Trainer
 from streamload.testing.shards import write_shards
 
 COUNTS = [20, 30, 25]
@@ -58,6 +59,10 @@ def make(place: Path, **options: Any) -> streamload.Loader:
 
 def train(place: Path, steps: int, resume: Any = None, folder: str = "out", **options: Any) -> Notes:
     """Run the Trainer, with an evaluation at its end."""
+    from transformers import TrainingArguments
+
+    from streamload.integrations.transformers import Trainer
+
     model = Notes()
     arguments = TrainingArguments(
         output_dir=str(place / folder),
@@ -109,6 +114,8 @@ def test_a_trainer_goes_on_exactly_where_its_checkpoint_was_saved(
 
 
 def test_a_checkpoint_without_a_state_is_refused(place: Path) -> None:
+    from streamload.integrations.transformers import STATE_NAME
+
     train(place, 4, folder="stateless", num_samples=60)
     (place / "stateless" / "checkpoint-4" / STATE_NAME).unlink()
     with pytest.raises(streamload.StateMismatch, match="ignore_data_skip"):

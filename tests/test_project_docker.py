@@ -243,6 +243,7 @@ def test_the_images_requirements_are_the_pinned_ones_and_lack_nothing():
     assert "setuptools" in found  # which builds streamload, without isolation
 
 
+@pytest.mark.deep
 def test_the_image_has_the_whole_package_and_its_command_works(image, place):
     app, environ = image
     command = json.loads(dict(LAST)["CMD"])
@@ -385,6 +386,7 @@ def test_no_service_waits_for_one_that_waits_for_it_or_for_an_end_that_never_com
                 assert "healthcheck" in services[name]
 
 
+@pytest.mark.deep
 def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_beside(image, place):
     app, environ = image
     services = COMPOSE["services"]
@@ -449,6 +451,7 @@ def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_besid
         store.stop()
 
 
+@pytest.mark.deep
 def test_the_kubernetes_recipe_runs_as_no_root_in_an_empty_dir_of_roots_and_ends_in_its_grace(image, place):
     app, environ = image
     (text,) = re.findall(

@@ -37,6 +37,7 @@ def decisions(path: Path) -> list[dict[str, Any]]:
     return [line for line, _ in read_lines(path) if line["kind"] == "weights"]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_training_reports_losses_and_decides_and_a_killed_one_goes_on_with_its_decisions(
     shards: list[Path], noise: Path, train: Callable[..., Run], tmp_path: Path

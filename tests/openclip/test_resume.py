@@ -53,6 +53,7 @@ def test_a_killed_run_goes_on_with_the_samples_that_its_weights_have_not_seen(
     assert states <= {"epoch_2.json", "epoch_3.json"}
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_two_ranks_that_are_killed_are_gone_on_from_by_one(
     shards: list[Path], train: Callable[..., Run]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tiny import Run
 
 from streamload.loader import make_loader
@@ -75,6 +76,7 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
     assert [result["num_samples"] for result in run.results] == [70, 70]
 
 
+@pytest.mark.deep
 def test_over_s3_and_a_pipe_from_s3_the_second_epoch_asks_nothing(
     shards: list[Path], train: Callable[..., Run]
 ) -> None:
