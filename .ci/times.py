@@ -23,7 +23,8 @@ def main() -> None:
         with_time(PAGE.read_text(), target, "")
     for target in targets:
         began = time.monotonic()
-        subprocess.run(["make", target], check=True)
+        if subprocess.run(["make", target], check=False).returncode:
+            raise SystemExit(f"make {target} failed: its row in {PAGE} stays as it was")
         duration = in_words(time.monotonic() - began)
         print(f"make {target}: {duration}", flush=True)
         PAGE.write_text(with_time(PAGE.read_text(), target, f"{duration} ({circumstances()})"))

@@ -28,6 +28,7 @@ from streamload.derived.row_store import Place, RowStore, close_stores
 from streamload.derived.row_upkeep import Damage, delete_damaged
 from streamload.errors import CacheError
 from streamload.testing.shards import write_shards
+from tests.commands import run_forked
 from tests.disks import read_only, small_disk, why_no_small_disk
 from tests.kills import Child
 
@@ -665,8 +666,7 @@ def test_a_read_only_disk_can_be_read(made, tmp_path, is_killed):
     of = next(iter(made.results))
 
     def run(*arguments):
-        command = [sys.executable, "-m", "streamload", "features", *arguments]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ran = run_forked(["features", *arguments])
         return ran.returncode, ran.stdout + ran.stderr
 
     def work(stage):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.commands import run_forked
 
 _MODULE = """
 import torch
@@ -73,27 +74,22 @@ class Project:
         write_shards(self.data, [7, 8], options=ShardOptions(image_side=(16, 30)))
         (root / "mine.py").write_text(_MODULE)
         (root / "training.py").write_text(_TRAINING)
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.root,
-            env={
-                **os.environ,
-                "STREAMLOAD_CACHE_DIR": str(self.root / "cache"),
-                "STREAMLOAD_CACHE_SIZE": "1GB",
-                "OMP_NUM_THREADS": "1",
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        self.environ = {
+            "STREAMLOAD_CACHE_DIR": str(root / "cache"),
+            "STREAMLOAD_CACHE_SIZE": "1GB",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def make(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run("-m", "streamload", "features", "make", str(self.data), "--workers", "1", *arguments)
+        command = ["features", "make", str(self.data), "--workers", "1", *arguments]
+        return run_forked(command, folder=self.root, environ=self.environ)
 
     def train(self, name: str) -> Any:
-        done = self.run("training.py", str(self.data), name)
+        command = [sys.executable, "training.py", str(self.data), name]
+        environ = {**os.environ, **self.environ}
+        done = subprocess.run(
+            command, cwd=self.root, env=environ, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -34,6 +33,7 @@ from streamload.order.plan import OrderOptions
 from streamload.testing.shards import ShardOptions
 from streamload.urls import expand_urls
 from tests import flat
+from tests.commands import run_forked
 from tests.kills import Child, Stage
 from tests.s3 import S3Server
 
@@ -42,7 +42,6 @@ SHARDS = len(COUNTS)
 RECIPE = "jpeg-32-q90"
 PREPARATION = Preparation.parse(RECIPE)
 OTHER = "jpeg-32-q90-v1-torch9.9.9-pillow99.0-simplejpeg9.9-00000000"
-COMMAND = [sys.executable, "-m", "streamload", "daemon"]
 Batches = list[tuple[torch.Tensor, list[str]]]
 
 
@@ -67,7 +66,7 @@ def threads() -> Iterator[None]:
 
 def command(origin: Origin, root: Path, *more: str) -> list[str]:
     return [
-        *COMMAND,
+        "daemon",
         *origin.urls,
         "--cache-dir",
         str(root),
@@ -77,11 +76,6 @@ def command(origin: Origin, root: Path, *more: str) -> list[str]:
         "none",
         *more,
     ]
-
-
-def run(given: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    said = {**os.environ, **environment}
-    return subprocess.run(given, capture_output=True, text=True, timeout=120, check=False, env=said)
 
 
 def epoch_of(origin: Origin, cache: Path, place: Place | None, **options: Any) -> tuple[Batches, Any]:
@@ -146,7 +140,7 @@ def test_a_training_takes_what_a_daemon_prepared_and_nothing_from_the_origin(
         place = Place(f"s3://bucket/{random.getrandbits(64):x}/tier", server.storage_options)
         more = ["--shared-cache-options", json.dumps(server.storage_options)]
     given = command(origin, tmp_path / "spot", "--prepare", RECIPE, "--shared-cache", place.url, *more)
-    done = run([*given, "--once", "--listen", "none"])
+    done = run_forked([*given, "--once", "--listen", "none"])
     assert done.returncode == 0, done.stderr
     assert (
         f"{SHARDS} of {SHARDS} shards are held ({SHARDS} listed shards, prepared as {RECIPE}" in done.stdout
@@ -158,13 +152,13 @@ def test_a_training_takes_what_a_daemon_prepared_and_nothing_from_the_origin(
     assert origin.sent == origin.bytes
     made, _ = epoch_of(origin, tmp_path / "alone", None)
     assert are_equal(found, made)
-    again = run([*given, "--once", "--listen", "none"])
+    again = run_forked([*given, "--once", "--listen", "none"])
     assert f"{SHARDS} of {SHARDS} shards are held" in again.stdout
     assert "0 brought, 0 B arrived" in again.stdout
 
 
 def test_without_a_shared_cache_they_are_held_on_this_node(origin: Origin, tmp_path: Path) -> None:
-    done = run(command(origin, tmp_path / "node", "--prepare", RECIPE, "--once", "--listen", "none"))
+    done = run_forked(command(origin, tmp_path / "node", "--prepare", RECIPE, "--once", "--listen", "none"))
     assert done.returncode == 0, done.stderr
     found, seen = epoch_of(origin, tmp_path / "node", None)
     assert seen.origin_bytes == 0
@@ -179,14 +173,14 @@ def test_they_are_prepared_of_what_the_shared_cache_has(
     origin.warm(tmp_path / "one", place, write_back=True)
     sent = origin.sent
     given = command(origin, tmp_path / "spot", "--prepare", RECIPE, "--shared-cache", place.url, *into)
-    assert run([*given, "--once", "--listen", "none"]).returncode == 0
+    assert run_forked([*given, "--once", "--listen", "none"]).returncode == 0
     assert origin.sent == sent
     assert brought(origin, place) == (0 if into else SHARDS)
     assert len(list((tmp_path / "spot" / "shards").iterdir())) == SHARDS
 
 
 def test_a_recipe_that_is_none_is_said(origin: Origin, tmp_path: Path) -> None:
-    done = run(command(origin, tmp_path / "node", "--prepare", "raw-"))
+    done = run_forked(command(origin, tmp_path / "node", "--prepare", "raw-"))
     assert done.returncode == 2
     assert done.stderr.startswith(
         "streamload: 'raw-' is not a recipe for prepared images: give raw, raw-SIZE or jpeg-"
@@ -198,7 +192,7 @@ def test_a_recipe_that_is_none_is_said(origin: Origin, tmp_path: Path) -> None:
 def test_a_shard_that_cant_be_prepared_is_named(origin: Origin, tmp_path: Path, place: Place) -> None:
     origin.paths[1].write_bytes(b"<html>")
     given = command(origin, tmp_path / "spot", "--prepare", RECIPE, "--shared-cache", place.url)
-    done = run([*given, "--once", "--listen", "none"])
+    done = run_forked([*given, "--once", "--listen", "none"])
     assert done.returncode == 1
     assert f"{origin.urls[1]}#{PREPARATION.name}: " in done.stdout
     assert "web page" in done.stdout
@@ -231,7 +225,8 @@ def test_sigterm_in_the_middle_hands_back_and_stores_nothing_half(
 ) -> None:
     origin.server.stop_after(0.5)
     given = command(origin, tmp_path / "spot", "--prepare", RECIPE, "--shared-cache", place.url)
-    with subprocess.Popen([*given, "--listen", "none", "--grace", "0.2"], stdout=subprocess.PIPE) as process:
+    shell = [sys.executable, "-m", "streamload", *given, "--listen", "none", "--grace", "0.2"]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE) as process:
         try:
             until(lambda: len(origin.server.log) >= 1 and list(Path(place.url).glob("leases/*")))
             process.send_signal(signal.SIGTERM)
@@ -242,7 +237,7 @@ def test_sigterm_in_the_middle_hands_back_and_stores_nothing_half(
     assert not list(Path(place.url).glob("leases/*"))
     assert brought(origin, place) == 0
     origin.server.go_on()
-    assert run([*given, "--once", "--listen", "none"]).returncode == 0
+    assert run_forked([*given, "--once", "--listen", "none"]).returncode == 0
     assert brought(origin, place) == SHARDS
 
 
@@ -342,13 +337,13 @@ def test_a_daemon_prepares_what_a_run_asks_for(
 ) -> None:
     name = Preparation.parse(recipe).name
     published(place, origin, recipe, name)
-    given = [*COMMAND, "--shared-cache", place.url, "--cache-dir", str(tmp_path / "a"), "--notices", "none"]
+    given = ["daemon", "--shared-cache", place.url, "--cache-dir", str(tmp_path / "a"), "--notices", "none"]
     given += ["--origin", origin.server.url]
-    done = run([*given, "--once", "--listen", "none"])
+    done = run_forked([*given, "--once", "--listen", "none"])
     assert done.returncode == 0, done.stderr
     assert len(list(Path(place.url).glob(f"prepared/{name}/*/index"))) == SHARDS
     assert not list(Path(place.url).glob("shards/*"))
-    done = run([*given, "--once", "--listen", "none", "--prepare", "none"])
+    done = run_forked([*given, "--once", "--listen", "none", "--prepare", "none"])
     assert done.returncode == 0, done.stderr
     assert len(list(Path(place.url).glob("shards/*/index"))) == SHARDS
 
@@ -365,9 +360,9 @@ def test_a_daemon_follows_a_training_and_prepares_what_it_asks_for(
         found = [next(batches)]
         until(lambda: len(place.objects().names("runs")) == 2)
         assert brought(origin, place) == 0
-        command = [*COMMAND, "--shared-cache", place.url, "--cache-dir", str(tmp_path / "spot")]
+        command = ["daemon", "--shared-cache", place.url, "--cache-dir", str(tmp_path / "spot")]
         command += ["--origin", origin.server.url]
-        done = run([*command, "--notices", "none", "--once", "--listen", "none"])
+        done = run_forked([*command, "--notices", "none", "--once", "--listen", "none"])
         assert done.returncode == 0, done.stderr
         assert f"prepared as {PREPARATION.name}" in done.stdout
         prepared = brought(origin, place)

@@ -188,8 +188,27 @@ def test_the_readme_of_a_wheel_has_no_link_that_leads_nowhere(url, tmp_path):
     )
 
 
-def test_ci_calls_make_test():
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+def test_times_are_written_into_the_rows_of_their_targets_until_one_fails(tmp_path):
+    page = tmp_path / "CONTRIBUTING.md"
+    before = shutil.copy(ROOT / "CONTRIBUTING.md", page).read_text().splitlines()
+    (tmp_path / "Makefile").write_text("test:\n\t@sleep 0.6\ndeep:\n\t@false\ndemo:\n\t@true\n")
+    identity = ["-c", "user.name=tests", "-c", "user.email=tests@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    command = [sys.executable, ROOT / ".ci" / "times.py"]
+    assert subprocess.run([*command, "demo", "nothing"], cwd=tmp_path, check=False).returncode == 1
+    assert page.read_text().splitlines() == before
+    assert subprocess.run([*command, "test", "deep", "demo"], cwd=tmp_path, check=False).returncode == 1
+    ((old, new),) = [
+        pair for pair in zip(before, page.read_text().splitlines(), strict=True) if len({*pair}) > 1
+    ]
+    assert old.rsplit("|", 2)[0] == new.rsplit("|", 2)[0]
+    assert old.startswith("| `make test` |")
+    assert re.fullmatch(r" \d+ s \(\d+ cores, \d{4}-\d\d-\d\d, [0-9a-f]{7,}\) ", new.split("|")[-2])
+
+
+def test_ci_calls_make_test_and_make_deep():
+    assert re.findall("^make (.*)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE) == ["test", "deep"]
     assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=False).returncode == 0
 
 
