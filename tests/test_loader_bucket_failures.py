@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import subprocess
-import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from PIL import Image
 import streamload
 from streamload import Batches, Cache, Images, Order, Patches
 from streamload.shards import samples
+from tests.commands import run_forked
 
 LENGTH, MOST = 48, 120
 
@@ -92,11 +91,10 @@ def keys_in(steps: list[tuple[list[list[str]], list[Any]]]) -> list[str]:
 def test_prepared_and_original_shards_are_planned_alike(data: Path, tmp_path: Path, prepare: str) -> None:
     expected = steps_of(loaders(data, tmp_path / "plain", prepare=prepare))
     shards = [str(path) for path in sorted(data.iterdir())]
-    command = [sys.executable, "-m", "streamload", "warm", *shards, "--prepare", prepare]
-    subprocess.run(
-        [*command, "--cache-dir", str(tmp_path / "prepared"), "--cache-size", "1GB"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    command = ["warm", *shards, "--prepare", prepare]
+    run_forked(
+        [*command, "--cache-dir", str(tmp_path / "prepared"), "--cache-size", "1GB"]
+    ).check_returncode()
     assert steps_of(loaders(data, tmp_path / "prepared", prepare=prepare)) == expected
     keys = keys_in(expected)
     assert len(keys) == len(set(keys)) == 128

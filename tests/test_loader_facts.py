@@ -26,6 +26,7 @@ from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests import flat
+from tests.commands import run_forked
 
 COUNTS = [40, 30, 50]
 
@@ -367,11 +368,10 @@ def test_facts_of_prepared_shards_are_those_of_the_original(tmp_path: Path):
     options: dict[str, Any] = {"facts": {"index": "json:index"}, "keep": is_early, "train": False}
     with make(str(tmp_path / "a.tar"), tmp_path, **options) as loader:
         plain = keys_of(loader)
-    command = [sys.executable, "-m", "streamload", "warm", str(tmp_path / "a.tar"), "--prepare", "raw"]
-    subprocess.run(
-        [*command, "--cache-dir", str(tmp_path / "prepared"), "--cache-size", "1GB"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    command = ["warm", str(tmp_path / "a.tar"), "--prepare", "raw"]
+    run_forked(
+        [*command, "--cache-dir", str(tmp_path / "prepared"), "--cache-size", "1GB"]
+    ).check_returncode()
     options |= {"prepare": "raw", "cache_dir": tmp_path / "prepared"}
     with make(str(tmp_path / "a.tar"), tmp_path, **options) as loader:
         assert keys_of(loader) == plain == [str(key) for key in range(8)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
 from streamload.testing.shards import ShardOptions
 from tests import flat
+from tests.commands import run_forked
 from tests.disks import read_only, small_disk, why_no_small_disk
 from tests.kills import Child, Stage
 
@@ -80,9 +79,9 @@ def test_a_training_takes_what_is_there_and_fetches_the_rest(origin: Origin, tmp
 
 def daemon(origin: Origin, tmp_path: Path, place: Place, *more: str) -> list[Any]:
     """A daemon's exit code, and what it said."""
-    command = [sys.executable, "-m", "streamload", "daemon", *origin.urls, "--notices", "none"]
+    command = ["daemon", *origin.urls, "--notices", "none"]
     command += ["--listen", "none", "--shared-cache", place.url, "--cache-dir", str(tmp_path / "own")]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False, timeout=90)
+    done = run_forked([*command, *more], limit_seconds=90)
     return [done.returncode, done.stdout, done.stderr]
 
 

@@ -22,7 +22,7 @@ from tests.kills import Child
 COUNTS = (10,) * 8
 _BATCH = 2
 _WAIT_SECONDS = 2.0
-_SLOW_BYTES_PER_SECOND = 60_000
+_SLOW_BYTES_PER_SECOND = 30_000
 
 
 def shards_gone(attempt: Attempt) -> None:
