@@ -1,0 +1,189 @@
+"""Run cases, and compare what they give with the record; or record it.
+
+Runs (`tests/oracle/run.py`) are stopped and resumed, from their own states and from those of the record.
+Cache directories (`tests/oracle/caches.py`) are made anew, and read as the record has them.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tests.oracle import caches
+from tests.oracle.cases import Case, draw
+from tests.oracle.place import RECORDED_AT, root, running
+from tests.oracle.record import (
+    CHANGES,
+    FORMAT_2,
+    OLD,
+    PLACE,
+    Difference,
+    Values,
+    differences,
+    environment,
+    expected,
+    read_lines,
+    write_lines,
+)
+from tests.oracle.run import resume, run, strings
+
+_RUNS, _CACHES, _ENVIRONMENT = (PLACE / f"{name}.jsonl" for name in ("runs", "caches", "environment"))
+_ADDED_IN_FORMAT_3 = ("shards", "sizes", "opens_after", "fitted", "bad_samples", "bad_shards", "checksum")
+_FORMAT_2_KEYS = {
+    "streamload_state", "data", "choice", "train", "seed", "groups", "sources", "epoch", "sequence", "began",
+    "position", "changes", "weights", "at",
+}  # fmt: skip
+
+
+def replay(names: Sequence[str] = (), every: int = 1, jobs: int = 2) -> Iterator[Difference]:
+    """Run cases again, and compare.
+
+    Args:
+        names: of cases; none: all.
+        every: only each so manyth of these.
+        jobs: how many run at a time.
+
+    Yields:
+        What differs.
+    """
+    cases = recorded_cases()
+    runs = {line["case"]["name"]: line["values"] for line in read_lines(_RUNS)}
+    recorded = {name: _comparable(cases[name], values) for name, values in runs.items()}
+    recorded |= {line["name"]: line["values"] for line in read_lines(_CACHES)}
+    values = expected(recorded, read_lines(CHANGES))
+    (recorded_in,) = read_lines(_ENVIRONMENT)
+    wanted = [name for name in recorded if not names or name in names][::every]
+    calls = [
+        (
+            name,
+            (_replayed_run, (cases[name], runs[name])) if name in cases else (_replayed_cache, name),
+        )
+        for name in wanted
+    ]
+    with running(jobs) as run_all:
+        for name, result in zip(wanted, run_all(_attempt, calls), strict=True):
+            if isinstance(result, str):
+                yield Difference(name, "error", None, result)
+            else:
+                yield from differences(name, values[name], result, recorded_in)
+
+
+def recorded_cases() -> dict[str, Case]:
+    """The runs of the record, by name."""
+    return {line["case"]["name"]: Case.from_json(line["case"]) for line in read_lines(_RUNS)}
+
+
+def record(count: int, jobs: int) -> None:
+    """Record cache directories, and runs that are drawn; what can't be run is shown, and another one drawn.
+
+    Args:
+        count: of runs.
+        jobs: how many run at a time.
+    """
+    PLACE.mkdir(exist_ok=True)
+    CHANGES.unlink(missing_ok=True)
+    with running(jobs, RECORDED_AT) as run_all:
+        made = list(run_all(_packed, [(kind, kind) for kind in caches.KINDS]))
+        caches.write_archive([tar for _, tar in made])
+        used = list(run_all(caches.used, [(kind, kind) for kind in caches.KINDS]))
+        write_lines(
+            _CACHES,
+            [
+                {"name": kind, "values": {**values, **reading}}
+                for kind, (values, _), reading in zip(caches.KINDS, made, used, strict=True)
+            ],
+        )
+        lines: list[dict[str, Any]] = []
+        seed = 0
+        while len(lines) < count:
+            cases = [draw(f"r{number:03d}", number) for number in range(seed, seed + count - len(lines))]
+            seed += len(cases)
+            calls = [(case.name, (_recorded_run, case)) for case in cases]
+            for case, result in zip(cases, run_all(_attempt, calls), strict=True):
+                if isinstance(result, str):
+                    print(f"{case.name}: {result.splitlines()[-1]:.200}", flush=True)
+                else:
+                    lines.append({"case": case.to_json(), "values": result})
+    write_lines(_RUNS, lines)
+    write_lines(_ENVIRONMENT, [environment()])
+
+
+def _attempt(call: tuple[Callable[[Any], Values], Any]) -> Values | str:
+    """What a case gives; or its error."""
+    function, argument = call
+    try:
+        return function(argument)
+    except Exception:
+        return traceback.format_exc()
+
+
+def _recorded_run(case: Case) -> Values:
+    outcome = run(case)
+    if not outcome.steps:
+        raise AssertionError("it has no step")
+    values = {
+        **strings(outcome),
+        "numbers": {**outcome.numbers, "cut": outcome.cut},
+        "states": outcome.states,
+    }
+    return {**values, **_after_format_2(case, values, {})}
+
+
+def _replayed_run(item: tuple[Case, Values]) -> Values:
+    """What a run gives today, and what follows the states of the record."""
+    case, recorded = item
+    outcome = run(case)
+    values = {
+        **strings(outcome),
+        "numbers": {**outcome.numbers, "cut": outcome.cut},
+        "states": outcome.states,
+    }
+    moved = {f"file://{RECORDED_AT}/": f"file://{root()}/"} if case.is_local else {}
+    rest = resume(case, recorded["states"], recorded["numbers"]["epochs left"], "third", moved)
+    after = {OLD + kind: digests for kind, digests in strings(rest).items()}
+    return _comparable(case, {**values, **after, **_after_format_2(case, recorded, moved)})
+
+
+def _after_format_2(case: Case, recorded: Values, moved: Mapping[str, str]) -> Values:
+    """What follows the states of the record as format 2 had them, if it had all that is in them."""
+    states = [
+        {name: value for name, value in state.items() if name not in _ADDED_IN_FORMAT_3}
+        for state in recorded["states"]
+    ]
+    if states[0].keys() != _FORMAT_2_KEYS:
+        return {}
+    states = [{**state, "streamload_state": 2} for state in states]
+    rest = resume(case, states, recorded["numbers"]["epochs left"], "fourth", moved)
+    return {FORMAT_2 + kind: digests for kind, digests in strings(rest).items()}
+
+
+def _replayed_cache(kind: str) -> Values:
+    """What a directory of this kind has today, and what is read from that of the record."""
+    values = caches.made(kind)
+    caches.clear()
+    return {**values, **caches.used(kind)}
+
+
+def _packed(kind: str) -> tuple[Values, bytes]:
+    return caches.made(kind), caches.packed(kind)
+
+
+def _comparable(case: Case, values: Values) -> Values:
+    """Values with states that are alike in all runs.
+
+    They lack what had arrived of each shard, where local shards are, and which times were measured.
+    """
+    states = [json.loads(json.dumps(state)) for state in values["states"]]
+    for state in states:
+        del state["checksum"]
+        if case.is_local:
+            del state["data"]
+        for group in state["at"].values():
+            for source in group["sources"]:
+                source.pop("begun", None)
+                source["cursor"].pop("done", None)
+        for reports in (state.get("steering", {}), *state.get("reports", {}).values()):
+            reports.pop("sizes", None)
+    return {**values, "states": states}
