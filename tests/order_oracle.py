@@ -15,7 +15,7 @@ import numpy as np
 from streamload.order import plan
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
-from streamload.order.plan import OrderOptions
+from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 
 WORD = 1 << 64
 
@@ -91,7 +91,7 @@ class Case:
             epoch=rng.choice([0, 0, 3]),
             shuffle=rng.random() < 0.85,
             hints=hints,
-            opens_after=rng.choice([None, 0, rng.randint(1, 90)]),
+            opens_after=rng.choice([None, 0, WITH_ARRIVALS, rng.randint(1, 90)]),
         )
 
     @property
@@ -204,7 +204,8 @@ def walk(case: Case, group: int, pass_: int, known, everything: bool = False) ->
     todo = (
         [(shard, set(own)) for shard, own in enumerate(case.entries)] if everything else pieces(case, group)
     )
-    staggered = len(todo) > case.lanes
+    is_even = case.opens_after == WITH_ARRIVALS and case.epoch == pass_ == 0
+    staggered = len(todo) > case.lanes and not is_even
     if case.shuffle:
         todo = shuffled(chained(case.seed, 3, case.epoch, group, pass_), todo)
     lanes: list[dict | None] = [None] * case.lanes
@@ -248,7 +249,7 @@ def due(case: Case, group: int, pass_: int, number: int, shards: int) -> int:
     width = case.window
     if case.epoch == 0 and pass_ == 0 and case.opens_after != 0:
         opened = number // 8 if number < 4096 else number // 4 - 512
-        if case.opens_after is not None and number > case.opens_after:
+        if case.opens_after not in (None, WITH_ARRIVALS) and number > case.opens_after:
             opened = max(opened, (number - case.opens_after) * width // (50 * shards))
         width = min(width, opened)
     u = draw(chained(case.seed, 4, case.epoch, group, pass_), number) >> 32

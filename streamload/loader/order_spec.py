@@ -27,7 +27,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
 from streamload.order.hashing import SOURCE, key
 from streamload.order.mixing import UNIT
-from streamload.order.plan import OrderOptions
+from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 from streamload.order.split import Split, default_lanes, default_window
 from streamload.topology import Topology
 
@@ -53,8 +53,9 @@ class OrderSpec:
         seed: of the run.
         groups: the number of sequences that the samples are split into.
         sources: the name, lanes and window of each source.
-        opens_after: for each source, the samples of a run's first pass after which the window opens; 0: at
-            once (local files); None: slowly, as in states of format 2.
+        opens_after: for each source, how the window opens in a run's first pass, as `OrderOptions` has it: 0
+            (at once) for local files, WITH_ARRIVALS (slowly) for others; in older states also the samples
+            after which it opens, or None (slowly).
         shards: the number of shards of each source; empty in states of format 2.
         sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
             if unknown.
@@ -103,7 +104,7 @@ def make_order_spec(
         widths = (1, 0) if is_listed else (math.ceil(lanes * part), math.ceil(window * part))
         sources.append((source.name, *widths))
         opens_at_once = is_listed or all(urls.is_local(url) for url in source.urls.kinds())
-        opens_after.append(0 if opens_at_once else math.ceil(samples * part))
+        opens_after.append(0 if opens_at_once else WITH_ARRIVALS)
     return OrderSpec(
         digest,
         options.choice,

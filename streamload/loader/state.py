@@ -16,7 +16,7 @@ from streamload.loader.position import MeanWeight, Position, Sizes
 from streamload.loader.steering_state import REPORTS, SteeringState
 from streamload.order.group import most_skipped
 from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
-from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
+from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps
 from streamload.worker.messages import changes_from
@@ -249,7 +249,7 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
     )
     sizes = state.get("sizes")
     opens_after = tuple(
-        None if after is None else _whole_number(after)
+        None if after is None else _whole_number(after, WITH_ARRIVALS)
         for after in state.get("opens_after", [None] * len(sources))
     )
     if len(opens_after) != len(sources):

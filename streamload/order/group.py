@@ -20,7 +20,7 @@ from streamload.errors import OptionError
 from streamload.order.cursor import Cursor, LaneState
 from streamload.order.hashing import DUE, key
 from streamload.order.lanes import SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
-from streamload.order.plan import OrderOptions, Pieces, pass_order
+from streamload.order.plan import WITH_ARRIVALS, OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
 from streamload.order.shuffle import Opening, ShuffleWindow
 
@@ -162,12 +162,13 @@ class GroupOrder:
             own = Pieces(np.arange(self._shard_count), {})
         order = pass_order(options, own.shards, self._group, self._epoch, pass_)
         due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
-        opening = None
+        opening, is_even = None, False
         if self._epoch == 0 and pass_ == 0 and options.opens_after != 0:
-            opening = Opening(options.opens_after, order.size)
+            is_even = options.opens_after == WITH_ARRIVALS
+            opening = Opening(None if is_even else options.opens_after, order.size)
         self._pass = pass_
         self._done = {} if done is None else done
-        self._lanes = Lanes(order, own.parts, options.lanes, state, self._done)
+        self._lanes = Lanes(order, own.parts, options.lanes, state, self._done, is_even)
         self._given[pass_] = _Given(self._lanes)
         self._window = ShuffleWindow(due_key, options.window, order.size, opening)
         self._following: NDArray[np.int64] | None = None

@@ -47,8 +47,9 @@ def served(rounds: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) -> ND
     """Return how many samples a lane gives in the first `rounds` rounds of a pass.
 
     After an even start, the first shards of the lanes are read at different speeds; otherwise shards of
-    equal size would all end, and the next ones begin, at the same time. In a pass without next shards all
-    lanes stay even: the shards arrive evenly, and the data of a slow lane would only wait.
+    equal size would all end, and the next ones begin, at the same time. In a pass without next shards, and in
+    one that follows a link, all lanes stay even: the shards arrive evenly, and the data of a slow lane would
+    only wait.
     """
     late = EVEN_ROUNDS + (rounds - EVEN_ROUNDS) * lanes // (lanes + slow)
     return np.where(rounds <= EVEN_ROUNDS, rounds, late)
@@ -72,6 +73,7 @@ class Lanes:
         state: where to resume; None begins the pass.
         done: numbers of samples, by place, of shards that needn't be read: their references are dropped by
             the caller.
+        are_even: all lanes read at one speed.
 
     Attributes:
         order: as given.
@@ -86,6 +88,7 @@ class Lanes:
         count: int,
         state: LaneState | None = None,
         done: Mapping[int, int] = _NONE,
+        are_even: bool = False,
     ) -> None:
         if state is None:
             state = LaneState(0, 0, 0, 0, ((-1, 0, 0),) * count)
@@ -101,6 +104,7 @@ class Lanes:
         self._last_done = max(done, default=-1)
         self._parts = parts
         self._count = count
+        self._are_even = are_even or order.size <= count
         # Mutable state: given, the turn (round, slot, next), and for each lane: the place of its shard, the
         # value of `served` when it began the shard, its slowness, the known samples, whether they are all,
         # and `dry`: the first round in which it lacks a sample.
@@ -205,7 +209,7 @@ class Lanes:
     def _begin(self, lane: int) -> None:
         """Give a lane the next shard of the pass."""
         self._place[lane] = self._next
-        self._slow[lane] = lane if self._round == 0 and self.order.size > self._count else 0
+        self._slow[lane] = lane if self._round == 0 and not self._are_even else 0
         self._base[lane] = self._round
         self._samples[lane] = _NOTHING
         self._ended[lane] = False

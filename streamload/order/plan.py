@@ -20,6 +20,8 @@ _GOLDEN = 0.6180339887498949
 _WIDEST_HINT_BITS = 31
 WIDEST_WINDOW = 2**31 - 1
 WIDEST_LANES = 2**20
+WITH_ARRIVALS = -1
+"""`opens_after` of a first pass whose shards arrive over a link: samples come about as their bytes do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,9 @@ class OrderOptions:
         shuffle_shards: False keeps the listed order of the shards in every pass.
         hints: int64[shards], the relative sizes of the shards (samples or bytes), the same on every rank;
             None: all shards count as equal.
-        opens_after: the window of a run's first pass opens after this many references; 0: it is open. None:
-            it opens slowly, as in states of format 2 (see shuffle.py).
+        opens_after: how the window opens in a run's first pass. 0: it is open. WITH_ARRIVALS: slowly (see
+            shuffle.py), and all lanes read at one speed (see lanes.py). None: slowly, as in states of format
+            2. Any other number: after so many references, as in states of format 3 from before.
     """
 
     seed: int
@@ -53,8 +56,10 @@ class OrderOptions:
             raise OptionError(f"lanes must be from 1 to {WIDEST_LANES}, not {self.lanes}.")
         if not 0 <= self.window <= WIDEST_WINDOW:
             raise OptionError(f"window must be from 0 to {WIDEST_WINDOW}, not {self.window}.")
-        if self.opens_after is not None and self.opens_after < 0:
-            raise OptionError(f"opens_after must be at least 0, or None, not {self.opens_after}.")
+        if self.opens_after is not None and self.opens_after < WITH_ARRIVALS:
+            raise OptionError(
+                f"opens_after must be at least 0, or None, or {WITH_ARRIVALS}, not {self.opens_after}."
+            )
         if self.hints is None:
             return
         if self.hints.ndim != 1 or self.hints.dtype.kind not in "iu":

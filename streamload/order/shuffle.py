@@ -17,9 +17,10 @@ from streamload.order.lanes import SAMPLE_BITS
 
 # Due times count in 1/65536 of a reference.
 _FRACTION_BITS = 16
-# The window opens at least to an eighth of the first 4096 numbers, and by a quarter of those that follow.
+# The window opens at least to an eighth of the first 4096 numbers, and by a quarter of those that follow. So
+# at most an eighth of all samples come after the last one has arrived; half the window of a longer pass.
 _SLOW_NUMBERS = 4096
-# After the first batch it opens fully within this many numbers per shard: 1/20 of shards of 1,000 samples.
+# After the first batch of older states it opens fully within this many numbers per shard.
 _OPENING = 50
 _MOST_SHARDS = 1 << 24
 _FEWEST_SORTED = 4096
@@ -31,8 +32,8 @@ class Opening:
     """How the window opens in the first pass of a run, so that the first references need little data.
 
     Attributes:
-        after: the first references, this many, come almost in the lanes' order; then the window opens, more
-            slowly the more shards the pass has. None: it always opens slowly, as in states of format 2.
+        after: None: the window always opens slowly. Else the first references, this many, come almost in the
+            lanes' order; then it opens, more slowly the more shards the pass has.
         shards: of the pass.
     """
 
