@@ -43,7 +43,8 @@ def measures(first: Epoch, later: Epoch, sizes: Sequence[int], ranks: int) -> di
         rank_pairs, worst_rank_pairs: the same within the batch of a rank.
         first_epoch_pairs, first_epoch_rank_pairs: `pairs` and `rank_pairs` of the first epoch.
         first_pairs: `pairs` of the very first batch.
-        shards_in_1, shards_in_8: how many shards the samples of a global batch, and of 8 in a row, come from.
+        shards_in_1, shards_in_8: how many shards the samples of a global batch, and of 8 in a row (or of all
+            batches, if they are fewer), come from.
         rank_shards_in_1: the same of a rank's batch.
         gap: between the numbers of two samples of one shard that come one after the other, the median.
         span: from the first to the last sample of a shard, as a share of the epoch; the median of the shards.
@@ -55,13 +56,14 @@ def measures(first: Epoch, later: Epoch, sizes: Sequence[int], ranks: int) -> di
         unseen, doubled: samples that the later epoch never gave, and gave once more than needed, of all.
     """
     count = len(sizes)
-    counts, first_counts = _counts(later.shards, count), _counts(first.shards, count)
+    counts, first_counts = shards_in_batches(later.shards, count), shards_in_batches(first.shards, count)
     by_rank, first_by_rank = (
-        _counts(epoch.shards.reshape(epoch.shards.shape[0] * ranks, -1), count) for epoch in (later, first)
+        shards_in_batches(epoch.shards.reshape(epoch.shards.shape[0] * ranks, -1), count) for epoch in (later, first)
     )
     pairs, first_pairs = _pair_share(counts), _pair_share(first_counts)
     rank_pairs, first_rank_pairs = _pair_share(by_rank), _pair_share(first_by_rank)
-    in_8 = counts[: len(counts) // _STEPS * _STEPS].reshape(-1, _STEPS, count).any(axis=1)
+    steps = min(_STEPS, len(counts))
+    in_8 = counts[: len(counts) // steps * steps].reshape(-1, steps, count).any(axis=1)
     gap, span, spread = _within_shards(later, count)
     offsets = np.cumsum([0, *sizes])[:-1]
     numbers, first_numbers = (offsets[epoch.shards] + epoch.samples for epoch in (later, first))
@@ -115,8 +117,8 @@ def together_again(one: NDArray[np.int64], other: NDArray[np.int64], count: int)
     return float(together / chance)
 
 
-def _counts(shards: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """How many samples of each shard each batch has: int[batches, shards]."""
+def shards_in_batches(shards: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Count the samples of each shard in each batch: int[batches, shards]."""
     batches = len(shards)
     places = np.arange(batches)[:, None] * count + shards
     return np.bincount(places.ravel(), minlength=batches * count).reshape(batches, count)

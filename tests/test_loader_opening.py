@@ -1,4 +1,4 @@
-"""How far samples move in the first epoch: over local shards, remote ones, and from states of format 2."""
+"""How far samples move in the first epoch: over local shards, remote ones, and from older states."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from order_oracle import Case, sequence
 
 import streamload
 from streamload.daemon.warm import warm
+from streamload.loader.state import _checksum
+from streamload.order.plan import WITH_ARRIVALS
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from tests import flat
@@ -45,32 +47,34 @@ def place_correlation(samples: list[tuple[int, int]]) -> float:
     return float(np.corrcoef(np.arange(len(samples)), [number for _, number in samples])[0, 1])
 
 
-@pytest.mark.parametrize(("is_local", "most"), [(True, 0.3), (False, 0.5)])
-def test_a_small_data_set_is_shuffled_in_its_first_epoch(is_local: bool, most: float, tmp_path: Path) -> None:
-    """The same order cold and warm."""
-    paths = write_shards(tmp_path / "data", [COUNT] * 4, options=ShardOptions(image_side=(1, 1)))
+def test_a_small_local_data_set_is_shuffled_in_its_first_epoch(tmp_path: Path) -> None:
+    paths = [str(path) for path in write_shards(tmp_path, [COUNT] * 4, options=ShardOptions((1, 1)))]
+    with make(paths, tmp_path / "cache", batch_size=8) as loader:
+        first, later = epoch(loader), epoch(loader)
+    assert place_correlation(first) < 0.3
+    assert place_correlation(later) < 0.3
+    assert sorted(first) == sorted(later) == [(shard, n) for shard in range(4) for n in range(COUNT)]
+
+
+def test_a_small_remote_data_set_comes_as_it_arrives_cold_and_warm_and_is_shuffled_from_then_on(
+    tmp_path: Path,
+) -> None:
+    counts = [COUNT, 40, COUNT, 200]
+    write_shards(tmp_path / "data", counts, options=ShardOptions((1, 1)))
     with ShardServer(tmp_path / "data") as server:
-        urls: Any = [str(path) for path in paths] if is_local else f"{server.url}/{{00000..00003}}.tar"
-        with make(urls, tmp_path / "cache", batch_size=8) as loader:
+        urls = f"{server.url}/{{00000..00003}}.tar"
+        options: dict[str, Any] = {"batch_size": 10, "lanes": 3}
+        with make(urls, tmp_path / "cache", **options) as loader:
             cold, later = epoch(loader), epoch(loader)
-        if not is_local:
-            warm(urls, cache_dir=tmp_path / "warm", cache_size="1GB")
-        with make(urls, tmp_path / "warm", batch_size=8) as loader:
+            window = loader.state_dict()["sources"][0][2]
+        warm(urls, cache_dir=tmp_path / "warm", cache_size="1GB")
+        with make(urls, tmp_path / "warm", **options) as loader:
             assert epoch(loader) == cold
-        before = sequence(whole_of(make(urls, tmp_path / "cache"), [COUNT] * 4, 8), 0, 1)[0]
-    assert place_correlation([sample for _, *sample in before]) > 0.95  # type: ignore[misc]
-    assert place_correlation(cold) < most
-    assert place_correlation(later) < most
-    assert sorted(cold) == sorted(later) == [(shard, n) for shard in range(4) for n in range(COUNT)]
-
-
-def whole_of(loader: streamload.Loader, counts: list[int], lanes: int) -> Case:
-    """The order of states of format 2, by the defaults."""
-    with loader:
-        (_, default_lanes, window), *_ = loader.state_dict()["sources"]
-    assert lanes == default_lanes
     entries = [list(range(count)) for count in counts]
-    return Case(0, entries, groups=1, lanes=lanes, window=window, opens_after=None)
+    case = Case(0, entries, groups=1, lanes=3, window=window, opens_after=WITH_ARRIVALS)
+    assert cold == [(shard, number) for _, shard, number in sequence(case, 0, 1)[0]]
+    assert sorted(cold) == sorted(later) == [(n, i) for n, count in enumerate(counts) for i in range(count)]
+    assert place_correlation(later) < 0.3
 
 
 def test_a_state_of_format_2_goes_on_in_the_order_that_its_epoch_began_with(tmp_path: Path) -> None:
@@ -94,17 +98,37 @@ def test_a_state_of_format_2_goes_on_in_the_order_that_its_epoch_began_with(tmp_
         assert epoch(loader) != expected
 
 
-def test_where_shards_are_read_over_a_link_the_window_opens_after_the_first_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opens_after", [None, 64])
+def test_a_state_from_before_keeps_its_opening(opens_after: int | None, tmp_path: Path) -> None:
+    """The middle and the begin of an epoch, and the state that the resumed run saves."""
+    counts = [40, 10, 25, 5, 30, 10]
+    write_shards(tmp_path / "data", counts, seed=2)
+    options: dict[str, Any] = {"batch_size": 5, "shuffle": 20, "lanes": 2}
+    entries = [list(range(count)) for count in counts]
+    case = Case(0, entries, groups=1, lanes=2, window=20, opens_after=opens_after)
+    expected = [(shard, number) for _, shard, number in sequence(case, 0, 1)[0]]
+    with ShardServer(tmp_path / "data") as server:
+        urls = f"{server.url}/{{00000..00005}}.tar"
+        with make(urls, tmp_path / "cache", **options) as loader:
+            state = loader.state_dict() | {"opens_after": [opens_after]}
+        with make(urls, tmp_path / "cache", **options) as loader:
+            loader.load_state_dict({**state, "checksum": _checksum(state)})
+            assert epoch(loader) == expected
+            assert loader.state_dict()["opens_after"] == [opens_after]
+
+
+def test_the_order_follows_arrivals_where_shards_of_a_source_are_not_local_files(tmp_path: Path) -> None:
     (path,) = write_shards(tmp_path / "data", [3])
     remote, layout = "http://host/{00000..00009}.tar", {"batch_size": 100, "rank": 0, "world_size": 4}
     mixed = [streamload.Source(remote, 3), streamload.Source([str(path)], 1)]
     for urls, options, expected in (
         ([str(path)], {}, [0]),
-        (remote, {}, [400]),
-        (remote, {"groups": 4}, [100]),
-        ([str(path), "http://host/0.tar"], {}, [400]),
+        (remote, {}, [WITH_ARRIVALS]),
+        (remote, {"groups": 4}, [WITH_ARRIVALS]),
+        ([str(path), "http://host/0.tar"], {}, [WITH_ARRIVALS]),
+        ("pipe:cat {0..9}.tar", {}, [WITH_ARRIVALS]),
         (remote, {"shuffle": 0}, [0]),
-        (mixed, {}, [300, 0]),
+        (mixed, {}, [WITH_ARRIVALS, 0]),
     ):
         with make(urls, tmp_path / "cache", **layout, **options) as loader:
             assert loader.state_dict()["opens_after"] == expected

@@ -8,7 +8,7 @@ from order_oracle import Case, Given, drain, pieces, sequence, shard_order, walk
 
 from streamload.errors import OptionError
 from streamload.order.group import GroupOrder
-from streamload.order.plan import OrderOptions
+from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 
 CASES = range(120)
 
@@ -41,6 +41,24 @@ def test_the_sequence_is_right_past_the_even_rounds_and_in_many_portions(number)
     case.groups, case.lanes, case.window, case.hints = 1, (1, 5, 8)[number], (0, 2000, 150)[number], None
     expected, *_ = sequence(case, 0, 2)
     assert drain(case.order(0, passes=2), Given(case.everything)) == expected
+
+
+def test_with_arrivals_each_lane_has_given_as_many_samples_in_a_first_pass_and_by_older_states_fewer():
+    """Window 0: the order of the lanes alone."""
+    entries = [list(range(300)) for _ in range(16)]
+
+    def shards_of(opens_after: int | None, epoch: int) -> list[int]:
+        case = Case(1, entries, groups=1, lanes=8, window=0, epoch=epoch, opens_after=opens_after)
+        given = drain(case.order(0, passes=1), Given(case.everything))
+        assert given == sequence(case, 0, 1)[0]
+        return [shard for _, shard, _ in given]
+
+    first = shards_of(WITH_ARRIVALS, 0)
+    assert all(len(set(first[at : at + 8])) == 8 for at in range(0, len(first), 8))
+    assert len(set(first[: 8 * 300])) == 8
+    for opens_after in (0, 64, None):
+        assert len(set(shards_of(opens_after, 0)[: 8 * 300])) > 8
+    assert shards_of(WITH_ARRIVALS, 1) == shards_of(0, 1) != first
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -266,7 +284,7 @@ def test_hints_are_one_for_each_shard_fails():
         ({"lanes": 0}, "lanes must be from 1 to 1048576, not 0"),
         ({"window": -1}, "window must be from 0"),
         ({"window": 2**31}, "window must be from 0"),
-        ({"opens_after": -1}, "opens_after must be at least 0, or None"),
+        ({"opens_after": -2}, "opens_after must be at least 0, or None, or -1, not -2"),
         ({"hints": np.array([3, -1])}, "shard 1 has -1"),
         ({"hints": np.array([0.5])}, "one integer for each shard"),
     ],
