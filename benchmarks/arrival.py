@@ -19,8 +19,8 @@ takes half as long as the link. Numbers are medians over the rounds, each with a
 - shards: in a batch; the fewest in a batch while as many shards as lanes aren't used up.
 - gap: between two samples of one shard that come one after the other, the median, and that of a later pass.
 
-Targets: from 2,000 samples on at least 0.85 are trained. Rows of at least 6 of 8 lanes while as many shards as
-lanes are unread. Pairs at most 2 × those of a later pass where there are at most twice as many shards as
+Targets: from 2,000 samples on at least 0.85 are trained. Rows of at least 6 of 8 lanes while as many shards
+as lanes are unread. Pairs at most 2 × those of a later pass where there are at most twice as many shards as
 lanes, or the pass is 10 windows long; elsewhere at most 1.2 × those of the lanes alone.
 
 Result: results/arrival.json; docs/results/order.md has it as a table and a chart.
@@ -156,13 +156,12 @@ def rows_of(data: Data, orders: list[str], seed: int) -> Iterator[dict[str, Any]
     later = data.options(REMOTE, seed)
     alone = OrderOptions(seed, 1, later.lanes, 0)
     sizes = [data.shard_samples] * data.shards
-    passes = {"later": epoch_of(later, sizes, 1, data.batch)[0], "alone": epoch_of(alone, sizes, 1, data.batch)[0]}
+    second, by_lanes = (epoch_of(options, sizes, 1, data.batch)[0] for options in (later, alone))
+    of_later, of_lanes = (measures(second, epoch, sizes, 1) for epoch in (second, by_lanes))
     for name in orders:
         options = data.options(name, seed)
         first = epoch_of(options, sizes, 0, data.batch)[0]
-        of_first, of_later, of_alone = (
-            measures(passes["later"], epoch, sizes, 1) for epoch in (first, passes["later"], passes["alone"])
-        )
+        of_first = measures(second, first, sizes, 1)
         yield {
             "label": f"{data.name}: {name}",
             "contender": name,
@@ -176,7 +175,7 @@ def rows_of(data: Data, orders: list[str], seed: int) -> Iterator[dict[str, Any]
             **{key: of_first[key] for key in ("pairs", "worst_pairs", "shards_in_1", "gap")},
             "fewest_shards": fewest_shards(first.shards, data.shards, options.lanes),
             **{f"later_{key}": of_later[key] for key in ("pairs", "shards_in_1", "gap")},
-            "lanes_pairs": of_alone["pairs"],
+            "lanes_pairs": of_lanes["pairs"],
         }
 
 
@@ -201,7 +200,7 @@ def trained(options: OrderOptions, data: Data) -> dict[str, float]:
 
 
 def fewest_shards(shards: NDArray[np.int64], count: int, lanes: int) -> int | None:
-    """The fewest shards in a batch while as many shards as lanes aren't used up; None: there is no such batch."""
+    """The fewest shards in a batch while `lanes` shards or more aren't used up; None: no such batch."""
     is_in = shards_in_batches(shards, count) > 0
     last = np.where(is_in.any(axis=0), len(is_in) - 1 - is_in[::-1].argmax(axis=0), -1)
     unread = (last >= np.arange(len(is_in))[:, None]).sum(axis=1)
@@ -209,9 +208,7 @@ def fewest_shards(shards: NDArray[np.int64], count: int, lanes: int) -> int | No
     return int(in_batches.min()) if in_batches.size else None
 
 
-def result(
-    given: Namespace, layouts: tuple[Data, ...], rows: list[dict[str, Any]], seeds: list[int]
-) -> None:
+def result(given: Namespace, layouts: tuple[Data, ...], rows: list[dict[str, Any]], seeds: list[int]) -> None:
     medians = turns.medians(rows)
     turns.write(
         given,

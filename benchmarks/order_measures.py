@@ -58,7 +58,8 @@ def measures(first: Epoch, later: Epoch, sizes: Sequence[int], ranks: int) -> di
     count = len(sizes)
     counts, first_counts = shards_in_batches(later.shards, count), shards_in_batches(first.shards, count)
     by_rank, first_by_rank = (
-        shards_in_batches(epoch.shards.reshape(epoch.shards.shape[0] * ranks, -1), count) for epoch in (later, first)
+        shards_in_batches(epoch.shards.reshape(epoch.shards.shape[0] * ranks, -1), count)
+        for epoch in (later, first)
     )
     pairs, first_pairs = _pair_share(counts), _pair_share(first_counts)
     rank_pairs, first_rank_pairs = _pair_share(by_rank), _pair_share(first_by_rank)

@@ -28,7 +28,7 @@ from streamload.metrics import alerts, verdict
 from streamload.metrics.page import RunPage, as_dict
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
-from streamload.testing.shards import write_shards
+from streamload.testing.shards import ShardOptions, write_shards
 
 COUNTS = [24] * 4
 URLS = "{00000..00003}.tar"
@@ -170,6 +170,32 @@ def test_a_real_run_is_judged_by_what_slows_it(
     if limit in ("origin", "CPU"):
         assert found.limit == limit, found
     assert found.limit in {limit, "unclear"}, found
+
+
+def only_key(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"key": sample["__key__"]}
+
+
+@pytest.mark.parametrize(("epoch", "limit"), [(0, "origin"), (1, "shuffle")])
+def test_a_cold_run_that_a_wide_window_holds_back_says_so(
+    epoch: int, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first pass samples come as their bytes do; a later one, on a new machine, fills its window."""
+    monkeypatch.setattr(verdict, "_FEWEST_SECONDS", 0.1)
+    write_shards(tmp_path / "data", [300] * 4, options=ShardOptions((1, 1), (0, 0)))
+    workers = streamload.Workers(map_sample=only_key)
+    options: dict[str, Any] = {"workers": workers, "shuffle": 4_000, "batch_size": 32, "num_workers": 0}
+    with (
+        ShardServer(tmp_path / "data", bytes_per_second=8e5) as server,
+        make(f"{server.url}/{URLS}", tmp_path, **options) as loader,
+    ):
+        loader.set_epoch(epoch)
+        batches = list(loader)
+        cause, stats = loader.verdict(600), loader.stats()
+    assert len(batches) == 4 * 300 // 32
+    assert cause.limit in {limit, "unclear"}, cause
+    assert (stats.shuffle_wait_seconds > stats.bytes_wait_seconds) == (limit == "shuffle")
+    assert (cause.limit == "shuffle") == ("shuffle= holds back" in str(cause))
 
 
 def list_of(samples: list[Any]) -> dict[str, Any]:

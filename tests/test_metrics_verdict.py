@@ -150,6 +150,16 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
         ({"blocked_seconds": 18.0, "shared_bytes": 10**9}, "origin", "the shared cache gives 16.7 MB/s"),
         ({"blocked_seconds": 18.0}, "origin", "bytes don't arrive"),
         (
+            {"blocked_seconds": 18.0, "stages": {"bytes": 60.0, "shuffle": 80.0}},
+            "shuffle",
+            "the window of shuffle= holds back most samples that arrive (workers waited 58% of their time",
+        ),
+        (
+            {"blocked_seconds": 18.0, "stages": {"bytes": 80.0, "shuffle": 60.0}, "origin_bytes": 10**9},
+            "origin",
+            "(workers waited 58% of their time for bytes)",
+        ),
+        (
             {"blocked_seconds": 18.0, "machine": Machine(4, 8, is_local=True)},
             "disk",
             "local shards are read too slowly",

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from order_oracle import Case, Given
 
+from streamload.order.plan import WITH_ARRIVALS
 from streamload.worker import blocked as module
-from streamload.worker.blocked import REPORT_SECONDS, WARN_SECONDS, Action, Blocked, decide, poll_seconds
+from streamload.worker.blocked import (
+    REPORT_SECONDS,
+    WARN_SECONDS,
+    Action,
+    Blocked,
+    Wait,
+    decide,
+    poll_seconds,
+)
 
 PLAIN = Blocked((7, 3), 0.5)
 
@@ -57,3 +67,33 @@ def test_the_sleep_grows_with_the_wait_within_bounds() -> None:
     least, most = module._POLL_SECONDS
     sleeps = [poll_seconds(replace(PLAIN, seconds=seconds)) for seconds in (0.0, 0.1, 1.0, 2.0, 100.0)]
     assert sleeps == [least, least, 0.02, 0.04, most]
+
+
+def held_back(opens_after: int | None, epoch: int, window: int, batch: int) -> list[bool]:
+    """Of each look at 4 shards that arrive evenly, one sample of each at a time, what it says of the wait."""
+    entries = [list(range(400)) for _ in range(4)]
+    case = Case(3, entries, groups=1, lanes=4, window=window, epoch=epoch, opens_after=opens_after)
+    order, wait, begins, looks = case.order(0, passes=1), Wait(), 0, []
+    for count in range(400):
+        arrivals = Given([(own[:count], False) for own in entries])
+        while order.advance(arrivals).shards.size:
+            pass
+        if order.position - begins >= batch:
+            begins, wait = order.position // batch * batch, Wait()
+        looks.append(wait.is_held_back(0, order.read, order.released))
+    return looks
+
+
+def test_a_window_that_fills_holds_samples_back() -> None:
+    looks = held_back(0, 1, window=10_000, batch=32)
+    assert sum(looks) > 0.9 * len(looks)
+
+
+@pytest.mark.parametrize(
+    ("opens_after", "epoch", "window"), [(WITH_ARRIVALS, 0, 10_000), (0, 1, 0), (0, 1, 100)]
+)
+def test_a_window_that_opens_as_samples_arrive_or_is_full_holds_none_back(
+    opens_after: int | None, epoch: int, window: int
+) -> None:
+    looks = held_back(opens_after, epoch, window, batch=32)
+    assert sum(looks[window // 4 :]) == 0

@@ -30,8 +30,8 @@ _KEYS = {
     "b": ("bytes", lambda rank: -rank.origin_bytes_per_second),
     "a": ("age", lambda rank: -rank.age_seconds),
 }
-_WORK = ("bytes", "read", "decode", "resize", "tokenize", "collate", "hand-over")
-_COLOURS = ("blue", "yellow", "green", "red", "magenta", "cyan", "white")
+_WORK = ("bytes", "shuffle", "read", "decode", "resize", "tokenize", "collate", "hand-over")
+_COLOURS = ("blue", "bright_blue", "yellow", "green", "red", "magenta", "cyan", "white")
 _BAR = 20
 _RUN_LENGTH = 12
 """So many characters of a run's name tell it from others."""

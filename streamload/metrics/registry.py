@@ -103,6 +103,14 @@ STAGES = (
         "workers × duration: the origin is the bottleneck",
     ),
     Row(
+        "shuffle_wait_ns",
+        "time for which workers waited for bytes while the shuffle window held back most samples that "
+        "arrived, summed over workers",
+        ("shuffle",),
+        "samples come as their bytes arrive",
+        "workers × duration: `shuffle=` is the bottleneck",
+    ),
+    Row(
         "read_ns",
         "time that workers spent reading samples from the cache, summed over workers",
         ("read",),

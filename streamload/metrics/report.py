@@ -166,7 +166,8 @@ def _all_charts(timeline: Timeline) -> list[Chart]:
         ),
         Chart(
             "Where workers' time goes",
-            "Seconds per second, over all ranks: bytes (origin), read (disk), decode to collate (CPU).",
+            "Seconds per second, over all ranks: bytes (origin), shuffle (shuffle= holds samples back), read "
+            "(disk), decode to collate (CPU).",
             {name: values for name, values in timeline.stages().items() if values.any()},
             "{:.3g}".format,
             is_stacked=True,

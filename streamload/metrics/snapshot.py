@@ -34,7 +34,7 @@ class Snapshot:
         wait_buckets: the number of data waits below 16 µs, 33 µs, and so on, each bound twice the last; the
             last of the 24 buckets counts those of more than 69 s.
         source_samples: samples that the training loop took, by source.
-        source_wait_seconds: bytes_wait_seconds by source.
+        source_wait_seconds: bytes_wait_seconds and shuffle_wait_seconds by source.
         shard_wait_seconds: data_wait_seconds by shard, for the shards with the longest waits, longest first.
             If one shard has nearly all of it, its server is slow.
     """
@@ -91,6 +91,7 @@ class Snapshot:
     wait_buckets: tuple[int, ...] = (0,) * BUCKETS
     seconds_to_first_batch: float | None = None
     bytes_wait_seconds: float = 0.0
+    shuffle_wait_seconds: float = 0.0
     read_seconds: float = 0.0
     decode_seconds: float = 0.0
     resize_seconds: float = 0.0

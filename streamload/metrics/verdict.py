@@ -8,7 +8,9 @@ from typing import Literal
 from streamload.metrics.figures import Figures
 from streamload.metrics.snapshot import format_bytes
 
-Limit = Literal["origin", "disk", "CPU", "hand-over", "device copy", "training", "another rank", "unclear"]
+Limit = Literal[
+    "origin", "shuffle", "disk", "CPU", "hand-over", "device copy", "training", "another rank", "unclear"
+]
 
 LITTLE = 0.05
 """A training that waits less than this share of its time isn't limited by data."""
@@ -28,6 +30,7 @@ FASTER_DISK = (
     "Put the cache on a faster disk (STREAMLOAD_CACHE_DIR), or in memory where the data fits "
     "(STREAMLOAD_CACHE=memory)."
 )
+_LESS_SHUFFLE = "A smaller shuffle= lets samples go earlier."
 _SMALLER = "Prepared shards (Images(prepare=…)) have a fraction of the bytes."
 _FAILING = "See the log for the origin's errors; more connections make it worse."
 _PICKLED = (
@@ -126,9 +129,13 @@ def _shares(figures: Figures) -> dict[Limit, float]:
 
 def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     """Workers lack bytes."""
-    busy = f"workers waited {figures.share('bytes'):.0%} of their time for bytes"
+    busy = f"workers waited {figures.share('bytes', 'shuffle'):.0%} of their time for bytes"
     if not figures.machine.workers:
         busy = f"{figures.blocked_seconds / figures.waited_seconds:.0%} of that for bytes"
+    held_back, lacked = (figures.stages.get(stage, 0.0) for stage in ("shuffle", "bytes"))
+    if held_back > lacked:
+        evidence = f"the window of shuffle= holds back most samples that arrive ({busy})"
+        return "shuffle", evidence, _LESS_SHUFFLE if figures.machine.is_local else f"{_LESS_SHUFFLE} {FILL}"
     if figures.machine.is_local:
         return "disk", f"local shards are read too slowly ({busy})", FASTER_DISK
     failures = ""
@@ -167,7 +174,7 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
 
 
 def _unclear(figures: Figures) -> tuple[Limit, str, str]:
-    shares: dict[str, float] = {"bytes": figures.share("bytes")}
+    shares = {stage: figures.share(stage) for stage in ("bytes", "shuffle")}
     shares |= {str(limit): share for limit, share in _shares(figures).items()}
     shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
     spent = f"workers' time went into {shown}" if shown else "workers were starting, or had nothing to do"

@@ -183,6 +183,16 @@ class GroupOrder:
         """The current pass of the lanes, and the place in it of the next shard to begin."""
         return self._pass, self._lanes.begun
 
+    @property
+    def read(self) -> int:
+        """References of the epoch that lanes have read so far."""
+        return self._before_pass + self._lanes.given
+
+    @property
+    def released(self) -> int:
+        """How many of these have left the window, including those that a cursor skips."""
+        return self.position - self._skip
+
     def advance(self, arrivals: Arrivals, most: int | None = None) -> References:
         """Return the next references that are determined; none only if something has to arrive first.
 
@@ -204,7 +214,7 @@ class GroupOrder:
                 break
             self._window.push(first, references)
             ready = self._window.pop_all() if over else self._window.pop(self._lanes.given)
-            self._given[self._pass].give(self.position - self._skip, ready)
+            self._given[self._pass].give(self.released, ready)
             skipped = min(self._skip, ready.size)
             self._skip -= skipped
             self.position += ready.size - skipped
@@ -309,7 +319,7 @@ class GroupOrder:
 
     def _mark(self) -> None:
         """Save the state of the lanes from time to time, and drop states that are too old."""
-        before = self._before_pass + self._lanes.given
+        before = self.read
         if not self._marks or before - self._marks[-1].before >= self._most:
             self._marks.append(_Mark(before, self._pass, self._lanes.state(), self.everything))
         while len(self._marks) > 1 and self._precedes(self._marks[1], self.position - self._history):

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 REPORT_SECONDS = 5.0
 """After this the rank is told what blocks this process."""
 WARN_SECONDS = 30.0
 """After each of these a warning is logged."""
+_FEWEST_ARRIVED = 32
+"""Of fewer samples, chance decides how many stay in the window."""
 _POLL_SECONDS = (0.004, 0.05)
 _POLL_SHARE = 0.02
 """A worker sleeps for this share of the time it has waited, within those bounds: each look costs processor
@@ -77,8 +80,23 @@ class Wait:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
+        self._progress: dict[Hashable, tuple[int, int]] = {}
         self.warnings = 0
 
     def seconds(self) -> float:
         """How long, so far."""
         return time.monotonic() - self._began
+
+    def is_held_back(self, stream: Hashable, read: int, released: int) -> bool:
+        """Whether the shuffle window has kept most of the samples that have arrived since the first look.
+
+        A smaller window would then have let the batch go on. A full one lets out as many as it takes in.
+
+        Args:
+            stream: whose samples the batch waits for.
+            read: how many its lanes have read so far.
+            released: how many of these its window has released.
+        """
+        first_read, first_released = self._progress.setdefault(stream, (read, released))
+        arrived = read - first_read
+        return arrived >= _FEWEST_ARRIVED and released - first_released < arrived / 2

@@ -130,7 +130,8 @@ class Reader:
                 needed = stream.blocked()
                 if self._fills.are_refused(needed):  # shards that the batch has read by now may be evicted
                     self._cache.keep_open(self._in_use().union(needed))
-                self._pause(wait, needed, source)
+                is_held_back = wait.is_held_back((group, source), *stream.progress)
+                self._pause(wait, needed, source, is_held_back)
         return stream.has(position)
 
     def arrived(self, shard: int) -> Numbers:
@@ -319,8 +320,15 @@ class Reader:
         """The source of a shard."""
         return bisect.bisect_right(self._config.sources, shard, key=lambda source: source.first) - 1
 
-    def _pause(self, wait: Wait, needed: list[int], source: int) -> None:
-        """Wait a moment for bytes of a source, after making sure that they are being fetched."""
+    def _pause(self, wait: Wait, needed: list[int], source: int, is_held_back: bool = False) -> None:
+        """Wait a moment for bytes of a source, after making sure that they are being fetched.
+
+        Args:
+            wait: of the batch.
+            needed: the shards that it waits for, the most urgent first.
+            source: of these shards.
+            is_held_back: whether the shuffle window is why it waits.
+        """
         self.stop_if_superseded()
         self.want(needed)
         self._fills.prefetcher.check()
@@ -333,7 +341,7 @@ class Reader:
         if self._spans.is_on:
             now_ns, shard = time.time_ns(), self._config.shards[needed[0]].name if needed else ""
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
-        self._counts.add("bytes_wait_ns", waited_ns)
+        self._counts.add("shuffle_wait_ns" if is_held_back else "bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
         if self._control.while_waiting is not None:
             self._control.while_waiting()

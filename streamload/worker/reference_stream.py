@@ -175,6 +175,11 @@ class ReferenceStream:
         return self._order.front
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """How many references lanes have read so far, and how many of them the window has released."""
+        return self._order.read, self._order.released
+
+    @property
     def reads_everything(self) -> bool:
         """Whether the group's own shards gave nothing, so that it reads those of all groups."""
         return self._order.everything

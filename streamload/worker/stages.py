@@ -116,4 +116,4 @@ class Stages:
         self._counts.add("hand_over_ns", self._spent_before - before)
 
     def _waited_ns(self) -> int:
-        return self._counts.value("bytes_wait_ns")
+        return self._counts.value("bytes_wait_ns") + self._counts.value("shuffle_wait_ns")
