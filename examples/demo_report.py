@@ -63,6 +63,12 @@ class Figures:
     epochs: list[Epoch] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
 
+    @property
+    def trained_share(self) -> float:
+        """Samples trained before the last byte had arrived, as a share of the first epoch's."""
+        trained = [moment.samples for moment in self.moments if moment.origin_bytes < self.total_bytes]
+        return max(trained, default=0) / self.epochs[0].samples
+
 
 _ROWS: tuple[tuple[str, Callable[[Epoch], str]], ...] = (
     ("seconds", lambda epoch: f"{epoch.seconds:.1f}"),
@@ -87,7 +93,8 @@ def print_table(figures: Figures, console: Console) -> None:
     console.print(table)
     console.print(
         f"The first batch came after {figures.seconds_to_first_batch:.1f} s; "
-        f"the whole download ({format_bytes(figures.total_bytes)}) took {figures.seconds_of_download:.1f} s.",
+        f"the whole download ({format_bytes(figures.total_bytes)}) took {figures.seconds_of_download:.1f} s, "
+        f"in which {figures.trained_share:.0%} of the samples were trained.",
         highlight=False,
     )
 
@@ -113,7 +120,8 @@ def draw(figures: Figures, path: Path) -> None:
         axis.axvspan(figures.epochs[0].seconds, seconds[-1], color="black", alpha=0.06)
     axes[0].set_title(
         f"first batch after {figures.seconds_to_first_batch:.1f} s (dotted), whole download "
-        f"{figures.seconds_of_download:.1f} s; the second epoch is shaded",
+        f"{figures.seconds_of_download:.1f} s, {figures.trained_share:.0%} trained by then; "
+        "the second epoch is shaded",
         fontsize=10,
     )
     axes[-1].set_xlabel("seconds")
@@ -128,5 +136,6 @@ def write_figures(figures: Figures, path: Path) -> None:
         "versions": {name: version(name) for name in ("torch", "numpy", "simplejpeg")}
         | {"python": platform.python_version()},
         **asdict(figures),
+        "trained_share": figures.trained_share,
     }
     path.write_text(json.dumps(report, indent=1))
