@@ -85,7 +85,7 @@ def lines(title: str, across: str, series: Mapping[str, Sequence[tuple[float, fl
     for count in range(round(top_value / step) + 1):
         y = place(xs[0], count * step)[1]
         parts += [_line(left, y, right, y, FAINT), _text(left - 8, y + 4, f"{count * step:,g}", anchor="end")]
-    parts += [_text(place(x, 0)[0], bottom + 18, f"{x:g}", anchor="middle") for x in xs]
+    parts += [_text(place(x, 0)[0], bottom + 18, f"{x:,.10g}", anchor="middle") for x in xs]
     parts.append(_text((left + right) / 2, bottom + 36, across, anchor="middle"))
     for number, (name, points) in enumerate(series.items()):
         colour = _SERIES[number % len(_SERIES)]

@@ -52,7 +52,7 @@ from benchmarks.contenders.workload import versions
 from benchmarks.following import epoch_of, seconds_of
 from benchmarks.order_measures import Epoch, measures
 from streamload.order.hashing import DUE, key
-from streamload.order.plan import OrderOptions, pieces
+from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 from streamload.order.shuffle import Opening, due_times
 from streamload.order.split import default_lanes, default_window
 
@@ -81,13 +81,13 @@ class Data:
 class Ours:
     """An order of streamload's; None is the default for the slice. No window: as listed.
 
-    The window opens after the first batch, as for remote shards; or at once, or slowly (order/shuffle.py).
+    The first pass is that over remote shards, or over local ones (order/plan.py, `opens_after`).
     """
 
     lanes: int | None = None
     window: int | None = None
     groups: int = 1
-    opens: Literal["", "local", "format 2"] = ""
+    opens: Literal["", "local"] = ""
 
     def options(self, data: Data, seed: int) -> OrderOptions:
         if self.window == 0:
@@ -95,7 +95,7 @@ class Ours:
         slice_ = data.ranks * data.batch // self.groups
         lanes = default_lanes(slice_) if self.lanes is None else self.lanes
         window = default_window(slice_) if self.window is None else self.window
-        opens_after = {"": slice_, "local": 0, "format 2": None}[self.opens]
+        opens_after = {"": WITH_ARRIVALS, "local": 0}[self.opens]
         return OrderOptions(seed, self.groups, lanes, window, opens_after=opens_after)
 
     @property
@@ -114,7 +114,7 @@ Plan = list[tuple[Data, list[int], list[Ours]]]  # data, workers of a rank, orde
 
 
 def plan(quick: bool) -> Plan:
-    opened = [Ours(opens=opens) for opens in ("", "local", "format 2")]
+    opened = [Ours(), Ours(opens="local")]
     if quick:
         return [
             (Data("8 ranks", (300,) * 16, 2, 32), [8], [Ours(), Ours(4, 500), Ours(window=0)]),
@@ -287,11 +287,11 @@ def _cold(data: Data, options: OrderOptions) -> dict[str, float]:
     """What a run's first pass needs to have arrived: for its first batches, in batches, and at its end."""
     batch = data.batch * data.ranks
     given, at_the_end = [0, 0], 0
+    opening = None if options.opens_after == 0 else Opening(None, len(data.sizes))
     for group in range(options.groups):
-        opening = Opening(options.opens_after, pieces(options, len(data.sizes), group).shards.size)
         numbers = np.arange(sum(data.sizes) // options.groups)
         due_key = key(options.seed, DUE, 0, group, 0)
-        due = due_times(due_key, numbers, options.window, opening if options.opens_after != 0 else None)
+        due = due_times(due_key, numbers, options.window, opening)
         due = np.sort(due) >> 16
         for step in (1, 2):
             given[step - 1] += min(int(due[step * batch // options.groups - 1]) + 1, numbers.size)

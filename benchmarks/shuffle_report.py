@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results/order.md from results/shuffle.json.
+"""Writes the tables and chart of docs/results/order.md from results/shuffle.json and results/arrival.json.
 
 Command: python -m benchmarks.shuffle_report
 """
@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import arrival, charts
 from benchmarks.markdown import filled, table, when
 from benchmarks.shuffle import DEFAULT, SMALL
 from benchmarks.turns import RESULTS, ROOT
 
 PAGE = ROOT / "docs/results/order.md"
+CHART = ROOT / "docs/results/images/arrival.svg"
 GRID = "1 rank"
 OTHERS = (GRID, "large shards, 1 rank", "large shards, 8 ranks", "uneven shards", "few shards")
 
@@ -19,8 +21,11 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    result = json.loads((RESULTS / "shuffle.json").read_text())
-    PAGE.write_text(filled(PAGE.read_text(), tables_of(result)))
+    shuffled, arrived = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shuffle", "arrival")
+    )
+    PAGE.write_text(filled(PAGE.read_text(), tables_of(shuffled) | arrival_tables(arrived)))
+    CHART.write_text(trained_chart(arrived))
 
 
 def tables_of(result: dict[str, Any]) -> dict[str, str]:
@@ -35,6 +40,49 @@ def tables_of(result: dict[str, Any]) -> dict[str, str]:
         "cost": cost(result),
         "machine": machine(result),
     }
+
+
+def arrival_tables(result: dict[str, Any]) -> dict[str, str]:
+    """How much of a first pass is trained when its last byte arrives, and how well its batches are mixed."""
+    trained_head = ["shards", "samples", *arrival.ORDERS]
+    mixed_head = ["shards", "windows", "pairs, %", "× a later pass", "× the lanes alone", "shards in a batch"]
+    mixed_head += ["at least", "a later pass", "gap", "a later pass"]
+    trained, mixed = [], []
+    for data in dict.fromkeys(row["data"] for row in result["rounds"]):
+        rows = {order: result["medians"][f"{data}: {order}"] for order in arrival.ORDERS}
+        row = rows[arrival.REMOTE]
+        trained.append(
+            [data, f"{row['samples']:,.0f}", *(f"{rows[order]['trained']:.0%}" for order in arrival.ORDERS)]
+        )
+        mixed.append(
+            [
+                data,
+                f"{row['samples'] / row['window']:.1f}",
+                _percent(row["pairs"]),
+                f"{row['pairs'] / row['later_pairs']:.2f}",
+                f"{row['pairs'] / row['lanes_pairs']:.2f}",
+                f"{row['shards_in_1']:.1f}",
+                f"{row['fewest_shards']:.0f}" if "fewest_shards" in row else "–",
+                f"{row['later_shards_in_1']:.1f}",
+                f"{row['gap']:.0f}",
+                f"{row['later_gap']:.0f}",
+            ]
+        )
+    return {"trained": table(trained_head, trained), "mixed_first": table(mixed_head, mixed)}
+
+
+def trained_chart(result: dict[str, Any]) -> str:
+    """The share that is trained when the last byte arrives, in percent, by the data's size."""
+    series = {
+        order: [
+            (row["samples"], 100 * row["trained"])
+            for label, row in result["medians"].items()
+            if row["is_on_curve"] and label.endswith(f": {order}")
+        ]
+        for order in (arrival.REMOTE, arrival.LOCAL)
+    }
+    title = "Samples trained when the last byte arrives, %"
+    return charts.lines(title, "samples of the data set", series)
 
 
 def mixing(result: dict[str, Any], data: Sequence[str], global_too: bool = False) -> str:
@@ -97,7 +145,6 @@ def opening(result: dict[str, Any]) -> str:
     names = {
         DEFAULT: "**remote shards**",
         f"{DEFAULT}, local": "**local shards**",
-        f"{DEFAULT}, format 2": "states of format 2",
     }
     body = []
     for which in SMALL:

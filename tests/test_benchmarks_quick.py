@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import peer_tables, report, shuffle_report
+from benchmarks import arrival, peer_tables, report, shuffle_report
 from examples.photograph_shards import write_photograph_shards
 from streamload.options import file_system
 
@@ -199,6 +199,14 @@ def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
     }
     assert all(0 < row["share"] <= 1.05 for row in result["rounds"])
     assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 7
+
+
+def test_arrivals_are_followed_by_every_order(tmp_path: Path) -> None:
+    result = run_quickly("arrival", tmp_path / "out.json")
+    assert {row["contender"] for row in result["rounds"]} == set(arrival.ORDERS)
+    assert shuffle_report.arrival_tables(result)["trained"].count("\n") > 2
+    assert shuffle_report.trained_chart(result).count("<circle") == 4
+    assert all(target["met"] for target in result["targets"]), result["targets"]
 
 
 def test_the_shuffle_is_measured_beside_a_permutation(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks import shuffle_report
+from benchmarks import arrival, shuffle_report
+from benchmarks.arrival import Data
 from benchmarks.following import epoch_of
 from benchmarks.markdown import filled
 from benchmarks.order_measures import Epoch, measures
@@ -103,7 +104,31 @@ def test_an_epoch_that_is_followed_gives_each_sample_of_the_groups_at_most_once(
 
 
 def test_the_page_shows_the_results_that_are_committed():
-    result = json.loads((RESULTS / "shuffle.json").read_text())
+    shuffled, arrived = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shuffle", "arrival")
+    )
     page = shuffle_report.PAGE.read_text()
-    assert filled(page, shuffle_report.tables_of(result)) == page
-    assert all(f"<!-- {name} -->" in page for name in shuffle_report.tables_of(result))
+    tables = shuffle_report.tables_of(shuffled) | shuffle_report.arrival_tables(arrived)
+    assert filled(page, tables) == page
+    assert all(f"<!-- {name} -->" in page for name in tables)
+    assert shuffle_report.CHART.read_text() == shuffle_report.trained_chart(arrived)
+
+
+@pytest.mark.parametrize(
+    ("data", "order", "least", "most"),
+    [
+        (Data(20, 100, 64), arrival.REMOTE, 0.85, 1.0),
+        (Data(16, 300, 64), arrival.REMOTE, 0.85, 1.0),
+        (Data(16, 300, 64), arrival.FORMAT_2, 0.0, 0.85),
+        (Data(20, 100, 64), arrival.LOCAL, 0.0, 0.2),
+        (Data(20, 100, 64), arrival.BEFORE, 0.0, 0.4),
+    ],
+)
+def test_a_remote_first_pass_is_trained_as_it_arrives(data, order, least, most):
+    assert least <= arrival.trained(data.options(order, 0), data)["trained"] <= most
+
+
+def test_the_first_passes_that_were_measured_reach_what_is_promised():
+    targets = json.loads((RESULTS / "arrival.json").read_text())["targets"]
+    assert len(targets) > 20
+    assert [target["claim"] for target in targets if not target["met"]] == []
