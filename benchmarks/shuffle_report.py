@@ -21,11 +21,15 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    shuffled, arrived = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shuffle", "arrival")
-    )
+    shuffled, arrived = results()
     PAGE.write_text(filled(PAGE.read_text(), tables_of(shuffled) | arrival_tables(arrived)))
     CHART.write_text(trained_chart(arrived))
+
+
+def results() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the committed results of shuffle.py and of arrival.py."""
+    shuffled, arrived = (RESULTS / f"{name}.json" for name in ("shuffle", "arrival"))
+    return json.loads(shuffled.read_text()), json.loads(arrived.read_text())
 
 
 def tables_of(result: dict[str, Any]) -> dict[str, str]:

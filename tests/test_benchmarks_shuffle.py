@@ -104,9 +104,7 @@ def test_an_epoch_that_is_followed_gives_each_sample_of_the_groups_at_most_once(
 
 
 def test_the_page_shows_the_results_that_are_committed():
-    shuffled, arrived = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("shuffle", "arrival")
-    )
+    shuffled, arrived = shuffle_report.results()
     page = shuffle_report.PAGE.read_text()
     tables = shuffle_report.tables_of(shuffled) | shuffle_report.arrival_tables(arrived)
     assert filled(page, tables) == page
