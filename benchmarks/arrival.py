@@ -25,10 +25,10 @@ lanes, or the pass is 10 windows long; elsewhere at most 1.2 × those of the lan
 
 Result: results/arrival.json; docs/results/order.md has it as a table and a chart.
 
-Explanation: while n references have been read, the window holds about n/16 of them, later n/8 and at most
-half of the window: that is what is left when the last byte arrives. Older states let lanes read their first
+Explanation: while n references have been read, the window holds about n/16 of them, later n/8 and at most half
+of the window: that is what is left when the last byte arrives. In states of format 2 lanes read their first
 shards at different speeds. Where shards arrive evenly, the bytes of the slow ones wait: of 16 shards over 8
-lanes a quarter.
+lanes a quarter. So in a short pass lanes now read at one speed.
 """
 
 from argparse import Namespace
@@ -92,6 +92,7 @@ DATA = (
     Data(100, 100, 64),
     Data(16, 1_000, 64),
     Data(40, 1_000, 64),
+    Data(80, 1_000, 256),
     Data(100, 1_000, 256, is_on_curve=True),
     Data(200, 1_000, 2_048),
     Data(1_000, 1_000, 256, is_on_curve=True),

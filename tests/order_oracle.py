@@ -204,7 +204,8 @@ def walk(case: Case, group: int, pass_: int, known, everything: bool = False) ->
     todo = (
         [(shard, set(own)) for shard, own in enumerate(case.entries)] if everything else pieces(case, group)
     )
-    is_even = case.opens_after == WITH_ARRIVALS and case.epoch == pass_ == 0
+    follows_arrivals = case.opens_after == WITH_ARRIVALS and case.epoch == pass_ == 0
+    is_even = follows_arrivals and len(todo) <= 10 * case.lanes
     staggered = len(todo) > case.lanes and not is_even
     if case.shuffle:
         todo = shuffled(chained(case.seed, 3, case.epoch, group, pass_), todo)

@@ -43,22 +43,21 @@ def test_the_sequence_is_right_past_the_even_rounds_and_in_many_portions(number)
     assert drain(case.order(0, passes=2), Given(case.everything)) == expected
 
 
-def test_with_arrivals_each_lane_has_given_as_many_samples_in_a_first_pass_and_by_older_states_fewer():
-    """Window 0: the order of the lanes alone."""
-    entries = [list(range(300)) for _ in range(16)]
+@pytest.mark.parametrize(("lanes", "shards", "is_even"), [(8, 16, True), (2, 20, True), (2, 21, False)])
+def test_over_a_link_the_lanes_of_a_short_first_pass_read_at_one_speed(lanes, shards, is_even):
+    """Window 0: the order of the lanes alone. At one speed the first shards of all lanes end together."""
+    entries = [list(range(200)) for _ in range(shards)]
 
-    def shards_of(opens_after: int | None, epoch: int) -> list[int]:
-        case = Case(1, entries, groups=1, lanes=8, window=0, epoch=epoch, opens_after=opens_after)
+    def shards_of(opens_after, epoch):
+        case = Case(1, entries, groups=1, lanes=lanes, window=0, epoch=epoch, opens_after=opens_after)
         given = drain(case.order(0, passes=1), Given(case.everything))
         assert given == sequence(case, 0, 1)[0]
         return [shard for _, shard, _ in given]
 
-    first = shards_of(WITH_ARRIVALS, 0)
-    assert all(len(set(first[at : at + 8])) == 8 for at in range(0, len(first), 8))
-    assert len(set(first[: 8 * 300])) == 8
+    assert (len(set(shards_of(WITH_ARRIVALS, 0)[: lanes * 200])) == lanes) == is_even
     for opens_after in (0, 64, None):
-        assert len(set(shards_of(opens_after, 0)[: 8 * 300])) > 8
-    assert shards_of(WITH_ARRIVALS, 1) == shards_of(0, 1) != first
+        assert len(set(shards_of(opens_after, 0)[: lanes * 200])) > lanes
+    assert shards_of(WITH_ARRIVALS, 1) == shards_of(0, 1)
 
 
 @pytest.mark.parametrize("number", CASES)

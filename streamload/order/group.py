@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from streamload.errors import OptionError
 from streamload.order.cursor import Cursor, LaneState
 from streamload.order.hashing import DUE, key
-from streamload.order.lanes import SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
+from streamload.order.lanes import EVEN_SHARDS, SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
 from streamload.order.shuffle import Opening, ShuffleWindow
@@ -164,8 +164,9 @@ class GroupOrder:
         due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
         opening, is_even = None, False
         if self._epoch == 0 and pass_ == 0 and options.opens_after != 0:
-            is_even = options.opens_after == WITH_ARRIVALS
-            opening = Opening(None if is_even else options.opens_after, order.size)
+            follows_arrivals = options.opens_after == WITH_ARRIVALS
+            is_even = follows_arrivals and order.size <= EVEN_SHARDS * options.lanes
+            opening = Opening(None if follows_arrivals else options.opens_after, order.size)
         self._pass = pass_
         self._done = {} if done is None else done
         self._lanes = Lanes(order, own.parts, options.lanes, state, self._done, is_even)

@@ -19,6 +19,9 @@ from streamload.order.cursor import LaneState
 from streamload.order.plan import Part
 
 EVEN_ROUNDS = 128
+EVEN_SHARDS = 10
+"""Shards a lane, in a pass whose lanes all stay even as shards arrive: in a longer one few of the bytes that
+wait for slow lanes are left at the end, and shards that all end at once would be many open ones."""
 SAMPLE_BITS = 32
 SAMPLE_MASK = (1 << SAMPLE_BITS) - 1
 
@@ -48,8 +51,8 @@ def served(rounds: NDArray[np.int64], slow: NDArray[np.int64], lanes: int) -> ND
 
     After an even start, the first shards of the lanes are read at different speeds; otherwise shards of
     equal size would all end, and the next ones begin, at the same time. In a pass without next shards, and in
-    one that follows a link, all lanes stay even: the shards arrive evenly, and the data of a slow lane would
-    only wait.
+    a short one over remote shards, all lanes stay even: the shards arrive evenly, and the data of a slow lane
+    would only wait.
     """
     late = EVEN_ROUNDS + (rounds - EVEN_ROUNDS) * lanes // (lanes + slow)
     return np.where(rounds <= EVEN_ROUNDS, rounds, late)

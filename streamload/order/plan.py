@@ -37,8 +37,9 @@ class OrderOptions:
         hints: int64[shards], the relative sizes of the shards (samples or bytes), the same on every rank;
             None: all shards count as equal.
         opens_after: how the window opens in a run's first pass. 0: it is open. WITH_ARRIVALS: slowly (see
-            shuffle.py), and all lanes read at one speed (see lanes.py). None: slowly, as in states of format
-            2. Any other number: after so many references, as in states of format 3 from before.
+            shuffle.py), and in a short pass all lanes read at one speed (see `EVEN_SHARDS`). None: slowly, as
+            in states of format 2. Any other number: after so many references, as in states of format 3 from
+            before.
     """
 
     seed: int
