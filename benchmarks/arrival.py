@@ -25,7 +25,7 @@ lanes, or the pass is 10 windows long; elsewhere at most 1.2 × those of the lan
 
 Result: results/arrival.json; docs/results/order.md has it as a table and a chart.
 
-Explanation: while n references have been read, the window holds about n/16 of them, later n/8 and at most half
+Explanation: while n references have been read, the window holds about n/16 of them, later n/8, at most half
 of the window: that is what is left when the last byte arrives. In states of format 2 lanes read their first
 shards at different speeds. Where shards arrive evenly, the bytes of the slow ones wait: of 16 shards over 8
 lanes a quarter. So in a short pass lanes now read at one speed.

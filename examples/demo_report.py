@@ -119,9 +119,9 @@ def draw(figures: Figures, path: Path) -> None:
         axis.axvline(figures.seconds_to_first_batch, color="black", linestyle=":", linewidth=1)
         axis.axvspan(figures.epochs[0].seconds, seconds[-1], color="black", alpha=0.06)
     axes[0].set_title(
-        f"first batch after {figures.seconds_to_first_batch:.1f} s (dotted), whole download "
+        f"first batch after {figures.seconds_to_first_batch:.1f} s (dotted); download "
         f"{figures.seconds_of_download:.1f} s, {figures.trained_share:.0%} trained by then; "
-        "the second epoch is shaded",
+        "second epoch shaded",
         fontsize=10,
     )
     axes[-1].set_xlabel("seconds")
