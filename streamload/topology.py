@@ -1,8 +1,8 @@
 """The topology of a run: rank, node, and how many there are.
 
-Read once by the rank and passed to the workers. Sources are torch.distributed, if its process group is
-initialised (torch is never imported here), and the launcher's environment variables. There is no
-communication.
+Read by the rank at first use and passed to the workers. Sources are arguments, torch.distributed, if its
+process group is initialised (torch is never imported here), and the launcher's environment variables. There
+is no communication.
 """
 
 import hashlib
@@ -94,16 +94,20 @@ _LAUNCHERS = (
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
+_LATER = (
+    "; or ask for a loader's length, state and batches once torch.distributed is initialised (Lightning does "
+    "that in fit()), or give Order(rank=…, world_size=…)"
+)
+
 
 def read_topology(
     rank: int | None = None, world_size: int | None = None, environ: Mapping[str, str] | None = None
 ) -> Topology:
     """Find this process's topology.
 
-    Arguments take precedence over torch.distributed (if initialised), which takes precedence over the
-    launcher's variables. The node comes from the launcher if its variables agree on the rank. Without a
-    number of ranks per node, all are assumed to be on one node: results are right, but each further node
-    reads all of the data.
+    Rank and world size are those of `read_rank`. The node comes from the launcher's variables, where these
+    don't contradict that rank. Without a number of ranks per node, all are assumed to be on one node: results
+    are right, but each further node reads all of the data.
 
     Args:
         rank: given with `world_size`, or neither.
@@ -111,18 +115,48 @@ def read_topology(
         environ: the variables; by default those of the process.
 
     Raises:
-        OptionError: contradictory values, or values that are not whole numbers.
+        OptionError: contradictory values, or values that are not whole numbers; of variables only where
+            neither arguments nor torch.distributed have the rank.
+    """
+    environ = os.environ if environ is None else environ
+    rank, world_size, source = read_rank(rank, world_size, environ)
+    on_one_node = Topology(rank, world_size, rank, world_size, source=source)
+    launcher = _launcher_of(rank, world_size, source, environ)
+    if launcher is None:
+        return on_one_node
+    try:
+        return Topology(rank, world_size, *_read_node(launcher, rank, world_size, environ), source=source)
+    except OptionError as exc:
+        if launcher.name == source:
+            raise
+        _log.warning(
+            f"{exc}. This is rank {rank} by {source}: all {world_size} ranks are assumed to be on one node"
+        )
+        return on_one_node
+
+
+def read_rank(
+    rank: int | None = None, world_size: int | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[int, int, str]:
+    """Find this process's rank, the number of ranks, and the source of both.
+
+    Arguments take precedence over torch.distributed (if initialised), which takes precedence over the
+    launcher's variables.
+
+    Args:
+        rank: given with `world_size`, or neither.
+        world_size: number of ranks that share the data.
+        environ: the variables; by default those of the process.
+
+    Raises:
+        OptionError: one value without the other, or one that is not a whole number.
     """
     environ = os.environ if environ is None else environ
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank={rank} with world_size={world_size}; expected both, or neither")
-    launched = _from_launcher(environ)
     if rank is not None and world_size is not None:
-        return _placed(_whole("rank", rank), _whole("world_size", world_size), launched, "argument")
-    initialised = _from_torch()
-    if initialised is not None:
-        return _placed(*initialised, launched, "torch.distributed")
-    return launched or Topology()
+        return _whole("rank", rank), _whole("world_size", world_size), "argument"
+    return _from_torch() or _from_launcher(environ) or (0, 1, "alone")
 
 
 _started: Counter[str] = Counter()
@@ -162,54 +196,63 @@ def run_name(here: Topology, reads: str) -> str:
     return f"{run}{_started[run]:08x}"
 
 
-def _placed(rank: int, world_size: int, launched: Topology | None, source: str) -> Topology:
-    if launched is not None and (launched.rank, launched.world_size) == (rank, world_size):
-        node = (launched.local_rank, launched.local_world_size, launched.node, launched.nodes)
-        return Topology(rank, world_size, *node, source=source)
-    return Topology(rank, world_size, rank, world_size, source=source)
-
-
-def _from_torch() -> tuple[int, int] | None:
+def _from_torch() -> tuple[int, int, str] | None:
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return distributed.get_rank(), distributed.get_world_size()
+    return distributed.get_rank(), distributed.get_world_size(), "torch.distributed"
 
 
-def _from_launcher(environ: Mapping[str, str]) -> Topology | None:
+def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
     for launcher in _LAUNCHERS:
-        if environ.get(launcher.world_size, "").strip():
-            return _read(launcher, environ)
-    if environ.get("RANK", "").strip():
-        raise OptionError(
-            f"RANK={environ['RANK']!r} without WORLD_SIZE; set both (torchrun does), or neither"
-        )
+        world_size = _number(launcher.world_size, environ)
+        if world_size is None:
+            continue
+        rank = _number(launcher.rank, environ)
+        if rank is None:
+            raise OptionError(
+                f"{launcher.world_size} is set and {launcher.rank} is not; set both, or neither{_LATER}"
+            )
+        return rank, world_size, launcher.name
+    rank = _number("RANK", environ)
+    if rank is not None:
+        raise OptionError(f"RANK={rank} without WORLD_SIZE; set both (torchrun does), or neither{_LATER}")
     return None
 
 
-def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Topology:
-    def number(variable: str) -> int | None:
-        text = environ.get(variable, "").strip() if variable else ""
-        return _whole(variable, text) if text else None
+def _launcher_of(rank: int, world_size: int, source: str, environ: Mapping[str, str]) -> _Launcher | None:
+    """Return the launcher whose variables describe this rank; None if there are none, or of another rank."""
+    for launcher in _LAUNCHERS:
+        if launcher.name == source:
+            return launcher
+    for launcher in _LAUNCHERS:
+        variables = (launcher.rank, launcher.world_size, launcher.local_world_size)
+        values = [environ.get(variable, "").strip() for variable in variables]
+        if any(values):
+            is_same = values[0] in ("", str(rank)) and values[1] in ("", str(world_size))
+            return launcher if is_same else None
+    return None
 
-    world_size, rank = number(launcher.world_size), number(launcher.rank)
-    if world_size is None or rank is None:
-        raise OptionError(f"{launcher.world_size} is set and {launcher.rank} is not; set both, or neither")
-    node, nodes = number(launcher.node), number(launcher.nodes)
-    local_rank = number(launcher.local_rank)
+
+def _read_node(
+    launcher: _Launcher, rank: int, world_size: int, environ: Mapping[str, str]
+) -> tuple[int, int, int, int]:
+    """Return local rank and local world size, node and nodes, by a launcher's variables."""
+    node, nodes = _number(launcher.node, environ), _number(launcher.nodes, environ)
+    local_rank = _number(launcher.local_rank, environ)
     if launcher.name == "Slurm":
         local_world_size = _slurm_tasks(environ.get(launcher.local_world_size, ""), node or 0)
     else:
-        local_world_size = number(launcher.local_world_size)
+        local_world_size = _number(launcher.local_world_size, environ)
     if local_world_size is None:
         if local_rank not in (None, rank):
             _log.warning(
-                f"{launcher.rank}={rank} with {launcher.local_rank}={local_rank} means several nodes, but "
+                f"rank {rank} with {launcher.local_rank}={local_rank} means several nodes, but "
                 f"{launcher.local_world_size} is not set: all {world_size} ranks are assumed to be on one. "
                 "Set it, or each node reads all of the data."
             )
-        return Topology(rank, world_size, rank, world_size, source=launcher.name)
+        return rank, world_size, 0, 1
     if node is None or nodes is None:
         nodes = -(-world_size // max(1, local_world_size))
         node, guess = _node(rank, local_rank, max(1, local_world_size), nodes)
@@ -218,7 +261,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Topology:
         raise OptionError(
             f"{launcher.local_world_size} is set and {launcher.local_rank} is not; set both, or neither"
         )
-    return Topology(rank, world_size, local_rank, local_world_size, node, nodes, launcher.name)
+    return local_rank, local_world_size, node, nodes
 
 
 def _node(rank: int, local_rank: int | None, local_world_size: int, nodes: int) -> tuple[int, int]:
@@ -246,6 +289,12 @@ def _slurm_tasks(text: str, node: int) -> int | None:
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node < len(counts) else None
+
+
+def _number(variable: str, environ: Mapping[str, str]) -> int | None:
+    """Return a variable's number; None if it isn't set."""
+    text = environ.get(variable, "").strip() if variable else ""
+    return _whole(variable, text) if text else None
 
 
 def _whole(name: str, value: object) -> int:

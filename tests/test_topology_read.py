@@ -1,6 +1,7 @@
 """Topology: what the launchers say, what wins, and what can't be."""
 
 import multiprocessing
+import re
 import subprocess
 import sys
 import textwrap
@@ -86,6 +87,29 @@ def test_arguments_win_and_keep_the_node_when_the_launcher_means_the_same_rank()
     environ = texts(torchrun(5, 8, 1, 4))
     assert read_topology(5, 8, environ) == Topology(5, 8, 1, 4, 1, 2, "argument")
     assert read_topology(2, 4, environ) == Topology(2, 4, 2, 4, 0, 1, "argument")
+
+
+LIGHTNING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "1", "LOCAL_RANK": "1"}
+"""Of its launcher, on the second of two nodes with 8 ranks each."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "environ", "node", "warning"),
+    [
+        (1, 2, LIGHTNING | {"WORLD_SIZE": "2"}, (1, 2, 0, 1), ""),
+        (9, 16, LIGHTNING | {"WORLD_SIZE": "16"}, (9, 16, 0, 1), "rank 9 with LOCAL_RANK=1 means several"),
+        (9, 16, LIGHTNING | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, (1, 8, 1, 2), ""),
+        (9, 16, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, (1, 8, 1, 2), ""),
+        (1, 2, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, (1, 2, 0, 1), ""),
+        (1, 2, {"RANK": "one", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, (1, 2, 0, 1), ""),
+        (0, 2, texts(torchrun(0, 2, 4, 4)), (0, 2, 0, 1), "rank 0 can't be|local_rank=4"),
+    ],
+)
+def test_variables_that_lack_or_contradict_the_rank_are_no_error_where_it_is_given(
+    rank, world_size, environ, node, warning, caplog
+):
+    assert read_topology(rank, world_size, environ) == Topology(rank, world_size, *node, "argument")
+    assert re.search(warning, caplog.text) if warning else not caplog.records
 
 
 @pytest.mark.parametrize(

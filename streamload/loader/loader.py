@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from streamload.device import Feed, feed_for
-from streamload.errors import OrderDiverged
+from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_sizing import STATE, BatchSizing
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
@@ -85,6 +85,32 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     ) -> None:
         self._outputs.explain(error)
         self.close()
+
+    def __reduce__(self) -> Any:
+        """Pickle or copy an unused loader as its options: the other one reads its own rank.
+
+        Raises:
+            OptionError: it was iterated or holds a state, or one of its options can't be pickled.
+        """
+        if not self._schedule.tracker.is_unused:
+            raise OptionError(
+                "a loader that was iterated, or that holds a state, can't be pickled or copied: its workers "
+                "and its position belong to this process. Call make_loader() where the other one is to be "
+                "iterated, and give it this one's state_dict() by load_state_dict() to continue"
+            )
+        for name, exc in self.options.unpicklable():
+            raise OptionError(
+                f"{name}= can't be pickled, and so neither can the loader: {exc}. Define its functions and "
+                f"classes at the top level of a module, or call make_loader() in the process that iterates "
+                f"it (with Lightning in train_dataloader() of a DataModule, or take strategy='ddp')"
+            ) from exc
+        attributes = {name: getattr(self, name) for name in ("_is_accelerated", "_on_alert", "_record_in")}
+        return type(self), (self.options,), {**attributes, "epoch": self._schedule.tracker.epoch}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self._schedule.tracker.epoch = attributes["epoch"]
+        self._is_accelerated, self._record_in = attributes["_is_accelerated"], attributes["_record_in"]
+        self._on_alert += attributes["_on_alert"]
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -204,8 +230,10 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         Closes an iterator that is still in use: its `next` raises LoaderClosed.
 
         Raises:
+            OptionError: the process has another rank than its length, state or order was computed by.
             CacheError: the cache directory can't be used.
         """
+        self._schedule.check_rank()
         self._end_epoch("a new iteration of the loader began")
         started = time.monotonic()
         try:

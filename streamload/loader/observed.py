@@ -22,6 +22,7 @@ from streamload.loader.checks import ShardWaits
 from streamload.loader.fork_safety import in_this_process
 from streamload.loader.meter import LONGEST_SECONDS, Meter, OnAlert
 from streamload.loader.options import LoaderOptions
+from streamload.loader.schedule import Schedule
 from streamload.loader.trace import Trace
 from streamload.metrics import Snapshot
 from streamload.metrics.live import live_rank
@@ -47,6 +48,7 @@ class Observed:
 
     options: LoaderOptions
     meter: Meter
+    _schedule: Schedule
     _control: ControlBlock
     _waits: ShardWaits
     _trace: Trace | None
@@ -185,7 +187,7 @@ class Observed:
         if folder is not None and self._recording is None:
             self._recording = Recording(folder, described(self.options))
             publisher.readers.append(self._recording.add)
-        if settings.metrics is not None and publisher.local_rank == 0:
+        if settings.metrics is not None and self._schedule.topology.local_rank == 0:
             self.serve_metrics(settings.metrics)
 
     def _close_exports(self) -> None:

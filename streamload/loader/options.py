@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -119,15 +119,20 @@ class LoaderOptions:
         method = self.workers.multiprocessing_context or multiprocessing.get_start_method()
         if method == "fork":
             return
+        for name, exc in self.unpicklable():
+            raise OptionError(
+                f"{name}= can't be sent to the workers: {exc}. They are started by {method!r}, so it must be "
+                f"picklable: define its functions and classes at the top level of a module, or pass "
+                f'workers=Workers(multiprocessing_context="fork")'
+            ) from exc
+
+    def unpicklable(self) -> Iterator[tuple[str, Exception]]:
+        """The user's own arguments that can't be pickled, by name, and why."""
         for name in _PICKLED:
             try:
                 ForkingPickler.dumps(operator.attrgetter(name)(self))
             except Exception as exc:
-                raise OptionError(
-                    f"{name.rpartition('.')[2]}= can't be sent to the workers: {exc}. They are started by "
-                    f"{method!r}, so it must be picklable: define its functions and classes at the top level "
-                    f'of a module, or pass workers=Workers(multiprocessing_context="fork")'
-                ) from exc
+                yield name.rpartition(".")[2], exc
 
     @property
     def urls(self) -> UrlList:

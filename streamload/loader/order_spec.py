@@ -21,8 +21,8 @@ import xxhash
 from streamload import urls
 from streamload.cache.forecast import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Measure, Width, fits, fitting
 from streamload.cache.shard import ShardList
-from streamload.errors import OptionError
-from streamload.loader.distributed import agree, can_compare
+from streamload.errors import OptionError, OrderDiverged
+from streamload.loader.distributed import agree, can_compare, first_value
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
 from streamload.order.hashing import SOURCE, key
@@ -192,6 +192,23 @@ def own_groups(options: LoaderOptions, topology: Topology, groups: int) -> list[
     """The numbers of the groups that this rank reads."""
     first, rank = (0, topology.rank) if options.train else (topology.rank, 0)
     return [first + group for group in split_for(options, topology, groups).groups_of(rank)]
+
+
+def compare_groups(order: OrderSpec, topology: Topology) -> None:
+    """Compare the number of groups with that of the other ranks; in evaluation each rank has its own.
+
+    Raises:
+        OrderDiverged: the first rank that called this has another one.
+    """
+    if not order.train:
+        return
+    own = f"{order.groups} groups on rank {topology.rank} ({topology.nodes} nodes)"
+    first = first_value(f"groups {order.data} {order.seed}", own, topology.world_size)
+    if first.partition(" ")[0] != own.partition(" ")[0]:
+        raise OrderDiverged(
+            f"the ranks divide the samples differently: into {first} and {own}. Set LOCAL_RANK and "
+            f"LOCAL_WORLD_SIZE on all of them or on none, or give Order(groups=…)"
+        )
 
 
 def data_digest(

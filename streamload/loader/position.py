@@ -147,6 +147,12 @@ class EpochTracker:
         self._current: Position | None = None
         self._is_fresh = False  # no batch was yielded since the position was loaded, or its epoch started
         self._is_finished = False
+        self._is_changed = False  # weights or sizes were set
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no epoch was started, no position loaded, and neither weights nor sizes were set."""
+        return self._current is None and not self._is_changed
 
     def start(self) -> Position:
         """Start the next epoch. It counts as started with its first batch, or when it ends without one."""
@@ -226,7 +232,7 @@ class EpochTracker:
 
     def change(self, weights: Weights, position: int) -> None:
         """Set weights from a position on."""
-        self.weights = weights
+        self.weights, self._is_changed = weights, True
         if self._current is not None:
             earlier = [change for change in self._current.changes if change.position < position]
             changes = (*earlier, Change(position, weights.shares))
@@ -243,7 +249,7 @@ class EpochTracker:
         sizes = None if self._current is None else self._current.sizes
         earlier = () if sizes is None else sizes.resizes
         resizes = (*(each for each in earlier if each.position < resize.position), resize)
-        self.sizes = Sizes(base, resizes, step)
+        self.sizes, self._is_changed = Sizes(base, resizes, step), True
         if self._current is not None:
             self._current = replace(self._current, sizes=self.sizes)
 

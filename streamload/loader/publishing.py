@@ -43,7 +43,6 @@ class Publisher:
         memory_ratio: how much of the machine's memory is taken, or of the container's, or of the device's if
             that is more.
         readers: called with each page that is published.
-        local_rank: of this rank, among those of its node.
         passes: of each source, the pass of the samples that were taken last; none: there is one source.
     """
 
@@ -51,7 +50,6 @@ class Publisher:
         self.gauges = Gauges()
         self.memory_ratio = 0.0
         self.readers: list[Callable[[RunPage], None]] = []
-        self.local_rank = schedule.topology.local_rank
         self.reported: Sequence[Mapping[str, Any]] = ()
         self.passes: Sequence[int] = ()
         self._options, self._schedule, self._names = options, schedule, names

@@ -1,6 +1,6 @@
 """The epochs of a run: their order and length, and where the loader is in them (steps B to E).
 
-The order is settled when it is first needed, not when the loader is made: torch.distributed may be
+Rank and order are settled when they are first needed, not when the loader is made: torch.distributed may be
 initialised in between, and sizes.json files may have to be read.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,6 +21,7 @@ from streamload.loader.in_flight import check_step
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
     OrderSpec,
+    compare_groups,
     data_digest,
     fit_to_cache,
     make_order_spec,
@@ -35,7 +37,7 @@ from streamload.order.mixing import shares_of
 from streamload.order.plan import OrderOptions
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps, refuse_uneven
-from streamload.topology import Topology, read_topology
+from streamload.topology import Topology, read_rank, read_topology
 from streamload.worker import InFlight
 
 logger = logging.getLogger("streamload")
@@ -56,7 +58,9 @@ class Schedule:
         self.tracker = EpochTracker(options.epochs_continue)
         self.mean_weight: MeanWeight | None = None
         self._options = options
-        self._settled: tuple[Topology, OrderSpec] | None = None
+        self._topology: Topology | None = None
+        self._topology_pid = 0  # of the process that read it
+        self._settled: OrderSpec | None = None
         self._saved: OrderSpec | None = None  # of the state that was loaded last
         self._data_digest: str | None = None
         self._sizes: list[list[int] | None] | None = None  # of all sources, by sizes.json
@@ -64,11 +68,42 @@ class Schedule:
 
     @property
     def topology(self) -> Topology:
-        """This rank among those that share the data."""
-        options = self._options
-        if not options.train and options.order.rank is None:
-            return Topology()
-        return read_topology(options.order.rank, options.order.world_size)
+        """This rank among those that share the data: read at first use, and kept.
+
+        A process that was forked with an unused schedule reads its own.
+
+        Raises:
+            OptionError: contradictory variables, where neither Order(rank=…) nor torch.distributed has it.
+        """
+        is_inherited = self._topology_pid != os.getpid() and self.tracker.is_unused
+        if self._topology is None or is_inherited:
+            rank, world_size = self._options.order.rank, self._options.order.world_size
+            self._topology = Topology() if self._is_whole_set else read_topology(rank, world_size)
+            self._topology_pid, self._settled = os.getpid(), None
+        return self._topology
+
+    def check_rank(self) -> None:
+        """Check that this process still has the rank by which length, state or order were computed.
+
+        Raises:
+            OptionError: it has another one now.
+        """
+        before = self.topology
+        if self._is_whole_set:
+            return
+        rank, world_size, source = read_rank(self._options.order.rank, self._options.order.world_size)
+        if (rank, world_size) != (before.rank, before.world_size):
+            raise OptionError(
+                f"this loader's length, state or batches were first asked for as rank {before.rank} of "
+                f"{before.world_size} ({before.source}), and this is rank {rank} of {world_size} ({source}): "
+                f"make another loader now, and load the state if there is one; or ask for nothing before "
+                f"torch.distributed is initialised; or give Order(rank=…, world_size=…)"
+            )
+
+    @property
+    def _is_whole_set(self) -> bool:
+        """Whether each process has all samples: an evaluation that isn't split among ranks."""
+        return not self._options.train and self._options.order.rank is None
 
     # How long an epoch is.
 
@@ -197,34 +232,34 @@ class Schedule:
     @property
     def order(self) -> OrderSpec:
         """The order that was settled last."""
-        return self.settle() if self._settled is None else self._settled[1]
+        return self.settle()
 
     def settle(self) -> OrderSpec:
-        """The order of the run for this rank's current topology."""
+        """The order of the run, computed at the first call."""
         topology = self.topology
-        if self._settled is None or self._settled[0] != topology:
+        if self._settled is None:
             if self.tracker.weights is None:
                 self.tracker.weights = self.weights({})
-            self._settled = topology, self._order(topology, self.tracker.weights.shares)
-        return self._settled[1]
+            self._settled = self._order(topology, self.tracker.weights.shares)
+        return self._settled
 
     def fit(self, shards: ShardList, measure: Measure) -> None:
         """At the start of a run, narrow lanes and windows that weren't given to what the caches can hold.
 
         All ranks have to call it.
         """
-        topology, order = self.topology, self.settle()
+        order = self.settle()
         if not order.fitted:
-            order = fit_to_cache(order, self._options, topology, shards, measure)
-            self._settled = topology, order
+            self._settled = fit_to_cache(order, self._options, self.topology, shards, measure)
 
     def source_orders(self) -> list[OrderOptions]:
         """The order of each source's own sequence.
 
         Raises:
-            OrderDiverged: another rank found another sizes.json.
+            OrderDiverged: another rank found another number of groups, or another sizes.json.
         """
         order = self.order
+        compare_groups(order, self.topology)
         is_cut = order.groups > 1
         sizes: list[list[int] | None] = self._read_sizes() if is_cut else [None] * len(order.sources)
         if is_cut or any(source.per != "source" for source in self._options.sources):

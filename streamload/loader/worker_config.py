@@ -25,7 +25,7 @@ from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.preparation import AUTO
 from streamload.errors import OptionError, StreamloadError
-from streamload.loader.distributed import can_compare
+from streamload.loader.distributed import can_compare, first_value
 from streamload.loader.features import feature_assemblies
 from streamload.loader.in_flight import in_flight_of, report
 from streamload.loader.options import LoaderOptions
@@ -113,7 +113,7 @@ def _worker_config(
     rank, first_group = (topology.rank, 0) if options.train else (0, topology.rank)
     processes = topology.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
-    groups, patches = orders[0].groups, options.images.patches
+    groups, patches, reads = orders[0].groups, options.images.patches, options.urls.fingerprint()
     in_flight = in_flight_of(options, assembly)
     if in_flight is not None:
         report(options, in_flight, schedule.most_rows)
@@ -126,7 +126,7 @@ def _worker_config(
         eviction=settings.eviction,
         revalidate=settings.revalidate,
         shared=shared,
-        run=run_name(topology, options.urls.fingerprint()),
+        run=first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size),
         fills=-(-max(lanes, _MIN_FILLS) // processes),
         ahead_bytes=settings.ahead,
         sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),
