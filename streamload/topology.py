@@ -94,7 +94,7 @@ _LAUNCHERS = (
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
-_LATER = (
+_READ_LATER = (
     "; or ask for a loader's length, state and batches once torch.distributed is initialised (Lightning does "
     "that in fit()), or give Order(rank=…, world_size=…)"
 )
@@ -172,10 +172,10 @@ _LAUNCHED_BY = (
 
 
 def run_name(here: Topology, reads: str) -> str:
-    """Return a unique name for the run that begins now, the same in all ranks of this node.
+    """Return a unique name for the run that begins now, the same in all ranks that one process launched.
 
-    The ranks of a node share the process that launched them and the number of runs over the same shards
-    that they have begun. If that can't be found out, each rank has its own run.
+    These share their parent process and the number of runs over the same shards that they have begun. If that
+    can't be found out, each rank has its own run.
 
     Args:
         here: this rank.
@@ -212,12 +212,14 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
         rank = _number(launcher.rank, environ)
         if rank is None:
             raise OptionError(
-                f"{launcher.world_size} is set and {launcher.rank} is not; set both, or neither{_LATER}"
+                f"{launcher.world_size} is set and {launcher.rank} is not; set both, or neither{_READ_LATER}"
             )
         return rank, world_size, launcher.name
     rank = _number("RANK", environ)
     if rank is not None:
-        raise OptionError(f"RANK={rank} without WORLD_SIZE; set both (torchrun does), or neither{_LATER}")
+        raise OptionError(
+            f"RANK={rank} without WORLD_SIZE; set both (torchrun does), or neither{_READ_LATER}"
+        )
     return None
 
 

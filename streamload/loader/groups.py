@@ -145,7 +145,8 @@ class Order:
         upsampling_factors: mix the parts of `urls` between '::' by these factors: numbers, or OpenCLIP's
             "1::2.5". A part's weight is its factor times its samples, by sizes.json, or times its shards if
             these are unknown.
-        rank, world_size: of this process. None: from torch.distributed, torchrun, Slurm or MPI.
+        rank, world_size: of this process. None: from torch.distributed if it is initialised, else from the
+            variables of torchrun, Slurm or MPI; read at first use (`len`, `num_batches`, a state, `iter`).
         decisions: a file to which each change of the sources' weights is written, on rank 0. A resumed run
             continues it; mixing=Replay(file) gives the run's batches again.
         objective: the sources' weights in the loss, by name (others keep their own), while those of sampling

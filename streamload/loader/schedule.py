@@ -231,7 +231,7 @@ class Schedule:
 
     @property
     def order(self) -> OrderSpec:
-        """The order that was settled last."""
+        """The order of the run, settled if it wasn't."""
         return self.settle()
 
     def settle(self) -> OrderSpec:

@@ -114,6 +114,8 @@ def _worker_config(
     processes = topology.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
     groups, patches, reads = orders[0].groups, options.images.patches, options.urls.fingerprint()
+    # Of Lightning's launcher the first rank is the others' parent: their own names would differ.
+    run = first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size)
     in_flight = in_flight_of(options, assembly)
     if in_flight is not None:
         report(options, in_flight, schedule.most_rows)
@@ -126,7 +128,7 @@ def _worker_config(
         eviction=settings.eviction,
         revalidate=settings.revalidate,
         shared=shared,
-        run=first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size),
+        run=run,
         fills=-(-max(lanes, _MIN_FILLS) // processes),
         ahead_bytes=settings.ahead,
         sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),

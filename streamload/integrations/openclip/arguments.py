@@ -22,7 +22,7 @@ from streamload.shards.keys import KeySpec
 from streamload.shards.samples import Entry
 from streamload.steering.progress import Progress
 from streamload.steering.schedule import Schedule
-from streamload.topology import read_topology
+from streamload.topology import read_rank
 
 _OURS = "--streamload-"
 _GONE = {
@@ -248,13 +248,13 @@ def rank_of(args: Any) -> int:
         return rank
     if args.world_size == 1:
         return 0
-    here = read_topology(None, None)
-    if here.world_size != args.world_size:
+    rank, world_size, _ = read_rank()
+    if world_size != args.world_size:
         raise OptionError(
             f"OpenCLIP's arguments have world_size={args.world_size} and no rank, but torch.distributed or "
-            f"the launcher has {here.world_size} ranks: set args.rank"
+            f"the launcher has {world_size} ranks: set args.rank"
         )
-    return here.rank
+    return rank
 
 
 def refuse_unknown(args: Any) -> None:
