@@ -22,10 +22,10 @@ from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.derived import prepared
 from streamload.derived.preparation import Preparation
-from streamload.derived.prepared import PreparedOrigin, prepared_tar
+from streamload.derived.prepared import PreparedOrigin, growth, prepared_tar
 from streamload.errors import OriginStopped, ShardCut, ShardFormatError
 from streamload.origins.origin import OriginOptions, Version, open_origin
-from streamload.shards.samples import Original, ShardScanner
+from streamload.shards.samples import Original, ShardScanner, border
 from streamload.shards.tar import NOTE
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -94,6 +94,19 @@ def test_keys_order_and_other_members_are_kept(tmp_path, recipe):
         assert new == old
         replaced += stored is not None
     assert replaced > 10
+
+
+@pytest.mark.parametrize("recipe", [RAW, JPEG], ids=str)
+def test_growth_is_what_preparing_does_to_the_first_samples(tmp_path, recipe):
+    (path,) = write_shards(tmp_path, [30], options=LARGE)
+    data = path.read_bytes()
+    stop = border(entries_of(data)[-1])
+    whole = growth(data, recipe, 30)
+    assert whole.factor * stop == pytest.approx(len(prepare(data, recipe)) - 1024)
+    assert whole.sample_bytes * 30 == pytest.approx(stop)
+    assert growth(data, recipe, 5) == growth(data[: len(data) // 2], recipe, 5)
+    assert growth(data[:1000], recipe, 5) is None
+    assert growth(b"", recipe, 5) is None
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset 0.2 closes nothing

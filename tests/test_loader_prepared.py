@@ -109,11 +109,14 @@ def test_batches_are_the_same_with_and_without_prepared_shards(
     assert (stats.origin_bytes, stats.tier_hits, stats.shards_published) == (0, 3, 0)
     partly, stats = batches(server.url, tmp_path / "some", prepare=recipe, **options)
     assert stats.shards_published == 2
-    made, stats = batches(server.url, tmp_path / "none", prepare=recipe, **options)
-    assert stats.shards_published == 3
+    plain, _ = batches(server.url, tmp_path / "none", **options)
+    made, stats = batches(server.url, tmp_path / "none", prepare=recipe, **options)  # as they are used
+    assert stats.origin_bytes == 0
     assert same(found, made)
     assert same(partly, made)
-    plain, _ = batches(server.url, tmp_path / "none", **options)
+    filled, stats = batches(server.url, tmp_path / "fresh", prepare=recipe, **options)  # as they arrive
+    assert stats.shards_published == 3
+    assert same(filled, made)
     assert [batch["__key__"] for batch in plain] == [batch["__key__"] for batch in made]
     assert not same(plain, made)
 
@@ -285,7 +288,9 @@ def test_damage_in_a_prepared_shard_is_found_and_made_good(
     assert same(found, made)
     assert stats.checksum_failures >= 3
     assert stats.shards_published == 3
-    assert not any(place.exists() for place in places)
+    again, stats = batches(server.url, cache, prepare="raw-32", num_workers=workers)
+    assert same(again, made)
+    assert (stats.checksum_failures, stats.shards_published) == (0, 0)
 
 
 def test_a_prepared_shard_of_another_version_is_not_used(

@@ -15,6 +15,7 @@ from tiers import flip, until
 
 from streamload import Images
 from streamload.cache.shard import prepared_form
+from streamload.cache.tier import Tier
 from streamload.derived.preparation import Preparation
 from streamload.testing.shards import ShardOptions
 from tests import flat
@@ -107,7 +108,7 @@ def test_others_never_see_them(origin: Origin, tmp_path: Path, place: Place) -> 
         assert (seen.shared_hits, seen.origin_bytes) == (0, origin.bytes)
 
 
-def test_what_is_missing_is_fetched_as_it_is(origin: Origin, tmp_path: Path, place: Place) -> None:
+def test_what_is_missing_is_fetched_and_prepared(origin: Origin, tmp_path: Path, place: Place) -> None:
     prepare(origin, tmp_path / "spot", place)
     form = prepared_form(origin.shard(1), PREPARATION.name)
     for path in Path(place.url).glob(f"prepared/{PREPARATION.name}/{form.digest}/*"):
@@ -191,14 +192,30 @@ def test_preparing_reads_the_shards_themselves_from_the_shared_cache(
     assert (report.shards_complete, report.bytes_arrived, origin.sent) == (3, 0, sent)
 
 
-def test_a_training_that_writes_back_stores_what_it_fetched_as_it_is(
-    origin: Origin, tmp_path: Path, place: Place
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_training_that_writes_back_stores_what_it_has_prepared_for_all_nodes(
+    origin: Origin, tmp_path: Path, place: Place, workers: int
 ) -> None:
-    given = {"shared_cache": place.url, "write_back": True, "num_workers": 0, "batch_size": 5}
+    given = {"shared_cache": place.url, "write_back": True, "num_workers": workers, "batch_size": 5}
     with flat.make_loader(
         origin.urls, cache_dir=tmp_path / "one", images=Images(prepare=RECIPE), **given
     ) as loader:
-        list(loader)
+        made = [(images, list(texts)) for images, texts in loader]
         until(lambda: loader.stats().shared_stored == 3)
-    assert len(list(Path(place.url).glob("shards/*/index"))) == 3
-    assert not list(Path(place.url).glob("prepared/*"))
+    assert not list(Path(place.url).glob("shards/*/index"))
+    assert len(list(Path(place.url).glob("prepared/*/*/index"))) == 3
+    found, seen = epoch_of(origin, tmp_path / "other", place, num_workers=workers)
+    assert are_equal(found, made)
+    assert (seen.origin_bytes, seen.shared_hits) == (0, 3)
+
+
+def test_a_training_prepares_from_what_the_shared_cache_has_as_it_is(
+    origin: Origin, tmp_path: Path, place: Place
+) -> None:
+    origin.warm(tmp_path / "spot", place, write_back=True)
+    found, seen = epoch_of(origin, tmp_path / "node", place)
+    assert (seen.origin_bytes, seen.shards_published) == (0, 3)
+    made, _ = epoch_of(origin, tmp_path / "alone", None)
+    assert are_equal(found, made)
+    forms = [prepared_form(origin.shard(number), PREPARATION.name) for number in range(3)]
+    assert all(Tier(tmp_path / "node").has_whole(form) for form in forms)

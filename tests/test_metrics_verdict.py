@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,6 +193,32 @@ def test_a_verdict_says_by_which_figures_it_was_reached(
     assert verdict.limit == limit
     assert says in str(verdict)
     assert verdict.gain == pytest.approx(1 / (1 - verdict.wait))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stages": {"decode": 200.0}},
+        {"stages": {"resize": 200.0}},
+        {"blocked_seconds": 18.0, "origin_bytes": 10**8},
+    ],
+    ids=["decode", "resize", "bytes"],
+)
+@pytest.mark.parametrize("unprepared", [0, 400])
+@pytest.mark.parametrize("prepare", ["", "raw-256", "auto"])
+def test_prepared_images_are_advised_only_where_they_are_not_asked_for(
+    given: dict[str, Any], prepare: str, unprepared: int
+) -> None:
+    figures = Figures(
+        seconds=60.0, machine=Machine(4, 8, prepare=prepare), waited_seconds=18.6, batches=100, samples=1600,
+        unprepared=unprepared, **given,
+    )  # fmt: skip
+    advice = judge(figures).advice
+    assert ("Images(prepare=…)" in advice) == (not prepare)
+    is_ahead = prepare == "raw-256" and (unprepared > 0 or "blocked_seconds" in given)
+    assert ("streamload warm URLS --prepare raw-256" in advice) == is_ahead
+    assert ("25% of the images weren't prepared" in advice) == (is_ahead and "stages" in given)
+    assert advice
 
 
 def test_a_training_that_only_waits_would_gain_any_factor() -> None:

@@ -156,6 +156,8 @@ class _CaptionedBatch:
         self._added: list[_Captioned] = []
         self._tokenize_ns = 0
         self._ids = 0, 0  # real and padding
+        self._is_to_be_prepared = assembly.preparation is not None
+        self._unprepared = 0
 
     def parse(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: if it is bad, that is cheaper to find out."""
@@ -173,6 +175,7 @@ class _CaptionedBatch:
         image = None
         if self._images is not None and members.image:
             image = self._images.parse(sample.members[members.image], is_prepared, seed)
+            self._unprepared += self._is_to_be_prepared and not is_prepared
         features = [
             feature.parse(
                 *(sample.key, sample.checksum, sample.members, members.image, is_prepared, seed, sample.shard)
@@ -261,7 +264,7 @@ class _CaptionedBatch:
 
     def measured(self) -> Measured:
         timed = (0, 0) if self._images is None else self._images.timed_ns
-        return Measured(*timed, self._tokenize_ns, *self._ids)
+        return Measured(*timed, self._tokenize_ns, *self._ids, self._unprepared)
 
     def close(self) -> None:
         for feature in self._features:

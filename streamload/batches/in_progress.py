@@ -68,6 +68,7 @@ class Measured(NamedTuple):
         decode_ns, resize_ns: of the images that were timed, one of 16 (images.py).
         tokenize_ns: of all captions.
         text_real, text_padding: ids of captions; 0 where nothing says which are padding.
+        unprepared: samples whose images weren't prepared, where the run prepares.
     """
 
     decode_ns: int = 0
@@ -75,6 +76,7 @@ class Measured(NamedTuple):
     tokenize_ns: int = 0
     text_real: int = 0
     text_padding: int = 0
+    unprepared: int = 0
 
 
 class BatchInProgress(Protocol):

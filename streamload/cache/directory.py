@@ -54,6 +54,10 @@ BLOCK_BYTES = 4096
 """The block size of the disk, by which space is accounted."""
 
 
+SUPERSEDED_NS = 0
+"""The time of a copy whose prepared form has come; opening it sets another."""
+
+
 class Directory:
     """The directory of a tier, whatever its limit.
 
@@ -180,7 +184,8 @@ class Directory:
             return known
         path = Path(entry.path)
         size = _part_bytes(path) if kind == "parts" else bytes_below(path)
-        found = HeldShard(entry.name[:32], path, size, kind, status.st_mtime)
+        is_superseded = status.st_mtime_ns == SUPERSEDED_NS
+        found = HeldShard(entry.name[:32], path, size, kind, status.st_mtime, is_superseded)
         if kind != "parts":  # they grow
             self._measured[entry.path] = (which, found)
         return found

@@ -28,6 +28,8 @@ class HeldShard:
     """The subdirectory that holds it: "shards", "parts", "bare" (index-only) or "gone" (tombstones)."""
     used_at: float
     """When a reader last opened it, in seconds since the epoch."""
+    is_superseded: bool = False
+    """Whether its prepared form is here, and nobody has opened it since that came."""
 
 
 def victims(
@@ -47,13 +49,18 @@ def victims(
         excess_bytes: how much is missing.
         may_go: whether nobody has a shard open; called only for candidates, in order.
         newcomer_next_use: the next use of the shard that needs the space: what is needed sooner stays.
-        eviction: "plan" is the rule above; "lru" evicts what was opened longest ago, whatever the plan.
+        eviction: "plan" is the rule above; "lru" evicts what was opened longest ago, whatever the plan. What
+            was superseded goes first with both.
     """
     if eviction == "lru":
         ranked = sorted(held, key=lambda shard: shard.used_at)
     else:
-        ranked = [shard for shard in held if next_uses.get(shard.digest, NEVER) > newcomer_next_use]
-        ranked.sort(key=lambda shard: (-next_uses.get(shard.digest, NEVER), shard.used_at))
+
+        def next_use(shard: HeldShard) -> float:
+            return NEVER if shard.is_superseded else next_uses.get(shard.digest, NEVER)
+
+        ranked = [shard for shard in held if next_use(shard) > newcomer_next_use]
+        ranked.sort(key=lambda shard: (not shard.is_superseded, -next_use(shard), shard.used_at))
     chosen: list[HeldShard] = []
     for shard in ranked:
         if excess_bytes <= 0:

@@ -187,6 +187,7 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
 
 _HEAD_BYTES = 1 << 20
 """The size of samples is judged by so much of a shard."""
+_MOST_HEAD_BYTES = 16 << 20
 _BRIEF = OriginOptions(
     connect_seconds=5.0,
     stall_seconds=5.0,
@@ -235,6 +236,17 @@ class Measure:
             return reserved_bytes(self._asked(shard) or 0)
         return 0
 
+    def prepared_bytes(self, shard: Shard) -> int:
+        """The size of a shard's prepared form in the tier or the shared cache; 0: neither has it."""
+        form = shard.prepared
+        if form is None:
+            return 0
+        path = self.tier.published(form.digest)
+        with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:
+            return reserved_bytes(index.size or 0)
+        held = None if self._shared is None or shard.local is not None else self._shared.held(form)
+        return 0 if held is None else reserved_bytes(held.size)
+
     def sample_bytes(self, shard: Shard) -> float:
         """The mean size of a shard's samples, judged by its first megabyte.
 
@@ -242,10 +254,22 @@ class Measure:
             A megabyte if no sample is complete in it, or if it can't be read (the reader will report why).
         """
         with contextlib.suppress(StreamloadError):
-            entries = ShardScanner(checksums=False).feed(self._held_head(shard) or self._head(shard))
+            head = self._held_head(shard) or self._head(shard)[:_HEAD_BYTES]
+            entries = ShardScanner(checksums=False).feed(head)
             if entries:
                 return border(entries[-1]) / len(entries)
         return float(_HEAD_BYTES)
+
+    def head(self, shard: Shard, samples: int) -> bytes:
+        """The first bytes of a shard at its origin, until so many samples are whole, or 16 MiB.
+
+        Returns:
+            Nothing from a command or a local file, or if they can't be read (the reader will report why).
+        """
+        with contextlib.suppress(StreamloadError):
+            if has_ranges(shard.url):
+                return self._head(shard, samples)
+        return b""
 
     def _asked(self, shard: Shard) -> int | None:
         """The size by the shared cache, else by the origin, of which one byte is requested."""
@@ -263,16 +287,19 @@ class Measure:
                 return data.read(_HEAD_BYTES)
         return None
 
-    def _head(self, shard: Shard) -> bytes:
-        origin, head = self._origin(shard), bytearray()
+    def _head(self, shard: Shard, samples: int = 0) -> bytes:
+        """At least a megabyte, and until so many samples are whole."""
+        origin, head, count = self._origin(shard), bytearray(), 0
+        scanner = ShardScanner(checksums=False)
         if self._shared is not None:
             origin = ReadThrough(shard, self._shared, origin, self._stop)
         with contextlib.closing(origin), contextlib.closing(origin.open()) as stream:
             for chunk in stream.chunks():
                 head += chunk
-                if len(head) >= _HEAD_BYTES:
+                count += len(scanner.feed(chunk)) if count < samples else 0
+                if len(head) >= (_HEAD_BYTES if count >= samples else _MOST_HEAD_BYTES):
                     break
-        return bytes(head[:_HEAD_BYTES])
+        return bytes(head)
 
     def _origin(self, shard: Shard) -> Origin:
         return open_origin(shard.url, shard.storage_options, _BRIEF, stop=self._stop)

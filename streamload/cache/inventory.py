@@ -126,7 +126,8 @@ def take_inventory(tier: Tier) -> Inventory:
             name = _SHARES[shard.kind]
         rooms[name].append((shard.path, shard.size_bytes))
         if shard.kind == "shards":
-            uses.append(shard.used_at)
+            if not shard.is_superseded:
+                uses.append(shard.used_at)
             held.add(demand.short(shard.digest))
             samples += count_samples(shard.path)
             if is_read(shard.path):

@@ -7,10 +7,11 @@ large.
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import xxhash
@@ -18,10 +19,10 @@ import xxhash
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.descriptors import Descriptor
-from streamload.errors import CacheCorrupt, DatasetChanged, is_shortage
+from streamload.errors import CacheCorrupt, DatasetChanged, ShardError, is_shortage
 from streamload.shards.index import IndexReader
 from streamload.shards.record import open_file
-from streamload.shards.samples import Entry
+from streamload.shards.samples import Entry, ShardScanner
 
 AT_ONCE_BYTES = 64 << 20
 """The largest sample that is read at once; of a larger one only the needed members are kept."""
@@ -240,3 +241,38 @@ class ShardCopy:
         self.pin.close()
         if self._data is not None:
             self._data.close()
+
+
+def verified_chunks(copy: ShardCopy, piece_bytes: int, *, is_prepared: bool) -> Iterator[bytes]:
+    """The bytes of a complete copy; a sample's last byte comes once the sample was compared with its entry.
+
+    Args:
+        copy: with all of its entries.
+        piece_bytes: the size of a chunk.
+        is_prepared: whether it is a prepared shard.
+
+    Raises:
+        CacheCorrupt: the bytes don't match the index.
+        OSError: they can't be read.
+    """
+    scanner, number, size = ShardScanner(prepared=is_prepared), 0, 0
+    try:
+        with (copy.path / "data").open("rb", buffering=0) as data:
+            for chunk in iter(functools.partial(data.read, piece_bytes), b""):
+                number = _compare(scanner.feed(chunk), copy, number)
+                size += len(chunk)
+                yield chunk
+        number = _compare(scanner.finish()[0], copy, number)
+    except ShardError as exc:
+        raise CacheCorrupt(f"{copy.path}: {exc}") from exc
+    if (number, size) != (copy.reader.count, copy.reader.size):
+        raise CacheCorrupt(f"{copy.path}: {number} samples in {size} bytes don't match its index")
+
+
+def _compare(entries: list[Entry], copy: ShardCopy, number: int) -> int:
+    """Compare entries with those of a copy's index from `number` on; returns the next number."""
+    for entry in entries:
+        if number >= copy.reader.count or entry != copy.reader.entry(number):
+            raise CacheCorrupt(f"{copy.path}: sample {number} ({entry.key}) doesn't match its index")
+        number += 1
+    return number

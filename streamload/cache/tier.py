@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from streamload.cache import demand, memory
 from streamload.cache.budget import ENFORCE_SECONDS, Budget
-from streamload.cache.directory import BLOCK_BYTES, KINDS, Directory, check_owner
+from streamload.cache.directory import BLOCK_BYTES, KINDS, SUPERSEDED_NS, Directory, check_owner
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.memory import DiskUsage
 from streamload.cache.part import Orphan, Part
@@ -123,6 +124,11 @@ class Tier(Directory):
                     orphan.let_go()
                 raise
             return Part(self, self.budget, digest, path, alive, orphan)
+
+    def supersede(self, digest: str) -> None:
+        """Mark a copy whose prepared form is published: it is evicted first, unless somebody opens it."""
+        with contextlib.suppress(OSError):
+            os.utime(self.published(digest), ns=(SUPERSEDED_NS, SUPERSEDED_NS))
 
     def _prepare(self) -> None:
         """Create the directory and its subdirectories, as far as they are missing.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import tarfile
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from streamload.errors import ShardCut
 from streamload.origins.origin import Origin, Stream, Version
@@ -129,6 +129,47 @@ def prepared_tar(chunks: Iterable[bytes], recipe: ImageRecipe, name: str) -> Ite
         yield from samples.feed(chunk)
     yield from samples.finish(name)
     yield _END
+
+
+class Growth(NamedTuple):
+    """What preparing does to the size of a tar, by its first samples.
+
+    Attributes:
+        factor: prepared bytes by bytes as they are.
+        sample_bytes: of a sample as it is.
+    """
+
+    factor: float
+    sample_bytes: float
+
+
+def growth(head: bytes, recipe: ImageRecipe, most: int) -> Growth | None:
+    """Prepare the first samples of a tar to see how it grows; None: no sample is whole in it.
+
+    Args:
+        head: the first bytes of the tar.
+        recipe: for its images.
+        most: samples.
+
+    Raises:
+        ShardError: not a tar, or damaged.
+    """
+    entries = ShardScanner(checksums=False).feed(head)[:most]
+    if not entries:
+        return None
+    stop = border(entries[-1])
+    prepared_bytes = sum(map(len, prepared_tar([head[:stop], _END], recipe, ""))) - len(_END)
+    return Growth(prepared_bytes / stop, stop / len(entries))
+
+
+def images_of(head: bytes) -> list[bytes]:
+    """The images that are whole in the first bytes of a tar.
+
+    Raises:
+        ShardError: not a tar, or damaged.
+    """
+    members = map(image_of, ShardScanner(checksums=False).feed(head))
+    return [head[start : start + size] for _, start, size in filter(None, members)]
 
 
 class _Samples:

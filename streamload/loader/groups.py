@@ -103,10 +103,10 @@ class Images:
         compile: False always runs `preprocess` as given.
         prepare: how images are stored once they are decoded (docs/guides/prepared-images.md). "raw": all of
             their pixels, so that batches stay as they are. "raw-256" or, for less disk space, "jpeg-256-q90":
-            the short side was resized to this, and the training is on these images, prepared or not. If the
-            cache has prepared shards (`streamload warm --prepare`), they are read, and only the random part
+            the short side was resized to this, and the training is on these images, prepared or not. The
+            first epoch stores them where the cache has room for all; of what is stored only the random part
             of the transform runs. "auto": the cheapest form that leaves batches as they are, chosen by
-            measuring; the first epoch stores it.
+            measuring.
         max_pixels: larger images are left out, counted as `too_large`, as are those that need as much memory
             or time as these to decode (docs/guides/samples.md). None: 20,000,000
             (STREAMLOAD_MAX_IMAGE_PIXELS).

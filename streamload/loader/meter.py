@@ -224,7 +224,8 @@ class Meter:
             options, rank = self._options, self._schedule.topology.rank
             is_near = all(map(is_local, options.urls.kinds()))
             cores = len(os.sched_getaffinity(0))
-            self._machine = Machine(options.num_workers, cores, is_near, self._names, rank)
+            prepare = options.images.prepare or ""
+            self._machine = Machine(options.num_workers, cores, is_near, self._names, rank, prepare)
         return self._machine
 
     def _log_line(self, what: str, shortest_seconds: float) -> None:

@@ -1,34 +1,41 @@
-"""From `Images(prepare=…)` to the recipe of a run: named, or chosen for this machine (step A)."""
+"""From `Images(prepare=…)` to the recipe of a run, named or chosen, and whether fills prepare (step A)."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from streamload.cache import memory
-from streamload.cache.forecast import Measure
+from streamload.cache.forecast import Measure, live_shards
 from streamload.cache.placement import Agreement, Answer, Placed, memory_root
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
+from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.choice import Room, choose, exact_recipes, measure
 from streamload.derived.preparation import AUTO, Preparation
-from streamload.derived.prepared import image_of
+from streamload.derived.prepared import growth, images_of
 from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
-from streamload.options import Settings
-from streamload.shards.samples import ShardScanner
+from streamload.loader.schedule import Schedule
+from streamload.metrics import format_bytes
+from streamload.options import Settings, file_system
+from streamload.prefetch.idle import IDLE_SHARE
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
 
 _SHARDS_LOOKED_AT = 64
 _HEAD_BYTES = 4 << 20
-_IMAGES_TIMED = 12
+_SAMPLES_TIMED = 12
 _PAGE_CACHE_SHARE = 0.5
 """How much of the free memory is counted as page cache for the data: the training needs memory, too."""
+_MARGIN = 1.1
+"""Prepared shards may be so much larger than estimated from some samples."""
+_KEPT_BY_BYTES = "rows of features are found by the bytes of samples, so this run prepares no more"
 
 
 class RunPreparation(NamedTuple):
@@ -65,63 +72,161 @@ def possible_preparations(options: LoaderOptions, settings: Settings, transform:
     return [RunPreparation(recipe) for recipe in exact_recipes(transform, settings.max_image_pixels)]
 
 
-def choose_preparation(
-    settings: Settings, transform: Any, shards: ShardList, placed: Placed, topology: Topology, workers: int
+def decide_preparation(
+    options: LoaderOptions, settings: Settings, transform: Any, placed: Placed, schedule: Schedule
 ) -> RunPreparation:
-    """Choose the recipe of `prepare="auto"`; all processes of the node that ask the same get one answer.
+    """Decide how a run that gives `prepare=` has its images prepared, and whether its fills do it; log that.
+
+    All processes of the node that ask the same get one answer.
 
     Args:
+        options: the loader's.
         settings: the run's.
         transform: a plan, or a function from Pillow image to value.
-        shards: all that the run reads, as they are.
         placed: the run's tier; keeps the answer until it is closed.
-        topology: of this rank.
-        workers: of each rank.
+        schedule: of the run.
     """
-    recipes = {str(recipe): recipe for recipe in exact_recipes(transform, settings.max_image_pixels)}
-    if settings.shared_cache is not None:
+    named = named_preparation(options, settings)
+    shards, topology = ShardList(options.urls, options.storage_options), schedule.topology
+    recipes = [each.preparation for each in possible_preparations(options, settings, transform)]
+    recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
+    shared = SharedOptions.of(settings, options.cache.shared_options)
+    if named.preparation is None and shared is not None:
         answer = Answer("", "nodes with a shared cache have to agree on a recipe: name one")
+    elif named.preparation is not None and options.features:
+        answer = Answer("", _KEPT_BY_BYTES)
     else:
-        asked = [AUTO, str(placed.tier.root), fingerprint(shards), *(each.name for each in recipes.values())]
+        recipe_names = [each.name for each in recipes_by_name.values()]
+        asked = [options.images.prepare or "", str(placed.tier.root), fingerprint(shards), *recipe_names]
         agreement = Agreement(memory_root(settings), asked)
         placed.agreements.append(agreement)
-        processes = min(topology.local_world_size * max(1, workers), os.cpu_count() or 1)
-        answer = agreement.join(
-            lambda: _decide([*recipes.values()], shards, placed.tier, topology.nodes, processes)
+
+        def decide() -> Answer:
+            with Measure(placed.tier, shared) as sizes:
+                if named.preparation is not None:
+                    return _fits(named.preparation, named.of(shards), sizes, schedule)
+                processes = topology.local_world_size * max(1, options.num_workers)
+                return _cheapest([*recipes_by_name.values()], shards, sizes, topology.nodes, processes)
+
+        answer = agreement.join(decide)
+    if named.preparation is None:
+        logger.info("prepare: auto chose %s: %s", answer.chosen or "images as they are", answer.why)
+        return RunPreparation(
+            recipes_by_name.get(answer.chosen), changes_pixels=False, is_made=bool(answer.chosen)
         )
-    logger.info("prepare: auto chose %s: %s", answer.chosen or "images as they are", answer.why)
-    return RunPreparation(recipes.get(answer.chosen), changes_pixels=False, is_made=bool(answer.chosen))
+    if topology.local_rank == 0:
+        _log(named.preparation, named.of(shards), placed.tier, answer)
+    return named._replace(is_made=bool(answer.chosen))
 
 
-def _decide(
-    recipes: Sequence[Preparation], shards: ShardList, tier: Tier, nodes: int, processes: int
+def idle_share(topology: Topology, workers: int) -> float:
+    """The share of a processor that each of a node's processes may use to prepare in idle time.
+
+    Args:
+        topology: of a rank.
+        workers: of each rank; 0: the rank makes batches itself.
+    """
+    return min(1.0, IDLE_SHARE * len(os.sched_getaffinity(0)) / (topology.local_world_size * max(1, workers)))
+
+
+def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Answer) -> None:
+    """Say what a run prepares, and how much of its data is prepared."""
+    looked_at = spread(shards)
+    count = sum(tier.published(shard.prepared.digest).is_dir() for shard in looked_at if shard.prepared)
+    share = f"{100 * count // max(1, len(looked_at))} % of the data is prepared in the cache"
+    level = logging.INFO if answer.chosen or count == len(looked_at) else logging.WARNING
+    logger.log(level, "prepare: %s: %s; %s", recipe, share, answer.why)
+
+
+def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule) -> Answer:
+    """Whether the tier has room for all data, prepared, beside the shards that are open at once.
+
+    Args:
+        recipe: by which it is prepared.
+        forms: all shards of the run, with their prepared forms.
+        sizes: measures shards; it has the tier.
+        schedule: of the run.
+    """
+    tier, nodes = sizes.tier, schedule.topology.nodes
+    command = f"streamload warm URLS --prepare {recipe}"
+    if file_system(tier.root).is_memory:
+        command += " --cache memory --memory-size"
+    else:
+        command += f" --cache-dir {tier.root} --cache-size"
+    limit_bytes = tier.budget.allowed_bytes
+    estimate = _prepared_and_open_bytes(recipe, forms, sizes, schedule)
+    if estimate is None:
+        size = f"{math.ceil(limit_bytes / 1e9)}GB"
+        why = "as the size of the data is unknown, this run prepares no more"
+        return Answer("", f"{why}: that would be `{command} {size}`, with a limit that is large enough")
+    prepared_bytes, open_bytes = estimate
+    whole = f"prepared, all of it takes about {format_bytes(prepared_bytes)}"
+    if nodes > 1:
+        whole += " on each node"
+    room = f"{format_bytes(limit_bytes)} of the cache at {tier.root}"
+    if prepared_bytes + open_bytes <= limit_bytes:
+        return Answer(str(recipe), f"{whole} of the {room}, and this run prepares what isn't")
+    size = f"{math.ceil((prepared_bytes + open_bytes) / 1e8) / 10:g}GB"
+    return Answer(
+        "",
+        f"{whole}, and the shards open at once {format_bytes(open_bytes)}, which is more than the {room}: "
+        f"this run prepares no more, and each image that isn't prepared whenever it is used. "
+        f"To prepare all: {command} {size}",
+    )
+
+
+def _prepared_and_open_bytes(
+    recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule
+) -> tuple[int, int] | None:
+    """About what a node's data takes prepared, and what is open at once as it is; None: that isn't known."""
+    nodes, order = schedule.topology.nodes, schedule.order
+    prepared_bytes = [sizes.prepared_bytes(shard) for shard in _some(forms)]
+    if all(prepared_bytes):
+        return int(sum(prepared_bytes) / len(prepared_bytes) * len(forms) / nodes), 0
+    shards = ShardList(forms.urls, forms.storage_options)
+    data_bytes, head = _data_bytes(shards, sizes, nodes), _head(shards, sizes)
+    by_samples = growth(head, recipe, _SAMPLES_TIMED)
+    if data_bytes is None or by_samples is None:
+        return None
+    shard_bytes = data_bytes * nodes / len(shards)
+    groups = -(-order.groups // nodes)
+    lanes, window = (sum(widths) for widths in list(zip(*order.sources, strict=True))[1:])
+    live = groups * live_shards(lanes, window, shard_bytes / by_samples.sample_bytes)
+    return int(data_bytes * by_samples.factor * _MARGIN), int(min(data_bytes, live * shard_bytes))
+
+
+def _cheapest(
+    recipes: Sequence[Preparation], shards: ShardList, sizes: Measure, nodes: int, processes: int
 ) -> Answer:
     """What the tier mostly has already; else what costs least."""
-    looked_at = spread(shards)[:_SHARDS_LOOKED_AT]
+    tier, looked_at = sizes.tier, spread(shards)[:_SHARDS_LOOKED_AT]
     for recipe in recipes:
         forms = [prepared_form(shard, recipe.name) for shard in looked_at]
         found = sum(tier.has_whole(form) for form in forms)
         if 2 * found > len(forms):
             return Answer(str(recipe), f"{found} of {len(forms)} shards looked for are in the cache so")
     try:
-        costs = measure(_images_at_hand(shards, tier), recipes, tier.root)
+        costs = measure(images_of(_head(shards, sizes))[:_SAMPLES_TIMED], recipes, tier.root)
     except OSError as exc:
         return Answer("", f"{tier.root} can't be written, to measure reading: {exc}")
     room = Room(
-        data_bytes=_data_bytes(shards, tier, nodes),
+        data_bytes=_data_bytes(shards, sizes, nodes),
         cache_bytes=tier.budget.allowed_bytes,
         memory_bytes=int(memory.available().free_bytes * _PAGE_CACHE_SHARE),
-        processes=processes,
+        processes=min(processes, os.cpu_count() or 1),
     )
     return choose(costs, room)
 
 
-def _data_bytes(shards: ShardList, tier: Tier, nodes: int) -> int | None:
-    """About what the data takes as it is, by its first, middle and last shard; None if one isn't known."""
-    some = [shards[place] for place in sorted({0, len(shards) // 2, len(shards) - 1})]
-    with Measure(tier, None) as sizes:
-        found = [_local_bytes(shard) if shard.local else sizes.shard_bytes(shard) for shard in some]
+def _data_bytes(shards: ShardList, sizes: Measure, nodes: int) -> int | None:
+    """About what the data takes as it is, by some shards; None if the size of one isn't known."""
+    found = [_local_bytes(shard) if shard.local else sizes.shard_bytes(shard) for shard in _some(shards)]
     return sum(found) * len(shards) // (len(found) * nodes) if all(found) else None
+
+
+def _some(shards: ShardList) -> list[Shard]:
+    """The first, the middle and the last shard, which stand for all."""
+    return [shards[place] for place in sorted({0, len(shards) // 2, len(shards) - 1})]
 
 
 def _local_bytes(shard: Shard) -> int:
@@ -132,15 +237,17 @@ def _local_bytes(shard: Shard) -> int:
     return 0
 
 
-def _images_at_hand(shards: ShardList, tier: Tier) -> list[bytes]:
-    """Some images of a shard that can be read without its origin; empty if there is none."""
+def _head(shards: ShardList, sizes: Measure) -> bytes:
+    """The first bytes of a shard with images: of one that is here, else of the first; empty: unknown."""
     for shard in spread(shards)[:_SHARDS_LOOKED_AT]:
         is_local = shard.local is not None and shard.local.is_file()  # a pipe in the file system isn't read
-        path = (shard.local if is_local else None) or tier.published(shard.digest) / "data"
+        path = (shard.local if is_local else None) or sizes.tier.published(shard.digest) / "data"
         with contextlib.suppress(OSError, StreamloadError), path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
-            members = map(image_of, ShardScanner(checksums=False).feed(head))
-            images = [head[start : start + size] for _, start, size in filter(None, members)]
-            if images:
-                return images[:_IMAGES_TIMED]
-    return []
+            if images_of(head):
+                return head
+    with contextlib.suppress(StreamloadError):
+        head = sizes.head(shards[0], _SAMPLES_TIMED)
+        images_of(head)
+        return head
+    return b""

@@ -32,7 +32,8 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec
 from streamload.loader.preparing import (
     RunPreparation,
-    choose_preparation,
+    decide_preparation,
+    idle_share,
     named_preparation,
     possible_preparations,
 )
@@ -75,13 +76,14 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
     warn_of_shared_headers(options.urls, options.storage_options)
     placed = place_tier(settings, shards, schedule.topology.nodes)
     try:
-        if options.images.prepare == AUTO:
-            prepared = choose_preparation(
-                settings, transform, shards, placed, schedule.topology, options.num_workers
-            )
+        if options.images.prepare is not None:
+            prepared = decide_preparation(options, settings, transform, placed, schedule)
             shards = prepared.of(shards)
         assembly = _assembly(options, transform, prepared, settings.max_image_pixels)
-        return _worker_config(options, schedule, settings, shards, placed, assembly, prepared.is_made), placed
+        config = _worker_config(options, schedule, settings, shards, placed, assembly)
+        if prepared.is_made:
+            config = replace(config, prepare_share=idle_share(schedule.topology, options.num_workers))
+        return config, placed
     except BaseException:
         placed.close()
         raise
@@ -101,7 +103,6 @@ def _worker_config(
     shards: ShardList,
     placed: Placed,
     assembly: BatchAssembly,
-    prepares: bool,
 ) -> WorkerConfig:
     topology, tier = schedule.topology, placed.tier
     remove_unused(tier.root)
@@ -147,7 +148,6 @@ def _worker_config(
         with_keys=options.with_keys or options.batches.microbatch is not None,
         multiple=schedule.order.multiple,
         sample_weight=options.sample_weight,
-        prepares=prepares,
         in_flight=in_flight,
     )
     return _with_agreed_bounds(config, schedule)
@@ -273,7 +273,6 @@ def _assembly(
     on_device = options.device is not None and options.device.type != "cpu" and not is_mapped
     preparation = prepared.preparation
     if preparation is not None and options.images.prepare != AUTO:
-        logger.info("prepare: images by %s, from prepared shards if the cache has them", preparation.name)
         size = preparation.size
         if isinstance(transform, ImagePlan) and size is not None and size < max(transform.size):
             logger.warning(

@@ -39,6 +39,7 @@ class Machine(NamedTuple):
         workers: of the rank; 0: the training's process makes batches.
         cores: that this process may use.
         is_local: the shards are local files.
+        prepare: as given to make_loader; "": images aren't prepared.
         sources: their names.
         rank: of this process.
     """
@@ -48,6 +49,7 @@ class Machine(NamedTuple):
     is_local: bool = False
     sources: tuple[str, ...] = ("0",)
     rank: int = 0
+    prepare: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class Figures:
         stages: seconds by stage, summed over workers.
         feature_seconds: for which the training's process computed features.
         batches, samples: that the training loop took.
+        unprepared: samples whose images weren't prepared, though the training asks for it.
         origin_bytes, origin_requests, origin_retries, origin_outages: see the registry.
         shared_bytes: from the shared cache.
         started, evicted: shards whose reading started in a pass, and that were evicted.
@@ -84,6 +87,7 @@ class Figures:
     feature_seconds: float = 0.0
     batches: int = 0
     samples: int = 0
+    unprepared: int = 0
     origin_bytes: int = 0
     origin_requests: int = 0
     origin_retries: int = 0
@@ -132,6 +136,7 @@ class Figures:
             feature_seconds=seconds("feature_compute_ns"),
             batches=count("batches_yielded"),
             samples=count("samples_yielded"),
+            unprepared=count("samples_unprepared"),
             origin_bytes=count("origin_bytes"),
             origin_requests=count("origin_requests"),
             origin_retries=count("origin_retries"),

@@ -194,6 +194,12 @@ METRICS: tuple[Metric, ...] = (
     counted("range_reads", "samples read from their origin, as the cache had no space for their shard"),
     counted("checksum_failures", "cached samples that failed their checksum, and were fetched again"),
     counted("samples_yielded", "samples in the batches that the training loop took"),
+    counted(
+        "samples_unprepared",
+        "samples in the batches that workers made whose images weren't prepared, though prepare= asks for it",
+        low="the cache has the data prepared",
+        high="samples: none is prepared; the log's first lines say why",
+    ),
     Metric(
         "samples_skipped",
         "counter",

@@ -73,6 +73,7 @@ class Snapshot:
     feature_mismatches: int = 0
     feature_builds: int = 0
     samples_yielded: int = 0
+    samples_unprepared: int = 0
     samples_skipped: dict[str, int] = field(default_factory=_zeros)
     samples_replaced: dict[str, int] = field(default_factory=_zeros)
     batches_yielded: int = 0

@@ -22,10 +22,11 @@ _BUSY = 0.4
 _WORK = ("decode", "resize", "tokenize", "collate")
 
 CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
-FILL = (
-    "Fill the cache before the training: streamload warm URLS. It can be interrupted and continued, and "
+_FILL = (
+    "Fill the cache before the training: streamload warm URLS{}. It can be interrupted and continued, and "
     "needs no GPU."
 )
+FILL = _FILL.format("")
 FASTER_DISK = (
     "Put the cache on a faster disk (STREAMLOAD_CACHE_DIR), or in memory where the data fits "
     "(STREAMLOAD_CACHE=memory)."
@@ -38,13 +39,19 @@ _PICKLED = (
     "captions come as ids."
 )
 _COPY = "Give device= to make_loader, so that copies overlap with the steps; images then come as uint8."
+_COMPILED = "A transform that is compiled costs less than one that runs as given."
 _CHEAPER = {
     "decode": "Prepared images (Images(prepare=…)) are smaller, and decoded in a fraction of the time.",
-    "resize": "A transform that is compiled costs less than one that runs as given; prepared images "
-    "(Images(prepare=…)) cost less with either.",
+    "resize": f"{_COMPILED} Prepared images (Images(prepare=…)) cost less in any case.",
     "tokenize": "A fast tokenizer, such as transformers' PreTrainedTokenizerFast, costs less.",
     "collate": "Return fewer or smaller values of each sample.",
 }
+_PREPARE_AHEAD = (
+    "{:.0%} of the images weren't prepared: the log's first lines say why, and streamload warm URLS{} "
+    "prepares them ahead."
+)
+_AUTO = "auto"
+"""The choice of prepare= that names no recipe."""
 _SEE_LOG = "See that rank's log, or `streamload top` on its node."
 _NOTHING = "Look at stats() after some minutes, or run streamload bench."
 
@@ -150,10 +157,15 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     else:
         needed = format_bytes(rate / (1 - figures.wait))
         evidence = f"{who} gives {format_bytes(rate)}/s where {needed}/s are needed ({busy}{failures})"
-    advice = (
-        _FAILING if figures.origin_retries > 0.1 * max(1, figures.origin_requests) else f"{FILL} {_SMALLER}"
-    )
-    return "origin", evidence, advice
+    fill = _FILL.format(_prepare_option(figures)) + ("" if figures.machine.prepare else f" {_SMALLER}")
+    is_failing = figures.origin_retries > 0.1 * max(1, figures.origin_requests)
+    return "origin", evidence, _FAILING if is_failing else fill
+
+
+def _prepare_option(figures: Figures) -> str:
+    """What makes `streamload warm` prepare as the training does."""
+    prepare = figures.machine.prepare
+    return f" --prepare {prepare}" if prepare not in ("", _AUTO) else ""
 
 
 def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, str, str]:
@@ -170,7 +182,16 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
     more = ""
     if machine.workers < machine.cores - 1:
         more = f"More workers: {machine.cores} cores can be used (num_workers=). "
-    return limit, evidence, more + _CHEAPER[most]
+    return limit, evidence, (more + _cheaper(most, figures)).rstrip() or _NOTHING
+
+
+def _cheaper(stage: str, figures: Figures) -> str:
+    """What makes a stage cheaper, other than what the training has already."""
+    if stage not in ("decode", "resize") or not figures.machine.prepare:
+        return _CHEAPER[stage]
+    if figures.unprepared and (option := _prepare_option(figures)):
+        return _PREPARE_AHEAD.format(min(1.0, figures.unprepared / max(1, figures.samples)), option)
+    return _COMPILED if stage == "resize" else ""
 
 
 def _unclear(figures: Figures) -> tuple[Limit, str, str]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.freshness import Freshness, asker
-from streamload.cache.shard import Shard
+from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared.sharing import Sharing
 from streamload.cache.tier import Tier
 from streamload.derived.prepared import PreparedOrigin
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Version, open_origin
+from streamload.prefetch.idle import IdlePreparer
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
 from streamload.prefetch.ranges import Range, Ranges
 from streamload.prefetch.scheduler import FillRequest
@@ -33,6 +34,7 @@ class Fills:
         config: what is read.
         counts: of this process.
         spans: of its fills, while a trace runs.
+        is_idle: whether the training loop doesn't wait for data now.
 
     Attributes:
         features: derived shards, fetched and read.
@@ -40,7 +42,7 @@ class Fills:
         reads_ranges: whether samples have had to be read from their origin by range.
     """
 
-    def __init__(self, config: WorkerConfig, counts: Counters, spans: Spans):
+    def __init__(self, config: WorkerConfig, counts: Counters, spans: Spans, is_idle: Callable[[], bool]):
         self._config = config
         self._counts = counts
         self._spans = spans
@@ -55,13 +57,25 @@ class Fills:
         self.prefetcher = Prefetcher(
             self.tier,
             self._open_origin,
-            PrefetchOptions(threads=config.fills, index_only=True, prepares=config.prepares),
+            PrefetchOptions(threads=config.fills, index_only=True, prepares=config.prepare_share > 0),
             counts=counts,
             sink=self._after_fill,
             has_prepared=self._sharing.has_prepared,
             fallback_tier=self.fallback_tier,
             freshness=self.freshness,
         )
+        preparation = config.assembly.preparation
+        self._idle_preparer: IdlePreparer | None = None
+        if config.prepare_share and preparation is not None:
+            self._idle_preparer = IdlePreparer(
+                self.tier,
+                config.shards,
+                preparation.derive,
+                self.freshness,
+                counts=counts,
+                share=config.prepare_share,
+                is_idle=is_idle,
+            )
         self.features = FeatureShards(config, self.tier, self._sharing, counts)
         self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
         self.reads_ranges = False
@@ -118,6 +132,8 @@ class Fills:
     def stop(self) -> None:
         """Stop all transfers where they are. Idempotent."""
         self._closing.set()
+        if self._idle_preparer is not None:
+            self._idle_preparer.close()
         self._sharing.close()
         self.prefetcher.close()
         self.features.stop()
@@ -142,6 +158,8 @@ class Fills:
         origin = open_origin(shard.url, shard.storage_options, config.origin, self._counts, stop)
         preparation = config.assembly.preparation
         if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
+            source = shard_of(shard.url, shard.storage_options)
+            origin = self._sharing.through(source, origin, stop, single_flight=False)
             origin = PreparedOrigin(origin, preparation)
         return self._sharing.through(shard, origin, stop)
 

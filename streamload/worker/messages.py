@@ -91,8 +91,9 @@ class WorkerConfig:
     """Of the rows that a step takes of each source."""
     sample_weight: SampleWeight | None = None
     """How rows are weighed in the loss; None: they aren't."""
-    prepares: bool = False
-    """Whether fills prepare shards themselves, where there is room."""
+    prepare_share: float = 0.0
+    """Of a processor, which each process may use to prepare in idle time what the cache has as it is; fills
+    prepare what arrives, where there is room. 0: neither."""
     in_flight: InFlight | None = None
     """The limits of batches that are made and not yet taken."""
 

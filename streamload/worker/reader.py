@@ -71,7 +71,7 @@ class Reader:
         self._control = control
         self._counts = counts
         self._spans = spans
-        self._fills = Fills(config, counts, spans)
+        self._fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
         self.feature_rows = self._fills.features.rows
         self._reads_only_features = config.assembly.reads_only_features
         self._tier = self._fills.tier

@@ -95,6 +95,7 @@ class Stages:
         self._samples_ns = self._finish_ns = 0
         add("text_tokens_real", measured.text_real)
         add("text_tokens_padding", measured.text_padding)
+        add("samples_unprepared", measured.unprepared)
         if patch_valid is not None:
             real = int(patch_valid.sum())
             add("image_tokens_real", real)

@@ -7,7 +7,6 @@ The index object is written after the data that it names, and read as a whole.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -23,11 +22,10 @@ import xxhash
 from xxhash import xxh3_64_digest
 
 from streamload.cache.shard import Shard, version_of
-from streamload.cache.shard_copy import ShardCopy
-from streamload.errors import CacheCorrupt, ShardError
+from streamload.cache.shard_copy import ShardCopy, verified_chunks
+from streamload.errors import CacheCorrupt
 from streamload.origins.origin import Version
 from streamload.shards.record import HEADER_START, header_lengths, unpack_meta
-from streamload.shards.samples import Entry, ShardScanner
 
 BLOCK_BYTES = 64 << 10
 """8 bytes of checksum for each; reading a single sample adds less than two blocks."""
@@ -146,7 +144,10 @@ class SharedShard:
         reader.refresh()
         if not reader.is_complete or source.is_index_only or not reader.size:
             raise CacheCorrupt(f"{source.path} isn't a complete shard")
-        sums = _compared(source, bool(shard.recipe))
+        block_sums = BlockSums()
+        for chunk in verified_chunks(source, _READ_BYTES, is_prepared=bool(shard.recipe)):
+            block_sums.update(chunk)
+        sums = block_sums.finish()
         at_origin = version_of(reader)
         version = at_origin
         if not shard.recipe:  # a prepared shard has the version, and size, of what it was made of
@@ -218,33 +219,6 @@ def data_name(version: Version, sums: Sums) -> str:
     """The name of a data object: equal for equal bytes of one version, on all nodes."""
     facts = json.dumps([version.size, version.etag, version.last_modified]).encode()
     return hashlib.blake2b(facts + sums.astype("<u8").tobytes(), digest_size=8).hexdigest() + ".tar"
-
-
-def _compared(source: ShardCopy, is_prepared: bool) -> Sums:
-    """Read a published shard and compare it with its index; returns its block checksums."""
-    scanner, sums, reader = ShardScanner(prepared=is_prepared), BlockSums(), source.reader
-    size = number = 0
-    try:
-        with (source.path / "data").open("rb", buffering=0) as data:
-            for chunk in iter(functools.partial(data.read, _READ_BYTES), b""):
-                sums.update(chunk)
-                size += len(chunk)
-                number = _compare(scanner.feed(chunk), source, number)
-        number = _compare(scanner.finish()[0], source, number)
-    except ShardError as exc:
-        raise CacheCorrupt(f"{source.path}: {exc}") from exc
-    if (number, size) != (reader.count, reader.size):
-        raise CacheCorrupt(f"{source.path}: {number} samples in {size} bytes don't match its index")
-    return sums.finish()
-
-
-def _compare(entries: list[Entry], source: ShardCopy, number: int) -> int:
-    """Compare entries with those of the index from `number` on; returns the next number."""
-    for entry in entries:
-        if number >= source.reader.count or entry != source.reader.entry(number):
-            raise CacheCorrupt(f"{source.path}: sample {number} ({entry.key}) doesn't match its index")
-        number += 1
-    return number
 
 
 def _meta_of(index: bytes) -> dict[str, Any]:

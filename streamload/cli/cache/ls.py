@@ -46,12 +46,13 @@ def _describe(shard: "HeldShard") -> dict[str, Any]:
     state = _STATES[shard.kind]
     if state == "complete":
         known["arrived_bytes"] = known["size_bytes"]
+    used = datetime.fromtimestamp(shard.used_at, timezone.utc).isoformat(timespec="seconds")
     return {
         "digest": shard.digest,
         "state": state,
         **known,
         "disk_bytes": shard.size_bytes,
-        "last_used": datetime.fromtimestamp(shard.used_at, timezone.utc).isoformat(timespec="seconds"),
+        "last_used": None if shard.is_superseded else used,
     }
 
 
@@ -74,7 +75,7 @@ def _print_table(tier: "Tier", rows: list[dict[str, Any]]) -> None:
             _state(row),
             f"{row['samples']:,}",
             format_bytes(row["disk_bytes"]),
-            row["last_used"],
+            row["last_used"] or "superseded by its prepared form",
         )
     console = Console()
     console.print(table)
