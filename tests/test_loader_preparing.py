@@ -1,4 +1,4 @@
-"""`prepare=` prepares: by fills, where all fits, else a line says what would; copies that are here in idle time."""
+"""`prepare=` prepares: by fills where all fits, else a line says what would; in idle time what is here."""
 
 from __future__ import annotations
 
@@ -99,13 +99,14 @@ def test_one_line_says_what_is_prepared_and_what_it_takes(
         assert level == logging.INFO
         assert re.fullmatch(
             rf"prepare: raw-32: 33 % of the data is prepared in the cache; prepared, all of it takes about "
-            rf"[0-9.]+ KB of the [0-9.]+ [GM]B of the cache at {cache}, and this run prepares what isn't",
+            rf"[0-9.]+ KB of the [0-9.]+ [GM]B of the cache at {cache}, and this run prepares the rest",
             text,
         )
         batches(place, cache)
         level, text = line(log)
         assert level == logging.INFO
         assert text.startswith("prepare: raw-32: 100 % of the data is prepared in the cache")
+        assert "this run" not in text
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["remote", "local"])
@@ -121,9 +122,8 @@ def test_where_not_all_fits_nothing_is_prepared_and_the_line_has_the_command_tha
     assert (published(cache, place, "raw"), stats.samples_unprepared) == (0, sum(COUNTS))
     plain, _ = batches(place, tmp_path / "plain", prepare=None)
     assert same(found, plain)
-    command = re.search(
-        rf"streamload warm URLS --prepare (?P<prepare>raw) --cache-dir {cache} --cache-size (?P<size>\S+)$", text
-    )
+    options = rf"--prepare (?P<prepare>raw) --cache-dir {cache} --cache-size (?P<size>\S+)"
+    command = re.search(rf"streamload warm URLS {options}$", text)
     assert command is not None
     recipe, urls = Preparation.parse(command["prepare"]), [f"{place}/{name}" for name in NAMES]
     warm(urls, cache_dir=cache, cache_size=command["size"], prepare=recipe)

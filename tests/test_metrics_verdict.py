@@ -221,6 +221,21 @@ def test_prepared_images_are_advised_only_where_they_are_not_asked_for(
     assert advice
 
 
+@pytest.mark.parametrize(
+    ("prepare", "origin_bytes", "limit"), [("raw-256", 10**8, "CPU"), ("raw-256", 0, "disk"), ("", 0, "disk")]
+)
+def test_the_disk_is_not_blamed_where_local_shards_are_being_prepared(
+    prepare: str, origin_bytes: int, limit: Limit
+) -> None:
+    figures = Figures(
+        seconds=60.0, machine=Machine(4, 8, is_local=True, prepare=prepare), waited_seconds=18.6, batches=100,
+        blocked_seconds=18.0, origin_bytes=origin_bytes,
+    )  # fmt: skip
+    verdict = judge(figures)
+    assert verdict.limit == limit
+    assert ("streamload warm URLS --prepare raw-256" in verdict.advice) == (limit == "CPU")
+
+
 def test_a_training_that_only_waits_would_gain_any_factor() -> None:
     verdict = judge(Figures(seconds=60.0, waited_seconds=61.0, batches=0, waiting_seconds=60.0))
     assert (verdict.wait, verdict.gain) == (1.0, float("inf"))

@@ -1,4 +1,4 @@
-"""Preparing in idle time what a tier has as it is: the bytes of `warm --prepare`, at a pace, never a wrong version."""
+"""Preparing in idle time: the bytes of `warm --prepare`, at a pace, within the limit, of no other version."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Place:
         return freshness
 
     def prepare(
-        self, is_idle: Callable[[], bool] = lambda: True, freshness: Freshness | None = None, share: float = 1.0
+        self, is_idle: Callable[[], bool] = lambda: True, freshness: Freshness | None = None
     ) -> IdlePreparer:
         return IdlePreparer(
             *(self.tier, self.shards, RECIPE.derive, freshness or self.freshness),
-            counts=self.counts, share=share, is_idle=is_idle,
+            counts=self.counts, share=1.0, is_idle=is_idle,
         )  # fmt: skip
 
     def form(self, number: int) -> Shard:

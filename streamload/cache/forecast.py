@@ -244,7 +244,10 @@ class Measure:
         path = self.tier.published(form.digest)
         with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:
             return reserved_bytes(index.size or 0)
-        held = None if self._shared is None or shard.local is not None else self._shared.held(form)
+        held = None
+        if self._shared is not None and shard.local is None:
+            with contextlib.suppress(StreamloadError):
+                held = self._shared.held(form)
         return 0 if held is None else reserved_bytes(held.size)
 
     def sample_bytes(self, shard: Shard) -> float:

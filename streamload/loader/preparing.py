@@ -135,7 +135,8 @@ def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Answer) -> 
     count = sum(tier.published(shard.prepared.digest).is_dir() for shard in looked_at if shard.prepared)
     share = f"{100 * count // max(1, len(looked_at))} % of the data is prepared in the cache"
     level = logging.INFO if answer.chosen or count == len(looked_at) else logging.WARNING
-    logger.log(level, "prepare: %s: %s; %s", recipe, share, answer.why)
+    rest = ", and this run prepares the rest" if answer.chosen and count < len(looked_at) else ""
+    logger.log(level, "prepare: %s: %s; %s%s", recipe, share, answer.why, rest)
 
 
 def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule) -> Answer:
@@ -160,12 +161,10 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Sched
         why = "as the size of the data is unknown, this run prepares no more"
         return Answer("", f"{why}: that would be `{command} {size}`, with a limit that is large enough")
     prepared_bytes, open_bytes = estimate
-    whole = f"prepared, all of it takes about {format_bytes(prepared_bytes)}"
-    if nodes > 1:
-        whole += " on each node"
+    whole = f"prepared, all of it takes about {format_bytes(prepared_bytes)}{' on each node' * (nodes > 1)}"
     room = f"{format_bytes(limit_bytes)} of the cache at {tier.root}"
     if prepared_bytes + open_bytes <= limit_bytes:
-        return Answer(str(recipe), f"{whole} of the {room}, and this run prepares what isn't")
+        return Answer(str(recipe), f"{whole} of the {room}")
     size = f"{math.ceil((prepared_bytes + open_bytes) / 1e8) / 10:g}GB"
     return Answer(
         "",

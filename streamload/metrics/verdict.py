@@ -33,6 +33,7 @@ FASTER_DISK = (
 )
 _LESS_SHUFFLE = "A smaller shuffle= lets samples go earlier."
 _SMALLER = "Prepared shards (Images(prepare=…)) have a fraction of the bytes."
+_LATER = "Later epochs read them prepared."
 _FAILING = "See the log for the origin's errors; more connections make it worse."
 _PICKLED = (
     "Return tensors, not lists or objects: they are passed on without a copy. Give tokenizer=, so that "
@@ -142,7 +143,12 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     held_back, lacked = (figures.stages.get(stage, 0.0) for stage in ("shuffle", "bytes"))
     if held_back > lacked:
         evidence = f"the window of shuffle= holds back most samples that arrive ({busy})"
-        return "shuffle", evidence, _LESS_SHUFFLE if figures.machine.is_local else f"{_LESS_SHUFFLE} {FILL}"
+        fill = _FILL.format(_prepare_option(figures))
+        return "shuffle", evidence, _LESS_SHUFFLE if figures.machine.is_local else f"{_LESS_SHUFFLE} {fill}"
+    if figures.machine.is_local and figures.machine.prepare and figures.origin_bytes:
+        option = _prepare_option(figures)
+        ahead = f" streamload warm URLS{option} prepares them ahead." if option else ""
+        return "CPU", f"local shards are prepared as they are read ({busy})", _LATER + ahead
     if figures.machine.is_local:
         return "disk", f"local shards are read too slowly ({busy})", FASTER_DISK
     failures = ""
@@ -156,7 +162,9 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
         evidence = f"bytes don't arrive ({busy}{failures})"
     else:
         needed = format_bytes(rate / (1 - figures.wait))
-        evidence = f"{who} gives {format_bytes(rate)}/s where {needed}/s are needed ({busy}{failures})"
+        prepared = ", and fills prepare them" if figures.machine.prepare else ""
+        given = f"{who} gives {format_bytes(rate)}/s where {needed}/s are needed{prepared}"
+        evidence = f"{given} ({busy}{failures})"
     fill = _FILL.format(_prepare_option(figures)) + ("" if figures.machine.prepare else f" {_SMALLER}")
     is_failing = figures.origin_retries > 0.1 * max(1, figures.origin_requests)
     return "origin", evidence, _FAILING if is_failing else fill
