@@ -112,11 +112,15 @@ class Budget:
         return self._allowed_bytes(self.used_bytes)
 
     @property
+    def is_bound_by_disk(self) -> bool:
+        """Whether the tier may take less than its limit, as the disk is short."""
+        return self.allowed_bytes < self._for_shards_bytes()
+
+    @property
     def bound(self) -> str:
         """What bounds the tier's size, for messages."""
-        allowed = self.allowed_bytes
-        if allowed < self._for_shards_bytes():
-            return f"the free space of its disk ({allowed:,} bytes, with {self._free_disk} kept free)"
+        if self.is_bound_by_disk:
+            return f"the free space of its disk ({self.allowed_bytes:,} bytes, with {self._free_disk} kept free)"
         return f"its limit of {self.limit_bytes:,} bytes"
 
     def set_limit(self, limit_bytes: int) -> None:

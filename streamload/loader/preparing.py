@@ -153,13 +153,14 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Sched
     if file_system(tier.root).is_memory:
         command += " --cache memory --memory-size"
     else:
-        command += f" --cache-dir {tier.root} --cache-size"
+        place = "A_LARGER_DISK" if tier.budget.is_bound_by_disk else tier.root
+        command += f" --cache-dir {place} --cache-size"
     limit_bytes = tier.budget.allowed_bytes
     estimate = _prepared_and_open_bytes(recipe, forms, sizes, schedule)
     if estimate is None:
         size = f"{math.ceil(limit_bytes / 1e9)}GB"
         why = "as the size of the data is unknown, this run prepares no more"
-        return Answer("", f"{why}: that would be `{command} {size}`, with a limit that is large enough")
+        return Answer("", f"{why}. To prepare all, with a limit that is large enough: {command} {size}")
     prepared_bytes, open_bytes = estimate
     whole = f"prepared, all of it takes about {format_bytes(prepared_bytes)}{' on each node' * (nodes > 1)}"
     room = f"{format_bytes(limit_bytes)} of the cache at {tier.root}"
