@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.cache.eviction import HeldShard, allowed_bytes, victims
+from streamload.options import Eviction
 
 
 def shard(name: str, size: int = 10, used_at: float = 0.0) -> HeldShard:
@@ -66,6 +67,23 @@ def test_under_lru_the_one_goes_that_was_opened_longest_ago_whatever_is_announce
         eviction="lru",
     )
     assert digests(chosen) == ["old"]
+
+
+@pytest.mark.parametrize("eviction", ["plan", "lru"])
+def test_what_its_prepared_form_has_superseded_goes_first_however_soon_it_is_needed(
+    eviction: Eviction,
+) -> None:
+    superseded = HeldShard("soon", Path("superseded"), 10, "shards", 0.0, is_superseded=True)
+    held = [shard("never", used_at=1.0), shard("soon", used_at=1.0), superseded]
+    chosen = victims(
+        held,
+        {"soon": 0.0},
+        newcomer_next_use=5,
+        excess_bytes=10,
+        may_go=lambda s: True,
+        eviction=eviction,
+    )
+    assert chosen == [superseded]
 
 
 def test_where_not_enough_may_go_a_tier_that_has_to_shrink_gives_what_it_can() -> None:

@@ -120,7 +120,8 @@ class Budget:
     def bound(self) -> str:
         """What bounds the tier's size, for messages."""
         if self.is_bound_by_disk:
-            return f"the free space of its disk ({self.allowed_bytes:,} bytes, with {self._free_disk} kept free)"
+            allowed = f"{self.allowed_bytes:,} bytes, with {self._free_disk} kept free"
+            return f"the free space of its disk ({allowed})"
         return f"its limit of {self.limit_bytes:,} bytes"
 
     def set_limit(self, limit_bytes: int) -> None:

@@ -60,7 +60,7 @@ def victims(
             return NEVER if shard.is_superseded else next_uses.get(shard.digest, NEVER)
 
         ranked = [shard for shard in held if next_use(shard) > newcomer_next_use]
-        ranked.sort(key=lambda shard: (not shard.is_superseded, -next_use(shard), shard.used_at))
+        ranked.sort(key=lambda shard: (-next_use(shard), shard.used_at))
     chosen: list[HeldShard] = []
     for shard in ranked:
         if excess_bytes <= 0:
