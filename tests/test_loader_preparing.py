@@ -17,6 +17,7 @@ import streamload
 from streamload.daemon.warm import warm
 from streamload.derived.choice import Costs, Form
 from streamload.derived.preparation import Preparation
+from streamload.derived.row_store import close_stores
 from streamload.loader import preparing
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -175,8 +176,12 @@ class Mean(nn.Module):
 
 
 def test_rows_of_features_stay_those_of_the_samples_as_they_are(
-    server: ShardServer, tmp_path: Path, log: pytest.LogCaptureFixture
+    server: ShardServer, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))  # the rows are there, too
+    monkeypatch.setenv("STREAMLOAD_CACHE_SIZE", "1GB")
+    close_stores()
+
     def run(**options: Any) -> tuple[torch.Tensor, int]:
         mean = Mean().eval()
         with make(server.url, tmp_path / "cache", features={"f": mean}, train=False, **options) as loader:
@@ -190,6 +195,7 @@ def test_rows_of_features_stay_those_of_the_samples_as_they_are(
     assert computed == 0
     assert torch.equal(first, second)
     assert published(tmp_path / "cache", server.url, RECIPE) == 0
+    close_stores()
 
 
 def test_auto_measures_the_images_of_the_first_shard_where_none_is_here(
