@@ -2,7 +2,8 @@
 
 If the device has streams, a thread copies a batch into reused pinned memory. On a stream of its own it
 starts the copies to the device and the normalisation, in one pass; only the training stream waits for
-these. Otherwise a batch is copied when it is handed out.
+these. Otherwise a batch is copied when it is handed out. A batch that someone else copies to the device is
+put into pinned memory.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +25,8 @@ import torch
 from streamload.ipc import is_plain
 from streamload.transforms.normalise import normalise_batch
 from streamload.transforms.plan import Statistics
+
+logger = logging.getLogger("streamload")
 
 Values = dict[str, Any]
 
@@ -90,13 +95,18 @@ def memory_of(device: torch.device | None) -> CudaMemory | None:
     return CudaMemory(device) if device is not None and device.type == "cuda" else None
 
 
-def feed_for(device: torch.device | None, statistics: Statistics | None = None) -> Feed:
+def feed_for(
+    device: torch.device | None, statistics: Statistics | None = None, *, is_pinned: bool = False
+) -> Feed:
     """Return the feed to a device.
 
     Args:
         device: None leaves everything where it is.
         statistics: normalise uint8 images on the device by these; None: leave them unchanged.
+        is_pinned: put batches into pinned host memory, and nowhere else.
     """
+    if is_pinned:
+        return Pinned()
     stream = None if device is None else _stream_of(device)
     return Direct(device, statistics) if stream is None else Streamed(stream, statistics)
 
@@ -128,6 +138,26 @@ class Direct:
         return moved
 
 
+class Pinned:
+    """To pinned host memory, by a thread, for a DataLoader around the loader that would pin each batch."""
+
+    runs_ahead = True
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "streamload-pin")
+        self.close = weakref.finalize(self, _end, self._thread, (), os.getpid())
+        self.close.atexit = False  # at exit Python itself waits for the thread
+
+    def send(self, values: Values) -> Callable[[], Values]:
+        """Pass the batch to the thread."""
+        return self._thread.submit(_pin, values).result
+
+
+def _pin(values: Values) -> Values:
+    """In the thread: copy a batch into pinned memory, which torch reuses once its tensors are dead."""
+    return {name: value.pin_memory() if is_plain(value) else value for name, value in values.items()}
+
+
 class _Sent(NamedTuple):
     """A batch whose tensors are on the device once `ready` has happened."""
 
@@ -139,7 +169,8 @@ class Streamed:
     """To a device with streams, by its own thread and stream.
 
     A batch costs one copy into pinned memory in this process, in that thread. Device memory of a batch is
-    reused only after the work that the receiving stream had queued when the batch's last tensor died.
+    reused only after the work that the receiving stream had queued when the batch's last tensor died. Once it
+    wasn't enough for a batch ahead of the step, batches are sent when they are handed out.
 
     Args:
         stream: of the device; not used for anything else.
@@ -152,15 +183,38 @@ class Streamed:
         self._stream, self._statistics = stream, statistics
         slots = [_Slot() for _ in range(_SLOTS)]
         self._next_slot = itertools.cycle(slots)
+        self._is_short = False  # of device memory, for a batch ahead
         self._thread = ThreadPoolExecutor(1, "streamload-device")
         self.close = weakref.finalize(self, _end, self._thread, slots, os.getpid())
         self.close.atexit = False  # at exit Python itself waits for the thread
 
     def send(self, values: Values) -> Callable[[], Values]:
         """Pass the batch to the thread."""
-        slot = next(self._next_slot)
-        sent = self._thread.submit(_send, values, slot, self._stream, self._statistics)
-        return functools.partial(_hand_out, sent)
+        return functools.partial(self._hand_out, values, None if self._is_short else self._submit(values))
+
+    def _submit(self, values: Values) -> Future[_Sent]:
+        return self._thread.submit(_send, values, next(self._next_slot), self._stream, self._statistics)
+
+    def _hand_out(self, values: Values, sent: Future[_Sent] | None) -> Values:
+        """In the training thread: the batch, for its stream."""
+        if sent is not None:
+            try:
+                return _received(sent.result())
+            except torch.OutOfMemoryError as error:
+                self._give_up_ahead(error)
+        return _received(self._submit(values).result())
+
+    def _give_up_ahead(self, error: BaseException) -> None:
+        """Send no more batches ahead, and wait until the device has freed what its queued work uses."""
+        traceback.clear_frames(error.__traceback__)  # these hold the tensors that did fit
+        if not self._is_short:
+            self._is_short = True
+            logger.warning(
+                "the device's memory is full with a batch ahead of the step: from now on a batch is copied "
+                "when the training asks for it, and the step waits for that (%s)",
+                str(error).partition(". ")[0],
+            )
+        torch.accelerator.synchronize(self._stream.device)
 
 
 class _Slot:
@@ -228,9 +282,9 @@ def _normalise(values: Values, statistics: Statistics) -> None:
         values["patches"] = floats.masked_fill_(~valid[..., None], 0.0)
 
 
-def _hand_out(sent: Future[_Sent]) -> Values:
+def _received(sent: _Sent) -> Values:
     """In the training thread: make its stream, not the thread, wait for the tensors."""
-    values, ready = sent.result()
+    values, ready = sent
     stream = torch.accelerator.current_stream(ready.device)
     stream.wait_event(ready)
     for value in values.values():

@@ -15,13 +15,13 @@ import torch
 from streamload.batches.facts import read_facts, read_repeat
 from streamload.batches.images import Preprocess
 from streamload.derived.features import Features, read_features
+from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import (
     LoaderOptions,
     OnError,
     Output,
-    read_device,
     sized_by_steps,
     whole_number,
 )
@@ -132,7 +132,10 @@ def make_loader(
             the images are a dict: {"patches", "patch_coord", "patch_valid", "seq_len"}.
         with_keys: add the samples' `__key__` and `__url__` lists: a dict as last element, or two entries.
         on_error: "skip" counts and logs samples that can't be used; "raise" raises on the first one.
-        device: torch's name of the device that batches are copied to. None: they stay in host memory.
+        device: the device that batches are on: "auto", this process's accelerator (the current device if one
+            was set, else the one of the local rank), or host memory where there is none; or torch's name of
+            one. They are copied ahead of their use, one batch at most. None: they stay in host memory, unless
+            a framework that iterates the loader moves them to a device of its own, which is taken.
         cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).
         cache_size: its limit: bytes, "500GB", or "80%" of the free space plus what it holds
             (STREAMLOAD_CACHE_SIZE).
@@ -164,7 +167,7 @@ def make_loader(
     given["columns"] = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
     given["repeat"] = read_repeat(shards.repeat, given["columns"])
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
-    given["device"] = None if device is None else read_device(device)
+    given["device"] = read_device(device)
     given["seed"] = whole_number("seed", seed)
     if mixing is not None and not isinstance(mixing, Replay):
         given["mixing"] = as_policy(mixing, [source.name for source in given["sources"]])

@@ -67,7 +67,7 @@ def bound_features(
     Raises:
         FeatureNotCacheable: a transform can't be described.
     """
-    device = options.device or torch.device("cpu")
+    device = options.settled_device or torch.device("cpu")
     return {
         one.name: BoundFeatures(options.features[one.name], _parts_of(one, options), device)
         for one in assemblies

@@ -19,6 +19,7 @@ from streamload.ipc import ControlBlock
 from streamload.loader.batch_sizing import STATE, BatchSizing
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
+from streamload.loader.destination import Destination
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import end_epoch, take_features
@@ -26,7 +27,7 @@ from streamload.loader.lengths import EpochLengths
 from streamload.loader.meter import Meter, OnAlert
 from streamload.loader.microbatches import Microbatches
 from streamload.loader.observed import Observed
-from streamload.loader.options import LoaderOptions, read_device
+from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
 from streamload.loader.schedule import Schedule
@@ -58,6 +59,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._lengths = EpochLengths(options, self._schedule)
         self._current: weakref.ref[Epoch] | None = None
         self._is_accelerated = False
+        self._destination = Destination(options.device, options.order)
         self._step = -1  # of the epoch, of the batch that was yielded last
         self._epoch = 0  # that was started last
         self._pool: WorkerPool | None = None
@@ -181,12 +183,8 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._schedule.tracker.epoch = epoch
 
     def place_on(self, device: str | torch.device) -> None:
-        """Put batches on a device from the next epoch on, unless `device` was given. For frameworks."""
-        if self.options.device is None:
-            device = read_device(device)
-            if device.type != "cpu":
-                self.close()  # for a device, workers make images as uint8
-            self.options = replace(self.options, device=device)
+        """Put batches on a device from the next epoch on, unless `device` names one. For frameworks."""
+        self._destination.place(device)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that this rank yielded, or before the first of an epoch.
@@ -235,6 +233,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         """
         self._schedule.check_rank()
         self._end_epoch("a new iteration of the loader began")
+        self._settle_device()
         started = time.monotonic()
         try:
             return self._start_epoch(started)
@@ -375,7 +374,9 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._checks.start_epoch(self._control.order.generation)
         batches = pool.start_epoch()
         if self._feed is None:  # made after the workers: forked ones must not inherit a device context
-            self._feed = feed_for(self.options.device, pool.statistics)
+            self._feed = feed_for(
+                self._destination.device, pool.statistics, is_pinned=self._destination.is_pinned
+            )
         schedule.tracker.start()
         self._sizing.start_epoch(self._in_flight)
         self._epoch = position.epoch
@@ -389,6 +390,13 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self.meter.start_epoch(lambda: (epoch := current()) is not None and not epoch.done)
         self._open_exports()
         return epoch
+
+    def _settle_device(self) -> None:
+        """Where this epoch's batches go; workers that made images for another kind of place are ended."""
+        if self._destination.settle():
+            self.close()
+        device = self.meter.publisher.device = self._destination.device
+        self.options = replace(self.options, device=device)
 
     def _end_epoch(self, why: str) -> None:
         epoch = self._current_epoch()

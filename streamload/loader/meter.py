@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from streamload.ipc import ControlBlock, spent_ns
+from streamload.loader.destination import is_accelerator_used
 from streamload.loader.options import LoaderOptions
 from streamload.loader.publishing import Publisher
 from streamload.loader.schedule import Schedule
@@ -23,7 +24,7 @@ from streamload.metrics import COUNTERS, Counters
 from streamload.metrics.alerts import WINDOW_SECONDS, Alert, Alerts
 from streamload.metrics.figures import Figures, History, Machine, Sample
 from streamload.metrics.page import RunPage, names_of_sources
-from streamload.metrics.verdict import LITTLE, Verdict, judge
+from streamload.metrics.verdict import LITTLE, ON_HOST, Verdict, judge
 from streamload.urls import is_local
 from streamload.worker import Batch, bytes_by_modality
 
@@ -81,6 +82,7 @@ class Meter:
         self._line_from: Sample | None = None  # the last line in the log is about the time up to here
         self._alerts = Alerts()
         self._is_failure_logged = False
+        self._is_host_logged = False
 
     # What the training loop does.
 
@@ -226,7 +228,8 @@ class Meter:
             cores = len(os.sched_getaffinity(0))
             prepare = options.images.prepare or ""
             self._machine = Machine(options.num_workers, cores, is_near, self._names, rank, prepare)
-        return self._machine
+        is_on_host = self.publisher.device is None and is_accelerator_used()
+        return self._machine._replace(is_on_host=is_on_host)
 
     def _log_line(self, what: str, shortest_seconds: float) -> None:
         """Log what the training has waited for since the last line; under the lock."""
@@ -237,6 +240,9 @@ class Meter:
         verdict = judge(Figures.between(first, last, self._about()))
         if verdict.wait >= LITTLE:
             logger.warning("%sthe training %s", what, verdict)
+        elif ON_HOST in verdict.advice and not self._is_host_logged:
+            self._is_host_logged = True
+            logger.warning("%sbatches are ready when they are asked for. %s", what, ON_HOST)
 
     def _report(self, alert: Alert) -> None:
         """Call the user's functions; what they raise doesn't end the training."""

@@ -17,6 +17,7 @@ from streamload.batches.sample_weights import SampleWeight, read_sample_weight
 from streamload.cache.selection import Repeat
 from streamload.derived.features import Features
 from streamload.errors import OptionError
+from streamload.loader.destination import DeviceOption
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
@@ -57,7 +58,7 @@ class LoaderOptions:
     output: Output
     with_keys: bool
     on_error: OnError
-    device: torch.device | None
+    device: DeviceOption
     cache_dir: str | Path | None
     cache_size: str | int | None
     shards: Shards
@@ -99,6 +100,11 @@ class LoaderOptions:
         """
         arguments = {row.name: row.argument for row in options() if row.argument}
         return read_settings(**{name: operator.attrgetter(place)(self) for name, place in arguments.items()})
+
+    @property
+    def settled_device(self) -> torch.device | None:
+        """The device of the batches; None: host memory, or "auto", until an epoch begins."""
+        return self.device if isinstance(self.device, torch.device) else None
 
     @property
     def sample_weight(self) -> SampleWeight | None:
@@ -238,20 +244,3 @@ def whole_number(name: str, value: Any) -> int:
     except TypeError:
         pass
     raise OptionError(f"{name}={value!r}; expected a whole number")
-
-
-def read_device(device: Any) -> torch.device:
-    """A torch.device from `device=`.
-
-    Raises:
-        OptionError: torch doesn't know such a device, or finds none.
-    """
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as exc:
-        raise OptionError(
-            f"device={device!r}; expected one of torch's, like 'cuda', 'cuda:1', 'mps' or 'cpu'"
-        ) from exc
-    if found.type == "cuda" and (found.index or 0) >= (there := torch.cuda.device_count()):
-        raise OptionError(f"device={device!r}: torch {torch.__version__} finds {there} such devices here")
-    return found

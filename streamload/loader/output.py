@@ -13,6 +13,7 @@ from streamload.device import memory_of
 from streamload.errors import OptionError
 from streamload.loader.batch_info import BatchInfo
 from streamload.loader.bounds import AgreedBounds
+from streamload.loader.destination import AUTO
 from streamload.loader.distributed import gather
 from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions
@@ -48,10 +49,11 @@ class Outputs:
         self._known = YieldedBatches[BatchInfo]()
         self._bounds = AgreedBounds(options, schedule)
         self.last: BatchInfo | None = None
+        self._device: torch.device | None = None  # of the last batch
         self._first_mean: FirstMean | None = None
         self._sizer: PartSizer | None = None
-        if options.batches.microbatch == "auto":
-            self._sizer = PartSizer(_device_memory(options), self._least)
+        if options.batches.microbatch == "auto" and options.device != AUTO:
+            self._sizer = PartSizer(_device_memory(options.settled_device), self._least)
         self._parts: Microbatches | None = None  # of the last step
 
     def form(
@@ -80,6 +82,7 @@ class Outputs:
             names = ("image", *(name for name in names if name not in NAMES))
         shapes = {name: tuple(one.shape) for name, one in values.items() if isinstance(one, torch.Tensor)}
         device = next((one.device for one in values.values() if isinstance(one, torch.Tensor)), None)
+        self._device = device
         if widths is not None and self._options.output == "hf":
             widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
         yielded = Yielded(step, batch.samples, names, widths, keys)
@@ -122,6 +125,8 @@ class Outputs:
         """
         known, patches = self.info_of(batch).yielded, self._options.images.patches
         rows, longest = self._options.batches.microbatch, max(patches.seq_lens) if patches else 0
+        if rows == "auto" and self._sizer is None:
+            self._sizer = PartSizer(_device_memory(self._device), self._least)
         self._parts = Microbatches(
             batch, known, self._sizer if rows == "auto" else rows, longest, self._options.batches.max_tokens
         )
@@ -174,16 +179,16 @@ class Outputs:
         return (*values.values(), extra) if extra else tuple(values.values())
 
 
-def _device_memory(options: LoaderOptions) -> DeviceMemory:
+def _device_memory(device: torch.device | None) -> DeviceMemory:
     """What reads the memory of the device.
 
     Raises:
         OptionError: nothing does.
     """
-    memory = memory_of(options.device)
+    memory = memory_of(device)
     if memory is None:
         raise OptionError(
-            f"microbatch='auto' reads the memory of a CUDA device, and device={options.device}: "
+            f"microbatch='auto' reads the memory of a CUDA device, and device={device}: "
             f"give device='cuda', or a number of rows"
         )
     return memory

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from streamload.cache.locks import usage_of
 from streamload.cache.memory import taken_ratio
 from streamload.cache.runs import PageFile, now
@@ -42,6 +44,7 @@ class Publisher:
         gauges: the values that aren't counted in rows; anyone in this process may set more.
         memory_ratio: how much of the machine's memory is taken, or of the container's, or of the device's if
             that is more.
+        device: of the batches; None: nothing says that they leave host memory.
         readers: called with each page that is published.
         passes: of each source, the pass of the samples that were taken last; none: there is one source.
     """
@@ -49,6 +52,7 @@ class Publisher:
     def __init__(self, options: LoaderOptions, schedule: Schedule, names: tuple[str, ...]):
         self.gauges = Gauges()
         self.memory_ratio = 0.0
+        self.device: torch.device | None = None
         self.readers: list[Callable[[RunPage], None]] = []
         self.reported: Sequence[Mapping[str, Any]] = ()
         self.passes: Sequence[int] = ()
@@ -174,8 +178,8 @@ class Publisher:
 
     def _look_at_memory(self, has_batches: bool) -> None:
         self.memory_ratio = taken_ratio()
-        device = memory_of(self._options.device)
-        if device is not None and has_batches:  # this must not be what starts the device
-            ratio = device.peak_bytes() / max(1, device.limit_bytes())
+        memory = memory_of(self.device)
+        if memory is not None and has_batches:  # this must not be what starts the device
+            ratio = memory.peak_bytes() / max(1, memory.limit_bytes())
             self.gauges.set("device_memory_ratio", ratio)
             self.memory_ratio = max(self.memory_ratio, ratio)

@@ -270,7 +270,8 @@ def _assembly(
     most_pixels: int,
 ) -> BatchAssembly:
     is_mapped = options.workers.map_sample is not None
-    on_device = options.device is not None and options.device.type != "cpu" and not is_mapped
+    device = options.settled_device
+    on_device = device is not None and device.type != "cpu" and not is_mapped
     preparation = prepared.preparation
     if preparation is not None and options.images.prepare != AUTO:
         size = preparation.size

@@ -42,6 +42,7 @@ class Machine(NamedTuple):
         prepare: as given to make_loader; "": images aren't prepared.
         sources: their names.
         rank: of this process.
+        is_on_host: nothing moves the batches to a device, and the process uses an accelerator.
     """
 
     workers: int = 4
@@ -50,6 +51,7 @@ class Machine(NamedTuple):
     sources: tuple[str, ...] = ("0",)
     rank: int = 0
     prepare: str = ""
+    is_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,10 @@ _BUSY = 0.4
 _WORK = ("decode", "resize", "tokenize", "collate")
 
 CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
+ON_HOST = (
+    'Batches are in host memory: if your step copies them to the device, give make_loader device="auto", which '
+    "does it ahead of the step."
+)
 _FILL = (
     "Fill the cache before the training: streamload warm URLS{}. It can be interrupted and continued, and "
     "needs no GPU."
@@ -122,7 +126,11 @@ def _not_waiting(figures: Figures) -> tuple[Limit, str, str]:
     if figures.feature_seconds >= _MOST * figures.seconds:
         evidence = f"features were computed {figures.feature_seconds / figures.seconds:.0%} of the time"
         return "training", evidence, "Make them ahead: streamload features make."
-    return "training", "data is never late", CONSUMER
+    return (
+        "training",
+        "data is never late",
+        f"{CONSUMER} {ON_HOST}" if figures.machine.is_on_host else CONSUMER,
+    )
 
 
 def _shares(figures: Figures) -> dict[Limit, float]:

@@ -3,10 +3,12 @@
 As a script, with the arguments of the training behind it: `python launch.py --train-data …`. The model whose
 configuration is in OPENCLIP_TEST_MODEL is known by the file's name. To the directory OPENCLIP_TEST_RECORD
 goes, for each rank, a JSON line for each batch that the training took: {"train", "epoch" (counted by iter(),
-from 0), "keys", "urls", "origin_requests" (so far)}. If OPENCLIP_TEST_KILL_BEHIND is n, rank 0 kills itself
+from 0), "keys", "urls", "origin_requests" (so far)}. With OPENCLIP_TEST_DEVICES=n there are n simulated
+devices, and a file device-RANK.json in that directory has the copies between host and device. If OPENCLIP_TEST_KILL_BEHIND is n, rank 0 kills itself
 when the training has made n steps and asks for the next batch.
 """
 
+import atexit
 import functools
 import json
 import os
@@ -24,6 +26,7 @@ import streamload.loader
 
 sys.path.append(str(Path(__file__).parents[2]))  # this is run as a program, from anywhere
 from benchmarks.torchvision_stub import define_torchvision_schemas
+from tests import simulated_device
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,15 @@ class Recorded:
             file.write(json.dumps(line) + "\n")
 
 
+def write_copies(device: simulated_device.Device) -> None:
+    record = Path(os.environ["OPENCLIP_TEST_RECORD"], f"device-{os.environ.get('RANK', '0')}.json")
+    record.write_text(json.dumps({"copies": device.copied(), "pins": device.pins}))
+
+
 def main() -> None:
     define_torchvision_schemas()
+    if count := int(os.environ.get("OPENCLIP_TEST_DEVICES", "0")):
+        atexit.register(write_copies, simulated_device.install(count))
     import open_clip
 
     open_clip.add_model_config(os.environ["OPENCLIP_TEST_MODEL"])

@@ -48,6 +48,7 @@ def install(
     prepare: str | None = None,
     moved: Sequence[tuple[str, str]] = (),
     mixing: Schedule | Progress | None = None,
+    on_device: bool = True,
 ) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
@@ -65,6 +66,8 @@ def install(
         mixing: how the weights of the sources of `--train-data a::b` change; they are named "0", "1", …. For
             Progress the training reports the loss of each row among those of its rank. Changes are logged to
             decisions.jsonl in the folder of the run's logs.
+        on_device: batches are on OpenCLIP's device ahead of the step; False leaves them in host memory, from
+            which OpenCLIP copies them.
 
     Returns:
         A function that restores the original.
@@ -107,6 +110,7 @@ def install(
             refuse_unknown(args)
             refuse_other_transforms(args, naflex, preprocess_img, is_train=is_train)
             common: dict[str, Any] = {"preprocess": preprocess_img, "output": output, "cache": cache}
+            common["device"] = getattr(args, "device", None) if on_device else "cpu"
             with told_by_flags(args):
                 shards, most_pixels = selected(args, legacy=is_legacy)
                 common |= {"shards": shards, **text_options(args, tokenizer, is_train=is_train)}
@@ -180,6 +184,7 @@ def main(arguments: list[str]) -> None:
         prepare=own.prepare,
         moved=moved,
         mixing=own.mixing,
+        on_device=own.device != "none",
     )
     name = "legacy_main" if own.legacy_main else "main"
     importlib.import_module(data.__name__.replace(".data", f".{name}")).main(arguments)

@@ -79,6 +79,7 @@ _FLAGS = {
     "num_batches": "--train-num-samples",
     "upsampling_factors": "--train-data-upsampling-factors",
     "seed": "--seed",
+    "device": "--device",
     "prepare": "--streamload-prepare",
     "shared_cache": "--streamload-shared-cache",
     "shared": "--streamload-shared-cache",
@@ -139,6 +140,12 @@ def parser() -> argparse.ArgumentParser:
         "or with progress=STEPS",
     )
     add(
+        f"{_OURS}device",
+        dest="device",
+        choices=["none"],
+        help="none: batches stay in host memory, and OpenCLIP copies them to its --device in each step",
+    )
+    add(
         f"{_OURS}legacy-main",
         dest="legacy_main",
         action="store_true",
@@ -157,7 +164,8 @@ def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
         SystemExit: a flag is unknown or its value invalid; the error was printed.
     """
     parse = parser()
-    values = {f"{_OURS}shared-cache": 1, f"{_OURS}prepare": 1, f"{_OURS}moved": 2, f"{_OURS}mixing": 1}
+    values = {f"{_OURS}{name}": 1 for name in ("shared-cache", "prepare", "mixing", "device")}
+    values[f"{_OURS}moved"] = 2
     own: list[str] = []
     others: list[str] = []
     words = iter(arguments)
