@@ -1,9 +1,10 @@
 """An accelerator in Python that counts copies: torch's own dispatch, streams and `.to()`, no hardware.
 
-`install()` registers a backend under torch's name for accelerators from outside ("PrivateUse1"), called "npu", which
-open_clip, accelerate and transformers know. A tensor on it has its data in host memory, where all of its operations
-run, so whole trainings work. Copies from and to it are recorded with their thread; pinned memory is host memory whose
-addresses are remembered. What it doesn't simulate is time: work is done when it is queued.
+`install()` registers a backend under torch's name for accelerators from outside ("PrivateUse1"), called
+"npu", which open_clip, accelerate and transformers know. A tensor on it has its data in host memory, where
+all of its operations run, so whole trainings work. Copies from and to it are recorded with their thread;
+pinned memory is host memory whose addresses are remembered. What it doesn't simulate is time: work is done
+when it is queued.
 
 It is for the whole process, and for good: tests run it in a process of their own.
 """
@@ -29,8 +30,13 @@ IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_bac
 _MIXED = ("aten::copy_", "aten::_copy_from", "aten::_to_copy", "aten::index", "aten::_index", "aten::set_")
 """Operations that take tensors of host and device together."""
 
-_RESIZING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
-"""Factories that resize an empty tensor, which a DeviceTensor can't be."""
+_DIRECT = (
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start,
+    torch.ops.aten.arange.start_step,
+    torch.ops.aten._copy_from.default,
+)
+"""What the fallback misses: factories that resize an empty tensor, and what torch.tensor() calls."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,9 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DeviceTensor({self.host!r}, device={self.device})"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self), spec)
+
     def record_stream(self, stream: Any) -> None:
         """Do nothing: memory is kept for as long as the tensor."""
 
@@ -116,18 +125,21 @@ def install(count: int = 1) -> Device:
         _registered.append(torch.library.Library("_", "IMPL"))
         _registered[-1].fallback(fallback, key)
     _registered.append(torch.library.Library("aten", "IMPL"))
-    for factory in _RESIZING:
-        _registered[-1].impl(factory.name(), functools.partial(_run, factory), "PrivateUse1")
+    for op in _DIRECT:
+        _registered[-1].impl(op.name(), functools.partial(_run, op), "PrivateUse1")
     torch.autograd.set_multithreading_enabled(False)  # its engine knows one device
     _simulate_pinned_memory()
     _simulate_streams()
-    stub = types.ModuleType("torch_npu")  # which accelerate and transformers look for
+    stub: Any = types.ModuleType("torch_npu")  # which accelerate and transformers look for
     stub.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
     stub.__version__ = torch.__version__
+    stub.npu_fusion_attention = stub.npu_rotary_mul = None
     sys.modules["torch_npu"] = stub
     return DEVICE
 
 
+@torch.inference_mode(False)  # else a view of a tensor from outside couldn't be wrapped
+@torch.no_grad()
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation of device tensors, or one that makes such, in host memory."""
     DEVICE.is_initialized = True

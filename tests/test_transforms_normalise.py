@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_batch, normalise_into
+from streamload.transforms.normalise import (
+    OPENAI_MEAN,
+    OPENAI_STD,
+    normalise_batch,
+    normalise_into,
+    normalise_levels_into,
+)
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -39,6 +45,32 @@ def test_a_batch_is_normalised_where_it_is_and_stays_what_it_was(device):
     assert normalised.device == images.device
     torch.testing.assert_close(normalised.cpu().double(), reference(images.cpu()), rtol=0, atol=5e-7)
     assert torch.equal(images[0].cpu(), every_level())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("mean", "std"),
+    [
+        (OPENAI_MEAN, OPENAI_STD),
+        ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
+        ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),  # SigLIP's
+    ],
+    ids=["OpenAI", "ImageNet", "SigLIP"],
+)
+def test_every_level_is_on_the_device_what_it_is_on_the_host_within_the_bound_of_the_guide(mean, std, device):
+    """2⁻²¹, also where the device fuses the product and the sum, as GPUs may."""
+    bound = 2.0**-21
+    factor, black = (
+        torch.tensor(values, dtype=torch.float64).float().double().view(3, 1, 1)
+        for values in ([1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)])
+    )
+    fused = (every_level().double() * factor + black).float()
+    on_device = normalise_batch(every_level()[None].to(device), mean, std)[0].cpu()
+    for normalise in (normalise_into, normalise_levels_into):
+        on_host = torch.empty(3, 4, 256)
+        normalise(every_level(), on_host, mean, std)
+        assert (on_device - on_host).abs().max() <= bound
+        assert (fused - on_host).abs().max() <= bound
 
 
 def test_a_batch_keeps_its_memory_format():

@@ -174,7 +174,7 @@ def is_accelerator_used() -> bool:
 
 
 def surroundings() -> Surroundings:
-    """Find what iterates a loader, by the callers of `iter()`: no framework passes its device to a DataLoader."""
+    """Find what iterates a loader, by the callers of `iter()`: frameworks don't tell a DataLoader."""
     pins, frame = False, sys._getframe(1)
     caller: FrameType | None = frame
     while caller is not None:

@@ -23,8 +23,8 @@ _WORK = ("decode", "resize", "tokenize", "collate")
 
 CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
 ON_HOST = (
-    'Batches are in host memory: if your step copies them to the device, give make_loader device="auto", which '
-    "does it ahead of the step."
+    "Batches are in host memory: if your step copies them to the device, give make_loader "
+    'device="auto", which does it ahead of the step.'
 )
 _FILL = (
     "Fill the cache before the training: streamload warm URLS{}. It can be interrupted and continued, and "

@@ -4,8 +4,9 @@ As a script, with the arguments of the training behind it: `python launch.py --t
 configuration is in OPENCLIP_TEST_MODEL is known by the file's name. To the directory OPENCLIP_TEST_RECORD
 goes, for each rank, a JSON line for each batch that the training took: {"train", "epoch" (counted by iter(),
 from 0), "keys", "urls", "origin_requests" (so far)}. With OPENCLIP_TEST_DEVICES=n there are n simulated
-devices, and a file device-RANK.json in that directory has the copies between host and device. If OPENCLIP_TEST_KILL_BEHIND is n, rank 0 kills itself
-when the training has made n steps and asks for the next batch.
+devices, and device-RANK.json in that directory has the copies between host and device. If
+OPENCLIP_TEST_KILL_BEHIND is n, rank 0 kills itself when the training has made n steps and asks for the next
+batch.
 """
 
 import atexit
