@@ -58,6 +58,7 @@ _OF_A_LOADER = (
     "num_batches",
     "num_samples",
     "world_size",
+    "device",
     "place_on",
     "as_dataset",
 )

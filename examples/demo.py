@@ -72,8 +72,6 @@ def train(urls: list[str], cache_dir: Path, figures: Figures, console: Console) 
     """Train two epochs with a progress bar; what happened goes into `figures`."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the other cores are for the workers
-    model = SmallClip()
-    optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE)
     columns = (
         TextColumn("epoch {task.fields[epoch]}"),
         BarColumn(),
@@ -81,8 +79,15 @@ def train(urls: list[str], cache_dir: Path, figures: Figures, console: Console) 
         TimeElapsedColumn(),
     )
     loader = make_loader(
-        urls, tokenize, batch_size=figures.batch_size, num_workers=figures.workers, cache_dir=cache_dir
+        urls,
+        tokenize,
+        batch_size=figures.batch_size,
+        num_workers=figures.workers,
+        device="auto",
+        cache_dir=cache_dir,
     )
+    model = SmallClip().to(loader.device)
+    optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE)
     with loader, Progress(*columns, console=console) as progress:
         for number in range(EPOCHS):
             train_epoch(number, loader, model, optimizer, figures, progress)

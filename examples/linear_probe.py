@@ -67,17 +67,18 @@ def main() -> None:
             batch_size=args.batch_size,
             num_workers=args.workers,
             output="dict",
+            device="auto",
             cache_dir=cache_dir,
             shards=streamload.Shards(text_key=None, label_key="cls"),
             features={"clip": tower},
         ) as loader,
     ):
-        train(loader, tower, args.classes, args.epochs)
+        train(loader, tower.to(loader.device), args.classes, args.epochs)
 
 
 def train(loader: streamload.Loader, tower: nn.Module, classes: int, epochs: int) -> None:
     torch.manual_seed(0)
-    head = nn.LazyLinear(classes)
+    head = nn.LazyLinear(classes).to(loader.device)
     optimizer = None
     for epoch in range(epochs):
         loader.set_epoch(epoch)

@@ -116,6 +116,7 @@ def main() -> None:
             batch_size=args.batch_size,
             num_batches=args.steps,
             num_workers=args.workers,
+            device="auto",
             cache_dir=Path(scratch) / "cache",
             batches=streamload.Batches(sample_weight=streamload.complexity(0.3, 0.7)),
             order=streamload.Order(decisions=log),
@@ -139,15 +140,15 @@ def make_sources(scratch: Path) -> Path:
 def held_out(directory: Path) -> tuple[torch.Tensor, ...]:
     """Images, captions and sources of a directory, each once."""
     with streamload.make_loader(
-        str(directory), tokenize, train=False, batch_size=HELD_OUT, num_workers=0
+        str(directory), tokenize, train=False, batch_size=HELD_OUT, num_workers=0, device="auto"
     ) as loader:
         ((images, ids),) = loader
-        return images.clone(), ids.clone(), torch.zeros(len(ids), dtype=torch.int64)
+        return images.clone(), ids.clone(), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
 
 
 def train(loader: streamload.Loader, evaluated: dict[str, tuple[torch.Tensor, ...]]) -> None:
     torch.manual_seed(0)
-    model = FusionModel()
+    model = FusionModel().to(loader.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, (images, ids, weight) in enumerate(loader, 1):
         outputs = model(images, ids, loader.info.source)

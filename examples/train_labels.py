@@ -51,6 +51,7 @@ def main() -> None:
             "shards": Shards(text_key=None, label_key="cls"),
             "batch_size": args.batch_size,
             "num_workers": args.workers,
+            "device": "auto",
             "cache_dir": cache_dir,
         }
         # preprocess= takes a transform of torchvision, or an image processor of transformers.
@@ -64,7 +65,7 @@ def main() -> None:
 
 def train(loader: streamload.Loader, held_out: streamload.Loader | None, classes: int, epochs: int) -> None:
     torch.manual_seed(0)
-    model = classifier(classes)
+    model = classifier(classes).to(loader.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(epochs):
         model.train()

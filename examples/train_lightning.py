@@ -80,7 +80,7 @@ def main() -> None:
 
 def train(args: argparse.Namespace, urls: str) -> None:
     lightning.seed_everything(0)
-    common = {"num_workers": args.workers, "batch_size": args.batch_size}
+    common = {"num_workers": args.workers, "batch_size": args.batch_size, "device": "auto"}
     saves = ModelCheckpoint(args.output, save_last=True, every_n_train_steps=max(1, args.steps // 4))
     trainer = lightning.Trainer(
         max_steps=args.steps,

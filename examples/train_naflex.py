@@ -100,6 +100,7 @@ def main() -> None:
             batches=Batches(text_padding="longest", text_pad_multiple=4),
             output="dict",
             num_workers=args.workers,
+            device="auto",
             cache_dir=cache_dir,
         )
         with loader:
@@ -108,7 +109,7 @@ def main() -> None:
 
 def train(loader: streamload.Loader, epochs: int) -> None:
     torch.manual_seed(0)
-    model = SmallNaFlexClip()
+    model = SmallNaFlexClip().to(loader.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(epochs):
         loader.set_epoch(epoch)

@@ -52,7 +52,6 @@ def train(urls: str, epochs: int, batch_size: int, workers: int, cache_dir: str 
         output_dict=True,
     )
     contrastive_loss = open_clip.ClipLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     loader = streamload.make_loader(
         urls,
@@ -60,8 +59,11 @@ def train(urls: str, epochs: int, batch_size: int, workers: int, cache_dir: str 
         preprocess=open_clip.image_transform(IMAGE_SIZE, is_train=True),
         batch_size=batch_size,
         num_workers=workers,
+        device="auto",
         cache_dir=cache_dir,
     )
+    model = model.to(loader.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with loader:
         for epoch in range(epochs):
             losses = []

@@ -85,12 +85,17 @@ def train(urls: str, epochs: int, batch_size: int, workers: int, cache_dir: str 
     )
     with first:
         tokenizer = tokenizer_of(text for batch in first for text in batch["text"])
-    model = model_for(tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-
     loader = streamload.make_loader(
-        urls, tokenizer, output="hf", batch_size=batch_size, num_workers=workers, cache_dir=cache_dir
+        urls,
+        tokenizer,
+        output="hf",
+        batch_size=batch_size,
+        num_workers=workers,
+        device="auto",
+        cache_dir=cache_dir,
     )
+    model = model_for(tokenizer).to(loader.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     with loader:
         for epoch in range(epochs):
             losses = []

@@ -38,7 +38,7 @@ def main() -> None:
 
 def train(args: argparse.Namespace, urls: str) -> None:
     torch.manual_seed(0)
-    common: dict[str, Any] = {"num_workers": args.workers}
+    common: dict[str, Any] = {"num_workers": args.workers, "device": "auto"}
     with streamload.make_loader(
         urls, workers=Workers(map_sample=caption), num_samples=256, **common
     ) as first:

@@ -57,6 +57,10 @@ class Destination:
         if self._given in (None, AUTO):
             self._placed = torch.device(device)
 
+    def expected(self) -> torch.device:
+        """Where batches go, if nothing else is around the loader than a plain loop."""
+        return self._chosen(Surroundings()) or torch.device("cpu")
+
     def settle(self) -> bool:
         """Decide for the epoch that begins; called beneath `iter()`.
 

@@ -135,6 +135,11 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         return self._schedule.rows
 
     @property
+    def device(self) -> torch.device:
+        """The device that batches are on, as far as it is known: for `model.to(loader.device)`."""
+        return self._destination.expected()
+
+    @property
     def skipped(self) -> list[SkippedSample]:
         """The first thousand samples that could not be used."""
         return self._checks.skipped
