@@ -61,11 +61,19 @@ class Clip(nn.Module):
 
 
 class Training:
-    """A model and its optimizer on a device."""
+    """A model and its optimizer on a device.
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    Args:
+        shape: of the model.
+        device: where it trains.
+        backend: of torch.compile; None: it isn't compiled.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, backend: str | None = None) -> None:
         torch.manual_seed(0)
         self._model = Clip(shape).to(device)
+        if backend is not None:
+            self._model.compile(backend=backend)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self.device = device
 

@@ -122,12 +122,16 @@ def memory(result: Result) -> str:
 
 
 def gpu_feed(result: Result) -> str:
-    ratios = {"synthetic": 1.0, **result["ratios"]["images_per_second against synthetic"]}
-    rows = [
-        [name, spread(result, name, "images_per_second"), f"{ratios[name]:.3f}", f"{row['waited_share']:.1%}"]
-        for name, row in result["medians"].items()
-    ]
-    return table(["batches", "images/s (rounds)", "× synthetic", "waiting"], rows)
+    ratios = result["ratios"]["images_per_second against synthetic"]
+    has_use = any("gpu_use" in row for row in result["medians"].values())
+    rows = []
+    for name, row in result["medians"].items():
+        waited = f"{row['waited_share']:.1%}" if "waited_share" in row else "–"
+        use = [f"{row['gpu_use']:.0f}%" if "gpu_use" in row else "–"] if has_use else []
+        ratio = f"{ratios.get(name, 1.0):.3f}"
+        rows.append([name, spread(result, name, "images_per_second"), ratio, waited, *use])
+    head = ["batches", "images/s (rounds)", "× synthetic", "waiting", *(["GPU use"] if has_use else [])]
+    return table(head, rows)
 
 
 def flat(result: Result) -> str:

@@ -332,20 +332,29 @@ def test_a_training_on_the_loaders_batches_is_compared_with_one_on_batches_that_
 ) -> None:
     out = tmp_path / "gpu_feed.json"
     command = [sys.executable, "-m", "benchmarks.gpu_feed", "--device", "cpu", "--quick", "--out", str(out)]
+    command += ["--openclip-python", "none"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=380)
     result = json.loads(out.read_text())
 
     assert result["device"] == "cpu"
-    assert [(row["label"], row["images"]) for row in result["rounds"]] == [
-        ("synthetic", 96),
-        ("cold", 96),
-        ("warm", 96),
+    labels = [
+        "synthetic",
+        "cold",
+        "warm",
+        "loader alone",
+        "own loop",
+        "synthetic, compiled",
+        "warm, compiled",
     ]
-    synthetic, cold, warm = result["rounds"]
-    assert synthetic["fetched_bytes"] == warm["fetched_bytes"] == 0
-    assert cold["fetched_bytes"] >= result["settings"]["bytes"]
+    assert [(row["label"], row["images"]) for row in result["rounds"]] == [(label, 96) for label in labels]
+    fetched = {row["label"]: row["fetched_bytes"] for row in result["rounds"]}
+    assert fetched.pop("cold") >= result["settings"]["bytes"]
+    assert set(fetched.values()) == {0}
     assert all(0 <= row["waited_share"] < 1 for row in result["rounds"])
-    assert report.tables_of({"gpu_feed": result})["gpu_feed"].count("\n") == 4
+    assert [name.partition(",")[0] for name in result["cannot"]] == [
+        f"open_clip: {name}" for name in ("synthetic", "streamload", "stock")
+    ]
+    assert report.tables_of({"gpu_feed": result})["gpu_feed"].count("\n") == 1 + len(labels)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="it says where there is no GPU")
