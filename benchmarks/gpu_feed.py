@@ -217,9 +217,13 @@ def openclip(
             left_out[planned.label] = f"--seconds {given.seconds:g} were over"
         else:
             load, left = machine.load(), deadline - time.monotonic()
-            row = gpu_openclip.train(
-                planned, given.openclip_python, shards, samples, is_quick=given.quick, seconds=left
-            )
+            try:
+                row = gpu_openclip.train(
+                    planned, given.openclip_python, shards, samples, is_quick=given.quick, seconds=left
+                )
+            except TimeoutError as error:
+                left_out[planned.label] = str(error)
+                continue
             print(f"{planned.label}: {row['images_per_second']:.0f} images/s", file=sys.stderr, flush=True)
             rows.append({"label": planned.label, "round": 0, "load_before": load, **row})
     return rows, left_out

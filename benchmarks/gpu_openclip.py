@@ -112,7 +112,8 @@ def train(run: Run, python: Path, shards: str, samples: int, *, is_quick: bool, 
         seconds: after which it is ended.
 
     Raises:
-        RuntimeError: it failed, or took too long; the message ends with what it said last.
+        TimeoutError: it took too long.
+        RuntimeError: it failed; the message ends with what it said last.
     """
     with tempfile.TemporaryDirectory() as place:
         command = _command(run, python, shards, samples, Path(place), is_quick=is_quick)
@@ -130,8 +131,11 @@ def train(run: Run, python: Path, shards: str, samples: int, *, is_quick: bool, 
                 said.append(line)
                 if match := _STEP.search(line):
                     stamps.append((time.monotonic(), int(match[1]), float(match[2])))
+            is_over = not timer.is_alive()
             timer.cancel()
             status = process.wait()
+    if is_over:
+        raise TimeoutError(f"not done after {seconds:.0f} s")
     if status or len(stamps) < 3:
         raise RuntimeError(f"{run.label} ended with {status}:\n{''.join(said[-20:])}")
     (began, first, _), (ended, last, _) = stamps[1], stamps[-1]

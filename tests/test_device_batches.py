@@ -64,6 +64,17 @@ def test_a_loader_puts_its_batches_on_the_device(tmp_path: Path) -> None:
         assert (ids.device.type, ids.shape) == ("meta", (5, 7))
 
 
+def test_auto_is_this_processs_accelerator_or_host_memory(tmp_path: Path) -> None:
+    paths = [str(path) for path in write_shards(tmp_path / "data", [10], seed=45)]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    expected = "cpu" if accelerator is None else accelerator.type
+    options = {"num_workers": 1, "cache_dir": tmp_path / "cache", "cache_size": "1GB"}
+    with flat.make_loader(paths, batch_size=5, device="auto", **options) as loader:
+        assert loader.options.device == "auto"  # until it is used
+        assert {images.device for images, _ in loader} == {loader.device}
+        assert loader.device.type == expected
+
+
 @pytest.mark.parametrize(
     "options",
     [{"dtype": "uint8"}, {"preprocess": lambda image: torch.zeros(3, 224, 224, dtype=torch.uint8)}],

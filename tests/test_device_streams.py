@@ -115,6 +115,33 @@ def test_a_closed_feed_leaves_nothing(no_leaks: Callable[..., Any]) -> None:
         feed.close()
 
 
+def test_pinned_memory_is_where_a_batch_goes_that_others_copy() -> None:
+    feed = feed_for(None, is_pinned=True)
+    with contextlib.closing(feed):
+        batches = [feed.send({"image": levels(seed), "__key__": ["a"]})() for seed in range(5)]
+        for seed, batch in enumerate(batches):  # all of them are kept, and none is written over
+            assert batch["image"].is_pinned()
+            assert batch["image"].pin_memory() is batch["image"]
+            assert torch.equal(batch["image"], levels(seed))
+            assert batch["__key__"] == ["a"]
+
+
+@pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="it fills the memory of a CUDA device")
+def test_a_batch_without_room_ahead_comes_when_it_is_asked_for(
+    feed: Streamed, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = torch.arange(1 << 24).repeat(8)  # 1 GiB
+    torch.cuda.empty_cache()
+    filler = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device=DEVICE)
+    sent = feed.send({"ids": large})
+    feed._thread.submit(int).result()  # the copy has failed
+    del filler
+    assert torch.equal(sent()["ids"].cpu(), large)
+    for seed in range(5):
+        assert int(digest(feed.send({"image": levels(seed)})()["image"])) == int(digest(levels(seed)))
+    assert len([record for record in caplog.records if "memory is full" in record.message]) == 1
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_gives_a_device_what_it_gives_the_processor(num_workers: int, tmp_path: Path) -> None:
     paths = [str(path) for path in write_shards(tmp_path / "data", [30, 25, 20], seed=43)]

@@ -68,6 +68,8 @@ def test_auto_is_this_processs_device_and_starts_nothing_before_workers_are_fork
     assert [found[name]["result"]["limit"] for name in ("host", "cpu")] == ["training"] * 2
     hints = ['device="auto"' in found[name]["result"]["advice"] for name in ("host", "cpu")]
     assert hints == [True, False]
+    lines = [[line for line in found[name]["log"] if "in host memory" in line] for name in ("host", "cpu")]
+    assert [len(said) for said in lines] == [1, 0]
     # Too little memory for a batch ahead: nothing is lost, one line says so, and there is one batch less.
     enough, short = found["0 failures"], found["1 failures"]
     assert short["result"] == enough["result"]

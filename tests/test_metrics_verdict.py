@@ -260,3 +260,14 @@ def test_a_history_gives_the_latest_sample_that_is_old_enough_and_forgets_the_re
     assert history.last(10.0, now).at_ns == 989 * 10**9
     assert history.last(10.5, now).at_ns == 988 * 10**9
     assert history.last(10**6, now).at_ns == 849 * 10**9
+
+
+def test_batches_that_are_ready_in_host_memory_are_a_hint_and_no_limit() -> None:
+    figures = Figures(seconds=60, batches=100, waited_seconds=1.0, machine=Machine(is_on_host=True))
+    verdict = judge(figures)
+    assert verdict.limit == "training"
+    assert 'device="auto"' in verdict.advice
+    elsewhere = dataclasses.replace(figures, machine=Machine())
+    assert 'device="auto"' not in judge(elsewhere).advice
+    late = dataclasses.replace(figures, waited_seconds=30.0, blocked_seconds=29.0, origin_bytes=10**9)
+    assert judge(late) == judge(dataclasses.replace(late, machine=Machine()))
