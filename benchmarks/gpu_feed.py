@@ -85,7 +85,7 @@ def main() -> None:
     given, device = arguments()
     deadline = time.monotonic() + given.seconds
     settings = Settings(
-        batch_size=given.batch_size or (16 if given.quick else 512),
+        batch_size=given.batch_size or (8 if given.quick else 512),
         steps=given.steps or (6 if given.quick else 64),
         workers=given.workers or (1 if given.quick else max(1, len(os.sched_getaffinity(0)) - 1)),
         not_counted=1 if given.quick else 8,

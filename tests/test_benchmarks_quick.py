@@ -346,7 +346,7 @@ def test_a_training_on_the_loaders_batches_is_compared_with_one_on_batches_that_
         "synthetic, compiled",
         "warm, compiled",
     ]
-    assert [(row["label"], row["images"]) for row in result["rounds"]] == [(label, 96) for label in labels]
+    assert [(row["label"], row["images"]) for row in result["rounds"]] == [(label, 48) for label in labels]
     fetched = {row["label"]: row["fetched_bytes"] for row in result["rounds"]}
     assert fetched.pop("cold") >= result["settings"]["bytes"]
     assert set(fetched.values()) == {0}
