@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -89,7 +90,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self.close()
 
     def __reduce__(self) -> Any:
-        """Pickle or copy an unused loader as its options: the other one reads its own rank.
+        """Pickle or copy an unused loader as its options: the other one finds its own rank and device.
 
         Raises:
             OptionError: it was iterated or holds a state, or one of its options can't be pickled.
@@ -106,13 +107,12 @@ class Loader(Steerable, Observed, DataLoaderInterface):
                 f"classes at the top level of a module, or call make_loader() in the process that iterates "
                 f"it (with Lightning in train_dataloader() of a DataModule, or take strategy='ddp')"
             ) from exc
-        attributes = {name: getattr(self, name) for name in ("_is_accelerated", "_on_alert", "_record_in")}
-        return type(self), (self.options,), {**attributes, "epoch": self._schedule.tracker.epoch}
+        return type(self), (self.options,), (self._schedule.tracker.epoch, self._on_alert, self._record_in)
 
-    def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self._schedule.tracker.epoch = attributes["epoch"]
-        self._is_accelerated, self._record_in = attributes["_is_accelerated"], attributes["_record_in"]
-        self._on_alert += attributes["_on_alert"]
+    def __setstate__(self, called: tuple[int, list[OnAlert], Path | None]) -> None:
+        """Take over what `set_epoch`, `on_alert` and `record` were called with."""
+        self._schedule.tracker.epoch, listeners, self._record_in = called
+        self._on_alert += listeners
 
     @property
     def _is_accelerate_prepared(self) -> bool:
