@@ -17,7 +17,6 @@ from streamload.transforms.processors import plan_of
 from tests import flat
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from train_transformers_clip import tokenizer_of
 
 EXACT = pytest.mark.skipif(bool(kernel.why_not()), reason=kernel.why_not())
 
@@ -44,6 +43,8 @@ def batches(shards, tmp_path, **options):
 
 
 def tokenizer():
+    from train_transformers_clip import tokenizer_of  # with a model of transformers: seconds of imports
+
     return tokenizer_of(iter(["a photo of a cat, left", "a close up of old coins, right"]))
 
 
@@ -121,10 +122,9 @@ def test_a_processor_that_runs_as_given_gives_tensors(shards, tmp_path, caplog):
     assert images.mean() > darker.mean() + 0.3
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers, "Siglip2ImageProcessorPil"), reason="this transformers has none"
-)
 def test_what_else_a_processor_gives_is_in_the_batches_of_hf_alone(shards, tmp_path):
+    if not hasattr(transformers, "Siglip2ImageProcessorPil"):
+        pytest.skip("this transformers has none")
     siglip2 = transformers.Siglip2ImageProcessorPil(max_num_patches=16)
     [(images, _), _] = batches(shards, tmp_path, preprocess=siglip2)
     [batch, _] = batches(shards, tmp_path, preprocess=siglip2, tokenizer=tokenizer(), output="hf")
@@ -138,23 +138,23 @@ def test_a_plan_needs_no_more_of_a_size_than_its_numbers():
 
 
 @pytest.mark.parametrize(
-    ("preprocess", "options", "error", "said"),
+    ("preprocess_factory", "options_factory", "error", "said"),
     [
         (
-            processor("CLIP", do_center_crop=False),
-            {},
+            lambda: processor("CLIP", do_center_crop=False),
+            dict,
             ValueError,
             r"float32\[3, .* for sample '0{8}', and float32\[3, .* '00.*resize to one size.*map_sample=",
         ),
         (
-            lambda image: processor("CLIP")(image, return_tensors="pt"),
-            {},
+            lambda: lambda image: processor("CLIP")(image, return_tensors="pt"),
+            dict,
             TypeError,
             "type BatchFeature for sample '00000000'.*image processor of transformers itself as preprocess=",
         ),
         (
-            lambda image: image,
-            {"output": "hf", "tokenizer": tokenizer()},
+            lambda: lambda image: image,
+            lambda: {"output": "hf", "tokenizer": tokenizer()},
             TypeError,
             "type Image for sample '00000000'; output=\"hf\" needs tensors: end preprocess= with ToTensor",
         ),
@@ -162,8 +162,9 @@ def test_a_plan_needs_no_more_of_a_size_than_its_numbers():
     ids=["several shapes", "a dict", "no tensor"],
 )
 def test_what_cannot_be_a_batch_of_images_is_an_error_that_names_a_sample_and_the_way_out(
-    preprocess, options, error, said, shards, tmp_path
+    preprocess_factory, options_factory, error, said, shards, tmp_path
 ):
+    preprocess, options = preprocess_factory(), options_factory()
     with pytest.raises(error, match=said):
         batches(shards, tmp_path, preprocess=preprocess, **options)
 
