@@ -153,7 +153,7 @@ def test_a_real_run_is_judged_by_what_slows_it(
     monkeypatch.setattr(verdict, "_FEWEST_SECONDS", 0.1)
     urls, options = f"{data}/{URLS}", {}
     if limit == "origin":
-        server.misbehave("*", Fault(bytes_per_second=60_000))
+        server.misbehave("*", Fault(bytes_per_second=30_000))
         urls = f"{server.url}/{URLS}"
     elif limit == "CPU":
         options = {"preprocess": slow}

@@ -329,13 +329,13 @@ class Reader:
             source: of these shards.
             is_held_back: whether the shuffle window is why it waits.
         """
+        began = time.monotonic_ns()
         self.stop_if_superseded()
         self.want(needed)
         self._fills.prefetcher.check()
         blocked = self._blocked(wait, needed)
         for action in decide(blocked):
             self._act(action, blocked, wait)
-        began = time.monotonic_ns()
         time.sleep(poll_seconds(blocked))
         waited_ns = time.monotonic_ns() - began
         if self._spans.is_on:
