@@ -28,7 +28,7 @@ from streamload.integrations.openclip.arguments import (
     take_own,
     told_by_flags,
 )
-from streamload.integrations.openclip.data import Batches, Data, training, validation
+from streamload.integrations.openclip.data import Batches, Data, device_of, training, validation
 from streamload.integrations.openclip.logs import report_in
 from streamload.integrations.openclip.naflex import refuse_other_transforms, text_options
 from streamload.integrations.openclip.row_losses import report_rows
@@ -110,7 +110,7 @@ def install(
             refuse_unknown(args)
             refuse_other_transforms(args, naflex, preprocess_img, is_train=is_train)
             common: dict[str, Any] = {"preprocess": preprocess_img, "output": output, "cache": cache}
-            common["device"] = getattr(args, "device", None) if on_device else "cpu"
+            common["device"] = device_of(args) if on_device else "cpu"
             with told_by_flags(args):
                 shards, most_pixels = selected(args, legacy=is_legacy)
                 common |= {"shards": shards, **text_options(args, tokenizer, is_train=is_train)}

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from streamload import Order
 from streamload.errors import OptionError
 from streamload.integrations.openclip.arguments import (
@@ -86,6 +88,13 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         with told_by_flags(self._args):
             yield from self.loader if self._saver is None else self._saver.follow(self.loader)
+
+
+def device_of(args: Any) -> str | None:
+    """OpenCLIP's device; the CPU where there is no GPU, to which OpenCLIP falls back as well."""
+    device: str | None = getattr(args, "device", None)
+    is_missing = device is not None and device.startswith("cuda") and not torch.cuda.device_count()
+    return "cpu" if is_missing else device
 
 
 def training(
