@@ -216,13 +216,14 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
             ["--lr"],
         ),
         (["--streamload-legacy-main"], {"legacy_main": True}, []),
+        (["--streamload-device", "none"], {"device": "none"}, []),
     ],
 )
 def test_our_flags_are_taken_out_of_a_command_line(
     words: list[str], own: dict[str, Any], left: list[str]
 ) -> None:
-    given = {"compile": True, "shared_cache": None, "prepare": None, "moved": None, "legacy_main": False}
-    given["mixing"] = None
+    given: dict[str, Any] = dict.fromkeys(("shared_cache", "prepare", "moved", "mixing", "device"))
+    given |= {"compile": True, "legacy_main": False}
     assert take_own(words) == (argparse.Namespace(**(given | own)), left)
 
 

@@ -40,9 +40,14 @@ class Prefetcher(Direct):
         return hand_out
 
 
+def feeds(kind: type[Direct]) -> Callable[..., Direct]:
+    """In place of `feed_for`, whatever the device."""
+    return lambda device, statistics, is_pinned: kind(device, statistics)
+
+
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(module, "feed_for", Prefetcher)
+    monkeypatch.setattr(module, "feed_for", feeds(Prefetcher))
     return [str(path) for path in write_shards(tmp_path / "data", [40, 30, 50], seed=47)]
 
 
@@ -115,7 +120,7 @@ def test_what_is_wrong_with_a_batch_is_said_in_its_turn(
         return got
 
     ahead = until_it_fails()
-    monkeypatch.setattr(module, "feed_for", Direct)
+    monkeypatch.setattr(module, "feed_for", feeds(Direct))
     assert ahead == until_it_fails()
     assert len(ahead) == 13
 
@@ -124,7 +129,7 @@ def test_what_is_wrong_with_a_batch_is_said_in_its_turn(
 def test_a_profiler_sees_each_batch_that_is_taken_and_the_batches_are_the_same(
     feed: type[Direct], paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "feed_for", feed)
+    monkeypatch.setattr(module, "feed_for", feeds(feed))
     alone: list[list[str]] = []
     profiled: list[list[str]] = []
     with make(paths, tmp_path / "cache") as loader:

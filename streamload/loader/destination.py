@@ -179,21 +179,39 @@ def is_accelerator_used() -> bool:
 
 def surroundings() -> Surroundings:
     """Find what iterates a loader, by the callers of `iter()`: frameworks don't tell a DataLoader."""
-    pins, frame = False, sys._getframe(1)
-    caller: FrameType | None = frame
+    pins = False
+    caller: FrameType | None = sys._getframe(1)
     while caller is not None:
         module = f"{caller.f_globals.get('__name__', '')}."
-        owner = caller.f_locals.get("self")
-        if module.startswith((*_FABRIC, *_LIGHTNING, *_ACCELERATE)):
+        is_framework = module.startswith((*_FABRIC, *_LIGHTNING, *_ACCELERATE))
+        if not (is_framework or module.startswith(_BETWEEN)):
+            break
+        owner = _self_of(caller)
+        if is_framework:
             device = _device_of(module, owner)
             if device is not None:
                 return Surroundings(device, pins)
-        elif not module.startswith(_BETWEEN):
-            break
         elif isinstance(owner, DataLoader) and owner.pin_memory:
             pins = _can_pin()
         caller = caller.f_back
     return Surroundings(None, pins)
+
+
+def _self_of(frame: FrameType) -> Any:
+    """The object whose method a frame runs; None if it runs a function.
+
+    Before Python 3.13 `f_locals` is a copy that the frame keeps, with all that it refers to, until it ends: a
+    loader, or a batch, would outlive its last name. So the copy is emptied, and only that of a method, as the
+    `f_locals` of a module are its namespace.
+    """
+    code = frame.f_code
+    if not code.co_argcount or code.co_varnames[0] != "self":
+        return None
+    variables = frame.f_locals
+    owner = variables.get("self")
+    if isinstance(variables, dict):
+        variables.clear()
+    return owner
 
 
 def _device_of(module: str, owner: Any) -> torch.device | None:
