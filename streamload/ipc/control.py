@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from streamload.ipc.buffers import SharedArray
+from streamload.ipc.claims import Claims
 from streamload.metrics import WIDTH
 
 _TEXT_BYTES = 64 << 20
@@ -84,6 +85,7 @@ class ControlBlock:
     Attributes:
         order: what to produce; a worker that follows an older generation stops.
         changes: of the sources' shares, since the order was written.
+        claims: of the order's batches, by the workers.
         while_waiting: called about every 50 ms where a process waits for bytes; for a rank without workers.
         tracing: the `folder` for spans while a trace runs; "" when it has ended.
     """
@@ -91,6 +93,7 @@ class ControlBlock:
     def __init__(self, writers: int, sources: int = 1):
         self.order = SharedJson()
         self.changes = SharedJson()
+        self.claims = Claims()
         self.while_waiting: Callable[[], object] | None = None
         self.tracing = SharedJson()
         self._counters = SharedArray((writers, WIDTH), torch.int64)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
+from streamload.loader.in_order import InOrder
 from streamload.loader.options import LoaderOptions
-from streamload.torch_internals import next_batch, next_if_arrived
 from streamload.worker import Batch, Changed
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Epoch:
 
     Args:
         loader: the loader.
-        batches: torch's iterator over the workers' batches.
+        batches: those of the workers.
         feed: moves them to the device.
         started: the time of `iter()`.
         steps: how many batches it has; None: until the data ends.
@@ -84,7 +84,7 @@ class Epoch:
     def __init__(
         self,
         loader: Owner,
-        batches: Iterator[Batch],
+        batches: InOrder,
         feed: Feed,
         started: float,
         steps: int | None,
@@ -184,7 +184,7 @@ class Epoch:
                 self._pending_waited_ns = self._loader.waited_ns
                 is_last = self._pending is None
             elif self._feed.runs_ahead and not is_last:
-                self._pending = self._look_ahead(next_if_arrived)
+                self._pending = self._look_ahead(self._batches.next_if_arrived)
             output = self._loader.accept(batch, values, waited_ns)
             if is_last:
                 self._finish()
@@ -216,13 +216,13 @@ class Epoch:
         Python calls it without a reason when a generator that has this epoch in `yield from` is closed.
         """
         self.done, self._closed = True, why
-        self._pending, self._batches = None, iter(())
+        self._pending, self._batches = None, InOrder(iter(()))
         self._release()
 
     def _finish(self) -> None:
         """The last batch was accepted, or there is none."""
         self.done = True
-        self._batches = iter(())
+        self._batches = InOrder(iter(()))
         self._loader.finish_epoch()
         if self._monitor is not None:
             self._monitor.close()
@@ -243,10 +243,9 @@ class Epoch:
             ) from None
 
     def _next_batch(self) -> Batch:
-        batch: Batch = next_batch(self._batches, self._loader.meter.tick)
-        return batch
+        return self._batches.next(self._loader.meter.tick)
 
-    def _next_or_none(self, _: object) -> Batch | None:
+    def _next_or_none(self) -> Batch | None:
         try:
             return self._next_batch()
         except StopIteration:
@@ -258,10 +257,10 @@ class Epoch:
         ready = self._feed.send(batch.values) if batch.samples else dict
         return lambda: (batch, ready())
 
-    def _look_ahead(self, next_: Callable[[Any], Batch | None]) -> _Pending | None:
+    def _look_ahead(self, next_: Callable[[], Batch | None]) -> _Pending | None:
         """Send the next batch if there is one; its errors are raised in its turn."""
         try:
-            batch = next_(self._batches)
+            batch = next_()
             return None if batch is None else self._send(batch)
         except Exception as exc:
             # Its traceback refers to this frame, and would keep the epoch alive.

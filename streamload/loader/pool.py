@@ -20,13 +20,14 @@ from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.features import bound_features
 from streamload.loader.fork_safety import in_this_process, protect_workers
 from streamload.loader.in_flight import check_step
+from streamload.loader.in_order import InOrder
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.loader.worker_config import worker_config_for
 from streamload.origins.origin import import_origins
 from streamload.torch_internals import running_iterator, shut_down_workers
 from streamload.transforms.plan import Statistics
-from streamload.worker import Batch, StreamDataset, WorkerConfig
+from streamload.worker import Batch, Failed, StreamDataset, WorkerConfig
 
 _BATCHES_HELD = 3
 """Batches of one worker that a training loop usually holds at a time, at most."""
@@ -72,7 +73,7 @@ class WorkerPool:
             raise
         self._stop = weakref.finalize(owner, in_this_process(_stop), control, self.batches, dataset)
 
-    def start_epoch(self) -> Iterator[Batch]:
+    def start_epoch(self) -> InOrder:
         """The batches of the epoch that stands in the control block; starts the workers at the first call.
 
         Raises:
@@ -85,7 +86,7 @@ class WorkerPool:
             self._options.refuse_unpicklable()
             raise
         protect_workers(batches)
-        return batches
+        return InOrder(batches)
 
     def close(self) -> None:
         """End the workers and release the tier. Idempotent."""
@@ -95,21 +96,24 @@ class WorkerPool:
 
 def _data_loader(
     options: LoaderOptions, config: WorkerConfig, control: ControlBlock
-) -> tuple[DataLoader[Batch], StreamDataset]:
+) -> tuple[DataLoader[Batch | Failed], StreamDataset]:
     import_origins([*options.urls.kinds(), *([config.shared.url] if config.shared else [])])
     ahead = options.workers.prefetch_factor
     if config.in_flight is not None and options.num_workers:
         fitting = check_step(options, config.in_flight, options.batch_size)
         ahead = min(ahead, -(-fitting // options.num_workers))
     buffers = buffers_for(options.num_workers, ahead + _BATCHES_HELD)
-    dataset = StreamDataset(config, control, buffers)
     several = options.num_workers > 0
-    batches: DataLoader[Batch] = DataLoader(
+    dataset = StreamDataset(
+        config, control, buffers, ahead=options.workers.prefetch_factor * options.num_workers
+    )
+    batches: DataLoader[Batch | Failed] = DataLoader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
         collate_fn=_identity,
         persistent_workers=several,
+        in_order=not several,  # InOrder puts them in order: a worker that is slow gets fewer
         prefetch_factor=options.workers.prefetch_factor if several else None,
         multiprocessing_context=context_with_queues(options.workers.multiprocessing_context)
         if several
@@ -131,7 +135,7 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
+def _interrupts_held(source: DataLoader[Batch | Failed]) -> Iterator[None]:
     """Start workers with SIGINT blocked, which they inherit; a pending one is delivered afterwards."""
     if running_iterator(source) is not None or not source.num_workers:
         yield
@@ -145,7 +149,7 @@ def _interrupts_held(source: DataLoader[Batch]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _stop(control: ControlBlock, batches: DataLoader[Batch], dataset: StreamDataset) -> None:
+def _stop(control: ControlBlock, batches: DataLoader[Batch | Failed], dataset: StreamDataset) -> None:
     """End a loader's workers, and the fills of this process."""
     control.order.withdraw()
     shut_down_workers(batches)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import encodings.idna  # noqa: F401  (every worker needs it and numpy.random: imported here, forked workers share them)
 import gc
-import itertools
 import multiprocessing.util
 import os
 import time
@@ -35,10 +34,11 @@ from streamload.errors import (
     TooManyBadSamples,
     add_note,
 )
-from streamload.ipc import BufferPool, ControlBlock, own_empty, shared_empty
+from streamload.ipc import BufferPool, ControlBlock, Numbers, own_empty, shared_empty
 from streamload.metrics import Counters
 from streamload.order.hashing import sample_seed
 from streamload.order.steps import Steps
+from streamload.torch_internals import ExceptionWrapper
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
 from streamload.worker.buckets import PlannedStep
@@ -49,6 +49,7 @@ from streamload.worker.messages import (
     BlockBounds,
     Changed,
     EpochStart,
+    Failed,
     SkippedSample,
     Visit,
     WorkerConfig,
@@ -63,7 +64,7 @@ from streamload.worker.stages import Stages
 from streamload.worker.states import SealedStates
 
 _POLL_SECONDS = 0.002
-"""Between two looks at whether a decision was made."""
+"""Between two looks at whether a decision was made, or a batch taken."""
 _READ_AHEAD_BYTES = 16 << 20
 """About the most bytes of a batch's samples that are read in advance."""
 
@@ -82,12 +83,22 @@ class _Visited(NamedTuple):
     seen: Any | SkippedSample | SampleError
 
 
-class StreamDataset(IterableDataset[Batch]):
-    """The samples of a run as batches; a DataLoader iterates it in its workers, or in the rank itself."""
+class StreamDataset(IterableDataset[Batch | Failed]):
+    """The samples of a run as batches; a DataLoader iterates it in its workers, or in the rank itself.
 
-    def __init__(self, config: WorkerConfig, control: ControlBlock, buffers: Sequence[BufferPool] = ()):
+    Args:
+        config: what is read.
+        control: shared with the rank.
+        buffers: of each worker.
+        ahead: how many batches all workers may begin beyond those that the training loop has taken.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, control: ControlBlock, buffers: Sequence[BufferPool] = (), ahead: int = 0
+    ):
         self._config = config
         self._control = control
+        self._ahead = ahead
         self._slots = buffers
         self._loop: WorkerLoop | None = None
         self._environ: dict[str, str] | None = None  # the rank's, for workers that aren't forked
@@ -95,7 +106,7 @@ class StreamDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_environ": dict(os.environ)}
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | Failed]:
         info = get_worker_info()
         if self._loop is None or self._loop.pid != os.getpid():
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
@@ -106,7 +117,7 @@ class StreamDataset(IterableDataset[Batch]):
                 gc.freeze()  # else a collection would copy every page that is shared with the rank
                 allow_many_files()
             buffers = self._slots[worker] if self._slots else None
-            self._loop = WorkerLoop(self._config, self._control, worker, workers, buffers)
+            self._loop = WorkerLoop(self._config, self._control, worker, workers, buffers, self._ahead)
             if workers:
                 multiprocessing.util.Finalize(self, self._loop.close, exitpriority=10)
                 process.end_with_rank(self._loop.close)
@@ -129,11 +140,12 @@ class WorkerLoop:
         worker: int,
         workers: int,
         buffers: BufferPool | None,
+        ahead: int = 0,
     ):
         self.pid = os.getpid()
         self._config = config
         self._control = control
-        self._worker, self._workers = worker, workers
+        self._worker, self._workers, self._ahead = worker, workers, ahead
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
         self._spans = Spans(control, f"worker {worker}" if workers else "training")
         self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
@@ -146,8 +158,8 @@ class WorkerLoop:
         self._stages = Stages(self._counts)
         self._fresh = shared_empty if workers else own_empty
 
-    def batches(self, start: EpochStart) -> Iterator[Batch]:
-        """This worker's batches of an epoch: of n workers, every n-th of the rank's."""
+    def batches(self, start: EpochStart) -> Iterator[Batch | Failed]:
+        """The batches of an epoch that this process makes: each is claimed when the one before is made."""
         self._reader.begin(start)
         self._stages.begin()
         if self._slots is not None:
@@ -156,8 +168,10 @@ class WorkerLoop:
         begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
         steps, changes_generation = start.steps, start.changes_generation
         admission = self._admission(sampler.steps, start)
+        numbers, number = Numbers(self._control.claims if self._workers else None, start.generation), 0
         try:
-            for number in itertools.count(self._worker, self._workers or 1):
+            for number in numbers:
+                self._wait_for_turn(number)
                 if self._control.order.generation != start.generation:
                     return
                 if steps is None or number < steps:
@@ -172,9 +186,8 @@ class WorkerLoop:
                     admission.wait(number, self._reader.stop_if_superseded)
                 position = sampler.steps.begin(number)
                 step = sampler.at(position)  # E
-                if self._reader.reads_ranges:
-                    later = sampler.steps.begin(number + (self._workers or 1))
-                    self._reader.want_ranges(sampler.coming(later))
+                if self._reader.reads_ranges and (coming := numbers.coming()) is not None:
+                    self._reader.want_ranges(sampler.coming(sampler.steps.begin(coming)))
                 seq_len = self._seq_len(sampler.steps, start.epoch, position)
                 with self._spans.of(f"batch {number}"):
                     made = self._make(begin, start.epoch, seq_len, step)  # B, C, D while F, G go on; H, I, J
@@ -205,17 +218,32 @@ class WorkerLoop:
                     passes = tuple(step.passes.get(source, 0) for source in range(len(taken)))
                 self._stages.ready(ready)
                 yield Batch(
-                    values, position, stop, states, skipped, spans, samples, taken, start.generation,
+                    values, position, stop, number, states, skipped, spans, samples, taken, start.generation,
                     blocked, widths, packed, weighed, self._block(step, number),
                     passes,
                 )  # fmt: skip
                 self._stages.handed_over()
         except Superseded:
             return
+        except Exception:
+            if not self._workers:
+                raise
+            where = f"in DataLoader worker process {self._worker}"
+            yield Failed(number, ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Stop the fills and close the tier. Idempotent."""
         self._reader.close()
+
+    def _wait_for_turn(self, number: int) -> None:
+        """Wait until the training loop has taken so many batches that this one isn't too far ahead.
+
+        Raises:
+            Superseded: the rank has started another epoch, or has died.
+        """
+        while self._workers and number >= self._control.taken + self._ahead:
+            self._reader.stop_if_superseded()
+            time.sleep(_POLL_SECONDS)
 
     def _wait_for_decision(self, step: int) -> None:
         """Wait until the decision at a step of the run was made.

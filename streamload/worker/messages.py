@@ -25,6 +25,7 @@ from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps, StepTable
 from streamload.origins.origin import OriginOptions
+from streamload.torch_internals import ExceptionWrapper
 from streamload.worker.bucketing import Bucketing
 from streamload.worker.in_flight import InFlight
 from streamload.worker.states import GroupState, SealedStates
@@ -289,6 +290,8 @@ class Batch(NamedTuple):
     """The position of its step: the global samples of the sequence before it."""
     stop: int
     """The position after its step."""
+    number: int
+    """How many batches of the order come before it."""
     groups: SealedStates
     """The state after this step of each group that contributed, by group number."""
     skipped: list[SkippedSample]
@@ -313,3 +316,10 @@ class Batch(NamedTuple):
     """With the first step of a block, and of an epoch: the bounds to agree on; None: nothing is left to."""
     passes: tuple[int, ...] = ()
     """The latest pass of each source that its rows are of; empty: there is one source."""
+
+
+class Failed(NamedTuple):
+    """In place of a batch: what kept a worker from making it, to be raised in its turn."""
+
+    number: int
+    error: ExceptionWrapper

@@ -1,0 +1,84 @@
+"""Which batch a worker makes next: numbers in their order, each for the worker that asks first.
+
+Dealt in turn, every n-th batch to each of n workers, all of them would go at the pace of the slowest one,
+which shares its core with the training loop, or with another job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.reduction import DupFd
+from struct import Struct
+from typing import Any
+
+_DEALT = Struct("<qq")
+"""The generation of the order, and how many of its numbers are dealt."""
+
+
+class Claims:
+    """A count that all workers of a rank advance; can be sent to any process.
+
+    A record lock guards it, which ends with its process: a worker that is killed here stops no other one.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("streamload", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        os.pwrite(self._file, _DEALT.pack(0, 0), 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_file": DupFd(self._file)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._file = state["_file"].detach()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def next(self, generation: int) -> int | None:
+        """Claim the next number of an order, from 0; None if a later order is being followed."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            latest, dealt = _DEALT.unpack(os.pread(self._file, _DEALT.size, 0))
+            if latest > generation:
+                return None
+            number = dealt if latest == generation else 0
+            os.pwrite(self._file, _DEALT.pack(generation, number + 1), 0)
+            return int(number)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+class Numbers:
+    """The numbers of the batches that one process makes, in ascending order.
+
+    Args:
+        claims: those of the rank's workers; None: this process makes all batches.
+        generation: of the order that it follows; its numbers end with it.
+    """
+
+    def __init__(self, claims: Claims | None, generation: int):
+        self._claims, self._generation = claims, generation
+        self._dealt = 0  # without claims
+        self._coming: int | None = None  # was claimed in advance
+
+    def __iter__(self) -> Iterator[int]:
+        while (number := self.coming()) is not None:
+            self._coming = None
+            yield number
+
+    def coming(self) -> int | None:
+        """The next number, claimed in advance; None: there is none."""
+        if self._coming is None:
+            if self._claims is not None:
+                self._coming = self._claims.next(self._generation)
+            else:
+                self._coming, self._dealt = self._dealt, self._dealt + 1
+        return self._coming
