@@ -627,7 +627,7 @@ def test_inference_mode_is_nothing_to_a_loader(workers: int, server: ShardServer
 def test_a_batch_of_another_epoch_is_not_taken() -> None:
     checks = BatchChecks(Counters(), train=True, max_bad=None)
     checks.start_epoch(generation=6)
-    batch = Batch({}, 0, 0, SealedStates({}), [], {}, samples=0, source_samples=[0], generation=6)
+    batch = Batch({}, 0, 0, 0, SealedStates({}), [], {}, samples=0, source_samples=[0], generation=6)
     checks.check_order(batch)
     with pytest.raises(streamload.OrderDiverged, match="order 4, but this epoch has order 6"):
         checks.check_order(batch._replace(generation=4))
