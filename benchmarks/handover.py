@@ -235,6 +235,7 @@ def main() -> None:
                 "workers": all_workers,
             },
             "versions": {"streamload": versions("streamload", "torch")},
+            "seeds": list(range(given.rounds)),
             "rounds": rows,
             "medians": medians,
             "targets": [

@@ -134,6 +134,23 @@ def gpu_feed(result: Result) -> str:
     return table(head, rows)
 
 
+def handover(result: Result) -> str:
+    """Beside one copy of each batch; and with a busy core beside the same without."""
+    rows = []
+    for name, row in result["medians"].items():
+        if "workers_wait" not in row:
+            continue
+        copy = f"{row['of_the_copy']:.2f}" if "of_the_copy" in row else "–"
+        quiet = f"{row['of_the_quiet']:.2f}" if "of_the_quiet" in row else "–"
+        gigabytes = f"{row['bytes_per_second'] / 1e9:.2f}" if "of_the_copy" in row else "–"
+        cpu = [f"{row[f'{whose}_cpu_ms']:.1f}" for whose in ("consumer", "worker")]
+        switches = [f"{row[f'{whose}_switches']:.1f}" for whose in ("consumer", "worker")]
+        waits = [f"{row[f'{whose}']:.0%}" for whose in ("consumer_waits", "workers_wait")]
+        rows.append([name, gigabytes, copy, quiet, *(" / ".join(pair) for pair in (cpu, switches, waits))])
+    of_both = [f"{what} of consumer / worker" for what in ("CPU ms", "context switches", "waiting")]
+    return table(["", "GB/s", "× one copy", "× without the busy core", *of_both], rows)
+
+
 def flat(result: Result) -> str:
     rows = [
         [name, f"{row['private_bytes'] / 1e6:.1f}", f"{row['slope'] / 1e3:+.1f}"]
@@ -479,6 +496,7 @@ TABLES = {
     "memory": memory,
     "flat": flat,
     "gpu_feed": gpu_feed,
+    "handover": handover,
     "memory_tier": memory_tier,
     "hits": hits,
     "small_cache": small_cache,

@@ -70,6 +70,18 @@ def test_a_benchmark_writes_machine_versions_seeds_rounds_and_medians(name: str,
     assert result["targets"]
 
 
+def test_the_hand_over_is_compared_with_a_copy_and_with_workers_that_take_turns(tmp_path: Path) -> None:
+    result = run_quickly("handover", tmp_path / "out.json")
+    assert [row["label"] for row in result["rounds"] if row["workers"] == 2] == [
+        "copy alone, 2",
+        "hand-over, 2 workers",
+        "a core is busy, 2 workers, in turn",
+        "a core is busy, 2 workers, claimed",
+    ]
+    assert all(0 < row["bytes_per_second"] for row in result["rounds"])
+    assert report.tables_of({"handover": result})["handover"].count("\n") == 7
+
+
 def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_timed(tmp_path: Path) -> None:
     contenders = ["floor, uint8", "streamload, uint8", "stages, uint8"]
     result = run_quickly(
