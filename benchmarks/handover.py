@@ -14,7 +14,9 @@ thread to a device does; on a device it is that thread, into pinned memory and o
 - hand-over: bytes a second beside those of the copy alone, of batches that lie in as many slots, in turn with
   it in the same process. Context switches and CPU time are those of a batch; waits are shares of the time:
   of the consumer for a batch, of a worker for something to do.
-- busy core: a batch costs 200 ms of a worker's CPU time, and another process spins on the first core.
+- busy core: a batch costs 200 ms of a worker's CPU time, each worker has a core, and another process spins on
+  the first one, as if that core were half as fast: it shares its units with another thread, or its time with
+  another guest of the machine. Where the scheduler may move processes, all get their share sooner or later.
   "in turn" deals every n-th batch to each of n workers, as a DataLoader does; "claimed" is the loader's.
   Batches a second beside the same without that process; what remains of the cores is the most there can be.
 
@@ -82,6 +84,9 @@ class Blank(IterableDataset[Batch | Failed]):
         pool, counts = self.pools[info.id], Counters(self.control.counters[info.id + 1])
         ahead, waited = AHEAD * info.num_workers, 0.0
         claimed: Iterator[int] = iter(Numbers(self.control.claims, GENERATION))
+        if self.work_seconds:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[info.id % len(cores)]})
         since = time.monotonic()
         numbers = claimed if self.deal == "claimed" else itertools.count(info.id, info.num_workers)
         for number in itertools.takewhile(lambda number: number < self.batches, numbers):
