@@ -78,7 +78,7 @@ def test_the_hand_over_is_compared_with_a_copy_and_with_workers_that_take_turns(
         "a core is busy, 2 workers, in turn",
         "a core is busy, 2 workers, claimed",
     ]
-    assert all(0 < row["bytes_per_second"] for row in result["rounds"])
+    assert all(row["bytes_per_second"] > 0 for row in result["rounds"])
     assert report.tables_of({"handover": result})["handover"].count("\n") == 7
 
 

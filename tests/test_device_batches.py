@@ -10,11 +10,11 @@ import torch
 from photographs import clip_examples
 
 import streamload
-from streamload import Workers
+from streamload import Patches, Workers
 from streamload.batches.in_progress import Sample
 from streamload.device import feed_for
 from streamload.ipc import own_empty
-from streamload.testing.shards import read_oracle, write_shards
+from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.transforms.plan import OPENAI
 from tests import flat
 
@@ -89,3 +89,26 @@ def test_levels_that_were_asked_for_stay_levels_on_the_device(
     assert len(batches) == 2
     for images, _ in batches:
         assert (images.device.type, images.dtype, images.shape) == ("meta", torch.uint8, (5, 3, 224, 224))
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_patches_that_are_normalised_on_the_device_are_what_a_worker_normalises(
+    device: str, tmp_path: Path
+) -> None:
+    sides = ShardOptions(image_side=(8, 40))
+    paths = [str(path) for path in write_shards(tmp_path / "data", [10], seed=46, options=sides)]
+    options: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "output": "dict", "cache_size": "1GB"}
+    options |= {"patches": Patches(8, seq_lens=(4, 16)), "cache_dir": tmp_path / "cache"}
+    with flat.make_loader(paths, **options) as loader:
+        in_worker = [batch["image"] for batch in loader]
+    with flat.make_loader(paths, device=device, **options) as loader:
+        on_device = [batch["image"] for batch in loader]
+        assert {values["patches"].device for values in on_device} == {loader.device}
+    assert len(on_device) == len(in_worker) == 2
+    for values, expected in zip(on_device, in_worker, strict=True):
+        assert values.keys() == expected.keys()
+        assert values["patches"].dtype == torch.float32
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                torch.as_tensor(values[name]).cpu(), torch.as_tensor(tensor), rtol=0, atol=1e-5
+            )

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-import streamload.loader
-
 sys.path.append(str(Path(__file__).parents[2]))  # this is run as a program, from anywhere
+import streamload.loader
 from benchmarks.torchvision_stub import define_torchvision_schemas
 from tests import simulated_device
 
