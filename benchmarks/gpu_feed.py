@@ -20,6 +20,10 @@ Then open_clip's own training of a ViT-B/32 (gpu_openclip.py, in the environment
 epoch each, on its synthetic data, with its own loader ("stock") and with ours, on all cores, 8 and 4, and
 compiled. The rate and the GPU's use are those between its second line in the log and its last.
 
+"workers_busy" is the CPU time of the processes below this one, first batch included, as a share of that of a
+core for each worker ("own loop" has 8 at most); "device_peak_bytes" is the most that tensors
+had on the device.
+
 A clock starts at the first batch, and stops when the device has done the last step. The first steps of a
 process, which choose kernels, are not counted. Waiting is the time that the process spent in asking for
 batches; as it runs in front of the device, the device may have been at work meanwhile, so the ratio of the
@@ -51,7 +55,9 @@ import streamload
 from benchmarks import gpu_openclip, machine, own_loop, turns
 from benchmarks.clip_model import TINY, Shape, Training
 from benchmarks.contenders.workload import WordTokenizer
+from benchmarks.process_tree import cpu_seconds
 from benchmarks.turns import Row
+from streamload.device import memory_of
 from streamload.testing.server import ShardServer
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -193,11 +199,17 @@ def one_round(
             ("synthetic, compiled", compiled.step, again),
             ("warm, compiled", compiled.step, lambda: loader),
         ):
-            before, load = loader.stats(), machine.load()
+            before, load, memory = loader.stats(), machine.load(), memory_of(training.device)
+            if memory is not None:
+                memory.reset_peak()
             with gpu_openclip.GpuUse().measured() as use:
-                began = time.monotonic()
+                began, spent = time.monotonic(), cpu_seconds() - time.process_time()
                 row = run(step, batches())
                 row["gpu_use"] = use.mean(began + row["first_batch_seconds"], time.monotonic())
+                spent = cpu_seconds() - time.process_time() - spent
+            row["workers_busy"] = spent / (row["first_batch_seconds"] + row["seconds"]) / settings.workers
+            if memory is not None:
+                row["device_peak_bytes"] = memory.peak_bytes()
             fetched = loader.stats().origin_bytes - before.origin_bytes
             print(f"{label}: {row['images_per_second']:.0f} images/s", file=sys.stderr, flush=True)
             yield {"label": label, "round": round_, "load_before": load, **row, "fetched_bytes": fetched}
