@@ -448,6 +448,27 @@ def test_a_header_that_cannot_be_sent_is_named_without_its_value(
 @pytest.mark.parametrize(
     "fault",
     [
+        *(Fault(informational=statuses) for statuses in ((100,), (102,), (103, 100, 103), (199,) * 60)),
+        *(
+            Fault(headers={"Content-Encoding": encoding})
+            for encoding in ("aws-chunked", "UTF-8", "none", "binary", "aws-chunked, identity", "")
+        ),
+    ],
+)
+def test_what_leaves_a_body_as_it_is_is_read(server: ShardServer, fault: Fault) -> None:
+    server.misbehave("a.tar", fault)
+    assert read(server) == BODY
+
+
+def test_a_server_that_only_informs_is_given_up(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(informational=(103,) * 1000))
+    with pytest.raises(OriginUnavailable, match="informational"):
+        read(server)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
         Fault(status=403),
         Fault(status=503),
         Fault(cut_after_bytes=10),

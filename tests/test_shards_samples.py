@@ -131,6 +131,11 @@ def webdataset_split(name):
     return None if key is None else (key, extension.lower())
 
 
+@pytest.mark.parametrize("name", ["._a.jpg", "./._a.jpg", "data/._a.jpg", "data/._", "a.b/._c.d"])
+def test_files_of_macos_belong_to_no_sample(name):
+    assert split_name(name) is None
+
+
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_odd_names_are_split_as_webdataset_does(name):
     assert split_name(name) == webdataset_split(name)
@@ -141,6 +146,8 @@ def test_odd_names_are_split_as_webdataset_does(name):
 def test_any_name_is_split_as_webdataset_does(name):
     expected = webdataset_split(name)
     if expected is not None and expected[1].startswith("__") and expected[1].endswith("__"):
+        expected = None
+    if name.rpartition("/")[2].startswith("._"):
         expected = None
     assert split_name(name) == expected
 

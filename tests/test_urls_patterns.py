@@ -1,5 +1,7 @@
 """Patterns to URLs, with the braceexpand library and webdataset as oracles."""
 
+import pickle
+
 import braceexpand
 import pytest
 import webdataset
@@ -213,6 +215,46 @@ def test_local_folders_and_globs_are_listed_and_paths_taken_as_they_are(tmp_path
         assert expand_urls(urls) == expected, urls
     assert expand_urls(f"{tmp_path}/{{a [1]/,a*/0?.tar}}") == [*expected, *expected[:2]]
     assert expand_urls("http://[::1]/a?b=*.tar") == ["http://[::1]/a?b=*.tar"]
+
+
+@pytest.mark.parametrize("name", ["2026-01-01T10::20", "a\\b", "{0..3}", "${X}", "a*b"])
+def test_a_path_that_exists_is_one_path(name, tmp_path):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "0.tar").touch()
+    assert expand_urls(folder / "0.tar") == expand_urls(folder) == [str(folder / "0.tar")]
+    assert expand_urls(tmp_path / "{a,b}.tar") == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
+
+
+def test_relative_paths_stay_where_they_were_and_keep_their_fingerprint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    patterns = [
+        "{00..02}.tar",
+        "a/b.tar",
+        "/abs.tar",
+        "http://host/c.tar",
+        "~/d.tar",
+        "file:/e.tar",
+        "file:f.tar",
+    ]
+    listed = expand_urls(patterns)
+    anchored = listed.anchored()
+    monkeypatch.chdir("/")
+    relative = [f"{tmp_path}/{name}.tar" for name in ("00", "01", "02", "a/b")]
+    assert (
+        list(anchored)
+        == [anchored[place] for place in range(len(anchored))]
+        == [
+            *relative,
+            *patterns[2:-1],
+            f"{tmp_path}/f.tar",
+        ]
+    )
+    assert anchored[1:4] == relative[1:]
+    assert pickle.loads(pickle.dumps(anchored)) == anchored
+    assert anchored.fingerprint() == listed.fingerprint()
+    absolute = expand_urls(["/a.tar", "http://host/c.tar"])
+    assert absolute.anchored() is absolute
 
 
 @pytest.mark.parametrize(

@@ -69,14 +69,14 @@ def read_sources(
         return _checked(sources)
     plain = cast("Urls", urls)
     if factors is None:
-        return (SourceOptions("0", expand_urls(plain), 1.0, 0.0),)
+        return (SourceOptions("0", expand_urls(plain).anchored(), 1.0, 0.0),)
     parts, numbers = split_sources(plain), _numbers(factors)
     if len(parts) != len(numbers):
         raise OptionError(
             f"upsampling_factors= has {len(numbers)} factors for {len(parts)} sources (the URLs between '::')"
         )
     return tuple(
-        SourceOptions(str(place), expand_urls(part), number, 0.0, "shard")
+        SourceOptions(str(place), expand_urls(part).anchored(), number, 0.0, "shard")
         for place, (part, number) in enumerate(zip(parts, numbers, strict=True))
     )
 
@@ -94,7 +94,7 @@ def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
         if not (math.isfinite(source.weight) and source.weight >= 0):
             raise OptionError(f"source {name!r}: weight={source.weight!r}; expected a number from 0")
         parse_choice(source.modality, get_args(Modality), f"source {name!r}: modality")
-        urls = expand_urls(source.urls)
+        urls = expand_urls(source.urls).anchored()
         found[name] = SourceOptions(name, urls, source.weight, source.floor, modality=source.modality)
     return tuple(found.values())
 

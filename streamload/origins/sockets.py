@@ -12,6 +12,8 @@ import base64
 import contextlib
 import dataclasses
 import functools
+import http
+import http.client
 import logging
 import math
 import os
@@ -38,6 +40,8 @@ from streamload.urls import redact
 from streamload.urls.identity import DEFAULT_PORTS
 
 WAKE_SECONDS = 0.1
+_INFORMATIONAL = 100
+"""Answers before the final one, at most."""
 
 
 class _ThreadState(threading.local):
@@ -214,8 +218,22 @@ class _SecurePool(urllib3.HTTPSConnectionPool):
         super().__init__(*args, **facts | {"ssl_context": _tls_context()})
 
 
+class _FinalAnswer(http.client.HTTPResponse):
+    """An answer that comes behind any informational ones (1xx): http.client passes over 100 alone."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        for _ in range(_INFORMATIONAL):
+            version, status, reason = super()._read_status()  # type: ignore[misc]
+            if not 100 < status < 200 or status == http.HTTPStatus.SWITCHING_PROTOCOLS:
+                return version, status, reason
+            http.client.parse_headers(self.fp)
+        raise http.client.HTTPException(f"more than {_INFORMATIONAL} informational answers")
+
+
 class _Connecting:
     """Connects for both kinds of urllib3's connections."""
+
+    response_class = _FinalAnswer
 
     session: Session
     sock: Any

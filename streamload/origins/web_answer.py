@@ -13,6 +13,8 @@ from streamload.origins.protocol import Session, Version, http_error, same_versi
 from streamload.origins.sockets import receive
 
 _NUMBER = "[0-9]{1,18}"  # enough for the size of any file
+_PLAIN = frozenset(("", "identity", "none", "binary", "utf-8", "utf8", "aws-chunked"))
+"""Content encodings that leave a body as it is: uploads by SDKs and tools leave them behind."""
 _CONTENT_RANGE = re.compile(rf"bytes\s+(?:({_NUMBER})-({_NUMBER})|\*)/({_NUMBER}|\*)", re.IGNORECASE)
 
 
@@ -55,7 +57,7 @@ def check_status(url: str, response: urllib3.BaseHTTPResponse, session: Session)
         detail = _said(response, session)
         raise http_error(f"{url}: {detail}", response.status, response.headers.get("Retry-After"))
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in {"", "identity"}:
+    if not _PLAIN.issuperset(part.strip() for part in encoding.split(",")):
         raise ShardFormatError(
             f"{url} comes with Content-Encoding {encoding!r} although identity was asked for: "
             "its bytes and ranges would not be the tar's; store it without an encoding"

@@ -113,11 +113,12 @@ def split_name(name: str) -> tuple[str, str] | None:
 
     The rule is webdataset's `base_plus_ext` and `skip_meta`: the pattern `((?:.*/|)[^.]+)[.]([^/]*)`, and
     nothing in a top-level `__…__` folder. Extensions in double underscores are left out as well: they would
-    replace a sample's own `__key__` or `__url__`.
+    replace a sample's own `__key__` or `__url__`. So are the `._name` files in which macOS keeps attributes:
+    in a folder they would tear the sample beside them apart.
     """
     base = name.rfind("/") + 1
     dot = name.find(".", base)
-    if dot <= 0:
+    if dot <= 0 or name.startswith("._", base):
         return None
     if (dot == base or "\n" in name) and not _pattern_fits(name, dot):
         return None

@@ -138,6 +138,8 @@ class Connection(http.server.BaseHTTPRequestHandler):
     def _respond_to(self, request: Request) -> None:
         fault = self.shards.fault_for(request.path)
         self.shards.closed.wait(self.shards.latency_seconds)
+        for status in fault.informational:
+            self.wfile.write(f"HTTP/1.1 {status} Wait\r\nLink: </a>; rel=preload\r\n\r\n".encode())
         if fault.silent:
             self.shards.wait_while(lambda: True, self._is_connected)
             self.close_connection = True

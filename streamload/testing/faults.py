@@ -14,6 +14,7 @@ class Fault:
     Args:
         first: apply to this many requests (None: to all).
         status: respond with it instead of 200 or 206, with `body` or a short text.
+        informational: respond with these statuses first, 1xx, and then as otherwise.
         headers: add or replace headers; an empty value removes one.
         body: send this instead of the file, as if the file held it: a page for a tar, another version.
         ignore_range: respond to every range with 200 and the whole file.
@@ -30,6 +31,7 @@ class Fault:
 
     first: int | None = None
     status: int | None = None
+    informational: tuple[int, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     ignore_range: bool = False

@@ -10,11 +10,13 @@ import bisect
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias, overload
 
-from streamload.urls.identity import SCHEME
+from streamload.urls.identity import SCHEME, is_local
 from streamload.urls.redaction import redact
 
 
@@ -67,6 +69,15 @@ class UrlList(Sequence[str]):
     def __repr__(self) -> str:
         first = f" from {redact(self[0])!r}" if len(self) else ""
         return f"<UrlList of {len(self):,}{first}>"
+
+    def anchored(self) -> UrlList:
+        """Return the list with relative paths as seen from the current folder, wherever they are read.
+
+        Names in a cache, which are those of absolute paths, and the fingerprint stay the same.
+        """
+        if not any(_is_relative(url) for url in self.kinds()):
+            return self
+        return UrlList(Anchored(str(Path.cwd()), self._node))
 
     def kinds(self) -> Iterator[str]:
         """Yield URLs that represent all others for `check` and `scheme`, in order.
@@ -198,7 +209,33 @@ class Stretch:
         return f"{self.node.spelled()}@{self.places!r}"
 
 
-Node: TypeAlias = Texts | Numbers | Product | Chain | Stretch
+@dataclass(frozen=True, slots=True, repr=False)
+class Anchored:
+    """A sequence with relative paths as seen from a folder."""
+
+    folder: str
+    node: Node
+
+    def __len__(self) -> int:
+        return len(self.node)
+
+    def __getitem__(self, place: int) -> str:
+        return self._seen(self.node[place])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._seen, self.node)
+
+    def spelled(self) -> str:
+        """Return an unambiguous description, the same wherever it is read."""
+        return self.node.spelled()
+
+    def _seen(self, url: str) -> str:
+        if not _is_relative(url):
+            return url
+        return os.path.join(self.folder, url.removeprefix("file:"))  # noqa: PTH118  (spelled as it was given)
+
+
+Node: TypeAlias = Texts | Numbers | Product | Chain | Stretch | Anchored
 
 
 def joined(parts: Iterable[Node]) -> Node:
@@ -247,7 +284,9 @@ def _kinds(nodes: tuple[Node, ...], before: str) -> Iterator[str]:
         yield before
         return
     node, rest = nodes[0], nodes[1:]
-    if isinstance(node, Product):
+    if isinstance(node, Anchored):
+        yield from _kinds((node.node, *rest), before)
+    elif isinstance(node, Product):
         yield from _kinds((*node.parts, *rest), before)
     elif isinstance(node, Chain):
         for inner in node.nodes:
@@ -280,4 +319,9 @@ def _has_colon(node: Node) -> bool:
         return any(map(_has_colon, node.parts))
     if isinstance(node, Chain):
         return any(map(_has_colon, node.nodes))
-    return isinstance(node, Stretch) and _has_colon(node.node)
+    return isinstance(node, (Stretch, Anchored)) and _has_colon(node.node)
+
+
+def _is_relative(url: str) -> bool:
+    """Return whether a URL is a path from the current folder."""
+    return not url.startswith(("/", "~", "file:/", "file:~")) and is_local(url)

@@ -35,6 +35,10 @@ _ALPHABET = string.ascii_uppercase + string.ascii_lowercase
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Iterator[str | os.PathLike[str]]
 
 
+class Exact(str):
+    """A path that exists as it is spelled: nothing in it is a pattern."""
+
+
 def expand_urls(urls: Urls) -> UrlList:
     """Return the shards of a pattern, or of a list of patterns, in order.
 
@@ -43,7 +47,7 @@ def expand_urls(urls: Urls) -> UrlList:
     to the shell, and so are braces that contain neither a range nor a list of words.
 
     A local folder stands for its ``*.tar`` files, and a local path with ``*``, ``?`` or ``[…]`` for the files
-    that match; both are sorted by name.
+    that match; both are sorted by name. A ``Path`` that exists is one path, whatever its name has.
 
     The cost of a range doesn't depend on its length: its URLs are created on use. Of URLs that differ only
     in a number in their path, the first and the last are checked (see `UrlList.kinds`).
@@ -76,7 +80,7 @@ def expand_urls(urls: Urls) -> UrlList:
 
 def split_sources(urls: Urls) -> list[str]:
     """Return the parts between ``::`` of a pattern or a list of patterns, with their braces."""
-    return [source for pattern in patterns_of(urls) for source in _SOURCES.split(pattern)]
+    return [source for pattern in patterns_of(urls) for source in _sources(pattern)]
 
 
 def patterns_of(urls: object) -> list[str]:
@@ -96,14 +100,22 @@ def patterns_of(urls: object) -> list[str]:
     for pattern in urls:
         if isinstance(pattern, (bytes, bytearray)) or not isinstance(pattern, (str, os.PathLike)):
             raise UrlError(f"a URL is a string or a path, not {type(pattern).__name__}")
-        patterns.append(os.fsdecode(pattern))
+        is_exact = isinstance(pattern, os.PathLike) and os.path.exists(pattern)  # noqa: PTH110  (never raises)
+        patterns.append(Exact(os.fsdecode(pattern)) if is_exact else os.fsdecode(pattern))
     return patterns
+
+
+def _sources(pattern: str) -> list[str]:
+    return [pattern] if isinstance(pattern, Exact) else _SOURCES.split(pattern)
 
 
 def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
     """Expand each source of each pattern."""
     for pattern in patterns:
-        for source in _SOURCES.split(pattern):
+        for source in _sources(pattern):
+            if isinstance(source, Exact):
+                yield _listed(Texts((str(source),)))
+                continue
             node = _Braces(_with_variables(source)).expand()
             yield _listed(node) if _may_be_several(source) else node
 
