@@ -615,6 +615,37 @@ def test_batches_of_an_epoch_that_was_left_are_not_computed(server: ShardServer,
     assert len(log.read_text().splitlines()) == 30 + 90
 
 
+@pytest.mark.parametrize(
+    ("names", "cause"),
+    [
+        (["a.jpg", "b.jpg", "a.txt", "b.txt"], r"a comes again in .*0\.tar: .* adjacent .*--sort=name"),
+        (["t 1.05 x.jpg", "t 1.05 x.txt"], r"a key ends at the first dot .* of t 1 leaves .* '05 x\.jpg'"),
+    ],
+)
+def test_names_of_which_nothing_can_be_used_are_named_as_the_cause(
+    names: list[str], cause: str, tmp_path: Path
+) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name))
+    with (
+        make([str(tmp_path / "0.tar")], tmp_path, num_workers=0) as loader,
+        pytest.raises(streamload.NoValidSamples, match=cause),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_relative_paths_are_those_of_the_folder_where_the_loader_was_made(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path / "data", [5, 5])
+    monkeypatch.chdir(tmp_path)
+    with make("data/{00000..00001}.tar", tmp_path, num_workers=workers, train=False) as loader:
+        monkeypatch.chdir("/")
+        assert len(keys_of(loader)) == 10
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_inference_mode_is_nothing_to_a_loader(workers: int, server: ShardServer, tmp_path: Path) -> None:
     with torch.inference_mode():

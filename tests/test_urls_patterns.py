@@ -251,6 +251,8 @@ def test_relative_paths_stay_where_they_were_and_keep_their_fingerprint(tmp_path
         ]
     )
     assert anchored[1:4] == relative[1:]
+    assert [anchored.given(place) for place in (0, 3, -1)] == ["00.tar", "a/b.tar", "file:f.tar"]
+    assert (anchored[1:4] + anchored[:1]).given(0) == "01.tar"
     assert pickle.loads(pickle.dumps(anchored)) == anchored
     assert anchored.fingerprint() == listed.fingerprint()
     absolute = expand_urls(["/a.tar", "http://host/c.tar"])

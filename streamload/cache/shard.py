@@ -54,17 +54,20 @@ class Shard:
         return None if self.recipe else self.local
 
 
-def shard_of(url: str, storage_options: dict[str, Any] | None, recipe: str = "") -> Shard:
+def shard_of(
+    url: str, storage_options: dict[str, Any] | None, recipe: str = "", given: str | None = None
+) -> Shard:
     """What is known of a shard from its URL alone.
 
     Args:
         url: one URL.
         storage_options: of fsspec.
         recipe: read it as prepared by this recipe.
+        given: how the user spelled it; None: as it is.
     """
     shard = Shard(
         url=url,
-        name=urls.redact(url),
+        name=urls.redact(url if given is None else given),
         digest=urls.digest(url, storage_options),
         local=urls.local_path(url) if urls.is_local(url) else None,
         storage_options=storage_options,
@@ -126,7 +129,7 @@ class ShardList(Sequence[Shard]):
         return self._shard(place)
 
     def __iter__(self) -> Iterator[Shard]:
-        return (shard_of(url, self.storage_options, self._recipe) for url in self.urls)
+        return map(self._made, range(len(self)))
 
     def __repr__(self) -> str:
         return f"<ShardList of {len(self):,}>"
@@ -139,7 +142,7 @@ class ShardList(Sequence[Shard]):
         return urls.digest(self.urls[place], self.storage_options)
 
     def _made(self, place: int) -> Shard:
-        return shard_of(self.urls[place], self.storage_options, self._recipe)
+        return shard_of(self.urls[place], self.storage_options, self._recipe, self.urls.given(place))
 
 
 def spread(shards: Sequence[Shard]) -> Sequence[Shard]:

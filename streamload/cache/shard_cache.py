@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ Facts = dict[str, Values]
 _PATIENCE_SHARDS = 3
 _PATIENCE_SAMPLES = 3_000
 _KEYS_SHOWN = 5
+_ODD_EXTENSION = re.compile(r"\s|^\d")
 _SHOWN_CHARACTERS = 200
 
 
@@ -275,6 +277,8 @@ class _UsableCheck:
         self._samples = 0
         self._read: set[str] = set()  # those that have ended
         self._keys: list[str] = []
+        self._names: set[tuple[str, str]] = set()  # shards and keys
+        self._cause = ""  # that the index shows
         self._given_up: dict[str, str] = {}  # why, by the shard's name
 
     def saw(self, view: ShardView, start: int, usable: int) -> None:
@@ -283,11 +287,29 @@ class _UsableCheck:
         if self._found_usable or view.reader is None:
             return
         self._samples += view.count - start
+        for number in range(start, view.count):
+            self._look_for_cause(view.shard.name, view.reader.entry(number))
         for number in range(start, min(view.count, start + _KEYS_SHOWN - len(self._keys))):
             entry = view.reader.entry(number)
             self._keys.append(_shown(f"{entry.key} ({', '.join(ext for ext, _, _ in entry.members)})"))
         if self._samples >= _PATIENCE_SAMPLES:
             self.raise_if_unusable()
+
+    def _look_for_cause(self, shard: str, entry: Entry) -> None:
+        if self._cause:
+            return
+        odd = next((extension for extension, _, _ in entry.members if _ODD_EXTENSION.search(extension)), None)
+        if odd is not None:
+            self._cause = (
+                f"a key ends at the first dot of a member's name, so that of {_shown(entry.key)} leaves the "
+                f"extension {_shown(odd)!r}: write names without dots before the extension"
+            )
+        elif (shard, entry.key) in self._names:
+            self._cause = (
+                f"{_shown(entry.key)} comes again in {shard}: the members of a sample must be adjacent "
+                f"in the tar (tar --sort=name, or `streamload pack`)"
+            )
+        self._names.add((shard, entry.key))
 
     def ended(self, view: ShardView) -> None:
         """A shard has ended."""
@@ -311,8 +333,12 @@ class _UsableCheck:
         raise errors.NoValidSamples(
             f"no usable sample in {len(self._read)} shards and {self._samples} samples "
             f"(first: {', '.join(sorted(self._read)[:2]) or 'unfinished'}). Seen: {'; '.join(self._keys)}"
-            f"{'; given up: ' + causes if causes else ''}. Check image_key, "
-            f"text_key (None: there are no captions), label_key and keep"
+            f"{'; given up: ' + causes if causes else ''}. "
+            + (
+                f"The cause: {self._cause}"
+                if self._cause
+                else "Check image_key, text_key (None: there are no captions), label_key and keep"
+            )
         )
 
 

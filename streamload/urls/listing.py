@@ -79,6 +79,10 @@ class UrlList(Sequence[str]):
             return self
         return UrlList(Anchored(str(Path.cwd()), self._node))
 
+    def given(self, place: int) -> str:
+        """Return a URL as the user gave it, before it was anchored."""
+        return _given(self._node, range(len(self._node))[place])
+
     def kinds(self) -> Iterator[str]:
         """Yield URLs that represent all others for `check` and `scheme`, in order.
 
@@ -177,8 +181,13 @@ class Chain:
         return self.stops[-1] if self.stops else 0
 
     def __getitem__(self, place: int) -> str:
+        part, inner = self.part(place)
+        return part[inner]
+
+    def part(self, place: int) -> tuple[Node, int]:
+        """Return the sequence that has a place, and the place in it."""
         which = bisect.bisect_right(self.stops, place)
-        return self.nodes[which][place - (self.stops[which - 1] if which else 0)]
+        return self.nodes[which], place - (self.stops[which - 1] if which else 0)
 
     def __iter__(self) -> Iterator[str]:
         return itertools.chain.from_iterable(self.nodes)
@@ -320,6 +329,17 @@ def _has_colon(node: Node) -> bool:
     if isinstance(node, Chain):
         return any(map(_has_colon, node.nodes))
     return isinstance(node, (Stretch, Anchored)) and _has_colon(node.node)
+
+
+def _given(node: Node, place: int) -> str:
+    if isinstance(node, Anchored):
+        return node.node[place]
+    if isinstance(node, Stretch):
+        return _given(node.node, node.places[place])
+    if isinstance(node, Chain):
+        which, inner = node.part(place)
+        return _given(which, inner)
+    return node[place]
 
 
 def _is_relative(url: str) -> bool:
