@@ -106,7 +106,7 @@ def test_a_cache_in_memory_gives_all_samples_and_is_warm_for_the_next_run(
     assert f"cache in memory at {root} (argument)" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("share", "where"), [(2.0, "memory"), (0.5, "disk")])
 def test_auto_is_in_memory_if_the_data_fits_and_else_on_disk(
     share: float, where: str, method: str, server: ShardServer, tmp_path: Path, shm: Path

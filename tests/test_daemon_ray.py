@@ -119,6 +119,7 @@ def test_the_nodes_of_a_cluster_fill_a_shared_tier(
     assert {request.path for request in server.log[asked:]} == {"00006.tar", "00007.tar"}
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_the_nodes_of_a_cluster_prepare(server: ShardServer, cluster: RayCluster, tmp_path: Path) -> None:
     shared = ["--shared-cache", str(tmp_path / "shared")]
@@ -132,6 +133,7 @@ def test_the_nodes_of_a_cluster_prepare(server: ShardServer, cluster: RayCluster
     ]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_daemon_goes_on_until_it_is_told_to_end(
     server: ShardServer, cluster: RayCluster, tmp_path: Path, port: int
@@ -159,6 +161,7 @@ def held_names(shared: Path) -> int:
     return sum(name.endswith("/index") for name in Objects(str(shared)).names("shards"))
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_node_with_another_streamload_is_named(server: ShardServer, tmp_path: Path) -> None:
     other = tmp_path / "other" / "streamload-99.0.dist-info"
@@ -226,7 +229,9 @@ def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path:
     assert 'pip install "streamload[ray]"' in done.stderr
 
 
-def fetched(job: Job, url: str, by: ImageRecipe | None = None, **changes: str) -> dict[str, Any]:
+def fetched(
+    job: Job, url: str, by: ImageRecipe | None = None, version: str | None = None, **changes: str
+) -> dict[str, Any]:
     """What `bring` says, in a process of its own."""
     shard = shard_of(url, None)
     if by is not None:
@@ -234,8 +239,8 @@ def fetched(job: Job, url: str, by: ImageRecipe | None = None, **changes: str) -
     packed = pickle.dumps((replace(shard, **changes), by))
     code = f"""
         import json
-        from streamload.daemon.ray_task import bring, own_version
-        print(json.dumps(bring(own_version(), {pickle.dumps(job)!r}, {packed!r})))
+        from streamload.daemon.ray_task import bring
+        print(json.dumps(bring({version or own_version()!r}, {pickle.dumps(job)!r}, {packed!r})))
     """
     done = run([sys.executable, "-c", textwrap.dedent(code)])
     assert done.returncode == 0, done.stderr
@@ -271,6 +276,12 @@ def test_a_unit_is_prepared_of_what_the_shared_tier_has(server: ShardServer, tmp
     (place,) = prepared(server, tmp_path / "shared")
     assert (first["size"], first["arrived"]) == (place.stat().st_size, 0)
     assert (again["size"], again["arrived"]) == (0, 0)
+
+
+def test_a_node_with_another_streamload_is_unfit(server: ShardServer, tmp_path: Path) -> None:
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar", version="99.0")
+    assert answer["unfit"] == f"it has streamload {own_version()}, and 99.0 is wanted"
+    assert server.log == []
 
 
 def test_a_node_with_other_libraries_is_unfit(server: ShardServer, tmp_path: Path) -> None:

@@ -37,7 +37,11 @@ from streamload.errors import CacheCorrupt
 KIB = 1 << 10
 HOME = "0"
 """The directory of a store's first database."""
-START_METHODS = ["fork", "spawn", "forkserver"]
+START_METHODS = [
+    "fork",
+    pytest.param("spawn", marks=pytest.mark.deep),
+    pytest.param("forkserver", marks=pytest.mark.deep),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +166,14 @@ def test_rows_of_any_tensors_join_to_what_they_were(dtypes, count):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("size", "limit_bytes"), [(200, 512 * KIB), (3000, 512 * KIB), (40_000, 3000 * KIB)])
+@pytest.mark.parametrize(
+    ("size", "limit_bytes"),
+    [
+        pytest.param(200, 512 * KIB, marks=pytest.mark.deep),
+        (3000, 512 * KIB),
+        (40_000, 3000 * KIB),
+    ],
+)
 def test_what_it_takes_stays_below_its_limit(library, tmp_path, limit_bytes, size):
     root = tmp_path / "rows"
     total = 2 * limit_bytes // size

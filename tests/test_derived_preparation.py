@@ -240,7 +240,10 @@ def test_a_library_that_gives_other_pixels_gives_another_name(monkeypatch):
         preparation._digest_of_example.cache_clear()
 
 
-@pytest.mark.parametrize("recipe", ["raw", "raw-256", "jpeg-256-q90"])
+@pytest.mark.parametrize(
+    "recipe",
+    [*(pytest.param(name, marks=pytest.mark.deep) for name in ("raw", "raw-256")), "jpeg-256-q90"],
+)
 def test_a_processor_with_fewer_instructions_makes_the_same(recipe):
     code = (
         f"from streamload.derived.preparation import Preparation; print(Preparation.parse({recipe!r}).name)"

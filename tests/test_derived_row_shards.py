@@ -464,6 +464,7 @@ def streamload_shared(place: Place) -> Any:
     return SharedOptions(place.url, place.options)
 
 
+@pytest.mark.deep
 def test_nodes_of_a_ray_cluster_make_derived_shards(
     origin: Origin, place: Place, tmp_path: Path, nodes: Any
 ) -> None:

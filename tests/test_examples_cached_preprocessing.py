@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cached_preprocessing.py"
 
 
@@ -23,10 +25,12 @@ def epochs_of(cache: Path, *arguments: str) -> list[tuple[int, int]]:
     return [(int(computed), int(read)) for computed, read in said]
 
 
+@pytest.mark.deep
 def test_the_example_computes_each_image_once_and_reads_it_ever_after(tmp_path: Path) -> None:
     assert epochs_of(tmp_path / "made") == [(192, 0), (0, 192)]
 
 
+@pytest.mark.deep
 def test_a_second_run_reads_from_the_beginning_and_computes_what_has_changed(tmp_path: Path) -> None:
     from PIL import Image
 

@@ -7,9 +7,12 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_fusion.py"
 
 
+@pytest.mark.deep
 def test_the_fusion_example_gives_samples_to_the_source_that_is_learned_and_reports_it(
     tmp_path: Path,
 ) -> None:

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_labels.py"
 
 
+@pytest.mark.deep
 def test_the_example_for_labels_runs_without_arguments_and_learns_classes() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--classes", "14"],

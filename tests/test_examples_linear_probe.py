@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "linear_probe.py"
 
 
+@pytest.mark.deep
 def test_the_linear_probe_computes_its_features_once_and_learns(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--classes", "14"],

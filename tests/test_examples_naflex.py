@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_naflex.py"
 
 
+@pytest.mark.deep
 def test_the_example_for_patches_runs_without_arguments_and_learns() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)],

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "spot_prefetch.py"
 
 
+@pytest.mark.deep
 def test_daemons_that_are_killed_and_come_back_change_no_batch() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)],

@@ -42,6 +42,7 @@ for steps in ("4", "8"):
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("framework", "name"),
     [("transformers.trainer", "train_transformers_trainer.py"), ("lightning", "train_lightning.py")],

@@ -107,6 +107,7 @@ def test_transformers_trainers_find_batches_on_their_device(run: Callable[[str],
     assert {tuple(one["result"]["devices"]) for one in found.values()} == {("npu:0 torch.float32",)}
 
 
+@pytest.mark.deep
 def test_lightning_and_fabric_find_batches_on_their_root_device(run: Callable[[str], Found]) -> None:
     found = run("lightning")
     assert_ahead(found["npu"], 12 + 2 + 12 + 6, "npu:1", looked_ahead=1)  # the sanity check stops early

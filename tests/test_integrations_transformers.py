@@ -90,7 +90,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("options", [{"num_samples": 60}, {"num_workers": 0}], ids=["sized", "one pass"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"num_samples": 60}, marks=pytest.mark.deep), {"num_workers": 0}],
+    ids=["sized", "one pass"],
+)
 def test_a_trainer_goes_on_exactly_where_its_checkpoint_was_saved(
     place: Path, options: dict[str, Any]
 ) -> None:
@@ -122,6 +126,7 @@ def test_a_checkpoint_without_a_state_is_refused(place: Path) -> None:
         train(place, 8, True, folder="stateless", num_samples=60)
 
 
+@pytest.mark.deep
 def test_two_ranks_train_on_disjoint_samples_and_resume(place: Path) -> None:
     said = subprocess.run(
         [

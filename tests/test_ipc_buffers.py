@@ -47,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("slots"), [60] * 5, seed=8)[0].parent
 
 
-@pytest.fixture(params=["fork", "spawn"])
+@pytest.fixture(params=["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def loader(directory: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[streamload.Loader]:
     options = {"batch_size": 4, "num_workers": 2, "shuffle": 50, "map_sample": as_numbers, "with_keys": True}
     urls = str(directory / "{00000..00004}.tar")

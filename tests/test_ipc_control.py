@@ -47,7 +47,7 @@ def send(queue: multiprocessing.Queue[torch.Tensor]) -> None:
     time.sleep(1)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_a_tensor_travels_to_another_process(method: str) -> None:
     context = torch.multiprocessing.get_context(method)
     queue = context.Queue()

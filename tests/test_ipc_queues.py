@@ -50,7 +50,13 @@ def answer(asked: MessageQueue, answers: MessageQueue) -> None:
         answers.put(number * 2)
 
 
-@pytest.fixture(params=["fork", "spawn", "forkserver"])
+@pytest.fixture(
+    params=[
+        "fork",
+        pytest.param("spawn", marks=pytest.mark.deep),
+        pytest.param("forkserver", marks=pytest.mark.deep),
+    ]
+)
 def context(request: pytest.FixtureRequest) -> BaseContext:
     context = context_with_queues(request.param)
     assert isinstance(context, BaseContext)
@@ -236,7 +242,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_a_batch_that_cannot_be_sent_is_an_error(urls: str, tmp_path: Path, method: str) -> None:
     """With a queue of multiprocessing the training would wait without end: its thread only prints."""
     options: Any = {"num_workers": 2, "cache_dir": tmp_path, "multiprocessing_context": method}
@@ -276,7 +282,7 @@ def test_a_lambda_is_not_blamed_for_what_else_hinders_forked_workers(
         iter(loader)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep), "forkserver"])
 def test_workers_have_the_environment_of_their_rank(
     urls: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,8 +124,17 @@ def test_steps_do_not_depend_on_ranks_and_workers(
     assert all(step.rows == [STEP // ranks] * ranks for step in found)
 
 
-@pytest.mark.parametrize("bucketing", ["step", 32, 4096])
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(
+    ("bucketing", "epoch"),
+    [
+        ("step", 0),
+        (32, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in [("step", 1), (32, 0), (4096, 0), (4096, 1)]
+        ),
+    ],
+)
 def test_resumed_at_any_step_on_another_layout(
     data: Path, tmp_path: Path, bucketing: Any, epoch: int
 ) -> None:

@@ -66,7 +66,10 @@ def urls_of(server: ShardServer, shards: list[Path]) -> str:
     return f"{server.url}/{{00000..{len(shards) - 1:05d}}}.tar"
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "workers",
+    [0, pytest.param(1, marks=pytest.mark.deep), 2, pytest.param(4, marks=pytest.mark.deep)],
+)
 def test_a_pass_is_every_sample_once_whatever_the_workers(
     workers: int, shards: list[Path], server: ShardServer, tmp_path: Path
 ) -> None:

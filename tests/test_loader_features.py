@@ -552,7 +552,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_a_run_of_stored_rows_alone_builds_no_model(data: Path, tmp_path: Path, method: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)

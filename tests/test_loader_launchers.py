@@ -92,6 +92,7 @@ def test_lightnings_fabric_launches_a_loader_made_before(folder: Path) -> None:
     check(folder, "torch.distributed")
 
 
+@pytest.mark.deep
 def test_torchruns_ranks_stay_the_same_once_torch_distributed_is_initialised(folder: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     launch(folder, *torchrun, str(HERE / "launched.py"), "torchrun")

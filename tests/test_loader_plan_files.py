@@ -196,6 +196,7 @@ def test_a_daemon_holds_what_is_in_front_of_a_training(training: Training) -> No
         assert loader.stats().shared_hits >= SHARDS // 2
 
 
+@pytest.mark.deep
 def test_daemons_that_come_and_go_change_no_batch(training: Training) -> None:
     with training.loader("alone", shared_cache="") as loader:
         expected = [training.keys(loader) for _ in range(2)]

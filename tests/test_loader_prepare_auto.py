@@ -79,7 +79,9 @@ def published(cache: Path, place: str | Path, recipe: str) -> int:
     [{}, {"num_workers": 2}, {"preprocess": as_stored}, {"train": False}, {"train": False, "dtype": "uint8"}],
     ids=lambda options: "-".join(options) or "training",
 )
-@pytest.mark.parametrize("local", [False, True], ids=["remote", "local"])
+@pytest.mark.parametrize(
+    "local", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["remote", "local"]
+)
 def test_batches_are_those_of_the_original_images_and_the_first_epoch_stores_what_was_chosen(
     data: Path,
     server: ShardServer,

@@ -56,7 +56,7 @@ def plain(origin: Origin, tmp_path: Path) -> Batches:
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_the_first_training_stores_and_the_next_ones_ask_the_origin_for_nothing(
     origin: Origin, tmp_path: Path, kind: str, method: str, request: pytest.FixtureRequest
 ) -> None:

@@ -554,6 +554,7 @@ def test_a_shard_that_was_given_up_is_whole_in_the_next_pass(workers: int, tmp_p
     assert sorted(seen[in_first : in_first + 120]) == sorted(in_all)
 
 
+@pytest.mark.deep
 def test_real_workers_and_ranks_fetch_only_what_is_still_to_come(tmp_path: Path) -> None:
     """20 cuts: the first step, the last, borders of epochs, positions that the workers don't divide."""
     counts = [40, 25, 33, 8, 50, 61, 17, 28, 36, 50]

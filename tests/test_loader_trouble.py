@@ -921,7 +921,7 @@ def is_a_worker(process: psutil.Process) -> bool:
     return False
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_a_killed_worker_is_an_error_and_loses_nothing(
     method: str, server: ShardServer, tmp_path: Path, no_leaks: NoLeaks
 ) -> None:
@@ -949,7 +949,7 @@ def test_a_killed_worker_is_an_error_and_loses_nothing(
         del loader
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.deep)])
 def test_a_worker_that_is_killed_between_epochs_is_replaced(
     method: str, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -1136,7 +1136,8 @@ def what_they_do(alive: list[psutil.Process], said: Path) -> str:
         (signal.SIGINT, "fork"),
         (signal.SIGTERM, "fork"),
         (signal.SIGKILL, "fork"),
-        (signal.SIGKILL, "forkserver"),  # lives as long as a worker does, so that none loses its parent
+        # The forkserver lives as long as a worker does, so that none loses its parent.
+        pytest.param(signal.SIGKILL, "forkserver", marks=pytest.mark.deep),
     ],
 )
 def test_a_training_that_is_stopped_leaves_no_process_and_what_it_fetched(
@@ -1190,7 +1191,7 @@ print(batches, pids == sorted(child.pid for child in multiprocessing.active_chil
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_the_workers_outlive_an_interrupt_that_the_training_outlives(
     method: str, server: ShardServer, tmp_path: Path
 ) -> None:

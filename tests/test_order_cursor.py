@@ -15,6 +15,9 @@ from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
 from streamload.order.plan import OrderOptions
 
+LONG = {0, 5, 6}
+"""Cases of `drawn` with many samples: each position is a run of its own."""
+
 
 def drawn(number: int) -> Case:
     """A case whose passes are some hundred references long, so that lanes' states differ."""
@@ -30,7 +33,9 @@ def through_json(cursor: Cursor) -> Cursor:
     return Cursor.from_json(json.loads(json.dumps(cursor.to_json())))
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.deep] * (number in LONG)) for number in range(9)]
+)
 def test_every_position_can_be_resumed_exactly(number):
     """Marks are made while samples arrive, so that lanes stand in the middle of a round, too."""
     case, rng = drawn(number), random.Random(number)
@@ -50,7 +55,9 @@ def test_every_position_can_be_resumed_exactly(number):
             assert resumed.position == len(found)
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.deep] * (number in LONG)) for number in range(9)]
+)
 def test_shards_of_which_nothing_is_left_are_not_needed_to_go_on(number):
     """Each lookup of a shard that is done with would be a fetch; what is named as open or coming, too."""
     case, rng = drawn(number), random.Random(number)
