@@ -1,6 +1,7 @@
 """Photographs of any size, and what is made of them, for tests that compare pixels."""
 
 import functools
+from importlib.metadata import distribution
 
 import numpy as np
 from PIL import Image
@@ -24,14 +25,26 @@ SIZES = [
 ]
 
 
+WHEELS = [
+    *(("scikit-image", f"skimage/data/{name}.png") for name in ("astronaut", "chelsea", "coffee")),
+    *(("scikit-learn", f"sklearn/datasets/images/{name}.jpg") for name in ("china", "flower")),
+]
+
+
 @functools.cache
 def photograph(width, height, which=0):
     """One of five, `which`, as uint8 [height, width, 3]; to be copied before it is written to."""
-    from skimage import data
-    from sklearn.datasets import load_sample_images
+    source = Image.fromarray(whole_photograph(*WHEELS[which]))
+    return np.array(source.resize((width, height), Image.Resampling.LANCZOS))
 
-    source = [data.astronaut(), data.chelsea(), data.coffee(), *load_sample_images().images][which]
-    return np.array(Image.fromarray(source).resize((width, height), Image.Resampling.LANCZOS))
+
+def whole_photograph(wheel="scikit-image", path="skimage/data/astronaut.png"):
+    """One from a wheel, as it is there: uint8 [height, width, 3].
+
+    The wheels' own functions import SciPy: seconds, and 80 MB in each process that the tests fork.
+    """
+    with Image.open(distribution(wheel).locate_file(path)) as image:
+        return np.array(image)
 
 
 def transformed(transform, pixels, destination, seed=0):

@@ -28,7 +28,7 @@ from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
 
 COUNTS = [25, 40, 10, 30, 22]
-EPOCHS = 3
+EPOCHS = 2
 
 
 def fingerprint(sample: dict[str, Any]) -> dict[str, Any]:

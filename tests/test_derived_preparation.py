@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from photographs import whole_photograph
 from PIL import Image, ImageOps
 
 from streamload.derived import preparation
@@ -19,9 +20,7 @@ RECIPES = ["raw-64", "jpeg-64-q90"]
 
 
 def photograph(width, height, mode="RGB"):
-    from skimage import data
-
-    image = Image.fromarray(data.astronaut()).resize((width, height), Image.Resampling.BICUBIC)
+    image = Image.fromarray(whole_photograph()).resize((width, height), Image.Resampling.BICUBIC)
     return image.convert(mode)
 
 

@@ -406,7 +406,7 @@ def test_warm_makes_derived_shards_of_local_files_for_the_node(tmp_path: Path, n
     assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES, 0)
 
 
-@pytest.mark.parametrize("how", ["daemon", "warm"])
+@pytest.mark.parametrize("how", ["daemon", pytest.param("warm", marks=pytest.mark.deep)])
 def test_commands_that_fill_caches_make_derived_shards(
     origin: Origin, place: Place, tmp_path: Path, nodes: Any, how: str
 ) -> None:

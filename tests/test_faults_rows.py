@@ -22,7 +22,14 @@ from benchmarks.faults.steps import SCENARIOS
 
 ROOT = Path(__file__).parents[1]
 
-SLOW = {"killed at each step", "link cut", "node lost", "far windows", "row writers killed"}
+SLOW = {
+    "killed at each step",
+    "link cut",
+    "node lost",
+    "far windows",
+    "row writers killed",
+    "forks beside filling threads",
+}
 """Rows of which a single attempt takes three seconds of CPU or more."""
 
 

@@ -244,7 +244,7 @@ def of_two_ranks(rank: int, paths: dict[str, list[str]], place: Path) -> None:
 def test_all_ranks_change_at_one_step_to_the_weights_of_rank_0(
     paths: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    torch.multiprocessing.spawn(of_two_ranks, (paths, tmp_path), nprocs=2)
+    torch.multiprocessing.start_processes(of_two_ranks, (paths, tmp_path), nprocs=2, start_method="fork")
     for rank in range(2):
         changed, before, behind = json.loads((tmp_path / f"{rank}.json").read_text())
         assert changed == 4 + 2 * 2

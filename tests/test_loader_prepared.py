@@ -86,7 +86,7 @@ def large_and_wide(entry: streamload.Entry) -> bool:
     return entry.width > entry.height and entry.sizes["jpg"] > 2500 and entry.caption_bytes > 10
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from tests import flat
 COUNTS = (14, 9, 20)
 RECIPE = "jpeg-32-q90"
 PREPARATION = Preparation.parse(RECIPE)
+SOME = [("never", 0, "folder"), ("never", 2, "s3"), ("start", 0, "s3"), ("start", 2, "folder")]
+"""Each pair of parameters once; all of them are deep."""
 Batches = list[tuple[torch.Tensor, list[str]]]
 
 
@@ -60,9 +63,13 @@ def prepare(origin: Origin, root: Path, place: Place) -> None:
     assert (report.shards_complete, report.shared_stored, report.shared_failures) == (3, 3, {})
 
 
-@pytest.mark.parametrize("kind", ["folder", "s3"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("revalidate", ["never", "start"])
+@pytest.mark.parametrize(
+    ("revalidate", "workers", "kind"),
+    [
+        pytest.param(*case, marks=[pytest.mark.deep] * (case not in SOME))
+        for case in itertools.product(["never", "start"], [0, 2], ["folder", "s3"])
+    ],
+)
 def test_a_training_takes_prepared_shards_and_nothing_from_the_origin(
     origin: Origin,
     tmp_path: Path,

@@ -71,7 +71,9 @@ def batches(place: str | Path, cache: Path, **options: Any) -> tuple[list[dict[s
     [{}, {"num_workers": 2}, {"train": False}, {"dtype": "uint8", "prepare": "jpeg-32-q90"}],
     ids=lambda options: "-".join(options) or "training",
 )
-@pytest.mark.parametrize("local", [False, True], ids=["remote", "local"])
+@pytest.mark.parametrize(
+    "local", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["remote", "local"]
+)
 def test_a_named_recipe_is_made_by_the_first_run_and_the_second_decodes_and_fetches_nothing(
     data: Path, server: ShardServer, tmp_path: Path, options: dict[str, Any], local: bool
 ) -> None:

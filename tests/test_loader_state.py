@@ -259,7 +259,7 @@ def gather(rank: int, paths: list[Path], place: Path) -> None:
 
 
 def test_gather_state_is_the_same_and_whole_on_every_rank(paths: list[Path], tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(gather, (paths, tmp_path), nprocs=2)
+    torch.multiprocessing.start_processes(gather, (paths, tmp_path), nprocs=2, start_method="fork")
     (state, first), (other, second) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert state == other
     with make(paths, tmp_path / "c2", batch_size=10, num_samples=sum(COUNTS)) as loader:

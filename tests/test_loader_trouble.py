@@ -1034,14 +1034,15 @@ def test_a_loader_that_is_closed_in_the_middle_of_an_epoch_loses_nothing(
 
 FORKING = """
 import gc, os, sys, streamload
-urls, cache, workers, how = sys.argv[1:]
+urls, cache, workers, *hows = sys.argv[1:]
 samples = 0
 with streamload.make_loader(
     urls, cache_dir=cache, cache_size="1GB", batch_size=5, num_workers=int(workers)
 ) as loader:
-    for number, (images, _) in enumerate(loader):
+    for images, _ in loader:
         samples += len(images)
-        if number == 1:
+        if hows:
+            how = hows.pop(0)
             child = os.fork()
             if child == 0:
                 if how == "closes":
@@ -1055,12 +1056,12 @@ print(samples)
 """
 
 
-@pytest.mark.parametrize(("workers", "how"), [(0, "ends"), (2, "ends"), (2, "closes"), (2, "drops")])
-def test_a_process_forked_from_the_rank_ends_nothing_but_itself(
-    workers: int, how: str, server: ShardServer, tmp_path: Path
+@pytest.mark.parametrize("workers", [0, 2])
+def test_processes_forked_from_the_rank_end_nothing_but_themselves(
+    workers: int, server: ShardServer, tmp_path: Path
 ) -> None:
     """The epoch of its parent ended then, as if it were complete, or in an error of torch's."""
-    arguments = [urls(server), str(tmp_path / "cache"), str(workers), how]
+    arguments = [urls(server), str(tmp_path / "cache"), str(workers), "ends", "closes", "drops"]
     command = [sys.executable, "-W", "ignore", "-c", FORKING, *arguments]  # Python warns of threads
     done = subprocess.run(command, check=False, timeout=100, capture_output=True, text=True)
     assert done.stderr == ""
@@ -1134,7 +1135,7 @@ def what_they_do(alive: list[psutil.Process], said: Path) -> str:
     ("how", "method"),
     [
         (signal.SIGINT, "fork"),
-        (signal.SIGTERM, "fork"),
+        pytest.param(signal.SIGTERM, "fork", marks=pytest.mark.deep),
         (signal.SIGKILL, "fork"),
         # The forkserver lives as long as a worker does, so that none loses its parent.
         pytest.param(signal.SIGKILL, "forkserver", marks=pytest.mark.deep),
@@ -1297,7 +1298,9 @@ def test_an_epoch_smaller_than_a_batch_is_an_error_and_not_an_empty_epoch(
 
 
 @pytest.mark.parametrize("file", ["data", "names", "index"])
-@pytest.mark.parametrize("place", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "place", [pytest.param(0.0, marks=pytest.mark.deep), 0.4, pytest.param(1.0, marks=pytest.mark.deep)]
+)
 def test_bytes_that_rot_in_the_cache_are_fetched_again(
     file: str, place: float, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -1353,7 +1356,7 @@ def emptied(path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("revalidate", ["never", "start"])
+@pytest.mark.parametrize("revalidate", ["never", pytest.param("start", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("harm", [cut_short, emptied, lambda path: flip(path, path.stat().st_size // 2)])
 def test_an_index_without_data_that_is_damaged_is_made_again(
     harm: Callable[[Path], None], revalidate: str, server: ShardServer, tmp_path: Path

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_some_of_all_cases_give_what_is_recorded():
-    assert [str(difference) for difference in replay(every=10)] == []
+    assert [str(difference) for difference in replay(every=20)] == []
 
 
 @pytest.mark.deep
@@ -83,7 +83,11 @@ def _smallest(is_wanted: Callable[[Any], bool]) -> str:
     [
         (_swap_rows, "keys", lambda case: True),
         (_change_a_pixel, "pixels", lambda case: True),
-        (_change_a_weight, "weights", lambda case: "sample_weight" in case.options.get("batches", {})),
+        pytest.param(
+            *(_change_a_weight, "weights"),
+            lambda case: "sample_weight" in case.options.get("batches", {}),
+            marks=pytest.mark.deep,
+        ),
     ],
 )
 def test_a_change_of_one_row_of_one_batch_is_found(
@@ -105,7 +109,10 @@ def test_a_change_of_one_row_of_one_batch_is_found(
     assert "the first is step 1" in str(first)
 
 
-@pytest.mark.parametrize("field", ["position", "seed", "weights", "fitted"])
+@pytest.mark.parametrize(
+    "field",
+    ["position", *(pytest.param(name, marks=pytest.mark.deep) for name in ("seed", "weights", "fitted"))],
+)
 def test_a_change_of_one_field_of_a_state_is_found(field: str, monkeypatch: pytest.MonkeyPatch):
     plain = streamload.Loader.state_dict
 

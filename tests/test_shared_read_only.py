@@ -85,7 +85,9 @@ def daemon(origin: Origin, tmp_path: Path, place: Place, *more: str) -> list[Any
     return [done.returncode, done.stdout, done.stderr]
 
 
-@pytest.mark.parametrize("more", [(), ("--once",)], ids=["on and on", "once"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--once",), marks=pytest.mark.deep)], ids=["on and on", "once"]
+)
 def test_a_daemon_that_may_not_write_says_so_at_once(
     origin: Origin, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

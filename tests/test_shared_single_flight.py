@@ -161,7 +161,7 @@ def check_fetched_once(origin: Origin) -> None:
         assert [start for start, _ in origin.server.ranges(path.name)].count(0) == 1
 
 
-@pytest.mark.parametrize("kind", ["folder", "s3"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.deep)])
 def test_three_trainings_that_start_at_once_take_the_origins_bytes_once(
     nodes: Nodes, place: Place, kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -235,7 +235,7 @@ def test_where_no_lease_can_be_written_each_node_fetches_and_stores(nodes: Nodes
     assert (seen["shared_stored"], seen["origin_bytes"]) == (len(COUNTS), nodes.origin.bytes)
 
 
-@pytest.mark.parametrize("first", ["daemon", "training"])
+@pytest.mark.parametrize("first", ["daemon", pytest.param("training", marks=pytest.mark.deep)])
 def test_a_training_and_a_daemon_at_once_take_the_origins_bytes_once(
     nodes: Nodes, place: Place, first: str
 ) -> None:

@@ -7,6 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
+from photographs import whole_photograph
 from PIL import Image, ImageOps
 
 from streamload.errors import DecodeError, ImageTooLarge
@@ -15,9 +16,7 @@ from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow,
 
 
 def photograph(width=120, height=90, mode="RGB"):
-    from skimage import data
-
-    image = Image.fromarray(data.astronaut()[40:340, 60:460]).resize(
+    image = Image.fromarray(whole_photograph()[40:340, 60:460]).resize(
         (width, height), Image.Resampling.BICUBIC
     )
     return image.convert(mode)

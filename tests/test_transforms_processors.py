@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from processors import NAMES, SIZED, assert_exact
 from torch.testing import assert_close
 
@@ -23,6 +22,8 @@ EXACT = pytest.mark.skipif(bool(kernel.why_not()), reason=kernel.why_not())
 
 def processor(name, **options):
     """One that works on Pillow's images: transformers 5 calls it Pil, 4 has no other for most of these."""
+    import transformers  # with what torch compiles by: seconds, and 100 MB
+
     kind = getattr(transformers, f"{name}ImageProcessorPil", None) or getattr(
         transformers, f"{name}ImageProcessor"
     )
@@ -75,7 +76,9 @@ def test_a_loader_gives_the_same_tensors_compiled_and_as_given(shards, tmp_path,
 
 
 def test_a_whole_processor_stands_for_its_image_processor(shards, tmp_path):
-    whole = transformers.VisionTextDualEncoderProcessor(processor("CLIP"), tokenizer())
+    from transformers import VisionTextDualEncoderProcessor
+
+    whole = VisionTextDualEncoderProcessor(processor("CLIP"), tokenizer())
     [batch, _] = batches(shards, tmp_path, preprocess=whole, tokenizer=tokenizer(), output="hf")
     assert batch["pixel_values"].shape == (12, 3, 96, 61)
     [(images, _), _] = batches(shards, tmp_path, preprocess=processor("CLIP"))
@@ -123,6 +126,8 @@ def test_a_processor_that_runs_as_given_gives_tensors(shards, tmp_path, caplog):
 
 
 def test_what_else_a_processor_gives_is_in_the_batches_of_hf_alone(shards, tmp_path):
+    import transformers
+
     if not hasattr(transformers, "Siglip2ImageProcessorPil"):
         pytest.skip("this transformers has none")
     siglip2 = transformers.Siglip2ImageProcessorPil(max_num_patches=16)

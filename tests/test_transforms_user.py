@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from photographs import whole_photograph
 from PIL import Image
 
 from streamload.errors import DecodeError
@@ -13,10 +14,8 @@ from streamload.transforms.user import SeededGenerators, UserTransform
 
 
 def jpeg():
-    from skimage import data
-
     buffer = io.BytesIO()
-    Image.fromarray(data.astronaut()[:90, :120]).save(buffer, "JPEG")
+    Image.fromarray(whole_photograph()[:90, :120]).save(buffer, "JPEG")
     return buffer.getvalue()
 
 
