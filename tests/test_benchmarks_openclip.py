@@ -13,6 +13,7 @@ OWN = (
 )  # the parent of the environment that this runs in: it has the newer webdataset
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_all_contenders_do_the_same_work(tmp_path: Path) -> None:
     out = tmp_path / "warm.json"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples.photograph_shards import write_photograph_shards
 from streamload.testing.server import ShardServer
 
@@ -19,6 +21,7 @@ runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
 
 
+@pytest.mark.deep
 def test_the_example_for_open_clip_fetches_each_photograph_once_and_its_loss_falls(tmp_path: Path) -> None:
     shards = write_photograph_shards(tmp_path / "shards", samples=384, samples_per_shard=100)
     with ShardServer(tmp_path / "shards") as server:

@@ -414,6 +414,7 @@ def test_the_commands_know_prepared_shards(
     cache = tmp_path / "cache"
     urls = f"{server.url}/{{00000..00002}}.tar"
     threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     try:
         code, out = command("warm", urls, "--cache-dir", cache, "--cache-size", "1GB", "--prepare", "raw-32")
         assert torch.get_num_threads() == 1

@@ -949,7 +949,9 @@ def test_a_killed_worker_is_an_error_and_loses_nothing(
         del loader
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(name, marks=pytest.mark.deep) for name in ("spawn", "forkserver"))]
+)
 def test_a_worker_that_is_killed_between_epochs_is_replaced(
     method: str, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -1056,7 +1058,7 @@ print(samples)
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.deep), 2])
 def test_processes_forked_from_the_rank_end_nothing_but_themselves(
     workers: int, server: ShardServer, tmp_path: Path
 ) -> None:

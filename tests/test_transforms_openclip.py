@@ -223,11 +223,12 @@ def captions_at_random(count):
         yield joint.join(rng.choices(PIECES, k=rng.choice([0, 1, 3, 8, 20, 90])))
 
 
+@pytest.mark.parametrize("count", [1000, pytest.param(4000, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
-def test_ids_are_simple_tokenizers_own(clean):
+def test_ids_are_simple_tokenizers_own(clean, count):
     tokenizer, plain = SimpleTokenizer(clean=clean), SimpleTokenizer(clean=clean)
     ours = adapt_tokenizer(tokenizer)
-    captions = list(captions_at_random(4000))
+    captions = list(captions_at_random(count))
     for start in range(0, len(captions), 50):
         batch = captions[start : start + 50]
         differing = (ours(batch, range(50)).ids != plain(batch)).any(1).nonzero().flatten().tolist()
