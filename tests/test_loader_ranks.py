@@ -279,3 +279,47 @@ def test_a_store_that_has_gone_ends_no_training(monkeypatch: pytest.MonkeyPatch)
         watch._thread.join(60)
         watch.check()
         watch.fail(OriginOutage("a.tar"))
+
+
+class Counted:
+    """A store that counts its requests."""
+
+    def __init__(self, store: Any):
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def decide_together(rank: int, world_size: int, file: Path, answers: Any) -> None:
+    """Agree on the sum of the ranks that take part, and say how many requests that took."""
+    distributed._AGREE_SECONDS = 0.5 if file.name == "without" else 60.0
+    store = Counted(torch.distributed.FileStore(str(file), world_size))
+    distributed._store_of = lambda _: store  # type: ignore[assignment]
+    torch.distributed.get_rank = lambda: rank  # type: ignore[assignment]
+    decision = distributed.agree("sum", rank + 1, sum, world_size)
+    answers.put((decision, store.requests))
+
+
+@pytest.mark.parametrize(("name", "first"), [("all", 0), ("without", 1)])
+def test_ranks_decide_once_by_a_few_requests_each_also_where_rank_0_takes_no_part(
+    name: str, first: int, tmp_path: Path
+) -> None:
+    context, world_size = torch.multiprocessing.get_context("fork"), 6
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=decide_together, args=(rank, world_size, tmp_path / name, answers))
+        for rank in range(first, world_size)
+    ]
+    for each in ranks:
+        each.start()
+    decisions, requests = zip(*(answers.get(timeout=60) for _ in ranks), strict=True)
+    for each in ranks:
+        each.join()
+    assert len(set(decisions)) == 1
+    if first == 0:
+        assert decisions[0] == sum(range(1, world_size + 1))
+        assert sorted(requests)[:-1] == [4] * (world_size - 1)  # set, wait, check, get
+    else:
+        assert 0 < decisions[0] <= sum(range(2, world_size + 1))

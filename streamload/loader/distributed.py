@@ -40,6 +40,8 @@ _SLOWEST = "streamload/slowest"
 _COMPARED_EVERY, _LOOKS = 2, 3
 """Waits are compared every so many polls; an entry that hasn't changed for so many looks is old."""
 _AGREE_SECONDS = 30.0
+_TURN_SECONDS = 0.05
+"""After the ranks below it each rank waits so much longer before it decides itself."""
 _EXCHANGE_SECONDS = 1800.0
 
 _uses: Counter[str] = Counter()
@@ -75,7 +77,8 @@ def first_value(name: str, value: str, world_size: int) -> str:
 def agree(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) -> T:
     """One decision for all ranks, from the values that arrive within half a minute.
 
-    The others don't wait for a later rank, which gets their decision.
+    Rank 0 reads the values and decides, so the store has a few requests of each rank. Where rank 0 takes no
+    part, the lowest rank that waits decides. Nobody waits for a later rank, which gets the decision.
 
     Args:
         name: of the decision.
@@ -86,13 +89,24 @@ def agree(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) 
     store = _store_of(world_size)
     if store is None:
         return decide([value])
-    name = _unique(name)
+    name, rank = _unique(name), torch.distributed.get_rank()
     keys = [f"{name}/{rank}" for rank in range(world_size)]
-    store.set(keys[torch.distributed.get_rank()], json.dumps(value))
+    store.set(keys[rank], json.dumps(value))
+    awaited = [name] if rank else keys
     with contextlib.suppress(RuntimeError):  # torch raises it on a timeout
-        store.wait(keys, timedelta(seconds=_AGREE_SECONDS))
-    decision = decide([json.loads(store.get(key)) for key in keys if store.check([key])])
+        store.wait(awaited, timedelta(seconds=_AGREE_SECONDS + _TURN_SECONDS * rank))
+    if rank and store.check([name]):
+        return json.loads(store.get(name))  # type: ignore[no-any-return]
+    arrived = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    decision = decide([json.loads(told) for told in _values_of(store, arrived)])
     return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]
+
+
+def _values_of(store: Any, keys: list[str]) -> list[bytes]:
+    """The values of keys that are there, by one request if the store takes it."""
+    if len(keys) > 1 and store.has_extended_api():
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]
 
 
 def largest(
@@ -190,11 +204,8 @@ class Ranks:
         """Read and log the entries since the last call."""
         waits: dict[int, str] = {}
         with self._lock:
-            while self._read < self._store.add(_KEY, 0):
-                key = f"{_KEY}/{self._read + 1}"
-                if not self._store.check([key]):  # numbered, but not written yet
-                    break
-                rank, status, reason = json.loads(self._store.get(key))
+            for entry in self._unread():
+                rank, status, reason = json.loads(entry)
                 self._read += 1
                 waits.pop(rank, None)
                 if status == "waits":
@@ -211,6 +222,13 @@ class Ranks:
             rank, reason = min(waits.items())
             others = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
             logger.warning("%s has waited %s%s", self.name_of(rank), reason, others)
+
+    def _unread(self) -> list[bytes]:
+        """The entries since the last call, up to one that is numbered, but not written yet."""
+        keys = [f"{_KEY}/{number}" for number in range(self._read + 1, self._store.add(_KEY, 0) + 1)]
+        if keys and not self._store.check(keys):
+            keys = list(itertools.takewhile(lambda key: self._store.check([key]), keys))
+        return _values_of(self._store, keys)
 
     def compare_waits(self, ratio: float) -> tuple[int, float] | None:
         """Compare how much the ranks wait for data; to be called every few seconds.
