@@ -115,6 +115,43 @@ def test_behind_an_epochs_end_the_next_one_begins(paths: list[Path], tmp_path: P
             assert [keys(loader) for _ in expected] == expected
 
 
+@pytest.mark.parametrize("length", [{}, {"num_samples": 50}, {"num_batches": 10}])
+@pytest.mark.parametrize("end_is_seen", [False, True])
+def test_a_loop_from_the_saved_epoch_on_trains_no_epoch_twice(
+    length: dict[str, int],
+    end_is_seen: bool,
+    paths: list[Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Saved after the last batch of epoch 1, before or after the iterator has said that it is the last."""
+    with make(paths, tmp_path / "cache", **length) as loader:
+        epochs = [keys(loader) for _ in range(3)]
+    with make(paths, tmp_path / "cache", **length) as loader:
+        keys(loader)
+        iterator = iter(loader)
+        for _ in epochs[1]:
+            next(iterator)
+        assert not end_is_seen or next(iterator, None) is None
+        state = json.loads(json.dumps(loader.state_dict()))
+    with make(paths, tmp_path / "cache", **length) as loader:
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        place = loader.state_dict()
+        assert all(place[name] == state[name] for name in ("epoch", "sequence", "began", "position", "at"))
+        batches = []
+        for epoch in range(1, 3):
+            loader.set_epoch(epoch)
+            batches.append(keys(loader))
+        assert batches == [[], epochs[2]]
+        loader.set_epoch(0)
+        assert "goes back before" not in caplog.text
+        loader.load_state_dict(state)
+        loader.set_epoch(0)
+        assert "set_epoch(0) goes back before the loaded state" in caplog.text
+        assert keys(loader) == epochs[0]
+
+
 @pytest.mark.parametrize("length", ["num_samples", "num_batches"])
 def test_virtual_epochs_go_on_in_the_same_pass(length: str, paths: list[Path], tmp_path: Path) -> None:
     """Nothing comes twice before all has been seen, wherever the run is cut and taken up."""

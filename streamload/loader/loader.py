@@ -181,11 +181,13 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next `iter()` starts. By default each `iter()` starts the next epoch.
 
+        After `load_state_dict` see there.
+
         Args:
             epoch: from 0.
         """
         at_least(0, epoch=epoch)
-        self._schedule.tracker.epoch = epoch
+        self._schedule.tracker.set_epoch(epoch)
 
     def place_on(self, device: str | torch.device) -> None:
         """Put batches on a device from the next epoch on, unless `device` names one. For frameworks."""
@@ -207,9 +209,11 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     ) -> None:
         """Resume exactly after a saved state at the next `iter()`, on any number of workers and ranks.
 
-        That iteration yields the rest of the state's epoch. `set_epoch` with this epoch changes nothing; with
-        another one the next iteration is that epoch. Augmentation continues exactly, too. batch_size may
-        differ: the same samples come, in other batches.
+        That iteration yields the rest of the state's epoch, and `set_epoch` with this epoch changes nothing.
+        A state after the last batch of an epoch is at the start of the next one: `set_epoch` with the epoch
+        that it has finished yields nothing, as nothing is left of it. With any other epoch the next iteration
+        is that one, from its first batch; an earlier one is logged as a warning. Augmentation continues
+        exactly, too. batch_size may differ: the same samples come, in other batches.
 
         Args:
             state: what `state_dict` or `gather_state` returned, or a list of several ranks' states.
@@ -238,6 +242,9 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         """
         self._schedule.check_rank()
         self._end_epoch("a new iteration of the loader began")
+        if self._schedule.tracker.is_over:
+            self._schedule.tracker.pass_over()
+            return iter(())
         self._settle_device()
         started = time.monotonic()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from streamload.order.mixing import Change, in_effect
 from streamload.order.steps import Resize
 from streamload.steering.replay import Replay, changes_of
 from streamload.worker.states import GroupState
+
+logger = logging.getLogger("streamload")
 
 
 class Sizes(NamedTuple):
@@ -147,6 +150,7 @@ class EpochTracker:
         self._current: Position | None = None
         self._is_fresh = False  # no batch was yielded since the position was loaded, or its epoch started
         self._is_finished = False
+        self._is_loaded = False  # the position was loaded, and no epoch was started from it
         self._is_changed = False  # weights or sizes were set
 
     @property
@@ -154,10 +158,38 @@ class EpochTracker:
         """Whether no epoch was started, no position loaded, and neither weights nor sizes were set."""
         return self._current is None and not self._is_changed
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the next epoch is the one that the loaded position has finished: nothing is left of it.
+
+        The position after the last batch of an epoch is the first one of the next epoch.
+        """
+        loaded = self._current if self._is_loaded else None
+        return loaded is not None and self.epoch == loaded.epoch - 1 and loaded.position == loaded.start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the next epoch; warn if that goes back before a loaded position."""
+        self.epoch = epoch
+        loaded = self._current if self._is_loaded else None
+        if loaded is not None and epoch < loaded.epoch and not self.is_over:
+            logger.warning(
+                "set_epoch(%d) goes back before the loaded state, in epoch %d: epoch %d starts again "
+                "from its first batch. To continue from the state, start with set_epoch(%d)",
+                epoch,
+                loaded.epoch,
+                epoch,
+                loaded.epoch,
+            )
+
+    def pass_over(self) -> None:
+        """The next epoch was iterated, which is over: the loaded position's epoch comes after it."""
+        logger.info("nothing is left of epoch %d in the loaded state: it yields no batch", self.epoch)
+        self.epoch += 1
+
     def start(self) -> Position:
         """Start the next epoch. It counts as started with its first batch, or when it ends without one."""
         self._current = self.next()
-        self._is_fresh, self._is_finished = True, False
+        self._is_fresh, self._is_finished, self._is_loaded = True, False, False
         self.epoch = self._current.epoch
         return self._current
 
@@ -195,7 +227,7 @@ class EpochTracker:
 
     def _next(self) -> Position:
         last = self._current
-        if last is not None and self._is_fresh and self.epoch == last.epoch:
+        if last is not None and self._is_fresh and (self.epoch == last.epoch or self.is_over):
             return last
         if last is not None and self._epochs_continue and self.epoch == last.epoch + 1:
             return last.next_epoch()
@@ -227,6 +259,7 @@ class EpochTracker:
     def load(self, position: Position) -> None:
         """Resume at a position."""
         self._current, self._is_fresh, self._is_finished = position, True, False
+        self._is_loaded = True
         self.epoch, self.weights = position.epoch, Weights(position.weights, position.changes[-1].shares)
         self.sizes = position.sizes
 
