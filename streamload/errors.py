@@ -160,7 +160,7 @@ class NoValidSamples(DataError):
 
 
 class TooManyBadSamples(DataError):
-    """More than the allowed share of the samples is unusable."""
+    """More than the allowed share of the samples is unusable, or all of a pass."""
 
 
 class TooManyBadShards(DataError):

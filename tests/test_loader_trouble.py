@@ -302,7 +302,7 @@ def test_an_evaluation_batch_of_nothing_usable_is_passed_over_and_counted(
 ) -> None:
     shard_with_bad_images(tmp_path / "bad.tar", 30, {*range(10, 15), 29})
     options: dict[str, Any] = {"train": False, "output": "hf", "tokenizer": lengths, "num_workers": workers}
-    with make(str(tmp_path / "bad.tar"), tmp_path, **options) as loader:
+    with make(str(tmp_path / "bad.tar"), tmp_path, max_bad_samples=0.2, **options) as loader:
         epoch = iter(loader)
         sizes, positions = [], []
         for batch in epoch:
@@ -399,15 +399,15 @@ def test_a_limit_on_bad_samples_is_a_share_or_none(share: Any, tmp_path: Path) -
 
 def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
     urls = shards_with_bad_images(tmp_path, [{1, 5}] * 6)
-    with make(urls, tmp_path) as loader:
+    with make(urls, tmp_path, max_bad_samples=0.5) as loader:
         keys_of(loader)
         whole = loader._checks.counts()
-    with make(urls, tmp_path) as loader:
+    with make(urls, tmp_path, max_bad_samples=0.5) as loader:
         for _ in zip(range(4), loader, strict=False):
             pass
         state = json.loads(json.dumps(loader.state_dict()))
     assert state["bad_samples"][:1] == [20]
-    with make(urls, tmp_path, num_workers=0) as loader:
+    with make(urls, tmp_path, num_workers=0, max_bad_samples=0.5) as loader:
         loader.load_state_dict(state)
         assert loader.state_dict()["bad_samples"] == state["bad_samples"]
         keys_of(loader)

@@ -53,7 +53,11 @@ class Owner(Protocol):
         ...
 
     def finish_epoch(self) -> None:
-        """The last batch of the epoch was accepted."""
+        """The last batch of the epoch was accepted.
+
+        Raises:
+            DataError: too much of it could not be used.
+        """
         ...
 
     def close(self) -> None:
@@ -116,7 +120,8 @@ class Epoch:
         """The next batch.
 
         Raises:
-            StreamloadError: from the data, the origin or the cache; the loader is closed then.
+            StreamloadError: from the data, the origin or the cache; the loader is closed then. At the end of
+                the epoch also in place of the last batch, or of StopIteration.
             WorkerDied: a worker process was killed.
             RankFailed: another rank of the run ended with an error.
             LoaderClosed: the loader was closed or iterated again in the middle of this epoch.
@@ -132,8 +137,6 @@ class Epoch:
             meter.returned()
             return output
         except StopIteration:
-            self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
-            self._finish()
             self._release()
             raise
         except Exception as exc:
@@ -172,9 +175,14 @@ class Epoch:
         while True:
             since = self._started if self._count == 0 else time.monotonic()
             with self._loader.waiting(since):
-                pending, self._pending = self._pending or self._send(self._next_batch()), None
-                with self._loader.meter.copying():
-                    batch, values = pending()
+                pending, self._pending = self._pending or self._next_pending(), None
+                if pending is not None:
+                    with self._loader.meter.copying():
+                        batch, values = pending()
+            if pending is None:
+                self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
+                self._finish()
+                raise StopIteration
             waited_ns, self._pending_waited_ns = self._pending_waited_ns + self._loader.waited_ns, 0
             self._count += 1
             is_last = self._count == self.steps
@@ -250,6 +258,10 @@ class Epoch:
             return self._next_batch()
         except StopIteration:
             return None
+
+    def _next_pending(self) -> _Pending | None:
+        batch = self._next_or_none()
+        return None if batch is None else self._send(batch)
 
     def _send(self, batch: Batch) -> _Pending:
         self._received += 1

@@ -57,9 +57,12 @@ class Shards:
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
-            run, once bad samples of enough shards (at least ten) make that certain. None: no limit.
+            run: once bad samples of enough shards (at least ten) make that certain, or at the end of a pass,
+            by the exact share of all ranks (three or more, or half of all). None: no limit, but a pass of
+            which nothing could be used is an error.
         max_bad_shards: the largest share of shards that may be given up; above it TooManyBadShards ends the
-            run, once at least three were given up and it is certain. None: no limit.
+            run, once at least three were given up and it is certain; at the end of an epoch also one or two
+            if they are half of all. None: no limit.
 
     Raises:
         OptionError: a value that can't be used.

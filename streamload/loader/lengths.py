@@ -46,6 +46,15 @@ class EpochLengths:
             return None if self._counted is None else self._counted[1]
         return batches * schedule.rows * schedule.topology.world_size
 
+    def least_of_pass(self, counts: Counters) -> int | None:
+        """The fewest samples that a training takes of a pass over all shards; None if that is unknown."""
+        options, schedule = self._options, self._schedule
+        samples = counted_samples(options, counts, schedule.drawn_epoch)
+        if samples is None and options.repeat is None:
+            samples = schedule.listed_samples()
+        step = schedule.rows * schedule.topology.world_size
+        return None if samples is None else samples - samples % step
+
     def expected(self, position: Position) -> int | None:
         """Batches of one pass after a position, by the sizes of shards; None unless `batches` was called."""
         schedule = self._schedule

@@ -30,9 +30,18 @@ from streamload.loader.microbatches import Microbatches
 from streamload.loader.observed import Observed
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Outputs
+from streamload.loader.pass_end import PassEnd
 from streamload.loader.pool import WorkerPool
 from streamload.loader.schedule import Schedule
-from streamload.loader.state import BAD_SAMPLES, BAD_SHARDS, counts_in, from_state, steering_in, to_state
+from streamload.loader.state import (
+    BAD_IN_PASS,
+    BAD_SAMPLES,
+    BAD_SHARDS,
+    counts_in,
+    from_state,
+    steering_in,
+    to_state,
+)
 from streamload.loader.steerable import Steerable
 from streamload.loader.steering import Steering
 from streamload.loader.trace import Trace
@@ -198,7 +207,12 @@ class Loader(Steerable, Observed, DataLoaderInterface):
 
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
-        counts = {BAD_SAMPLES: self._checks.counts(), BAD_SHARDS: self._shard_checks.counts()}
+        topology, lost = self._schedule.topology, self._given_up()
+        counts = {
+            BAD_SAMPLES: self._checks.counts(),
+            BAD_SHARDS: self._shard_checks.counts(),
+            BAD_IN_PASS: self._pass_end.counts(lost, topology.rank, topology.world_size),
+        }
         return self._schedule.state(counts, {**self._steering.state(), **self._sizing.state()})
 
     def load_state_dict(
@@ -230,6 +244,8 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         counts = counts_in(state)
         self._checks.restore(counts[BAD_SAMPLES])
         self._shard_checks.restore(counts[BAD_SHARDS])
+        position = self._schedule.tracker.now()
+        self._pass_end.restore(counts[BAD_IN_PASS], position.position - position.start)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
@@ -314,6 +330,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         if self._trace is not None and self._trace.took():
             self._trace = None
         self._checks.count_skipped(batch)
+        self._pass_end.count(batch)
         self._check_shards()
         if not batch.samples:
             return None
@@ -324,12 +341,17 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         return self._outputs.form(batch, values, features, self._step, steered)
 
     def finish_epoch(self) -> None:
-        """The last batch of the epoch was accepted."""
+        """The last batch of the epoch was accepted.
+
+        Raises:
+            TooManyBadSamples, TooManyBadShards, NoValidSamples: see pass_end.PassEnd.check.
+        """
         if self._pool is not None:
             end_epoch(self._pool.features, self._counts)
         self.meter.end_epoch(self._epoch)
         self._schedule.tracker.finish()
         self._check_shards()
+        self._check_pass()
 
     @contextlib.contextmanager
     def waiting(self, since: float) -> Iterator[None]:
@@ -350,15 +372,36 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._checks = BatchChecks(self._counts, self.options.train, self.options.shards.max_bad_samples)
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
         self._shard_checks = ShardChecks(self.options.shards.max_bad_shards)
+        self._pass_end = PassEnd(self.options.shards, self.options.train)
         self.meter = Meter(self.options, self._schedule, self._control, self._counts, self._on_alert)
         if not self.options.num_workers:  # the worker's waits for bytes are in this process
             self._control.while_waiting = self.meter.tick
         self._reset_exports()
 
+    def _given_up(self) -> int:
+        return total(self._control.counters, "shards_given_up")
+
     def _check_shards(self) -> None:
-        counters = self._control.counters
-        if given_up := total(counters, "shards_given_up"):
-            self._shard_checks.check(given_up, total(counters, "shards_complete"), self._schedule.shards)
+        if given_up := self._given_up():
+            complete = total(self._control.counters, "shards_complete")
+            self._shard_checks.check(given_up, complete, self._schedule.shards)
+
+    def _check_pass(self) -> None:
+        """Compare the shares of all ranks with the limits, as an epoch has ended."""
+        schedule, world_size = self._schedule, self.world_size
+        lost, shards = (self._given_up(), schedule.shards if self._pool is None else self._pool.shards)
+        own = self._pass_end.totals(
+            *((lost, shards) if schedule.reports_shards else (0, 0)), schedule.epochs_are_passes
+        )
+        order = schedule.order
+        totals = self._pass_end.agree(
+            f"epoch {self._epoch} of {order.data} {order.seed} {order.train}",
+            own,
+            world_size,
+            lambda: self._lengths.least_of_pass(self._counts),
+        )
+        is_first = not self.options.train or schedule.topology.rank == 0
+        self._pass_end.check(self._epoch, totals, world_size, logs=is_first)
 
     def _start_epoch(self, started: float) -> Epoch:
         """Write the workers' EpochStart before the first batch is requested."""
@@ -390,6 +433,8 @@ class Loader(Steerable, Observed, DataLoaderInterface):
                 self._destination.device, pool.statistics, is_pinned=self._destination.is_pinned
             )
         schedule.tracker.start()
+        is_start = position.position == (position.start if schedule.epochs_are_passes else 0)
+        self._pass_end.start_epoch(is_start)
         self._sizing.start_epoch(self._in_flight)
         self._epoch = position.epoch
         self._step = schedule.step_of(position) - 1

@@ -50,6 +50,7 @@ class WorkerPool:
         features: of its batches, by name.
         tier: that they read.
         run: its name on this node.
+        shards: how many this rank reads in a pass.
         page: the file of what this rank publishes.
 
     Raises:
@@ -59,6 +60,8 @@ class WorkerPool:
     def __init__(self, owner: object, options: LoaderOptions, schedule: Schedule, control: ControlBlock):
         config, placed = worker_config_for(options, schedule)
         self.tier, self.run = placed.tier, config.run
+        own = (pieces.shards for source in config.sources for pieces in source.pieces.values())
+        self.shards = sum(shards.size for shards in own)
         self.page = PageFile(placed.tier.root)
         self._close_tier = weakref.finalize(owner, in_this_process(_close), self.page, placed)
         self.order = schedule.order

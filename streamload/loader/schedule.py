@@ -146,6 +146,12 @@ class Schedule:
         return self._groups_by_options() == 1 and not self._options.epochs_continue
 
     @property
+    def epochs_are_passes(self) -> bool:
+        """Whether each epoch is one pass, in evaluation over this rank's share of the data."""
+        options = self._options
+        return not options.train or (self.order.groups == 1 and not options.epochs_continue)
+
+    @property
     def drawn_epoch(self) -> int:
         """The epoch by which the samples of its pass are counted: 0 if all passes have the same number."""
         if self._options.repeat is None:
@@ -226,6 +232,17 @@ class Schedule:
         groups = self.order.groups
         own = len(own_groups(self._options, self.topology, groups))
         return -(-len(self._options.urls) * own // groups)
+
+    @property
+    def reports_shards(self) -> bool:
+        """Whether this rank reads shards that no lower rank reads: it counts them for all."""
+        topology = self.topology
+        return not self._options.train or bool(self.split().groups_told_by(topology.rank))
+
+    def listed_samples(self) -> int | None:
+        """The samples of all shards by sizes.json; None if one is unknown."""
+        sizes = self._read_sizes()
+        return None if None in sizes else sum(sum(own or ()) for own in sizes)
 
     # In what order samples come.
 
@@ -415,8 +432,7 @@ class Schedule:
         """Samples of an epoch by num_samples, or by sizes.json, which doesn't know of `repeat=`."""
         if self._options.num_samples is not None or self._options.repeat is not None:
             return self._options.num_samples
-        sizes = self._read_sizes()
-        return None if None in sizes else sum(sum(own or ()) for own in sizes)
+        return self.listed_samples()
 
     def _read_sizes(self, groups: int | None = None) -> list[list[int] | None]:
         """The samples of each shard of each source, by sizes.json; read once.

@@ -25,9 +25,10 @@ from streamload.worker.states import GroupState
 FORMAT = 3
 _WITHOUT_CHECKSUM = 2
 """The format before: without shard counts, the digest of sizes, openings and the checksum."""
-BAD_SAMPLES, BAD_SHARDS = "bad_samples", "bad_shards"
-_COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2}
-"""What a rank has counted (`counts()` of its checks), in so many numbers; any rank's of one step will do."""
+BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
+_COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2, BAD_IN_PASS: 3}
+"""What a rank has counted (`counts()` of its checks), in so many numbers. Any rank's of one step will do, but
+bad samples of a pass are added up where several ranks' states are known."""
 _PARSE_ERRORS = (
     AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError
 )  # fmt: skip
@@ -70,7 +71,7 @@ def to_state(
         **({} if position.sizes is None else {"batch_sizes": _sizes_to(position.sizes)}),
         **({} if position.mean_weight is None else {"mean_weight": list(position.mean_weight)}),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
-        **{name: list(numbers) for name, numbers in counts.items()},
+        **{name: list(numbers) for name, numbers in counts.items() if name != BAD_IN_PASS or any(numbers)},
         **steering,
     }
     return {**state, "checksum": _checksum(state)}
@@ -105,10 +106,18 @@ def counts_in(state: Any) -> dict[str, list[int]]:
     Raises:
         StateMismatch: they are damaged.
     """
-    one = state if isinstance(state, Mapping) else state[0]
+    states = [state] if isinstance(state, Mapping) else state
+    counts = [_counts_of(one) for one in states]
+    samples, bad, lost = zip(*(one[BAD_IN_PASS] for one in counts), strict=True)
+    in_pass = [max(samples), sum(bad) if states[0]["train"] else min(bad), max(lost)]
+    return {**counts[0], BAD_IN_PASS: in_pass}
+
+
+def _counts_of(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The counts of one rank."""
     try:
         found = {
-            name: [_whole_number(number) for number in one.get(name, [0] * count)]
+            name: [_whole_number(number) for number in state.get(name, [0] * count)]
             for name, count in _COUNTS.items()
         }
     except (TypeError, ValueError) as exc:
