@@ -113,7 +113,8 @@ def test_dicts_have_the_names_of_what_was_asked_for(options, names, shards, tmp_
 
 
 def test_samples_without_a_label_are_missing_and_unreadable_labels_a_cause_of_their_own(bad_shard, tmp_path):
-    with make(bad_shard, tmp_path, text_key=None, label_key="cls", with_keys=True) as loader:
+    options = {"text_key": None, "label_key": "cls", "with_keys": True, "max_bad_samples": None}
+    with make(bad_shard, tmp_path, **options) as loader:
         labels = torch.cat([labels for _, labels, _ in loader]).tolist()
         skipped = loader.stats().samples_skipped
     assert labels == [n for n in range(COUNT) if n not in UNREADABLE and n not in UNLABELLED]

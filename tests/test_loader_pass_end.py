@@ -207,6 +207,15 @@ def test_a_rank_that_stops_before_the_end_is_not_waited_for_without_end(tmp_path
     assert ends == ["28 samples"] * 2
 
 
+def test_a_shard_that_two_groups_share_is_not_lost_twice() -> None:
+    """One of three shards, which are cut into four pieces; then two of two ranks' own."""
+    checks, limit = PassEnd(streamload.Shards(), train=True), r"2 of 4 \(50 %\) shards"
+    checks.check(0, Totals(2, 40, 0, 40, 2, 4, 0, 0, 1), 2, 3, logs=False)
+    with pytest.raises(TooManyBadShards, match=limit):
+        checks.check(0, Totals(2, 40, 0, 40, 2, 4, 0, 0, 1), 2, 4, logs=False)
+    checks.check(0, Totals(1, 20, 0, 20, 2, 4, 0, 0, 1), 2, 8, logs=False)  # nothing joins the ranks
+
+
 def test_totals_of_ranks_have_what_came_before_a_resume_once() -> None:
     one = Totals(1, 10, 2, 10, 1, 4, 50, 5, 1)
     both = merged([one, one._replace(lost=0, shards=0)])

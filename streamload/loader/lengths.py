@@ -53,7 +53,7 @@ class EpochLengths:
         if samples is None and options.repeat is None:
             samples = schedule.listed_samples()
         step = schedule.rows * schedule.topology.world_size
-        return None if samples is None else samples - samples % step
+        return None if samples is None else samples - samples % step or samples
 
     def expected(self, position: Position) -> int | None:
         """Batches of one pass after a position, by the sizes of shards; None unless `batches` was called."""

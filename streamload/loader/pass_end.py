@@ -68,9 +68,17 @@ def merged(ranks: Sequence[Totals]) -> Totals:
     )
 
 
-def exceeds(bad: int, count: int, limit: float | None) -> bool:
-    """Whether an exact share is larger than allowed."""
-    return limit is not None and bad > limit * count and (bad >= _FEWEST_BAD or 2 * bad >= count)
+def exceeds(bad: int, count: int, limit: float | None, *, is_all: bool = True) -> bool:
+    """Whether an exact share is larger than allowed.
+
+    Args:
+        bad: how many are bad.
+        count: of how many.
+        limit: the largest share that is allowed; None: any.
+        is_all: whether these are all; of one rank's, few say nothing.
+    """
+    enough = bad >= _FEWEST_BAD or (is_all and 2 * bad >= count)
+    return limit is not None and bad > limit * count and enough
 
 
 class PassEnd:
@@ -169,13 +177,14 @@ class PassEnd:
         except RuntimeError:  # the store is gone with its rank: nobody is left to agree with
             return Totals(*decide([list(own)]))
 
-    def check(self, epoch: int, totals: Totals, world_size: int, *, logs: bool) -> None:
+    def check(self, epoch: int, totals: Totals, world_size: int, shards: int, *, logs: bool) -> None:
         """Log the shares, and compare them with the limits.
 
         Args:
             epoch: that ends.
             totals: of all ranks.
             world_size: of the run.
+            shards: of the run. A shard that is cut between groups may be lost in both.
             logs: whether this rank logs them.
 
         Raises:
@@ -183,26 +192,28 @@ class PassEnd:
             TooManyBadShards: the share of shards that were given up is larger than allowed.
             NoValidSamples: all samples lack a caption, or all shards were given up.
         """
-        bad, samples, lost, shards = totals.all_bad, totals.all_samples, totals.lost, totals.shards
+        bad, samples, is_all = totals.all_bad, totals.all_samples, totals.ranks == world_size
+        twice = max(0, totals.shards - shards)
+        lost, shards = max(0, totals.lost - twice), totals.shards - twice
         text = f"at the end of epoch {epoch}, {'at least ' if self._is_resumed else ''}"
         text += f"{_share(bad, samples)} samples could not be used, "
         text += f"{_share(lost, shards)} shards were given up"
-        if totals.ranks < world_size:
+        if not is_all:
             text = f"{text}, as {totals.ranks} of {world_size} ranks have counted"
         if logs and (bad or lost):
             logger.warning(text)
         last = ""
         if self._last is not None:
             last = f". The last on this rank: {self._last.key} of {self._last.url}: {self._last.message}"
-        if totals.is_pass and not totals.usable and not self._is_resumed and totals.ranks == world_size:
+        if totals.is_pass and not totals.usable and not self._is_resumed and is_all:
             kind = TooManyBadSamples if bad else NoValidSamples
             raise kind(f"nothing could be used: {text}{last}")
-        if totals.is_pass and exceeds(bad, samples, self._limits.max_bad_samples):
+        if totals.is_pass and exceeds(bad, samples, self._limits.max_bad_samples, is_all=is_all):
             raise TooManyBadSamples(
                 f"{text}: more than max_bad_samples={self._limits.max_bad_samples:g} allows (None allows any "
                 f"share){last}"
             )
-        if exceeds(lost, shards, self._limits.max_bad_shards):
+        if exceeds(lost, shards, self._limits.max_bad_shards, is_all=is_all):
             raise TooManyBadShards(
                 f"{text}: more than max_bad_shards={self._limits.max_bad_shards:g} allows (None allows any "
                 f"share). The log has the reason for each shard"

@@ -149,6 +149,8 @@ class _Draw:
         self._text({source["set"] for source in sources})
         self._image()
         self._selection()
+        if "damaged" in {source["set"] for source in sources}:  # more than a tenth of it is bad
+            self.options.setdefault("shards", {}).setdefault("max_bad_samples", 1.0)
         self._order()
         self._features()
         self._cache()
