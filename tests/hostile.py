@@ -157,6 +157,7 @@ def _limit() -> None:
 
 def _read(urls: list[str], cache: Path, options: dict[str, Any], said: io.StringIO) -> Outcome:
     plain = {"train": False, "num_workers": 0, "batch_size": 4, "with_keys": True, "cache_size": "2GB"}
+    plain |= {"max_bad_samples": None, "max_bad_shards": None}
     keys: list[str] = []
     values: list[Any] = []
     images: list[Any] = []

@@ -225,5 +225,5 @@ def test_pickles_are_no_text_and_no_image(option: dict[str, Any], cause: str, tm
     directory.mkdir()
     shard = sample("one", **traps(trap)) + sample("two") + sample("three", **traps(trap)) + END
     found = read_both_ways(directory, {"hostile.tar": shard}, **option)
-    assert (found.keys, found.skipped, found.error) == ([], {cause: 2, "missing": 1}, "")
+    assert (found.keys, found.skipped, found.error) == ([], {cause: 2, "missing": 1}, "TooManyBadSamples")
     assert not trap.exists()
