@@ -9,12 +9,17 @@ open file, and no closed number that may belong to another file. Never block (fl
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 _change = threading.RLock()  # reentrant: a signal handler may fork or close a file at any point
 _open: set[Descriptor] = set()
+_spare: tuple[int, weakref.WeakMethod[Callable[[], bool]]] | None = None  # a thread, how it gives up files
+shortages = 0
+"""How often this process had too many files open to open another."""
 
 
 class Descriptor:
@@ -31,7 +36,7 @@ class Descriptor:
 
     def __init__(self, opened: Callable[[], int]):
         with _change:
-            self.number = opened()
+            self.number = opening(opened)
             _open.add(self)
 
     @classmethod
@@ -59,6 +64,37 @@ class Descriptor:
             if number >= 0:
                 _open.discard(self)
                 os.close(number)
+
+
+def opening(opened: Callable[[], int]) -> int:
+    """Open a file; if this process has too many, close some that are open for later use, and retry once."""
+    global shortages
+    try:
+        return opened()
+    except OSError as exc:
+        if exc.errno != errno.EMFILE:
+            raise
+        shortages += 1
+        spare = _spare[1]() if _spare is not None and _spare[0] == threading.get_ident() else None
+        if spare is None or not spare():
+            raise
+    return opened()
+
+
+def give_up_when_short(spare: Callable[[], bool]) -> None:
+    """Set how the calling thread gives up files; replaces what was set before.
+
+    Args:
+        spare: a method that closes some of the files that this thread may open again; False: there are
+            none. Its object is not kept alive.
+    """
+    global _spare
+    _spare = threading.get_ident(), weakref.WeakMethod(spare)
+
+
+def count() -> int:
+    """How many of this process's open files are registered here."""
+    return len(_open)
 
 
 def pipe() -> tuple[Descriptor, Descriptor]:

@@ -215,9 +215,16 @@ class WorkerDied(StreamloadError, RuntimeError):
     """A worker process died without reporting an error."""
 
 
+class LimitReached(StreamloadError, OSError):
+    """A limit of the process or machine refuses open files, processes, threads or memory maps.
+
+    The message names the limit, its value, and what to set.
+    """
+
+
 def is_shortage(error: OSError) -> bool:
     """Return whether a resource of this process is short (open files, memory), so the file may be fine."""
-    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    return isinstance(error, LimitReached) or error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def add_note(error: Exception, note: str) -> None:

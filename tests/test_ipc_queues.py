@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import resource
+import select
 import signal
 import threading
 import time
@@ -19,8 +20,8 @@ import pytest
 from tiers import until
 
 import streamload
-from streamload import Workers
-from streamload.errors import NotSendable, OptionError
+from streamload import Workers, limits
+from streamload.errors import LimitReached, NotSendable, OptionError
 from streamload.ipc import queues
 from streamload.ipc.queues import MessageQueue, context_with_queues
 from streamload.testing.shards import write_shards
@@ -28,6 +29,7 @@ from tests import flat
 
 SIZES = [0, 1, 1900, 2040, 2048, 2100, 5000, 1 << 16, 3, (1 << 20) + 7, 12 << 20, 10]
 PATIENCE_SECONDS = 60.0
+_NOBODY = 65534
 NoLeaks = Callable[..., AbstractContextManager[None]]
 
 
@@ -202,14 +204,54 @@ def test_who_has_too_many_files_open_puts_as_soon_as_fewer_are() -> None:
     in_a_child(run)
 
 
-def test_who_has_too_many_files_open_is_told_that_a_value_is_lost() -> None:
+def test_a_process_with_too_many_open_files_is_told_how_many_to_allow_and_loses_no_value() -> None:
     def run() -> None:
+        limits.PATIENCE_SECONDS = 0.05
         channel = MessageQueue()
         put_each(channel, "a", [5000, 1])
-        open_all_that_is_allowed()
-        with pytest.raises(OSError, match="too many open files"):
+        opened = open_all_that_is_allowed()
+        with pytest.raises(LimitReached, match="Too many open files.*ulimit -n"):
             channel.get(PATIENCE_SECONDS)
+        os.close(opened.pop())
+        assert channel.get(PATIENCE_SECONDS) == ("a", 0, content(5000))
         assert channel.get(PATIENCE_SECONDS) == ("a", 1, content(1))
+
+    in_a_child(run)
+
+
+def test_a_worker_that_keeps_too_many_files_open_sends_an_error_in_place_of_its_batch() -> None:
+    def run() -> None:
+        limits.PATIENCE_SECONDS = 0.05
+        channel = MessageQueue()
+        opened = open_all_that_is_allowed()
+        channel.put((3, b"x" * 5000))
+        channel.put((4, b"small"))
+        readable = select.poll()
+        readable.register(channel._reader, select.POLLIN)
+        assert readable.poll(PATIENCE_SECONDS * 1000)
+        os.close(opened.pop())
+        number, refused = channel.get(PATIENCE_SECONDS)
+        assert number == 3
+        with pytest.raises(LimitReached, match="can't be sent.*ulimit -n"):
+            refused.reraise()
+        assert channel.get(PATIENCE_SECONDS) == (4, b"small")
+
+    in_a_child(run)
+
+
+def test_a_batch_waits_as_long_as_earlier_ones_are_on_their_way() -> None:
+    """Files that are sent and not received yet count for their user (ETOOMANYREFS), who is waited for."""
+
+    def run() -> None:
+        limits.PATIENCE_SECONDS = 0.05
+        channel = MessageQueue()
+        if os.geteuid() == 0:
+            os.setuid(_NOBODY)  # root may have any number of files on their way
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        put_each(channel, "a", [5000] * 100)
+        assert len(channel._late) > 10
+        time.sleep(0.3)  # longer than a shortage is waited for
+        assert [channel.get(PATIENCE_SECONDS)[1] for _ in range(100)] == list(range(100))
 
     in_a_child(run)
 

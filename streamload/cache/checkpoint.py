@@ -160,6 +160,7 @@ class CheckedArrivals:
 
 def _contents_of(view: ShardView, count: int) -> int:
     """A digest of the first entries of an index, independent of where the shard is; 0 if there are none."""
+    view.wake()
     if view.reader is None or not count:
         return 0
     entries = view.reader.entries(range(min(count, view.count)))

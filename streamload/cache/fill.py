@@ -26,6 +26,7 @@ from streamload.errors import (
     CacheError,
     CacheFull,
     DatasetChanged,
+    LimitReached,
     OriginError,
     OriginStopped,
     ShardCut,
@@ -124,7 +125,7 @@ def fill(
         taken_away = part.was_taken_away
         with contextlib.suppress(OSError):
             writer.close()
-        if isinstance(exc, OriginError) and writer.has_samples:
+        if isinstance(exc, OriginError | LimitReached) and writer.has_samples:
             part.leave()
         else:
             part.discard()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import resource
 import secrets
 import time
 from collections.abc import Iterator
@@ -178,13 +177,3 @@ def _wait_for(descriptor: int, path: Path) -> None:
                     f"{path} has been locked for {PATIENCE_SECONDS:g} s by a process that makes no progress"
                 ) from None
             time.sleep(_RETRY_SECONDS)
-
-
-def allow_many_files() -> None:
-    """Raise this process's limit of open files to the maximum: each open shard and tombstone takes some.
-
-    For our own processes only; the usual limit of 1,024 protects programs that use select().
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streamload import errors
+from streamload import errors, limits
 from streamload.cache.facts import ShardFacts
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
+from streamload.cache.open_files import OpenFiles
 from streamload.cache.selection import Numbers, Selection
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ReadMemory
@@ -68,6 +69,7 @@ class ShardCache:
         counted: which shards this process counts, so that the workers of a rank count each of them once.
         fetch: see ShardView.
         freshness: see ShardView.
+        files: of this thread, which keeps the shards open.
 
     Attributes:
         shared_facts: carries facts between nodes; None: each makes its own.
@@ -86,6 +88,7 @@ class ShardCache:
         counted: Callable[[int], bool],
         fetch: Fetch | None = None,
         freshness: Freshness | None = None,
+        files: OpenFiles | None = None,
     ):
         self._tiers = tiers
         self.shards = shards
@@ -95,6 +98,7 @@ class ShardCache:
         self._counted = counted
         self._fetch = fetch
         self._freshness = freshness
+        self._files = files or OpenFiles()
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, _Usable] = {}
         self._facts: dict[int, ShardFacts] = {}
@@ -150,7 +154,7 @@ class ShardCache:
         """The open view of a shard; opened now if it isn't."""
         view = self._views.get(shard)
         if view is None:
-            view = ShardView(self._tiers, self.shards[shard], self._fetch, self._freshness)
+            view = ShardView(self._tiers, self.shards[shard], self._fetch, self._freshness, self._files)
             self._views[shard] = view
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
@@ -161,8 +165,7 @@ class ShardCache:
 
     def ranges(self, shard: int, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
         """The byte ranges of samples of an open shard at its origin. See `ShardView.ranges`."""
-        view = self._views.get(shard)
-        return [] if view is None else view.ranges(numbers)
+        return self.view(shard).ranges(numbers) if shard in self._views else []
 
     def read(
         self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
@@ -205,7 +208,9 @@ class ShardCache:
     def keep_open(self, shards: Collection[int]) -> None:
         """Close all other shards: they may be evicted."""
         for shard in [s for s in self._views if s not in shards]:
-            self._views.pop(shard).close()
+            view = self._views.pop(shard)
+            self._files.forget(view)
+            view.close()
             self._usable.pop(shard, None)
             self._facts.pop(shard, None)
 
@@ -254,7 +259,10 @@ class ShardCache:
         if not self._skip or reader.status == errors.OriginOutage.__name__:  # not the fault of the shard
             raise tombstone_error(reader.status, reader.cause)
         if view.shard.digest not in self._tombstones:
-            lock = view.hold_tombstone()
+            try:
+                lock = view.hold_tombstone()
+            except OSError as exc:
+                raise limits.reached(f"{view.shard.name} can't be skipped by all", exc) from exc
             if lock is not None:  # else it is still a part, on its way to the tombstones
                 self._tombstones[view.shard.digest] = lock
         if shard in self._given_up:

@@ -151,19 +151,24 @@ class ShardCopy:
         self.pin = pin
         self.path = path
         try:
-            self.reader = IndexReader(path)
+            self.reader = IndexReader(path, pin.file)
         except OSError as exc:
             if exc.errno not in _BROKEN:
                 raise
             raise CacheCorrupt(f"{path} can't be read: {exc.strerror}") from exc
         self.version = version_of(self.reader)
         self.is_index_only = self.reader.meta.get("bare") is True
+        self._local = shard.in_place
         self.is_in_place = shard.in_place is not None
         self._data: Descriptor | None = None
+        self.identity: tuple[int, ...] = ()
+        """What identifies the file of the data."""
         if self.is_index_only:
             return
         try:
-            self._data = self._open_data(shard.in_place)
+            self._data = self._open_data(path)
+            if self._data is not None:
+                self.identity = _identity_of(self._data, is_pinned=not self.is_in_place)
         except BaseException:
             self.reader.close()
             raise
@@ -187,11 +192,12 @@ class ShardCopy:
             pin.close()
             raise
 
-    def _open_data(self, local: Path | None) -> Descriptor | None:
+    def _open_data(self, directory: Path) -> Descriptor | None:
         """Open the data; None for a tombstone. Refuses links and FIFOs."""
+        local = self._local
         try:
             if local is None:
-                return open_file(self.path / "data")
+                return open_file(directory / "data")
             file = Descriptor.open(local, os.O_RDONLY | os.O_NONBLOCK)
             if stat.S_ISREG(os.fstat(file.number).st_mode):
                 return file
@@ -203,6 +209,36 @@ class ShardCopy:
             if local is None or is_shortage(exc):
                 raise
             raise CacheCorrupt(f"{self.path} is unusable: {exc}") from exc
+
+    def release(self) -> int:
+        """Close the data, which is opened again when it is read: the pin keeps it. Returns how many files."""
+        if self._data is None or self._data.number < 0:
+            return 0
+        self._data.close()
+        return 1
+
+    def _descriptor(self) -> int:
+        """The descriptor of the data; -1 if there is none, or if another file has taken its place.
+
+        Raises:
+            OSError: too many open files.
+        """
+        if self._data is None or self._data.number >= 0:
+            return -1 if self._data is None else self._data.number
+        if self.pin.file.number < 0:
+            return -1
+        try:
+            data = self._open_data(self.reader.directory)
+        except OSError as exc:
+            if is_shortage(exc):
+                raise
+            return -1
+        if data is None or _identity_of(data, is_pinned=not self.is_in_place) != self.identity:
+            if data is not None:
+                data.close()
+            return -1
+        self._data = data
+        return data.number
 
     def refuse_other(self, other: ShardCopy, shard: Shard) -> None:
         """Raise DatasetChanged if another copy of a shard can't have the same bytes.
@@ -224,16 +260,30 @@ class ShardCopy:
     def sample(
         self, entry: Entry, needed: Needed | None, memory: ReadMemory | None = None
     ) -> tuple[Entry, memoryview] | None:
-        """See `read_sample`."""
-        number = self._data.number if self._data is not None else -1
-        return read_sample(number, entry, needed, memory)
+        """See `read_sample`.
+
+        Raises:
+            OSError: too many open files.
+        """
+        return read_sample(self._descriptor(), entry, needed, memory)
 
     def bytes_at(self, start: int, size: int) -> bytes:
         """So many bytes from `start` on, unverified; fewer where they can't be read."""
         try:
-            return b"" if self._data is None else os.pread(self._data.number, size, start)
+            return b"" if self._data is None else os.pread(self._descriptor(), size, start)
         except OSError:
             return b""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed: what was read of its index remains."""
+        return self.pin.file.number < 0
+
+    @property
+    def open_files(self) -> int:
+        """How many files it has open."""
+        data = self._data is not None and self._data.number >= 0
+        return 0 if self.is_closed else 1 + data + (not self.reader.ended)
 
     def close(self) -> None:
         """Close it: it may be removed from now on."""
@@ -241,6 +291,13 @@ class ShardCopy:
         self.pin.close()
         if self._data is not None:
             self._data.close()
+
+
+def _identity_of(file: Descriptor, *, is_pinned: bool) -> tuple[int, ...]:
+    """What tells a file from another one in its place: if nothing pins it, its inode may be reused."""
+    status = os.fstat(file.number)
+    inode = (status.st_dev, status.st_ino)
+    return inode if is_pinned else (*inode, status.st_size, status.st_mtime_ns)
 
 
 def verified_chunks(copy: ShardCopy, piece_bytes: int, *, is_prepared: bool) -> Iterator[bytes]:

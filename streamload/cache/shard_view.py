@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamload import limits
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
+from streamload.cache.open_files import OpenFiles
 from streamload.cache.shard import Shard, is_of, is_outdated
 from streamload.cache.shard_copy import Needed, ReadMemory, ShardCopy, is_whole
 from streamload.cache.tier import Tier
-from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError
+from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError, is_shortage
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry
@@ -49,6 +51,7 @@ class ShardView:
         shard: which one.
         fetch: reads samples of an index-only copy; None: such copies are ignored.
         freshness: decides which version the run reads; None: any.
+        files: closes the files of views that weren't used for long; None: none are closed.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class ShardView:
         shard: Shard,
         fetch: Fetch | None = None,
         freshness: Freshness | None = None,
+        files: OpenFiles | None = None,
     ):
         self.shard = shard
+        self._files = files
         self._pid = os.getpid()
         self._freshness = freshness if shard.local is None else None
         self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
@@ -66,6 +71,7 @@ class ShardView:
         self._fetch = fetch
         self._index: ShardCopy | None = None  # provides the entries: never fewer than before
         self._data: ShardCopy | None = None  # provides the samples: usually the same copy
+        self._is_resting = False  # its copies were closed; what is known of the shard remains
         self._looked_at = 0.0
         self._trouble_since: float | None = None
         self.was_complete = False
@@ -82,7 +88,8 @@ class ShardView:
     @property
     def is_index_only(self) -> bool:
         """Whether its samples have to be read from the origin."""
-        return self._data is not None and self._data.is_index_only
+        copy = self._index if self._is_resting else self._data
+        return copy is not None and copy.is_index_only
 
     @property
     def reader(self) -> IndexReader | None:
@@ -106,22 +113,24 @@ class ShardView:
 
     def refresh(self) -> bool:
         """Look for new entries; True if there are any, or if the shard has ended."""
+        if self.ended:
+            return False
         before = (self.count, self.ended)
-        if self._index is not None:
-            if self.ended:
-                return False
+        self.wake()
+        if self._index is not None and not self._is_resting:
             try:
                 self._index.reader.refresh()
             except CacheCorrupt:
                 self.invalidate(self._index)
         if (self.count, self.ended) != before:
             self._looked_at = time.monotonic()
-        elif self._may_look(_STALLED_SECONDS if self._index else _APPEAR_SECONDS):
+        elif not self._is_resting and self._may_look(_STALLED_SECONDS if self._index else _APPEAR_SECONDS):
             self._switch_copy()
         return (self.count, self.ended) != before
 
     def find(self, numbers: Sequence[int]) -> list[Found | None]:
         """The entries of samples with the copy to read; all None if one of them isn't there (yet)."""
+        self.wake()
         copy, last = self._data, max(numbers)
         if copy is None or copy.reader.count <= last or copy.is_index_only:
             copy = self._copy_with(last)
@@ -135,6 +144,7 @@ class ShardView:
 
     def ranges(self, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
         """The byte ranges of samples at the origin, if they are read from there; only those with entries."""
+        self.wake()
         copy = self._data
         if copy is None or not copy.is_index_only:
             return []
@@ -174,7 +184,16 @@ class ShardView:
         copy, entry = found
         if copy.is_index_only:
             return entry, self.fetched(copy, [entry])[0]
-        sample = copy.sample(entry, needed, memory)
+        open_files = copy.open_files
+        try:
+            sample = copy.sample(entry, needed, memory)
+        except OSError as exc:
+            if not is_shortage(exc):
+                raise
+            self._note_trouble(exc)
+            return None
+        if copy.open_files > open_files:
+            self._note_opened()
         if sample is None:
             if copy.is_in_place:
                 raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
@@ -187,6 +206,8 @@ class ShardView:
         Args:
             copy: the copy that was read; None: the one that provides the entries.
         """
+        if copy is None and self._is_resting:  # it was closed, that is all
+            return
         copy = copy or self._index
         if copy is not None:
             self._quarantine(copy.path)
@@ -211,6 +232,42 @@ class ShardView:
             if copy is not None:
                 copy.close()
         self._index = self._data = None
+        self._is_resting = False
+
+    def release(self) -> int:
+        """Close the data of its copies, which stay pinned; returns how many files. See `Holder`."""
+        return sum(copy.release() for copy in self._copies_open())
+
+    def rest(self) -> int:
+        """Close its copies, which may be evicted from now on, and remember what is known of the shard.
+
+        They are opened again when something is read. One that was evicted meanwhile is fetched again, and has
+        to be of the same version.
+
+        Returns:
+            How many files were closed.
+        """
+        closed = sum(copy.open_files for copy in self._copies_open())
+        for copy in self._copies_open():
+            copy.close()
+        self._data = None
+        self._is_resting = self._index is not None
+        self._looked_at = 0.0
+        return closed
+
+    def wake(self) -> None:
+        """Note that the copies are used; open one again after a rest, if it goes as far as what was known.
+
+        Raises:
+            DatasetChanged: the copy is of other bytes.
+        """
+        if self._files is not None:
+            self._files.use(self)
+        if self._is_resting and self._may_look(_APPEAR_SECONDS):
+            self._switch_copy()
+
+    def _copies_open(self) -> set[ShardCopy]:
+        return {copy for copy in (self._index, self._data) if copy is not None}
 
     def fetched(self, copy: ShardCopy, entries: Sequence[Entry]) -> list[memoryview]:
         """The bytes of neighbouring samples of an index-only copy, by one request to the origin.
@@ -247,14 +304,16 @@ class ShardView:
         Raises:
             DatasetChanged: the shard has ended with fewer samples than have been read.
         """
-        for found in self._copies(self._index):
+        for found in self._copies(None if self._is_resting else self._index):
             better = self._index is None or found.reader.ended or found.reader.count > self.count
+            better = better or self._is_resting
             if better and found.reader.count >= self.count:
                 old, self._index = self._index, found
                 if self._data is None or self._data is old:
                     self._data = found
                 if old is not None and old is not self._data:
                     old.close()
+                self._is_resting = False
                 return
             reader = found.reader
             found.close()
@@ -290,7 +349,7 @@ class ShardView:
         """Open the copies of the shard other than `known`, the best first.
 
         Raises:
-            CacheError: none was found, and a tier has failed for long.
+            CacheError, LimitReached: none was found, and a tier has failed for long.
         """
         trouble = None
         for tier in self._tiers():
@@ -298,7 +357,7 @@ class ShardView:
                 for path in self._paths(tier):
                     found = self._open(path) if known is None or path != known.path else None
                     if found is not None:
-                        self._trouble_since = None
+                        self._note_opened()
                         yield found
             except StreamloadError:
                 raise
@@ -306,17 +365,38 @@ class ShardView:
                 trouble = exc
         if trouble is None:
             self._trouble_since = None
-        elif self._trouble_since is None:
+        else:
+            self._note_trouble(trouble)
+
+    def _note_trouble(self, trouble: OSError) -> None:
+        """Note that a tier has failed, which may pass.
+
+        Raises:
+            CacheError, LimitReached: it has failed for long.
+        """
+        if self._trouble_since is None:
             self._trouble_since = time.monotonic()
         elif time.monotonic() - self._trouble_since > PATIENCE_SECONDS:
-            raise CacheError(f"{self.shard.name} can't be read from the cache: {trouble}") from trouble
+            failure = f"{self.shard.name} can't be read from the cache"
+            if is_shortage(trouble):
+                raise limits.reached(failure, trouble) from trouble
+            raise CacheError(f"{failure}: {trouble}") from trouble
+
+    def _note_opened(self) -> None:
+        self._trouble_since = None
+        if self._files is not None:
+            self._files.trim()
 
     def _paths(self, tier: Tier) -> list[Path]:
         digest = self.shard.digest
         paths = [tier.tombstone(digest)]
         if self._may_open():
-            published = map(tier.published, self.shard.digests)
-            parts = (part for name in self.shard.digests for part in tier.parts(name))
+            digests = self.shard.digests
+            if self._is_resting and self._index is not None:  # the form that it read before comes first
+                form = self._index.path.name
+                digests = tuple(sorted(digests, key=lambda digest: not form.startswith(digest)))
+            published = map(tier.published, digests)
+            parts = (part for name in digests for part in tier.parts(name))
             paths = [*published, tier.index_only(digest), *paths, *parts]
         return [path for path in paths if path not in self._avoided]
 
@@ -349,6 +429,9 @@ class ShardView:
                 return None
             if self._index is not None:
                 self._index.refuse_other(found, self.shard)
+                before_rest = self._index.identity if self._is_resting and found.is_in_place else ()
+                if before_rest and found.identity != before_rest:
+                    raise DatasetChanged(f"{self.shard.name} was replaced while it was being read")
             elif self._freshness is not None and path.parent.name != "gone":
                 self._freshness.agree(self.shard, found.version)
             unless_used.pop_all()

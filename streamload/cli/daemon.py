@@ -154,8 +154,8 @@ def serve(given: ServiceOptions, as_json: bool = False) -> None:
 
 def run_to_end(given: ServiceOptions) -> Status:
     """Run a daemon to its end, and show its status meanwhile."""
-    from streamload.cache.locks import allow_many_files
     from streamload.daemon.service import Service
+    from streamload.limits import allow_many_files
 
     allow_many_files()
     with Service(given) as service, _shown(service):

@@ -94,8 +94,8 @@ def warm(
         by_ray: dict[str, Any] = {"ray": ray, "ray_cpus": ray_cpus, "concurrency": concurrency}
         _warm_by_ray(urls, [cache, memory_size], as_json, **common, **by_ray)
         return
-    from streamload.cache.locks import allow_many_files
     from streamload.daemon.warm import warm as fill
+    from streamload.limits import allow_many_files
 
     allow_many_files()
     with _Bar() as bar:

@@ -24,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streamload import limits
+from streamload.descriptors import opening
 from streamload.errors import CacheFull
 from streamload.metrics import Counts
 from streamload.torch_internals import storage_of_file
@@ -78,7 +80,7 @@ class BufferPool:
     def __init__(self, batches: int):
         self._batches = batches
         self._name = f"{os.getpid()}-{next(_names)}"
-        self._file = os.memfd_create("streamload", os.MFD_CLOEXEC)
+        self._file = _shared_file()
         self._held = SharedArray((_MOST_SLOTS,), torch.uint8)
         """Whether each slot is in use: set by the worker, cleared by the rank."""
         self._prepare()
@@ -207,7 +209,10 @@ class BufferPool:
             self._held.array[index] = 0
 
     def _mapped(self, region: Region) -> _Slot:
-        return _Slot(region, mmap.mmap(self._file, region.size, offset=region.start))
+        try:
+            return _Slot(region, mmap.mmap(self._file, region.size, offset=region.start))
+        except OSError as exc:
+            raise limits.reached(f"{region.size:,} bytes of shared memory can't be mapped", exc) from exc
 
 
 class _Layout(NamedTuple):
@@ -256,13 +261,29 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes == 0 or not hasattr(os, "memfd_create"):
         return own_empty(shape, dtype)
-    descriptor = os.memfd_create("streamload", os.MFD_CLOEXEC)
+    descriptor = _shared_file()
     try:
         grow(descriptor, size_bytes)
         storage = storage_of_file(descriptor, size_bytes)
     finally:
         os.close(descriptor)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(*shape)
+
+
+def memory_file() -> int:
+    """Create a file in memory and return its descriptor.
+
+    Raises:
+        OSError: too many open files, though this thread gave up those that it can open again.
+    """
+    return opening(lambda: os.memfd_create("streamload", os.MFD_CLOEXEC))
+
+
+def _shared_file() -> int:
+    try:
+        return memory_file()
+    except OSError as exc:
+        raise limits.reached("shared memory can't be created", exc) from exc
 
 
 def grow(descriptor: int, size_bytes: int) -> None:

@@ -23,14 +23,20 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from streamload.errors import NotSendable
+from streamload import limits
+from streamload.descriptors import opening
+from streamload.errors import NotSendable, StreamloadError
+from streamload.ipc.buffers import memory_file
 from streamload.torch_internals import ExceptionWrapper
 
 _PACKET_BYTES = 2048
 """Longer messages are sent in a file. By default a Linux socket has room for 49 packets of this size."""
 _ROOM_BYTES = 4 << 20
 _RETRY_SECONDS = 0.01
-_FULL = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS))
+_FULL = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS))
+"""The receiver has no room, or has files on their way to it: it is waited for, however long that takes."""
+_SHORT = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+"""A limit of this process or machine is reached: that is waited for some seconds, then it is an error."""
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -70,9 +76,12 @@ class MessageQueue:
     def _prepare(self) -> None:
         self._readable = select.poll()
         self._readable.register(self._reader, select.POLLIN)
+        self._shortage: OSError | None = None  # why the last message wasn't sent, if a limit is the reason
         self._lock = threading.Lock()
         # Guarded by it:
-        self._late: deque[memoryview] = deque()  # messages for which there was no room
+        self._late: deque[tuple[memoryview, Any]] = (
+            deque()
+        )  # messages without room, and their values' numbers
         self._sender: threading.Thread | None = None  # sends them
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,23 +99,26 @@ class MessageQueue:
         """Send a value without waiting, however many are in the queue.
 
         Args:
-            value: a worker's (number, batch) that can't be pickled is replaced by (number, NotSendable).
+            value: a worker's (number, batch) that can't be pickled is replaced by (number, NotSendable), one
+                that a limit keeps from being sent for seconds by (number, LimitReached).
+
+        Raises:
+            LimitReached: there is no room now, and no thread can be started that waits for it.
         """
         global _spent_ns
         began = time.monotonic_ns()
+        number = value[0] if isinstance(value, tuple) and value else None
         try:
             message = ForkingPickler.dumps(value)
         except Exception as exc:
-            number, _ = value
-            message = ForkingPickler.dumps((number, _refusal(exc)))
+            message = ForkingPickler.dumps((number, _refusal(_not_sendable(exc))))
         with self._lock:
             if self._late or not self._is_sent(message):
-                self._late.append(message)
+                self._late.append((message, number))
                 if self._sender is None:
-                    self._sender = threading.Thread(
-                        target=self._send_late, name="streamload-late", daemon=True
-                    )
-                    self._sender.start()
+                    sender = threading.Thread(target=self._send_late, name="streamload-late", daemon=True)
+                    limits.start(sender)
+                    self._sender = sender
         _spent_ns += time.monotonic_ns() - began
 
     def get(self, timeout: float | None = None) -> Any:
@@ -117,22 +129,42 @@ class MessageQueue:
 
         Raises:
             queue.Empty: none has come.
-            OSError: it is lost, because this process has too many open files.
+            LimitReached: this process has too many open files to receive it, and has had for seconds.
         """
         global _spent_ns
         if not self._readable.poll(None if timeout is None else timeout * 1000):
             raise queue.Empty
         began = time.monotonic_ns()
+        self._await_descriptor()
         value = self._receive()
         _spent_ns += time.monotonic_ns() - began
         return value
+
+    def _await_descriptor(self) -> None:
+        """Wait until a file can be received: one that comes while the table is full is lost.
+
+        Raises:
+            LimitReached: the table has been full for long.
+        """
+        deadline = time.monotonic() + limits.PATIENCE_SECONDS
+        while True:
+            try:
+                os.close(opening(lambda: os.dup(self._reader.fileno())))
+                return
+            except OSError as exc:
+                if exc.errno not in _SHORT:
+                    raise
+                if time.monotonic() > deadline:
+                    raise limits.reached("a batch can't be received from a worker", exc) from exc
+            time.sleep(_RETRY_SECONDS)
 
     def _receive(self) -> Any:
         packet, files, flags, _ = self._reader.recvmsg(
             _PACKET_BYTES, _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC
         )
         if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "too many open files to receive a batch")
+            lost = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise limits.reached("a batch from a worker is lost", lost)
         if not files:
             return ForkingPickler.loads(packet)
         [(_, _, descriptor)] = files
@@ -156,13 +188,15 @@ class MessageQueue:
             else:
                 self._send_in_file(message)
         except OSError as exc:
-            if exc.errno in _FULL:
+            if exc.errno in _FULL or exc.errno in _SHORT:
+                self._shortage = exc if exc.errno in _SHORT else None
                 return False
             raise
+        self._shortage = None
         return True
 
     def _send_in_file(self, message: memoryview) -> None:
-        with os.fdopen(os.memfd_create("streamload", os.MFD_CLOEXEC), "wb") as file:
+        with os.fdopen(memory_file(), "wb") as file:
             file.write(message)
             file.flush()
             descriptors = array.array("i", [file.fileno()])
@@ -175,15 +209,40 @@ class MessageQueue:
                 if not self._late:
                     self._sender = None
                     return
-                message = self._late[0]
-            while not self._is_sent(message):
-                time.sleep(_RETRY_SECONDS)
+                message, number = self._late[0]
+            try:
+                self._send_patiently(message)
+            except OSError as exc:
+                error = limits.reached("a batch can't be sent from a worker", exc)
+                self._send_patiently(ForkingPickler.dumps((number, _refusal(error))))
             self._late.popleft()
 
+    def _send_patiently(self, message: memoryview) -> None:
+        """Send a message once there is room.
 
-def _refusal(error: Exception) -> ExceptionWrapper:
-    """Return a wrapped error that torch raises in the rank."""
+        Raises:
+            OSError: a limit of this process or machine has kept it from being sent for long.
+        """
+        short_since = 0.0
+        while not self._is_sent(message):
+            now = time.monotonic()
+            if self._shortage is None:
+                short_since = now
+            elif now - (short_since := short_since or now) > limits.PATIENCE_SECONDS:
+                raise self._shortage
+            time.sleep(_RETRY_SECONDS)
+
+
+def _not_sendable(error: Exception) -> NotSendable:
+    refused = NotSendable(f"a batch can't be sent from a worker: {error}")
+    refused.__cause__ = error
+    return refused
+
+
+def _refusal(error: StreamloadError) -> ExceptionWrapper:
+    """Return a wrapped error that torch raises in the rank; small enough for a packet."""
     try:
-        raise NotSendable(f"a batch can't be sent from a worker: {error}") from error
-    except NotSendable:
-        return ExceptionWrapper(where="in a DataLoader worker process")  # type: ignore[no-untyped-call]
+        raise error from error.__cause__
+    except StreamloadError:
+        wrapped = ExceptionWrapper(where="in a DataLoader worker process")  # type: ignore[no-untyped-call]
+    return wrapped

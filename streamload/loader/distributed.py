@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed
 
+from streamload import limits
 from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
 
@@ -303,7 +304,7 @@ class RankMonitor:
         self._reported_wait_seconds = 0.0  # of the current wait; 0: not reported yet
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamload-ranks", daemon=True)
-        self._thread.start()
+        limits.start(self._thread)
 
     def check(self) -> None:
         """To be called before each batch: this rank continues, and the others must not have failed.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from streamload import limits
 from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
@@ -367,6 +368,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     def _reset_process(self) -> None:
         """Start without workers in this process; those of the process it was forked from aren't its own."""
         self._pid = os.getpid()
+        limits.allow_many_files()
         self._control = ControlBlock(1 + self.options.num_workers, len(self.options.sources))
         self._counts = Counters(self._control.counters[0])
         self._checks = BatchChecks(self._counts, self.options.train, self.options.shards.max_bad_samples)

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from streamload import limits
 from streamload.cache.placement import Placed
 from streamload.cache.runs import PageFile
+from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.features import bound_features
 from streamload.loader.fork_safety import in_this_process, protect_workers
@@ -81,6 +83,7 @@ class WorkerPool:
 
         Raises:
             OptionError: an argument can't be sent to the workers.
+            LimitReached: there may be no more processes, threads or open files.
         """
         try:
             with _on_cpu(), _interrupts_held(self.batches):
@@ -88,6 +91,10 @@ class WorkerPool:
         except _UNPICKLABLE:
             self._options.refuse_unpicklable()
             raise
+        except (OSError, RuntimeError) as exc:
+            if isinstance(exc, StreamloadError) or not limits.advice(exc):
+                raise
+            raise limits.reached("the worker processes can't be started", exc) from exc
         protect_workers(batches)
         return InOrder(batches)
 

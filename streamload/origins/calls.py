@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from streamload import limits
 from streamload.errors import (
     OriginDenied,
     OriginError,
@@ -71,7 +72,7 @@ def begin(files: Any, what: str, *given: Any, **more: Any) -> Future:
         except BaseException as exc:
             future.set_exception(exc)
 
-    threading.Thread(target=call, name="streamload-store", daemon=True).start()
+    limits.start(threading.Thread(target=call, name="streamload-store", daemon=True))
     return future
 
 

@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 
-from streamload import descriptors
+from streamload import descriptors, limits
 from streamload.errors import (
     DatasetChanged,
     OriginCut,
@@ -122,8 +122,10 @@ class _Process:
                 start_new_session=True,
                 bufsize=0,
             )
-        except BaseException:
+        except BaseException as exc:
             self._leash.close()
+            if isinstance(exc, BlockingIOError):  # a fork was refused
+                raise limits.reached("the process of a command can't be started", exc) from exc
             raise
         finally:
             watched.close()

@@ -16,7 +16,15 @@ from typing import TypeVar
 
 import xxhash
 
-from streamload.errors import DatasetChanged, OriginCut, OriginError, OriginOutage, StreamloadError
+from streamload import limits
+from streamload.errors import (
+    DatasetChanged,
+    LimitReached,
+    OriginCut,
+    OriginError,
+    OriginOutage,
+    StreamloadError,
+)
 from streamload.origins.outages import RETRYABLE, Endpoint
 from streamload.origins.protocol import Origin, Session, Stream, Unproven, Version, no_crawl
 from streamload.urls import scrubbed_errors
@@ -25,6 +33,8 @@ _Result = TypeVar("_Result")
 _MOST_DOUBLINGS = 30
 _OUTAGE_BACKOFF_SECONDS = 5.0
 """The longest backoff during an outage: transfers resume at most this long after it ends."""
+_SHORTAGE_SECONDS = 0.1
+"""Between two attempts while a limit of this process is reached."""
 _UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 
 
@@ -173,6 +183,7 @@ class _Retries:
         self._rng, self._url, self._endpoint = rng, url, endpoint
         self._failures = 0
         self._was_away = False
+        self._short_since = 0.0  # since when something of this process has run out
         self._waiting_since = 0.0  # during an outage
         self._progress_bytes = 0
 
@@ -187,6 +198,9 @@ class _Retries:
                     return act()
             except OriginError as error:
                 self.wait(error)
+            except OSError as error:
+                if not self._wait_for_room(error):
+                    raise
 
     def watch(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """Pass chunks on, checked by `no_crawl`."""
@@ -203,7 +217,13 @@ class _Retries:
             yield chunk
 
     def wait(self, error: OriginError) -> None:
-        """Sleep before the next attempt, or raise if no retry can help or all are used up."""
+        """Sleep before the next attempt, or raise if no retry can help or all are used up.
+
+        Raises:
+            LimitReached: see `_wait_for_room`.
+        """
+        if self._wait_for_room(error):
+            return
         self._failures += 1
         has_attempts = isinstance(error, RETRYABLE) and self._failures < self._options.attempts
         if self._endpoint is not None and has_attempts:
@@ -227,8 +247,31 @@ class _Retries:
         self._session.stop.wait(seconds)
         self._session.check(self._url)
 
+    def _wait_for_room(self, error: OSError) -> bool:
+        """Sleep before the next attempt if a limit of this process is the cause: the shard may be fine.
+
+        Returns:
+            False if it isn't.
+
+        Raises:
+            LimitReached: this process has had no file, process, thread or memory left for long.
+        """
+        shortage = limits.shortage_in(error)
+        if shortage is None:
+            return False
+        now = time.monotonic()
+        self._short_since = self._short_since or now
+        if now - self._short_since > limits.PATIENCE_SECONDS:
+            if isinstance(shortage, LimitReached):
+                raise shortage
+            raise limits.reached(f"{self._url} can't be fetched", shortage) from error
+        self._session.stop.wait(_SHORTAGE_SECONDS)
+        self._session.check(self._url)
+        return True
+
     def served(self) -> None:
         """Note that the endpoint serves bytes."""
+        self._short_since = 0.0
         if self._endpoint is not None:
             self._endpoint.served()
 

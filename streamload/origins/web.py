@@ -16,6 +16,7 @@ from dataclasses import replace
 import urllib3
 from urllib3.exceptions import HTTPError
 
+from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.protocol import Origin, ReadSize, Session, Version, no_crawl
 from streamload.origins.ranged import OrderedParts
@@ -230,7 +231,7 @@ class _Range:
         self._rest = chunks
         self._came: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="streamload-range", daemon=True)
-        self._thread.start()
+        limits.start(self._thread)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield what has come, joined into pieces of about `chunk_bytes`; then read the rest."""

@@ -14,7 +14,7 @@ from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.part import index_bytes, reserved_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError, CacheFull, is_shortage
+from streamload.errors import CacheError, CacheFull, LimitReached, is_shortage
 from streamload.origins.origin import has_ranges
 
 logger = logging.getLogger("streamload")
@@ -167,7 +167,7 @@ class FallbackPolicy:
     def may_pass(self, error: OSError) -> bool:
         """Whether an error is a shortage of files or memory that may pass: the disk is all right."""
         cause = error.__cause__ if isinstance(error, CacheError) else error
-        if not isinstance(cause, OSError) or not is_shortage(cause):
+        if not isinstance(cause, OSError) or not is_shortage(cause) or isinstance(cause, LimitReached):
             return False
         with self._lock:
             now = time.monotonic()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from streamload import limits
 from streamload.cache.part import Part
 from streamload.cache.tier import Tier
 
@@ -31,7 +32,7 @@ class Heartbeat:
         self._touched: dict[str, dict[Path, tuple[int, float]]] = {}
         # By digest, of others' parts: the last touch, and when it was seen first.
         self._thread = threading.Thread(target=self._beat, name="streamload-heartbeat", daemon=True)
-        self._thread.start()
+        limits.start(self._thread)
 
     @contextlib.contextmanager
     def of(self, part: Part, digest: str) -> Iterator[None]:

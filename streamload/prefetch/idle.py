@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from streamload import limits
 from streamload.cache.demand import VISITS_KEPT
 from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.freshness import Freshness
@@ -102,7 +103,7 @@ class IdlePreparer:
         self._failed: set[str] = set()  # digests of those that couldn't be prepared
         self._looks = 0  # through all shards
         self._thread = threading.Thread(target=self._run, name="streamload-prepare", daemon=True)
-        self._thread.start()
+        limits.start(self._thread)
 
     def __repr__(self) -> str:
         return f"<IdlePreparer {self._looks} looks, {len(self._failed)} failed>"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from streamload import limits
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.fill import Filled, FillOptions, Outcome, fill
 from streamload.cache.freshness import Freshness
@@ -24,7 +25,15 @@ from streamload.cache.part import Part
 from streamload.cache.shard import Shard
 from streamload.cache.shared.sharing import ReadThrough
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError, CacheFull, FeatureError, OriginError, ShardError, StreamloadError
+from streamload.errors import (
+    CacheError,
+    CacheFull,
+    FeatureError,
+    LimitReached,
+    OriginError,
+    ShardError,
+    StreamloadError,
+)
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 from streamload.origins.outages import remember
@@ -245,7 +254,17 @@ class Prefetcher:
         return pause_seconds
 
     def _after_failure(self, shard: Shard, error: OSError) -> float:
-        """After a tier failed: go index-only, use the fallback tier, or wait until the shard is needed."""
+        """After a tier failed: go index-only, use the fallback tier, or wait until the shard is needed.
+
+        Raises:
+            LimitReached: not the tier has failed: a limit of this process or machine has lasted for long.
+            CacheError: no tier can take a shard that is needed.
+        """
+        shortage = limits.shortage_in(error)
+        if isinstance(shortage, LimitReached):
+            raise shortage
+        if shortage is not None:
+            raise limits.reached(f"{shard.name} can't be stored in the cache", shortage) from error
         if self.store_unprepared(shard):
             return 0.0
         if not self._scheduler.is_needed(shard):

@@ -7,13 +7,18 @@ decides and keeps the threads; what they do with a shard is the prefetcher's.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from streamload import limits
 from streamload.cache.shard import Shard
+from streamload.errors import LimitReached
+
+logger = logging.getLogger("streamload")
 
 _IDLE_SECONDS = 0.25  # the longest that no thread looks at all
 _MOST_YIELDING = 32
@@ -75,9 +80,21 @@ class FillScheduler:
             )
 
     def start(self) -> None:
-        """Start the threads; call it once."""
-        for thread in list(self._threads):
-            thread.start()
+        """Start the threads, or as many as the system allows; call it once.
+
+        Raises:
+            LimitReached: it allows none.
+        """
+        for place, thread in enumerate(list(self._threads)):
+            try:
+                limits.start(thread)
+            except LimitReached as exc:
+                if not place:
+                    raise
+                logger.warning("only %d of %d shards are fetched at once: %s", place, len(self._threads), exc)
+                with self._change:
+                    del self._threads[place:]
+                return
 
     def want(self, requests: Sequence[FillRequest]) -> None:
         """Set the requests, the most urgent first; replaces those set before."""
@@ -179,7 +196,10 @@ class FillScheduler:
             self._yielding += counts
             if counts and len(self._threads) < self._at_once + self._yielding and not self._stop.is_set():
                 self._threads.append(self._thread(len(self._threads)))
-                self._threads[-1].start()
+                try:
+                    limits.start(self._threads[-1])
+                except LimitReached:  # one works less for a while
+                    del self._threads[-1]
             self._change.notify_all()
         try:
             yield

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
+from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt
 from streamload.shards.record import (
     COMPLETE,
@@ -42,9 +43,13 @@ _READ_BYTES = 1 << 20
 class IndexReader:
     """Reads an index, finished or still growing; `refresh` reads what is new.
 
-    Keeps its descriptors, so the directory may be renamed or removed. Every record and every frame of names
-    is verified; reading stops before the first invalid record. Not thread-safe, not picklable; a forked
-    child opens its own.
+    Keeps `names` open, and `index` to its end, so the directory may be renamed or removed. Every record and
+    every frame of names is verified; reading stops before the first invalid record. Not thread-safe, not
+    picklable; a forked child opens its own.
+
+    Args:
+        directory: of the shard.
+        names: its file of names if it is open already; closed with the reader.
 
     Attributes:
         count: entries so far.
@@ -59,7 +64,7 @@ class IndexReader:
         CacheCorrupt: no complete header yet, damage, or the format of another version.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
+    def __init__(self, directory: str | os.PathLike[str], names: Descriptor | None = None):
         self.count = 0
         self.ended = self.damaged = False
         self.status = self.cause = ""
@@ -73,7 +78,7 @@ class IndexReader:
         self._path = Path(directory)
         with contextlib.ExitStack() as unless_read:
             self._index = unless_read.enter_context(open_file(self._path / "index"))
-            self._names = unless_read.enter_context(open_file(self._path / "names"))
+            self._names = names or unless_read.enter_context(open_file(self._path / "names"))
             self.meta, self._header_bytes = self._read_header()
             self.refresh()
             unless_read.pop_all()
@@ -96,7 +101,7 @@ class IndexReader:
     @property
     def directory(self) -> Path:
         """Where the files are now: the directory may have been renamed since they were opened."""
-        return Path(f"/proc/self/fd/{self._index.number}").readlink().parent
+        return Path(f"/proc/self/fd/{self._names.number}").readlink().parent
 
     @property
     def records(self) -> npt.NDArray[np.void]:
@@ -135,6 +140,8 @@ class IndexReader:
         """
         if not numbers:
             return []
+        if self._names.number < 0:
+            raise self._corrupt("it was closed")
         if min(numbers) < 0 or max(numbers) >= self.count:
             raise IndexError(f"entries {min(numbers)} to {max(numbers)} of {self.count}")
         found = []
@@ -218,6 +225,7 @@ class IndexReader:
         self.status, self.cause, self.warnings = status, cause, warnings
         self.size = int(record["stop"])
         self.ended, self.damaged = True, False
+        self._index.close()  # nothing changes any more
         return True
 
     def _total(self, more: bytes) -> int:

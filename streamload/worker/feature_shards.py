@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from streamload.cache.open_files import OpenFiles
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shared.sharing import ReadThrough, Sharing
@@ -43,9 +44,13 @@ class FeatureShards:
         tier: of the node.
         sharing: the shared cache that derived shards come from.
         counts: of this process.
+        files: of the thread that reads them.
     """
 
-    def __init__(self, config: WorkerConfig, tier: Tier, sharing: Sharing, counts: Counters):
+    def __init__(
+        self, config: WorkerConfig, tier: Tier, sharing: Sharing, counts: Counters, files: OpenFiles
+    ):
+        self._files = files
         self._shards = config.shards
         self._names = [one.name for one in config.assembly.features if one.has_derived_shards]
         self._tier, self._sharing, self._counts = tier, sharing, counts
@@ -85,7 +90,7 @@ class FeatureShards:
 
     def has_all(self, shard: int, key: tuple[str, int | None]) -> bool:
         """Whether derived shards have a sample's rows of all features, so that its bytes aren't needed."""
-        found = [self._open.get((name, shard)) or self._find(name, shard) for name in self._names]
+        found = [self._at(name, shard) for name in self._names]
         return all(one is not None and key in one for one in found)
 
     def rows(self, feature: str, shard: int, keys: Sequence[SampleKey]) -> list[Row | None]:
@@ -93,7 +98,7 @@ class FeatureShards:
 
         It waits while the derived shard is being fetched, but only for some seconds.
         """
-        found = self._open.get((feature, shard)) or self._find(feature, shard)
+        found = self._at(feature, shard)
         if found is None:
             return [None] * len(keys)
         damaged = found.damaged
@@ -106,6 +111,7 @@ class FeatureShards:
         """Close the derived shards of all other shards: they may be evicted."""
         for feature, shard in [key for key in self._open if key[1] not in shards]:
             found = self._open.pop((feature, shard))
+            self._files.forget(found)
             found.close()
             if found.damaged and self._prefetcher is not None:  # to be fetched again
                 self._tier.quarantine(found.copy.path)
@@ -118,6 +124,15 @@ class FeatureShards:
     def close(self) -> None:
         """Close all that is open. Idempotent."""
         self.keep_open(())
+
+    def _at(self, feature: str, shard: int) -> RowShard | None:
+        """The derived shard of a feature and shard, opened if it isn't; None: there is none."""
+        found = self._open.get((feature, shard))
+        if found is None or found.copy.is_closed:  # to make room for others
+            found = self._find(feature, shard)
+        if found is not None:
+            self._files.use(found)
+        return found
 
     def _find(self, feature: str, shard: int) -> RowShard | None:
         """Open a derived shard, if the tier has it by now."""
@@ -138,6 +153,7 @@ class FeatureShards:
             self._look_at[key] = time.monotonic() + _LOOK_SECONDS
         else:
             self._open[key] = found
+            self._files.trim()
         return found
 
     def _opened(self, form: Shard, fingerprint: str) -> RowShard | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterable
 
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.freshness import Freshness, asker
+from streamload.cache.open_files import OpenFiles
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared.sharing import Sharing
 from streamload.cache.tier import Tier
@@ -34,6 +35,7 @@ class Fills:
         config: what is read.
         counts: of this process.
         spans: of its fills, while a trace runs.
+        files: of the thread that reads, for derived shards.
         is_idle: whether the training loop doesn't wait for data now.
 
     Attributes:
@@ -42,7 +44,14 @@ class Fills:
         reads_ranges: whether samples have had to be read from their origin by range.
     """
 
-    def __init__(self, config: WorkerConfig, counts: Counters, spans: Spans, is_idle: Callable[[], bool]):
+    def __init__(
+        self,
+        config: WorkerConfig,
+        counts: Counters,
+        spans: Spans,
+        files: OpenFiles,
+        is_idle: Callable[[], bool],
+    ):
         self._config = config
         self._counts = counts
         self._spans = spans
@@ -76,7 +85,7 @@ class Fills:
                 share=config.prepare_share,
                 is_idle=is_idle,
             )
-        self.features = FeatureShards(config, self.tier, self._sharing, counts)
+        self.features = FeatureShards(config, self.tier, self._sharing, counts, files)
         self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
         self.reads_ranges = False
         self._wanted: tuple[list[int], list[int]] = [], []

@@ -22,7 +22,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streamload.batches.assembly import WIDTHS
 from streamload.batches.in_progress import BatchFactory, BatchInProgress, Sample
-from streamload.cache.locks import allow_many_files
 from streamload.cache.shard_copy import ReadMemory
 from streamload.errors import (
     BlankCaption,
@@ -35,6 +34,7 @@ from streamload.errors import (
     add_note,
 )
 from streamload.ipc import BufferPool, ControlBlock, Numbers, own_empty, shared_empty
+from streamload.limits import allow_many_files
 from streamload.metrics import Counters
 from streamload.order.hashing import sample_seed
 from streamload.order.steps import Steps

@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 
+from streamload import limits
+
 
 def put_environment(environ: Mapping[str, str]) -> None:
     """Apply the rank's environment: a forkserver has the one of its own start."""
@@ -41,4 +43,4 @@ def end_with_rank(close: Callable[[], None]) -> None:
         finally:
             os._exit(1)
 
-    threading.Thread(target=watch, name="streamload-rank", daemon=True).start()
+    limits.start(threading.Thread(target=watch, name="streamload-rank", daemon=True))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from streamload.batches.in_progress import Sample, Unread
 from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.forecast import KNOWN_PART
+from streamload.cache.open_files import OpenFiles
 from streamload.cache.selection import Numbers
 from streamload.cache.shard_cache import Facts, ShardCache
 from streamload.cache.shard_copy import ReadMemory
@@ -71,7 +72,8 @@ class Reader:
         self._control = control
         self._counts = counts
         self._spans = spans
-        self._fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
+        files = OpenFiles()
+        self._fills = Fills(config, counts, spans, files, lambda: not control.wanted_seconds())
         self.feature_rows = self._fills.features.rows
         self._reads_only_features = config.assembly.reads_only_features
         self._tier = self._fills.tier
@@ -84,6 +86,7 @@ class Reader:
             counted=lambda shard: shard % max(1, workers) == worker,
             fetch=self._fills.read_range,
             freshness=self._fills.freshness,
+            files=files,
         )
         self._cache.shared_facts = self._fills.shared_facts
         self._shortage = Shortage(config, control, self._fills, self._cache)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamload import limits
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
 
@@ -132,7 +133,7 @@ class Leases:
                 self._thread = threading.Thread(
                     target=self._send_heartbeats, name="streamload-leases", daemon=True
                 )
-                self._thread.start()
+                limits.start(self._thread)
         if self._stop.is_set():  # closed meanwhile
             self.release(task)
             return False

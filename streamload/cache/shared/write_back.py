@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from streamload import limits
 from streamload.cache.shard import Shard, by_name
 from streamload.cache.shared.breaker import CircuitBreaker
 from streamload.cache.shared.tier import SharedTier
@@ -66,7 +67,7 @@ class WriteBack:
             for _ in range(threads)
         ]
         for thread in self._threads:
-            thread.start()
+            limits.start(thread)
 
     def __repr__(self) -> str:
         with self._change:

@@ -1,0 +1,180 @@
+"""Limits of this process and machine: what can run out, how much is allowed, and how to allow more.
+
+A resource is asked for where it is needed, not reserved in advance. Whoever is refused waits some seconds if
+the shortage may pass, then raises `LimitReached` with a text from here: which limit, its value, what to set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import resource
+import threading
+from pathlib import Path
+
+from streamload.errors import LimitReached, is_shortage
+
+PATIENCE_SECONDS = 15.0
+"""How long a shortage may last: a checkpoint that is being saved opens many files for a moment."""
+_MOST_FILES = 1 << 20
+"""No higher soft limit is set: programs that close all possible descriptors take minutes for a billion."""
+_MOST_CAUSES = 8
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def allow_many_files() -> None:
+    """Raise this process's soft limit of open files to its hard limit: open shards take descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def most_files() -> int:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def open_files(at_least: int = 0) -> int:
+    """Count the open files of this process, whoever opened them.
+
+    Args:
+        at_least: the answer where the system doesn't list them.
+    """
+    try:
+        return max(at_least, sum(1 for _ in os.scandir("/proc/self/fd")) - 1)  # one is of the listing
+    except OSError:
+        return at_least
+
+
+def advice(error: BaseException) -> str:
+    """Return which limit a shortage has met, and what to set; "" if the error is none."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        return _files_advice()
+    if number == errno.ENFILE:
+        return (
+            "all processes of this machine together have too many files open: raise it (sysctl fs.file-max)"
+        )
+    if number == errno.EAGAIN or "can't start new thread" in str(error):
+        return _processes_advice()
+    if number == errno.ENOMEM:
+        return _memory_advice()
+    return ""
+
+
+def reached(what: str, error: BaseException) -> LimitReached:
+    """Return the error for something that a limit doesn't allow.
+
+    Args:
+        what: can't be done: "a worker process can't be started".
+        error: the refusal of the system.
+    """
+    hint = advice(error)
+    return LimitReached(f"{what}: {error}{'; ' + hint if hint else ''}")
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        LimitReached: the user or the container may not have another one.
+    """
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        if "can't start new thread" not in str(exc):
+            raise
+        raise reached(f"the thread {thread.name} can't be started", exc) from exc
+
+
+def anonymous_memory(size_bytes: int) -> mmap.mmap:
+    """Map memory that is private to this process; untouched pages take none.
+
+    Raises:
+        LimitReached: the process may not have that much, or not another map.
+    """
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as exc:
+        raise reached(f"{size_bytes:,} bytes of memory can't be mapped", exc) from exc
+
+
+def shortage_in(error: BaseException | None) -> BaseException | None:
+    """Return the shortage that is the cause of an error, if one is.
+
+    A fork that is refused (EAGAIN) isn't found: the same number says that a socket has nothing to read.
+    """
+    seen = 0
+    while error is not None and seen < _MOST_CAUSES:
+        is_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+        if is_thread or (isinstance(error, OSError) and is_shortage(error)):
+            return error
+        reason = getattr(error, "reason", None)  # of urllib3's errors
+        error, seen = (
+            reason if isinstance(reason, BaseException) else error.__cause__ or error.__context__,
+            seen + 1,
+        )
+    return None
+
+
+def map_count() -> tuple[int, int]:
+    """Count the memory maps of this process, and those that it may have; (0, 0): unknown."""
+    try:
+        with Path("/proc/self/maps").open("rb") as maps:
+            count = sum(1 for _ in maps)
+        return count, int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return 0, 0
+
+
+def process_limit() -> tuple[str, int] | None:
+    """Return the lowest known limit of processes and threads, with its name; None: there is none."""
+    limits = []
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
+        limits.append(("ulimit -u", soft))
+    for name, path in (
+        ("pids.max of the container", _CGROUP / "pids.max"),
+        ("pids.max of the container", _CGROUP / "pids" / "pids.max"),
+        ("sysctl kernel.threads-max", Path("/proc/sys/kernel/threads-max")),
+        ("sysctl kernel.pid_max", Path("/proc/sys/kernel/pid_max")),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max": there is none
+            limits.append((name, int(path.read_text())))
+    return min(limits, key=lambda limit: limit[1], default=None)
+
+
+def _files_advice() -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = f"{soft:,}" if soft == hard else f"{soft:,}, at most {hard:,}"
+    enough = max(4096, 4 * soft)
+    return (
+        f"this process may have {allowed} files open and has {open_files():,}: allow more before it starts "
+        f"(ulimit -n {enough}; ulimit -Hn {enough}, LimitNOFILE= or --ulimit nofile= for the hard limit)"
+    )
+
+
+def _processes_advice() -> str:
+    limit = process_limit()
+    known = f"{limit[0]} is {limit[1]:,}" if limit is not None else "a limit of processes and threads"
+    return (
+        f"{known}: allow more processes and threads (ulimit -u; --pids-limit or pids.max of the container), "
+        f"or use fewer workers"
+    )
+
+
+def _memory_advice() -> str:
+    count, most = map_count()
+    if most and count > most * 9 // 10:
+        return (
+            f"this process has {count:,} of {most:,} memory maps: raise the limit (sysctl vm.max_map_count)"
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        return f"this process may have {soft:,} bytes of address space: raise the limit (ulimit -v)"
+    return "memory is short: use fewer workers or smaller batches, or raise the limit of the container"
