@@ -14,7 +14,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
+_Opened = TypeVar("_Opened")
 _change = threading.RLock()  # reentrant: a signal handler may fork or close a file at any point
 _open: set[Descriptor] = set()
 _spare: tuple[int, weakref.WeakMethod[Callable[[], bool]]] | None = None  # a thread, how it gives up files
@@ -66,19 +68,24 @@ class Descriptor:
                 os.close(number)
 
 
-def opening(opened: Callable[[], int]) -> int:
-    """Open a file; if this process has too many, close some that are open for later use, and retry once."""
-    global shortages
+def opening(opened: Callable[[], _Opened]) -> _Opened:
+    """Open something; if this process has too many files, close some that are kept for later, and retry."""
     try:
         return opened()
     except OSError as exc:
         if exc.errno != errno.EMFILE:
             raise
-        shortages += 1
+        note_shortage()
         spare = _spare[1]() if _spare is not None and _spare[0] == threading.get_ident() else None
         if spare is None or not spare():
             raise
     return opened()
+
+
+def note_shortage() -> None:
+    """Ask the threads that keep files for later to close some: another one couldn't open a file."""
+    global shortages
+    shortages += 1
 
 
 def give_up_when_short(spare: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -321,6 +322,31 @@ def test_doctor_shows_each_setting_and_where_it_comes_from(streamload, tmp_path)
     ) in text
     assert not (tmp_path / "tier").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_says_how_many_open_files_processes_and_maps_a_run_may_have(streamload, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(900, limits[0]), limits[1]))
+    try:
+        done = streamload("doctor", STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    text = " ".join(done.stdout.split())
+    assert f"open files {min(limits[1], 1 << 20):,} for each process" in text  # the hard limit is used
+    assert "processes and threads" in text
+    assert "memory maps" in text
+
+
+def test_doctor_advises_to_allow_more_open_files_where_the_hard_limit_is_low(tmp_path):
+    command = f"ulimit -n 900; exec '{sys.executable}' -m streamload doctor"
+    environment = {**os.environ, "STREAMLOAD_CACHE_DIR": str(tmp_path / "tier"), "COLUMNS": "200"}
+    done = subprocess.run(
+        ["bash", "-c", command], check=False, capture_output=True, text=True, env=environment
+    )
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    assert "open files 900 for each process" in text
+    assert "ulimit -Hn 4096" in text
 
 
 def test_doctor_asks_for_the_first_and_last_shard_of_each_source(streamload, tmp_path):

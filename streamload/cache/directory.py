@@ -29,7 +29,7 @@ from pathlib import Path
 from streamload.cache.eviction import HeldShard
 from streamload.cache.locks import exclusive, is_locked
 from streamload.cache.shard import Shard
-from streamload.descriptors import Descriptor
+from streamload.descriptors import Descriptor, opening
 from streamload.errors import CacheError
 from streamload.metrics import Counts
 from streamload.shards.record import write_at
@@ -91,7 +91,7 @@ class Directory:
 
     def parts(self, digest: str) -> list[Path]:
         """The parts of a shard, live or orphaned."""
-        found = sorted((self.root / "parts").glob(f"{digest}.*"))
+        found = opening(lambda: sorted((self.root / "parts").glob(f"{digest}.*")))
         return [path for path in found if _PART.fullmatch(path.name) and not path.is_symlink()]
 
     def own(self, kind: str) -> Iterator[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import mmap
 import os
 import stat
 from collections.abc import Callable, Collection, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from streamload import limits
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard, refuse_other, version_of
 from streamload.descriptors import Descriptor
@@ -39,8 +39,7 @@ class ReadMemory:
     """
 
     def __init__(self, size_bytes: int):
-        # Private to this process; pages that no sample needs are never touched.
-        self._memory = memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self._memory = memoryview(limits.anonymous_memory(size_bytes))
         self._taken_bytes = 0
         self.is_full = False
         """Whether something didn't fit and got memory of its own."""

@@ -16,13 +16,14 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+from streamload import limits
 from streamload.cache import demand, memory
 from streamload.cache.budget import ENFORCE_SECONDS, Budget
 from streamload.cache.directory import BLOCK_BYTES, KINDS, SUPERSEDED_NS, Directory, check_owner
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.memory import DiskUsage
 from streamload.cache.part import Orphan, Part
-from streamload.errors import CacheError
+from streamload.errors import CacheError, is_shortage
 from streamload.metrics import Counters, Counts
 from streamload.options import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system
 
@@ -45,6 +46,7 @@ class Tier(Directory):
 
     Raises:
         CacheError: the directory can't be used, or others can write there.
+        LimitReached: this process has too many open files.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Tier(Directory):
         except CacheError:
             raise
         except OSError as exc:
+            if is_shortage(exc):
+                raise limits.reached(f"the cache directory {self.root} can't be used", exc) from exc
             raise CacheError(
                 f"the cache directory {self.root} can't be used: {exc.strerror or exc}; "
                 f"choose another with cache_dir= or STREAMLOAD_CACHE_DIR"

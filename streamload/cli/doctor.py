@@ -34,6 +34,10 @@ _BATCH_SIZE = 64
 _MOST_ASKED = 64
 """Maximum number of shards to request."""
 _ATTEMPTS = 3
+_FEW_FILES = 4096
+_FEW_PROCESSES = 512
+_FEW_MAPS = 65_530
+"""The kernel's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,9 +359,36 @@ def _machine() -> list[Finding]:
         Finding("cores", str(cores)),
         Finding("processes by", multiprocessing.get_start_method(allow_none=True) or _default_start_method()),
     ]
+    found += _limits()
     if not sys.platform.startswith("linux"):
         advice = "streamload is built and tested on Linux; it may work elsewhere."
         found.append(Finding("system", sys.platform, advice=advice))
+    return found
+
+
+def _limits() -> list[Finding]:
+    """Whether open files, processes and memory maps suffice for a usual run."""
+    from streamload import limits
+
+    limits.allow_many_files()  # as a run does
+    files = limits.most_files()
+    found = [Finding("open files", f"{files:,} for each process")]
+    if files < _FEW_FILES:
+        advice = (
+            f"This is little: shards that are open at once are closed and opened again, which takes time. Allow "
+            f"{_FEW_FILES} (ulimit -Hn {_FEW_FILES}, LimitNOFILE=, --ulimit nofile={_FEW_FILES})."
+        )
+        found = [Finding("open files", f"{files:,} for each process", advice=advice)]
+    processes = limits.process_limit()
+    if processes is not None:
+        name, most = processes
+        few = "This is little for a training and its workers: allow more, or use fewer workers."
+        advice = few if most < _FEW_PROCESSES else ""
+        found.append(Finding("processes and threads", f"{most:,} ({name})", advice=advice))
+    _, most_maps = limits.map_count()
+    if most_maps:
+        few = f"This is little: set it to {_FEW_MAPS} (sysctl vm.max_map_count)."
+        found.append(Finding("memory maps", f"{most_maps:,}", advice=few if most_maps < _FEW_MAPS else ""))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import xxhash
 
-from streamload import limits
+from streamload import descriptors, limits
 from streamload.errors import (
     DatasetChanged,
     LimitReached,
@@ -259,6 +259,7 @@ class _Retries:
         shortage = limits.shortage_in(error)
         if shortage is None:
             return False
+        descriptors.note_shortage()
         now = time.monotonic()
         self._short_since = self._short_since or now
         if now - self._short_since > limits.PATIENCE_SECONDS:

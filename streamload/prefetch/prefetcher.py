@@ -47,6 +47,8 @@ _ELSEWHERE_SECONDS = 0.1
 """Between two looks at a shard that another process fills."""
 _NO_ROOM_SECONDS = 0.2
 STOPPED_SECONDS = 5.0
+_FILES_PER_FILL = 48
+"""Fewer shards are fetched at once where a process may have few open files; one by a command takes 12."""
 
 OpenOrigin = Callable[[Shard, threading.Event], Origin]
 """Opens the origin of a shard; the event ends its waits. It is closed after the fill and its result."""
@@ -143,7 +145,8 @@ class Prefetcher:
         self._end_remembering = remember()
         self._heartbeat = Heartbeat(options.stopped_seconds)
         self._fallback = FallbackPolicy(tier, fallback_tier, index_only=options.index_only)
-        self._scheduler = FillScheduler(options.threads, self._work, self._stop)
+        most_fills = max(1, limits.most_files() // _FILES_PER_FILL)
+        self._scheduler = FillScheduler(min(options.threads, most_fills), self._work, self._stop)
         self._scheduler.start()
 
     def __repr__(self) -> str:
