@@ -210,7 +210,7 @@ def test_a_process_with_too_many_open_files_is_told_how_many_to_allow_and_loses_
         channel = MessageQueue()
         put_each(channel, "a", [5000, 1])
         opened = open_all_that_is_allowed()
-        with pytest.raises(LimitReached, match="Too many open files.*ulimit -n"):
+        with pytest.raises(LimitReached, match=r"Too many open files.*ulimit -n"):
             channel.get(PATIENCE_SECONDS)
         os.close(opened.pop())
         assert channel.get(PATIENCE_SECONDS) == ("a", 0, content(5000))
@@ -232,7 +232,7 @@ def test_a_worker_that_keeps_too_many_files_open_sends_an_error_in_place_of_its_
         os.close(opened.pop())
         number, refused = channel.get(PATIENCE_SECONDS)
         assert number == 3
-        with pytest.raises(LimitReached, match="can't be sent.*ulimit -n"):
+        with pytest.raises(LimitReached, match=r"can't be sent.*ulimit -n"):
             refused.reraise()
         assert channel.get(PATIENCE_SECONDS) == (4, b"small")
 

@@ -375,8 +375,9 @@ def _limits() -> list[Finding]:
     found = [Finding("open files", f"{files:,} for each process")]
     if files < _FEW_FILES:
         advice = (
-            f"This is little: shards that are open at once are closed and opened again, which takes time. Allow "
-            f"{_FEW_FILES} (ulimit -Hn {_FEW_FILES}, LimitNOFILE=, --ulimit nofile={_FEW_FILES})."
+            f"This is little: where many shards are open at once, some are closed and opened again, which "
+            f"takes time. Allow {_FEW_FILES} (ulimit -Hn {_FEW_FILES}, LimitNOFILE=, "
+            f"--ulimit nofile={_FEW_FILES})."
         )
         found = [Finding("open files", f"{files:,} for each process", advice=advice)]
     processes = limits.process_limit()
