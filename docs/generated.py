@@ -92,7 +92,10 @@ def _variable_row(option: Any) -> tuple[str, str, str, str]:
 
 
 def _default_cache_dir() -> str:
-    return "`~/.cache/streamload`, or `/var/tmp/streamload-<uid>` if the home is on a network or in memory"
+    return (
+        "`~/.cache/streamload`, or `/var/tmp/streamload-<uid>` if the home is on a network or in memory, "
+        "or can't be written"
+    )
 
 
 def commands() -> str:

@@ -73,6 +73,7 @@ __all__ = [
     "InstanceNormBase",
     "NormBase",
     "abandon_workers",
+    "is_importing_main",
     "next_batch",
     "next_if_arrived",
     "require",
@@ -113,6 +114,11 @@ def abandon_workers(batches: Any) -> None:
         batches._worker_pids_set = False
     for worker in getattr(batches, "_workers", ()):
         multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
+
+
+def is_importing_main() -> bool:
+    """Whether this process was started by spawn or forkserver, and is importing the main script."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def next_batch(batches: Any, while_waiting: Callable[[], object] | None = None) -> Any:

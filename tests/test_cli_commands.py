@@ -392,6 +392,24 @@ def test_doctor_fails_naming_a_variable_that_can_not_be_read(streamload, variabl
     assert f"{variable}='lots' is not a size" in " ".join(done.stdout.split())
 
 
+def test_doctor_names_a_home_that_does_not_exist(streamload):
+    done = streamload("doctor", STREAMLOAD_CACHE_DIR="~no-such-user/cache")
+    assert done.returncode == 1
+    assert "there is no such home directory; give an absolute path" in " ".join(done.stdout.split())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_doctor_names_a_cache_dir_that_this_user_may_not_even_look_into(streamload):
+    os.seteuid(54321)
+    try:
+        done = streamload("doctor", STREAMLOAD_CACHE_DIR="/root/cache")
+    finally:
+        os.seteuid(0)
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    assert "the cache directory /root/cache can't be reached by uid 54321: Permission denied" in said
+
+
 def test_doctor_fails_with_the_next_step_when_the_cache_dir_is_a_file(streamload, tmp_path):
     (tmp_path / "file").touch()
     done = streamload("doctor", STREAMLOAD_CACHE_DIR=str(tmp_path / "file"))

@@ -1,5 +1,7 @@
 """Settings: which value wins, how sizes read, and where the tier goes when nobody says."""
 
+import logging
+import multiprocessing
 import os
 import warnings
 from pathlib import Path
@@ -316,16 +318,71 @@ def test_the_kernels_own_table_reads_and_names_the_memory_file_system():
     assert file_system(Path("/proc")).kind == "proc"
 
 
-def test_the_default_is_in_the_home_when_that_is_on_a_local_disk(monkeypatch):
-    monkeypatch.setenv("HOME", "/opt/ada")
-    assert default_cache_dir({}, MOUNTS) == Path("/opt/ada/.cache/streamload")
-    assert default_cache_dir({"XDG_CACHE_HOME": "/opt/c"}, MOUNTS) == Path("/opt/c/streamload")
+def test_the_default_is_in_the_home_when_that_is_on_a_local_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "ada"))
+    assert default_cache_dir({}, MOUNTS) == tmp_path / "ada/.cache/streamload"
+    assert default_cache_dir({"XDG_CACHE_HOME": f"{tmp_path}/c"}, MOUNTS) == tmp_path / "c/streamload"
 
 
 @pytest.mark.parametrize("cache_home", ["/home/ada", "/run/user/0", "/var/bucket"])
 def test_the_default_is_in_var_tmp_when_the_home_is_on_a_network_or_in_memory(cache_home):
     expected = Path(f"/var/tmp/streamload-{os.getuid()}")
     assert default_cache_dir({"XDG_CACHE_HOME": cache_home}, MOUNTS) == expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize(
+    ("home", "problem"),
+    [
+        (None, "user 54321 has no home directory"),
+        ("/", "/.cache can't be written"),
+        ("/root", "/root/.cache can't be written"),
+        ("relative", "the home directory 'relative' isn't an absolute path"),
+    ],
+)
+def test_without_a_home_that_can_be_written_the_default_is_in_var_tmp_and_that_is_said_once(home, problem):
+    """A process with a user ID that has no passwd entry, as in a container of Kubernetes."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=default_of_another_user, args=(home, answers))
+    process.start()
+    directories, said = answers.get()
+    process.join()
+    assert directories == ["/var/tmp/streamload-54321"] * 2
+    advice = "so the cache is in /var/tmp/streamload-54321: set STREAMLOAD_CACHE_DIR to have it elsewhere"
+    assert said == [f"{problem}, {advice}"]
+
+
+def default_of_another_user(home, answers):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("streamload").addHandler(handler)
+    os.setgroups([])
+    os.setresgid(54321, 54321, 54321)
+    os.setresuid(54321, 54321, 54321)
+    os.environ.pop("HOME", None)
+    if home is not None:
+        os.environ["HOME"] = home
+    directories = [str(default_cache_dir({}, MOUNTS)) for _ in range(2)]
+    answers.put((directories, said))
+
+
+def test_a_directory_in_a_home_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", "~no-such-user/cache")
+    with pytest.raises(
+        OptionError, match=r"STREAMLOAD_CACHE_DIR='~no-such-user/cache': there is no such home"
+    ):
+        read_settings()
+
+
+def test_a_relative_directory_is_refused_where_the_current_one_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert read_settings(cache_dir="/srv/cache").cache_dir == Path("/srv/cache")
+    with pytest.raises(OptionError, match=r"the current directory can't be used .No such file"):
+        read_settings(cache_dir="cache")
 
 
 def test_a_system_without_a_mount_table_counts_as_local():

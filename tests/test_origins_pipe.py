@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,35 @@ def test_a_failing_command_is_an_error_of_its_type(
     with no_leaks(), pytest.raises(error, match=says) as caught:
         read(command.format(shard))
     assert type(caught.value) is error
+
+
+@pytest.fixture
+def ignored_children() -> Iterator[None]:
+    """The kernel forgets the exit statuses of this process's children."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("ignored_children")
+def test_where_sigchld_is_ignored_no_failure_looks_like_an_end(shard: Path, no_leaks: Any) -> None:
+    with no_leaks():
+        assert read(f"cat {shard}") == BODY
+        for command, says in (
+            (f"head -c 1000 {shard}; exit 3", "status 3 after 1000 bytes"),
+            (f"(head -c 1000 {shard}; exit 3) | cat", "status 3 after 1000 bytes"),
+            (f"head -c 1000 {shard}; kill -9 $$", "status 137 after 1000 bytes"),
+            (f"head -c 1000 {shard}; kill -9 0", "status 137 after 1000 bytes"),
+        ):
+            with pytest.raises(OriginCut, match=says):
+                read(command)
+
+
+def test_a_command_that_closes_its_output_early_is_waited_for(shard: Path) -> None:
+    with pytest.raises(OriginCut, match="status 4 after 1000 bytes"):
+        read(f"head -c 1000 {shard}; exec >&-; sleep 0.2; exit 4")
 
 
 def test_a_command_that_writes_nothing_gives_nothing() -> None:

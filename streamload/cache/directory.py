@@ -262,6 +262,10 @@ def check_owner(root: Path) -> None:
         status = root.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
+    except PermissionError as exc:
+        raise CacheError(
+            f"the cache directory {root} can't be reached by uid {os.geteuid()}: {exc.strerror}"
+        ) from exc
     if status.st_uid != os.geteuid():
         raise CacheError(f"the cache directory {root} belongs to another user (uid {status.st_uid})")
     if stat.S_IMODE(status.st_mode) & 0o022:

@@ -8,6 +8,7 @@ not refused.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -88,7 +89,8 @@ def free_memory(place: Path = PLACE, root: Path = Path("/")) -> FreeMemory:
 
 def nearest(path: Path) -> Path:
     """A path, or the nearest directory above it that exists."""
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
+    parents = (path, *path.absolute().parents)
+    return next(each for each in parents if os.path.exists(each))  # noqa: PTH110  (Path's raises)
 
 
 def usage(place: Path) -> MemoryUsage:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 from streamload.loader.in_order import InOrder
-from streamload.loader.options import LoaderOptions
+from streamload.loader.options import MAIN_GUARD, LoaderOptions
 from streamload.worker import Batch, Changed
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Epoch:
         self._pending = None
         died = None
         if is_worker_death(error):
-            died = WorkerDied(f"{error}; what it had fetched is kept: iterate again")
+            died = WorkerDied(f"{error}{self._advice_on_death()}")
         reported = error if died is None else died
         if self._monitor is not None and isinstance(reported, Exception):
             self._monitor.fail(reported)
@@ -217,6 +217,16 @@ class Epoch:
         self._loader.close()
         if died is not None:
             raise died from error
+
+    def _advice_on_death(self) -> str:
+        """What to do when a worker died."""
+        method = self._loader.options.start_method
+        if self._received or method == "fork":
+            return "; what it had fetched is kept: iterate again"
+        return (
+            f" before the first batch: its own error is above. Workers that are started by {method!r} import "
+            f"the main script: {MAIN_GUARD}"
+        )
 
     def close(self, why: str = "its iterator was closed") -> None:
         """Yield nothing more, and drop a batch that was sent to the device but not yielded.

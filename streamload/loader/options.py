@@ -26,6 +26,7 @@ from streamload.order.steps import StepTable
 from streamload.shards.facts import BUILT_IN, Column
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
+from streamload.torch_internals import is_importing_main
 from streamload.transforms.compile import patch_plan_or_given
 from streamload.transforms.patches import GivenPatches
 from streamload.transforms.plan import PatchPlan, clip_patch_plan
@@ -34,6 +35,10 @@ from streamload.urls import UrlList
 Output = Literal["tuple", "dict", "hf"]
 OnError = Literal["skip", "raise"]
 
+MAIN_GUARD = (
+    'put all that runs the training under `if __name__ == "__main__":`, or pass '
+    'workers=Workers(multiprocessing_context="fork")'
+)
 _PICKLED = (
     "tokenizer", "preprocess", "shards.keep", "shards.facts", "repeat", "shards.storage_options",
     "batches.sample_weight", "workers.map_sample", "workers.collate", "cache.shared_options",
@@ -116,20 +121,45 @@ class LoaderOptions:
         """Of fsspec; None if there are none."""
         return dict(self.shards.storage_options) if self.shards.storage_options else None
 
+    @property
+    def start_method(self) -> str:
+        """How workers are started: "fork", "spawn" or "forkserver"."""
+        return self.workers.multiprocessing_context or multiprocessing.get_start_method()
+
+    def refuse_to_start_workers(self) -> None:
+        """Refuse workers in a process that Python doesn't let have any.
+
+        Raises:
+            OptionError: it says what to do.
+        """
+        if not self.num_workers:
+            return
+        if multiprocessing.current_process().daemon:
+            raise OptionError(
+                f"num_workers={self.num_workers} in a daemonic process (of a multiprocessing.Pool, or a "
+                f"worker of another DataLoader), which Python doesn't let start any: give make_loader "
+                f"num_workers=0 there, or start that process with daemon=False, as "
+                f"concurrent.futures.ProcessPoolExecutor does"
+            )
+        if is_importing_main() and self.start_method != "fork":
+            raise OptionError(
+                f"a worker that was started by {self.start_method!r} imports the main script, and the script "
+                f"iterates a loader while it is imported: {MAIN_GUARD}"
+            )
+
     def refuse_unpicklable(self) -> None:
         """Refuse the first argument that can't be pickled, if workers aren't forked.
 
         Raises:
             OptionError: it names the argument.
         """
-        method = self.workers.multiprocessing_context or multiprocessing.get_start_method()
-        if method == "fork":
+        if self.start_method == "fork":
             return
         for name, exc in self.unpicklable():
             raise OptionError(
-                f"{name}= can't be sent to the workers: {exc}. They are started by {method!r}, so it must be "
-                f"picklable: define its functions and classes at the top level of a module, or pass "
-                f'workers=Workers(multiprocessing_context="fork")'
+                f"{name}= can't be sent to the workers: {exc}. They are started by {self.start_method!r}, so "
+                f"it must be picklable: define its functions and classes at the top level of a module, or "
+                f'pass workers=Workers(multiprocessing_context="fork")'
             ) from exc
 
     def unpicklable(self) -> Iterator[tuple[str, Exception]]:

@@ -57,9 +57,11 @@ class WorkerPool:
 
     Raises:
         CacheError: the cache directory can't be used.
+        OptionError: this process can't have workers.
     """
 
     def __init__(self, owner: object, options: LoaderOptions, schedule: Schedule, control: ControlBlock):
+        options.refuse_to_start_workers()
         config, placed = worker_config_for(options, schedule)
         self.tier, self.run = placed.tier, config.run
         own = (pieces.shards for source in config.sources for pieces in source.pieces.values())

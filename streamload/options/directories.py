@@ -1,11 +1,16 @@
 """The default cache directory, and the kind of file system that a path is on."""
 
+import functools
+import logging
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger("streamload")
 
 # File systems whose data is on another machine. All FUSE kinds count, too, except fuseblk: a local disk.
 _REMOTE = frozenset(
@@ -54,14 +59,49 @@ def default_cache_dir(environ: Mapping[str, str], mounts: str | None = None) -> 
     """A directory for the tier on a local disk.
 
     `$XDG_CACHE_HOME/streamload` or `~/.cache/streamload`; if that is on a network or in memory,
-    `/var/tmp/streamload-<uid>`, which is on disk and survives a reboot.
+    `/var/tmp/streamload-<uid>`, which is on disk and survives a reboot. The same, with one warning in the
+    log, if this user has no home (a user ID without a passwd entry) or may not write there; if /var/tmp can't
+    be written either, the directory for temporary files.
     """
+    home, problem = _cache_home(environ)
+    name = f"streamload-{os.getuid()}"
+    directory = Path("/var/tmp") / name
+    if home is not None and not problem:
+        place = file_system(home, mounts)
+        if not place.is_elsewhere and not place.is_memory:
+            return home / "streamload"
+    elif not _is_writable(directory) and _is_writable(temporary := Path(tempfile.gettempdir()) / name):
+        directory = temporary
+    if problem:
+        _warn_once(problem, directory)
+    return directory
+
+
+def _cache_home(environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """The directory of this user's caches, and why it can't be used, or ""."""
     cache_home = environ.get("XDG_CACHE_HOME", "")
-    home = Path(cache_home) if cache_home.startswith("/") else Path("~/.cache").expanduser()
-    place = file_system(home, mounts)
-    if home.is_absolute() and not place.is_elsewhere and not place.is_memory:
-        return home / "streamload"
-    return Path(f"/var/tmp/streamload-{os.getuid()}")
+    try:
+        home = Path(cache_home) if cache_home.startswith("/") else Path("~/.cache").expanduser()
+    except RuntimeError:
+        return None, f"user {os.getuid()} has no home directory"
+    if not home.is_absolute():
+        return None, f"the home directory {str(home.parent)!r} isn't an absolute path"
+    return home, "" if _is_writable(home / "streamload") else f"{home} can't be written"
+
+
+def _is_writable(directory: Path) -> bool:
+    """Whether this user may write to a directory, or make it. Creates nothing."""
+    for path in (directory, *directory.parents):
+        if os.path.exists(path):  # noqa: PTH110  (Path's raises where it may not look)
+            return os.access(path, os.W_OK | os.X_OK)
+    return False
+
+
+@functools.cache
+def _warn_once(problem: str, directory: Path) -> None:
+    logger.warning(
+        "%s, so the cache is in %s: set STREAMLOAD_CACHE_DIR to have it elsewhere", problem, directory
+    )
 
 
 def own_directory(path: Path) -> Path:

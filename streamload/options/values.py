@@ -228,14 +228,24 @@ def parse_directory(value: object, name: str) -> Path:
     """An absolute path on a local disk; `~` is expanded.
 
     Raises:
-        OptionError: not a path, or a URL.
+        OptionError: not a path, or a URL; or it is relative to a home or folder that doesn't exist.
     """
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise OptionError(f"{name}={value!r} is not a directory; expected a path on a local disk")
     text = os.fspath(value)
     if isinstance(text, bytes) or "://" in text or "\0" in text:
         raise OptionError(f"{name}={value!r} is not a directory; expected a path on a local disk")
-    return Path.cwd() / Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+        return path if path.is_absolute() else Path.cwd() / path
+    except RuntimeError:
+        raise OptionError(
+            f"{name}={value!r}: there is no such home directory; give an absolute path"
+        ) from None
+    except OSError as exc:
+        raise OptionError(
+            f"{name}={value!r}: the current directory can't be used ({exc.strerror}); give an absolute path"
+        ) from None
 
 
 def at_least(least: int, /, **values: int | None) -> None:

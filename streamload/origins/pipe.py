@@ -3,7 +3,8 @@
 The command runs under ``bash -o pipefail`` in its own session and process group, and never outlives its
 reader: close() kills the group. If this process dies, a watcher in the group kills it: it waits on a pipe
 that only this process holds open. (A parent-death signal would come when the thread that started the
-command ends.)
+command ends.) The shell that starts the command writes its exit status into a second pipe: if this process
+was started with SIGCHLD ignored, as some supervisors do, the kernel forgets the status of its children.
 """
 
 from __future__ import annotations
@@ -112,23 +113,26 @@ class _Process:
     def __init__(self, command: str, secrets: Sequence[str] = ()) -> None:
         self._secrets = secrets
         watched, self._leash = descriptors.pipe()
+        self._ended, status = descriptors.pipe()
         try:
             self._popen = subprocess.Popen(
-                ["bash", "-c", _script(watched.number), "bash", command],
+                ["bash", "-c", _script(watched.number, status.number), "bash", command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(watched.number,),
+                pass_fds=(watched.number, status.number),
                 start_new_session=True,
                 bufsize=0,
             )
         except BaseException as exc:
             self._leash.close()
+            self._ended.close()
             if isinstance(exc, BlockingIOError):  # a fork was refused
                 raise limits.reached("the process of a command can't be started", exc) from exc
             raise
         finally:
             watched.close()
+            status.close()
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
         self._out, self._err = self._popen.stdout, self._popen.stderr
@@ -166,7 +170,7 @@ class _Process:
 
     def finish(self) -> tuple[int, str, str]:
         """Return the exit status, and the tail of stderr raw and as shown; call after the output's end."""
-        self._status = _wait_for_status(self._popen.pid, seconds=5.0)
+        self._status = _exit_status(self._ended, seconds=5.0)
         self._listen()
         said, shown = self._said.decode("utf-8", "replace"), self._tail()
         self.close()
@@ -176,13 +180,14 @@ class _Process:
         """Kill what is left of the group, and reap; idempotent."""
         if self._popen.returncode is not None:
             return
-        # Not reaped yet, so the ID still belongs to this group.
+        # Not reaped yet, or with the watcher still in it: the ID belongs to this group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         self._out.close()
         self._err.close()
         self._leash.close()
+        self._ended.close()
 
     def _listen(self) -> bool:
         """Keep the tail of stderr. Return False at its end."""
@@ -202,28 +207,31 @@ class _Process:
         return f"; stderr: {text[-_SHOWN_CHARS:]}" if text else ""
 
 
-def _script(leash: int) -> str:
-    """Return a script that starts a watcher in the group and then becomes the command's shell.
+def _script(leash: int, status: int) -> str:
+    """Return a script that starts a watcher in the group, and the command in a shell of its own.
 
-    The watcher reads from the leash, which reaches its end when this process dies. The command's shell
-    replaces the process, so its `wait` and `jobs` don't see the watcher.
+    The watcher reads from the leash, which reaches its end when this process dies. The command's `wait` and
+    `jobs` don't see the watcher. The script keeps none of the command's output open while it waits.
     """
-    watcher = f"(read -r -u {leash}; kill -KILL 0) </dev/null >/dev/null 2>&1 &"
-    return f'{watcher} exec bash -o pipefail -c "$1" {leash}<&-'
+    watcher = f"(read -r -u {leash}; kill -KILL 0) </dev/null >/dev/null 2>&1 {status}>&- &"
+    command = f'bash -o pipefail -c "$1" {leash}<&- {status}>&- &'
+    return f"{watcher} {command} exec {leash}<&- >&- 2>&-; wait $!; echo $? >&{status}"
 
 
-def _wait_for_status(pid: int, seconds: float) -> int:
-    """Return the exit status of a child without reaping it, so that its ID still belongs to its group."""
+def _exit_status(ended: descriptors.Descriptor, seconds: float) -> int:
+    """Return the exit status that the script wrote; that of a killed command if it writes none."""
     deadline = time.monotonic() + seconds
-    pause = 0.0005
-    while True:
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if result is not None:
-            return result.si_status if result.si_code == os.CLD_EXITED else 128 + result.si_status
-        if time.monotonic() >= deadline:
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    text = b""
+    while not text.endswith(b"\n"):
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             return 128 + signal.SIGKILL
-        time.sleep(pause)
-        pause = min(0.05, pause * 2)
+        part = os.read(ended.number, 16)
+        if not part:
+            return 128 + signal.SIGKILL
+        text += part
+    return int(text)
 
 
 def _failure(message: str, status: int, said: str) -> OriginError:

@@ -170,7 +170,7 @@ def _measured(job: Job) -> Row:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if process.returncode:
+        if process.returncode or not output.strip():  # the status is lost where SIGCHLD is ignored
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
             raise StreamloadError(f"{job.name} failed: {last[0]}")
