@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ import torch
 import streamload
 from streamload import torch_internals
 from streamload.cache.runs import files, read_runs
-from streamload.loader import meter, publishing
+from streamload.loader import meter, microbatches, publishing
+from streamload.loader.output import Outputs
 from streamload.metrics import alerts, verdict
 from streamload.metrics.page import RunPage, as_dict
 from streamload.testing.faults import Fault
@@ -118,7 +120,7 @@ def test_the_time_of_every_stage_is_counted(workers: int, server: ShardServer, t
         stats = loader.stats()
     stages = ("read", "decode", "resize", "tokenize", "collate", "step")
     assert all(getattr(stats, f"{stage}_seconds") > 0 for stage in stages), stats
-    assert (stats.hand_over_seconds > 0) == (workers > 0)
+    assert stats.hand_over_seconds > 0
     made = stats.decode_seconds + stats.resize_seconds + stats.tokenize_seconds + stats.collate_seconds
     assert made + stats.read_seconds <= stats.transform_seconds * 1.001
     assert stats.ready_batches == stats.ready_image_bytes == stats.ready_text_bytes == 0
@@ -170,6 +172,104 @@ def test_a_real_run_is_judged_by_what_slows_it(
     if limit in ("origin", "CPU"):
         assert found.limit == limit, found
     assert found.limit in {limit, "unclear"}, found
+
+
+def numbers_of(samples: list[Any]) -> dict[str, Any]:
+    return {"numbers": [list(range(200_000)) for _ in samples]}
+
+
+def counted(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"number": 1}
+
+
+def test_all_of_next_that_is_not_the_step_is_waiting(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forming a batch takes 50 ms here, in which the worker has long made the next one."""
+    form = Outputs.form
+
+    def slow_form(*given: Any) -> Any:
+        time.sleep(0.05)
+        return form(*given)
+
+    monkeypatch.setattr(Outputs, "form", slow_form)
+    with make(f"{data}/{URLS}", tmp_path, num_workers=1) as loader:
+        batches = len(list(loader))
+        stats = loader.stats()
+    assert stats.data_wait_seconds >= stats.hand_over_seconds >= 0.05 * batches
+    assert sum(stats.wait_buckets[-12:]) == batches  # each waited more than 33 ms
+
+
+def test_lists_of_python_numbers_are_not_walked_when_they_are_yielded(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = 0
+    isinstance_ = isinstance
+
+    def counting(value: Any, kind: Any) -> bool:
+        nonlocal looked_at
+        looked_at += 1
+        return isinstance_(value, kind)
+
+    monkeypatch.setattr(microbatches, "isinstance", counting, raising=False)
+    workers = streamload.Workers(map_sample=counted, collate=numbers_of)
+    with make(f"{data}/{URLS}", tmp_path, workers=workers) as loader:
+        batches = list(loader)
+        assert 0 < looked_at < 1000 * len(batches)
+        with pytest.raises(streamload.OptionError, match="with tensors"):
+            loader.microbatches(batches[0])
+
+
+@pytest.mark.parametrize("argument", ["preprocess=", "map_sample=", "collate=", "tokenizer="])
+def test_a_slow_function_of_the_user_is_named(
+    argument: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "_FEWEST_SECONDS", 0.1)
+    options: dict[str, Any] = {
+        "preprocess=": {"preprocess": slow},
+        "map_sample=": {"workers": streamload.Workers(map_sample=slow_sample)},
+        "collate=": {"workers": streamload.Workers(map_sample=counted, collate=slow_batch)},
+        "tokenizer=": {"tokenizer": slow_tokenizer},
+    }[argument]
+    with make(f"{data}/{URLS}", tmp_path, **options) as loader:
+        for _ in loader:
+            pass
+        cause = loader.verdict(600)
+    assert cause.limit == "CPU", cause
+    assert f"most of it in your {argument}" in cause.evidence
+
+
+def slow_sample(sample: dict[str, Any]) -> dict[str, Any]:
+    zlib.compress(os.urandom(1 << 18), 6)
+    return {"number": 1}
+
+
+def slow_batch(samples: list[Any]) -> dict[str, Any]:
+    zlib.compress(os.urandom(2 << 20), 6)
+    return {"number": torch.ones(len(samples))}
+
+
+def slow_tokenizer(captions: list[str]) -> torch.Tensor:
+    zlib.compress(os.urandom(4 << 20), 6)
+    return torch.zeros(len(captions), 8, dtype=torch.int64)
+
+
+def test_the_shard_that_most_waits_were_for_is_named(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "_FEWEST_SECONDS", 0.1)
+    server.misbehave("00002.tar", Fault(bytes_per_second=30_000))
+    with make(f"{server.url}/{URLS}?token=secret", tmp_path, shuffle=0) as loader:
+        for _ in loader:
+            pass
+        cause = loader.verdict(600)
+        page = loader.meter.page()
+    assert cause.limit in {"origin", "unclear"}, cause
+    assert cause.limit == "unclear" or "of the wait was for 00002.tar" in cause.evidence
+    assert page is not None
+    assert page.run_verdict == str(cause)
+    assert "secret" not in page.run_verdict
+    assert "http" not in page.run_verdict
 
 
 def only_key(sample: dict[str, Any]) -> dict[str, Any]:

@@ -103,9 +103,13 @@ def test_a_run_in_trouble_says_so_first_and_lists_its_alerts(tmp_path: Path) -> 
         alerts = {"data wait": "waited <80 %>"} if late else {}
         counters = {"data_wait_ns": int(5e8 * second), "samples_yielded": second, "batches_yielded": second}
         verdict = "the origin gives 38 MB/s" if late else ""
-        recording.add(page_at(second, alerts=alerts, verdict=verdict, counters=counters))
+        whole = f"waited 50% of the last {second} s for data: <bytes> don't arrive"
+        recording.add(page_at(second, alerts=alerts, verdict=verdict, run_verdict=whole, counters=counters))
     text = report(timeline(tmp_path))
     assert "The training waited 50% of the time for data: it could be 2.00× as fast." in text
+    assert (
+        "Over the whole run: waited 50% of the last 100 s for data: &lt;bytes&gt; don&#x27;t arrive" in text
+    )
     assert "The last verdict: the origin gives 38 MB/s" in text
     assert "<td>30 s<td>30 s<td>0<td>data wait<td>waited &lt;80 %&gt;" in text
     calm = report(timeline_of_calm(tmp_path / "calm"))

@@ -167,6 +167,17 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
         ),
         ({"stages": {"decode": 150.0, "resize": 80.0}}, "CPU", "making batches, most of it on decode"),
         ({"stages": {"read": 150.0, "decode": 30.0}}, "disk", "reading from the cache"),
+        (
+            {"blocked_seconds": 18.0, "origin_bytes": 10**9, "shard_waits": {3: 12.4, 4: 5.0}},
+            "origin",
+            "67% of the wait was for shard 3)",
+        ),
+        (
+            {"stages": {"resize": 200.0}, "machine": Machine(functions={"resize": "preprocess="})},
+            "CPU",
+            "making batches, most of it in your preprocess=.",
+        ),
+        ({"feature_seconds": 14.0}, "features", "75% of that to compute features in this process"),
         ({"stages": {"hand-over": 200.0}}, "hand-over", "passing batches on"),
         ({"rank_hand_over_seconds": 15.0}, "hand-over", "receive batches in this process"),
         ({"stages": {"device": 12.0, "decode": 100.0}}, "device copy", "on their way to the device"),

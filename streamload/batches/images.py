@@ -118,6 +118,11 @@ class ImageAssembly:
         return None
 
     @property
+    def runs_as_given(self) -> bool:
+        """Whether the user's own function makes the images."""
+        return not isinstance(self.preprocess, ImagePlan | PatchPlan | GivenPatches)
+
+    @property
     def resizing(self) -> Preparation | None:
         """The preparation to apply to images that aren't prepared; None: none."""
         return self.preparation if self.changes_pixels else None

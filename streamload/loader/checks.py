@@ -28,6 +28,7 @@ _SLOW_SHARD_SHARE = 0.5
 _SHARDS_KEPT = 64
 """Waits are kept of the shards that cost the most."""
 _SHARDS_SHOWN = 4
+_NAME_CHARS = 64
 
 
 class BatchChecks:
@@ -218,6 +219,15 @@ class ShardWaits:
         if len(self._by_shard_ns) > _SHARDS_KEPT:
             by_wait = sorted(self._by_shard_ns.items(), key=lambda item: item[1])
             self._by_shard_ns = dict(by_wait[-_SHARDS_KEPT // 2 :])
+
+    def by_shard(self) -> dict[int, int]:
+        """Nanoseconds of the shards that are kept, by their index in the run."""
+        return dict(self._by_shard_ns)
+
+    def file_name(self, shard: int) -> str:
+        """The name of a shard's file, without its folder and anything secret, as others may read it."""
+        text = redact(self._url(shard)).partition("?")[0].rstrip("/").rpartition("/")[2]
+        return "".join(c if c.isprintable() else "�" for c in text)[-_NAME_CHARS:]
 
     def worst(self) -> dict[str, int]:
         """Nanoseconds of the shards that cost the most, by redacted URL, most first."""

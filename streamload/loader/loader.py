@@ -375,7 +375,9 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
         self._shard_checks = ShardChecks(self.options.shards.max_bad_shards)
         self._pass_end = PassEnd(self.options.shards, self.options.train)
-        self.meter = Meter(self.options, self._schedule, self._control, self._counts, self._on_alert)
+        self.meter = Meter(
+            self.options, self._schedule, self._control, self._counts, self._on_alert, self._waits
+        )
         if not self.options.num_workers:  # the worker's waits for bytes are in this process
             self._control.while_waiting = self.meter.tick
         self._reset_exports()
@@ -471,6 +473,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         if self._pool is None:
             self._pool = WorkerPool(self, self.options, self._schedule, self._control)
             self.meter.publisher.open(self._pool.page, self._pool.tier, self._pool.run)
+            self.meter.functions = self._pool.functions
         return self._pool
 
 

@@ -12,10 +12,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from streamload.ipc import ControlBlock, spent_ns
+from streamload.loader.checks import ShardWaits
 from streamload.loader.destination import is_accelerator_used
 from streamload.loader.options import LoaderOptions
 from streamload.loader.publishing import Publisher
@@ -51,8 +52,10 @@ class Meter:
         control: shared with the workers.
         counts: of this process.
         listeners: called with each alert; may grow.
+        waits: of the training, by shard.
 
     Attributes:
+        functions: the argument whose function has most of a stage's time, by stage.
         publisher: of the rank's page and gauges.
         slowest: the other rank that waits most for data, and its share of waiting; set by RankMonitor.
     """
@@ -64,7 +67,10 @@ class Meter:
         control: ControlBlock,
         counts: Counters,
         listeners: Sequence[OnAlert],
+        waits: ShardWaits,
     ) -> None:
+        self.functions: Mapping[str, str] = {}
+        self._waits = waits
         self.slowest: tuple[int, float] | None = None
         self._options, self._schedule = options, schedule
         self._control, self._counts, self._listeners = control, counts, listeners
@@ -72,6 +78,9 @@ class Meter:
         self.publisher = Publisher(options, schedule, self._names)
         self._returned_ns = 0  # when the training loop got its last batch; 0: it has asked since
         self._wait_began_ns = 0  # of the current wait; 0: none
+        self._counted_until_ns = 0  # up to here the time in `next` is counted
+        self._waited_ns = 0  # of the batch that is asked for
+        self._features_ns = 0  # for which features had been computed when it was asked for
         self._is_in_epoch: Callable[[], bool] = bool
         self._spent_ns = 0
         self._next_tick = 0.0
@@ -80,6 +89,8 @@ class Meter:
         # Guarded by it:
         self._history = History(LONGEST_SECONDS)
         self._line_from: Sample | None = None  # the last line in the log is about the time up to here
+        self._epoch_from: Sample | None = None  # the first batch of the epoch was taken here
+        self._run_from: Sample | None = None  # and that of the run
         self._alerts = Alerts()
         self._is_failure_logged = False
         self._is_host_logged = False
@@ -99,19 +110,23 @@ class Meter:
         """The last batch of an epoch was taken."""
         self.tick(is_due=True)
         with self._lock:
+            self._line_from = self._epoch_from
             self._log_line(f"epoch {epoch}: ", _SHORTEST_EPOCH_SECONDS)
-            self._line_from = None
+            self._line_from = self._epoch_from = None
 
     def asked(self) -> None:
-        """The training loop asks for its next batch."""
+        """The training loop asks for its next batch: from here on it waits."""
+        self._counted_until_ns, self._waited_ns = time.monotonic_ns(), 0
+        self._features_ns = self._counts.value("feature_compute_ns")
         if self._returned_ns:
-            self._counts.add("step_ns", time.monotonic_ns() - self._returned_ns)
+            self._counts.add("step_ns", self._counted_until_ns - self._returned_ns)
             self._returned_ns = 0
         if time.monotonic() >= self._next_tick:
             self.tick()
 
     def wait_began(self, since: float) -> None:
-        """The training loop waits for data, since then by the monotonic clock."""
+        """The training loop waits for its workers, since then by the monotonic clock."""
+        self._count_own_work()
         self._control.want(True)
         self._wait_began_ns = int(since * 1e9)
 
@@ -119,6 +134,7 @@ class Meter:
         """It waits no longer; returns for how many nanoseconds it did."""
         self._control.want(False)
         self._wait_began_ns, waited_ns = 0, int((time.monotonic() - since) * 1e9)
+        self._counted_until_ns, self._waited_ns = time.monotonic_ns(), self._waited_ns + waited_ns
         self._counts.add("data_wait_ns", waited_ns)
         if not self._counts.value("batches_yielded"):
             self._counts.add("first_batch_ns", waited_ns)
@@ -139,7 +155,6 @@ class Meter:
         counts.add("ready_batches", -1)
         for name, size in bytes_by_modality(batch.values).items():
             counts.add(name, -size)
-        counts.observe_wait(waited_ns)
         if batch.passes:
             self.publisher.passes = list(map(max, batch.passes, self.publisher.passes or batch.passes))
         if batch.blocked:
@@ -149,12 +164,24 @@ class Meter:
             counts.add("hand_over_ns", self._spent_ns - before)
         if self._line_from is None:  # in the wait for the first batch workers start, too
             with self._lock:
-                self._line_from = self._sample()
+                self._line_from = self._epoch_from = self._sample()
+                self._run_from = self._run_from or self._epoch_from
                 self._history.add(self._line_from)
 
     def returned(self) -> None:
         """The training loop has its batch, and does its own work from here on."""
-        self._returned_ns = time.monotonic_ns()
+        self._count_own_work()
+        self._counts.observe_wait(self._waited_ns)
+        self._returned_ns = self._counted_until_ns
+
+    def _count_own_work(self) -> None:
+        """Count the time since the last wait, in which `next` passed a batch on, as data wait, too."""
+        before, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
+        own_ns = self._counted_until_ns - before
+        computed_ns, self._features_ns = self._features_ns, self._counts.value("feature_compute_ns")
+        self._counts.add("data_wait_ns", own_ns)
+        self._counts.add("hand_over_ns", max(0, own_ns - (self._features_ns - computed_ns)))
+        self._waited_ns += own_ns
 
     # What follows.
 
@@ -174,7 +201,7 @@ class Meter:
             self.publisher.look(sample, minute)
             recent = self._figures(sample, WINDOW_SECONDS)
             changed = self._alerts.look(recent, time.monotonic(), time.time())
-            self.publisher.publish(sample, minute, self._alerts.raised())
+            self.publisher.publish(sample, minute, self._run_figures(sample), self._alerts.raised())
             if self._line_from is not None and sample.at_ns - self._line_from.at_ns >= LINE_SECONDS * 1e9:
                 self._log_line("", LINE_SECONDS)
         finally:
@@ -190,7 +217,7 @@ class Meter:
             sample = self._sample()
             minute = self._figures(sample, _MINUTE)
             self.publisher.look(sample, minute)
-            return self.publisher.page(sample, minute, self._alerts.raised())
+            return self.publisher.page(sample, minute, self._run_figures(sample), self._alerts.raised())
 
     def verdict(self, seconds: float) -> Verdict:
         """What has limited the training over the last seconds."""
@@ -206,7 +233,8 @@ class Meter:
         row, wait_began_ns = rows.sum(axis=0), self._wait_began_ns
         if wait_began_ns:
             row[_DATA_WAIT] += max(0, at_ns - wait_began_ns)
-        return Sample(at_ns, row, rows[0].copy(), self._control.by_source.sum(axis=0))
+        by_source = self._control.by_source.sum(axis=0)
+        return Sample(at_ns, row, rows[0].copy(), by_source, self._waits.by_shard())
 
     def _figures(self, sample: Sample, seconds: float) -> Figures:
         """The figures of the last seconds."""
@@ -221,6 +249,10 @@ class Meter:
             slowest=self.slowest,
         )
 
+    def _run_figures(self, sample: Sample) -> Figures:
+        """The figures since the run's first batch."""
+        return Figures.between(self._run_from or sample, sample, self._about())
+
     def _about(self) -> Machine:
         if self._machine is None:
             options, rank = self._options, self._schedule.topology.rank
@@ -229,7 +261,9 @@ class Meter:
             prepare = options.images.prepare or ""
             self._machine = Machine(options.num_workers, cores, is_near, self._names, rank, prepare)
         is_on_host = self.publisher.device is None and is_accelerator_used()
-        return self._machine._replace(is_on_host=is_on_host)
+        return self._machine._replace(
+            is_on_host=is_on_host, functions=self.functions, shard_name=self._waits.file_name
+        )
 
     def _log_line(self, what: str, shortest_seconds: float) -> None:
         """Log what the training has waited for since the last line; under the lock."""

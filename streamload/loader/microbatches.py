@@ -6,6 +6,7 @@ Parts are views. Which rows a step trains on never changes, and parts have equal
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _PATCHES = ("patches", "patch_coord", "patch_valid")
 _MOST_WIDTHS = 16
 """Widths of parts where captions or images vary; where both do, a quarter and a half of it: 32 shapes."""
 _KEYS_SHOWN = 4
+_NESTED_LOOKED_AT = 8
+"""Elements of a value in which a batch's first tensor is looked for."""
 
 
 class DictPart(dict[str, Any]):
@@ -191,19 +194,17 @@ class YieldedBatches(Generic[K]):
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], K]] = {}
 
     def add(self, batch: Any, known: K) -> None:
-        """Remember a batch as long as its first tensor lives."""
-        for tensor in _tensors(batch):
+        """Remember a batch as long as its first tensor lives; one without tensors isn't remembered."""
+        tensor = _first_tensor(batch)
+        if tensor is not None:
             gone = functools.partial(_forget, self._known, id(tensor))
             self._known[id(tensor)] = weakref.ref(tensor, gone), known
-            return
 
     def find(self, batch: Any) -> K | None:
         """What is known of a batch; None if it isn't one that was added."""
-        for tensor in _tensors(batch):
-            found = self._known.get(id(tensor))
-            if found is not None and found[0]() is tensor:
-                return found[1]
-        return None
+        tensor = _first_tensor(batch)
+        found = None if tensor is None else self._known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
 
 
 def _forget(known: dict[int, Any], place: int, _: object) -> None:
@@ -267,6 +268,21 @@ def _rounded(most: int, full: int, share: int) -> int:
     step = -(-full * share // _MOST_WIDTHS)
     step = -(-step // 8) * 8
     return min(full, max(1, -(-most // step)) * step) if full else 0
+
+
+def _first_tensor(batch: Any, most: int | None = None) -> torch.Tensor | None:
+    """The first tensor of a batch; None if there is none, or none among the first elements of its values.
+
+    Each batch is looked at as it is yielded: lists of Python numbers must not be walked to their ends.
+    """
+    for value in itertools.islice(batch.values() if isinstance(batch, Mapping) else batch, most):
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, Mapping | tuple | list):
+            tensor = _first_tensor(value, _NESTED_LOOKED_AT)
+            if tensor is not None:
+                return tensor
+    return None
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -54,6 +54,7 @@ class WorkerPool:
         run: its name on this node.
         shards: how many this rank reads in a pass.
         page: the file of what this rank publishes.
+        functions: the argument whose function has most of a stage's time, by stage.
 
     Raises:
         CacheError: the cache directory can't be used.
@@ -72,6 +73,7 @@ class WorkerPool:
         self.features = bound_features(options, config.assembly.features)
         images = config.assembly.images if options.images.dtype == "float32" else None
         self.statistics: Statistics | None = None if images is None else images.unnormalised
+        self.functions = _functions(options, config)
         self._options = options
         try:
             self.batches, dataset = _data_loader(options, config, control)
@@ -132,6 +134,21 @@ def _data_loader(
         else None,
     )
     return batches, dataset
+
+
+def _functions(options: LoaderOptions, config: WorkerConfig) -> dict[str, str]:
+    """The arguments that are functions of the user's, by the stage that their time is counted in."""
+    workers, images = options.workers, config.assembly.images
+    stages = {}
+    if options.tokenizer is not None:
+        stages["tokenize"] = "tokenizer="
+    if workers.collate is not None:
+        stages["collate"] = "collate="
+    if workers.map_sample is not None and images is None:
+        stages["decode"] = "map_sample="
+    if options.preprocess is not None and images is not None and images.runs_as_given:
+        stages["resize"] = "preprocess="
+    return stages
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[object]:

@@ -23,7 +23,7 @@ from streamload.metrics import COUNTERS
 from streamload.metrics.figures import Figures, Sample
 from streamload.metrics.gauges import Gauges
 from streamload.metrics.page import RunPage
-from streamload.metrics.verdict import LITTLE, judge
+from streamload.metrics.verdict import LITTLE, Verdict, judge
 from streamload.options import file_system
 from streamload.order.mixing import UNIT
 
@@ -124,11 +124,11 @@ class Publisher:
             self._look_at_passes()
             self._look_at_memory(has_batches=sample.row[_YIELDED] > 0)
 
-    def publish(self, sample: Sample, figures: Figures, alerts: Mapping[str, str]) -> None:
+    def publish(self, sample: Sample, figures: Figures, run: Figures, alerts: Mapping[str, str]) -> None:
         """Write the page, if there is a file for it; as for `page`."""
         if self._file is None:
             return
-        page = self.page(sample, figures, alerts)
+        page = self.page(sample, figures, run, alerts)
         self._file.write(page)
         for read in self.readers:
             read(page)
@@ -138,22 +138,24 @@ class Publisher:
         """Whether there is a run to publish."""
         return bool(self._fixed)
 
-    def page(self, sample: Sample, figures: Figures, alerts: Mapping[str, str]) -> RunPage:
+    def page(self, sample: Sample, figures: Figures, run: Figures, alerts: Mapping[str, str]) -> RunPage:
         """The page of this moment, once it is open.
 
         Args:
             sample: the counters now.
             figures: of the last minute.
+            run: of the whole run.
             alerts: those that are raised.
         """
-        verdict, sums = judge(figures), sample.row.tolist()
+        sums = sample.row.tolist()
         return RunPage(
             **self._fixed,
             written=now(),
             counters=dict(zip(COUNTERS, sums, strict=False)),
             wait_buckets=tuple(sums[len(COUNTERS) :]),
             gauges=self.gauges.values(),
-            verdict=str(verdict) if verdict.wait >= LITTLE else "",
+            verdict=_said(judge(figures)),
+            run_verdict=_said(judge(run)),
             alerts=alerts,
         )
 
@@ -183,3 +185,8 @@ class Publisher:
             ratio = memory.peak_bytes() / max(1, memory.limit_bytes())
             self.gauges.set("device_memory_ratio", ratio)
             self.memory_ratio = max(self.memory_ratio, ratio)
+
+
+def _said(verdict: Verdict) -> str:
+    """A verdict in words; "" if the training doesn't wait."""
+    return str(verdict) if verdict.wait >= LITTLE else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +26,14 @@ class Sample(NamedTuple):
         row: int64[WIDTH], the sum over processes; the current wait of the training loop is counted up to now.
         rank_row: int64[WIDTH], of the training's process alone.
         by_source: int64[sources, 2]: samples taken, and nanoseconds waited for bytes.
+        by_shard: nanoseconds of data wait by shard, for those with the longest waits.
     """
 
     at_ns: int
     row: NDArray[np.int64]
     rank_row: NDArray[np.int64]
     by_source: NDArray[np.int64]
+    by_shard: Mapping[int, int] = MappingProxyType({})
 
 
 class Machine(NamedTuple):
@@ -43,6 +47,8 @@ class Machine(NamedTuple):
         sources: their names.
         rank: of this process.
         is_on_host: nothing moves the batches to a device, and the process uses an accelerator.
+        functions: the argument whose function has most of a stage's time, by stage.
+        shard_name: names a shard by its index.
     """
 
     workers: int = 4
@@ -52,6 +58,8 @@ class Machine(NamedTuple):
     rank: int = 0
     prepare: str = ""
     is_on_host: bool = False
+    functions: Mapping[str, str] = MappingProxyType({})
+    shard_name: Callable[[int], str] = "shard {}".format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +81,7 @@ class Figures:
         started, evicted: shards whose reading started in a pass, and that were evicted.
         range_reads: samples that were read from their origin, as the cache has no room.
         source_waits: seconds for which workers waited for bytes, by source.
+        shard_waits: seconds of waited_seconds by shard, for those with the longest waits.
         waiting_seconds: how long the training loop has been waiting for its next batch, at the end.
         still_seconds: how long it has neither requested nor got one, at the end.
         memory_ratio: how much of the memory, or of the device's, is taken, at the end; 0: unknown.
@@ -99,6 +108,7 @@ class Figures:
     evicted: int = 0
     range_reads: int = 0
     source_waits: dict[str, float] = field(default_factory=dict)
+    shard_waits: dict[int, float] = field(default_factory=dict)
     waiting_seconds: float = 0.0
     still_seconds: float = 0.0
     memory_ratio: float = 0.0
@@ -147,6 +157,9 @@ class Figures:
             started=count("tier_hits") + count("tier_misses"),
             evicted=count("shards_evicted"),
             range_reads=count("range_reads"),
+            shard_waits={
+                shard: max(0, ns - first.by_shard.get(shard, 0)) / 1e9 for shard, ns in last.by_shard.items()
+            },
             source_waits={name: waited / 1e9 for name, waited in zip(machine.sources, waits, strict=False)},
         )
 

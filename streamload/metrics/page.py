@@ -1,7 +1,8 @@
 """The page that a rank publishes about itself: its numbers at one moment, for exporters, `top` and reports.
 
 Pure: bytes to values and back, and ages by clocks that are given. cache/runs.py has the files. A page holds
-names of sources, cut and without secrets, and numbers; never keys, URLs or anything else of the data.
+names of sources, cut and without secrets, and numbers; never keys, URLs or anything else of the data, but
+for the name of the file of a slow shard in a verdict.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class RunPage:
         wait_buckets: the histogram of data waits: int[24], not cumulative (registry.BUCKET_NS).
         gauges: by the names of GIVEN, and by labels.
         verdict: what limits the training, in a sentence; "": it doesn't wait.
+        run_verdict: the same, over the whole run.
         alerts: the alerts that are raised: their names and messages.
         reader: when the page was read.
     """
@@ -84,6 +86,7 @@ class RunPage:
     wait_buckets: tuple[int, ...] = (0,) * BUCKETS
     gauges: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
     verdict: str = ""
+    run_verdict: str = ""
     alerts: Mapping[str, str] = field(default_factory=dict)
     reader: Clock | None = None
 

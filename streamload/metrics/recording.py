@@ -38,6 +38,7 @@ class Moment:
         gauges: by the names of GIVEN, then by labels joined by commas.
         wait_buckets: of the histogram of data waits, since then.
         verdict: in words; "": the training didn't wait.
+        run_verdict: the same, over the run so far.
         alerts: those that were raised.
     """
 
@@ -47,6 +48,7 @@ class Moment:
     wait_buckets: tuple[int, ...] = (0,) * BUCKETS
     verdict: str = ""
     alerts: Mapping[str, str] = field(default_factory=dict)
+    run_verdict: str = ""
 
     @classmethod
     def of(cls, page: RunPage) -> Moment:
@@ -56,7 +58,13 @@ class Moment:
             for name, found in page.gauges.items()
         }
         return cls(
-            page.run_seconds, dict(page.counters), gauges, page.wait_buckets, page.verdict, page.alerts
+            page.run_seconds,
+            dict(page.counters),
+            gauges,
+            page.wait_buckets,
+            page.verdict,
+            page.alerts,
+            page.run_verdict,
         )
 
     def as_line(self) -> str:
@@ -73,6 +81,7 @@ class Moment:
         }
         values |= {"w": list(self.wait_buckets)} if any(self.wait_buckets) else {}
         values |= {"v": self.verdict} if self.verdict else {}
+        values |= {"r": self.run_verdict} if self.run_verdict else {}
         values |= {"a": dict(self.alerts)} if self.alerts else {}
         return json.dumps(values, separators=(",", ":"))
 
@@ -215,6 +224,7 @@ def _moment(line: str) -> Moment | None:
             buckets if len(buckets) == BUCKETS else (0,) * BUCKETS,
             str(values.get("v", "")),
             {str(name): str(said) for name, said in values.get("a", {}).items()},
+            str(values.get("r", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -71,6 +71,7 @@ def numbers(timeline: Timeline, charts: list[Chart] | None = None) -> dict[str, 
             for name in sorted({name for rank in timeline.ranks for name in rank.moments[-1].counters})
         },
         "verdict": _last_verdict(timeline),
+        "run_verdict": _run_verdict(timeline),
     }
 
 
@@ -96,6 +97,12 @@ def _last_verdict(timeline: Timeline) -> str:
     return max(((at, verdict) for at, verdict in said if verdict), default=(0.0, ""))[1]
 
 
+def _run_verdict(timeline: Timeline) -> str:
+    """The verdict over the whole run, of the rank that waited most; "": none waited much."""
+    ends = [rank.moments[-1] for rank in timeline.ranks if rank.moments]
+    return max(ends, key=lambda moment: moment.counters.get("data_wait_ns", 0)).run_verdict
+
+
 def _verdict(timeline: Timeline) -> str:
     share, said = wait_share(timeline), _last_verdict(timeline)
     gain = 1 / (1 - min(share, 0.99))
@@ -104,7 +111,9 @@ def _verdict(timeline: Timeline) -> str:
     else:
         head = f"The training waited {share:.0%} of the time for data: it could be {gain:.2f}× as fast."
         kind = "bad" if share > 4 * _LATE else "fair"
-    more = f"<p>The last verdict: {html.escape(said)}</p>" if said else ""
+    whole = _run_verdict(timeline)
+    more = f"<p>Over the whole run: {html.escape(whole)}</p>" if whole else ""
+    more += f"<p>The last verdict: {html.escape(said)}</p>" if said else ""
     return f'<section class="verdict {kind}"><h2>{head}</h2>{more}</section>'
 
 

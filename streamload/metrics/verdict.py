@@ -9,7 +9,16 @@ from streamload.metrics.figures import Figures
 from streamload.metrics.snapshot import format_bytes
 
 Limit = Literal[
-    "origin", "shuffle", "disk", "CPU", "hand-over", "device copy", "training", "another rank", "unclear"
+    "origin",
+    "shuffle",
+    "disk",
+    "CPU",
+    "features",
+    "hand-over",
+    "device copy",
+    "training",
+    "another rank",
+    "unclear",
 ]
 
 LITTLE = 0.05
@@ -57,6 +66,8 @@ _PREPARE_AHEAD = (
 )
 _AUTO = "auto"
 """The choice of prepare= that names no recipe."""
+_FUNCTION = "It runs once for each sample: do less in it, or leave images and captions to streamload."
+_FEATURES = "Make them ahead: streamload features make."
 _SEE_LOG = "See that rank's log, or `streamload top` on its node."
 _NOTHING = "Look at stats() after some minutes, or run streamload bench."
 
@@ -106,8 +117,15 @@ def _decide(figures: Figures) -> tuple[Limit, str, str]:
     if copied >= _MOST * waited:
         return "device copy", f"{copied / waited:.0%} of that for batches on their way to the device", _COPY
     blocked, work = figures.blocked_seconds / waited, _shares(figures)
-    if received >= _MOST * waited and figures.machine.workers:
-        return "hand-over", f"{received / waited:.0%} of that to receive batches in this process", _PICKLED
+    if figures.feature_seconds >= _MOST * waited:
+        share = min(1.0, figures.feature_seconds / waited)
+        return "features", f"{share:.0%} of that to compute features in this process", _FEATURES
+    if received >= _MOST * waited:
+        return (
+            "hand-over",
+            f"{received / waited:.0%} of that to receive batches in this process and give them their form",
+            _PICKLED,
+        )
     if blocked >= _MOST:
         return _bytes(figures)
     if blocked > 1 - _MOST - 0.2 or not work:
@@ -125,7 +143,7 @@ def _not_waiting(figures: Figures) -> tuple[Limit, str, str]:
         return "another rank", evidence, _SEE_LOG
     if figures.feature_seconds >= _MOST * figures.seconds:
         evidence = f"features were computed {figures.feature_seconds / figures.seconds:.0%} of the time"
-        return "training", evidence, "Make them ahead: streamload features make."
+        return "training", evidence, _FEATURES
     return (
         "training",
         "data is never late",
@@ -148,6 +166,7 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     busy = f"workers waited {figures.share('bytes', 'shuffle'):.0%} of their time for bytes"
     if not figures.machine.workers:
         busy = f"{figures.blocked_seconds / figures.waited_seconds:.0%} of that for bytes"
+    busy += _slowest_shard(figures)
     held_back, lacked = (figures.stages.get(stage, 0.0) for stage in ("shuffle", "bytes"))
     if held_back > lacked:
         evidence = f"the window of shuffle= holds back most samples that arrive ({busy})"
@@ -178,6 +197,15 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     return "origin", evidence, _FAILING if is_failing else fill
 
 
+def _slowest_shard(figures: Figures) -> str:
+    """The shard that most of the wait was for, in a part of a sentence; "": there is none."""
+    shard = max(figures.shard_waits, key=figures.shard_waits.__getitem__, default=None)
+    if shard is None or figures.shard_waits[shard] < _MOST * figures.waited_seconds:
+        return ""
+    share = min(1.0, figures.shard_waits[shard] / figures.waited_seconds)
+    return f", {share:.0%} of the wait was for {figures.machine.shard_name(shard)}"
+
+
 def _prepare_option(figures: Figures) -> str:
     """What makes `streamload warm` prepare as the training does."""
     prepare = figures.machine.prepare
@@ -194,7 +222,9 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
         return limit, f"{who} spent {share:.0%} of {of} passing batches on", _PICKLED
     stages = {stage: figures.share(stage) for stage in _WORK}
     most = max(stages, key=lambda stage: stages[stage])
-    evidence = f"{who} spent {share:.0%} of {of} making batches, most of it on {most}"
+    function = machine.functions.get(most)
+    on = f"on {most}" if function is None else f"in your {function}"
+    evidence = f"{who} spent {share:.0%} of {of} making batches, most of it {on}"
     more = ""
     if machine.workers < machine.cores - 1:
         more = f"More workers: {machine.cores} cores can be used (num_workers=). "
@@ -203,6 +233,8 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
 
 def _cheaper(stage: str, figures: Figures) -> str:
     """What makes a stage cheaper, other than what the training has already."""
+    if figures.machine.functions.get(stage) == "map_sample=":
+        return _FUNCTION
     if stage not in ("decode", "resize") or not figures.machine.prepare:
         return _CHEAPER[stage]
     if figures.unprepared and (option := _prepare_option(figures)):
