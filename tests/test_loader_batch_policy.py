@@ -127,7 +127,7 @@ def test_a_resumed_policy_remembers_and_its_log_goes_on(data: list[str], tmp_pat
     log = tmp_path / "decisions.jsonl"
     batches, states = run_of(make(data, tmp_path, batch_policy=Listed(sizes), decisions=log, **options), 1)
     assert {len(batch) for batch in batches} == {12, *sizes}
-    for cut in (4, 8, 12):  # half of an interval is measured behind each
+    for cut in (2, 3, 4, 7, 9, 10):  # whatever was measured before the cut counts after it
         (tmp_path / f"{cut}.jsonl").write_bytes(log.read_bytes())
         options["decisions"] = tmp_path / f"{cut}.jsonl"
         with make(data, tmp_path, batch_policy=Listed(sizes), **options) as loader:
@@ -191,10 +191,14 @@ def test_what_is_measured_is_the_time_of_steps_of_one_size(data: list[str], tmp_
         schedule = loader._schedule
         sizing = BatchSizing(loader.options, schedule, clock)
 
+    total_wait_ns = 0
+
     def take(steps: int, rows: int, seconds: float, waited: float) -> None:
+        nonlocal total_wait_ns
         for _ in range(steps):
             clock.now += seconds
-            sizing.took(rows, int(waited * 1e9))
+            total_wait_ns += int(waited * 1e9)
+            sizing.took(rows, total_wait_ns)
             sizing.decide(lambda size, told: 0)
 
     def begin() -> None:
@@ -223,9 +227,12 @@ def of_two_ranks(rank: int, data: list[str], place: Path) -> None:
     policy = Listed([10, 4] if rank == 0 else [7, 7])
     options: dict[str, Any] = {"batch_size": 6, "num_batches": 14, "num_workers": rank}
     took = BatchSizing.took
+    steps = 0
 
-    def slow(sizing: BatchSizing, rows: int, waited_ns: int) -> None:
-        took(sizing, rows, waited_ns + rank * 10**12)
+    def slow(sizing: BatchSizing, rows: int, total_wait_ns: int) -> None:
+        nonlocal steps
+        steps += 1
+        took(sizing, rows, total_wait_ns + rank * steps * 10**12)
         sizing._seconds += rank * 2000
 
     with pytest.MonkeyPatch.context() as patched:

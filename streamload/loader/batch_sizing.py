@@ -7,14 +7,16 @@ Loader.set_batch_size. The policies are in steering/batch_size.py.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamload.errors import OptionError, PolicyError, StateMismatch
 from streamload.loader.agreement import Agreement
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
+from streamload.loader.steering_state import STEP_TIMES
 from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
 from streamload.steering.policy import kept_memory
 from streamload.worker import InFlight
@@ -49,6 +51,7 @@ class BatchSizing:
         """Measure anew."""
         self._rows = self._counted = self._waited_ns = 0
         self._seconds = 0.0
+        self._wait_before_ns = 0  # all data wait up to the last step
         self._last: float | None = None  # when a step of this epoch was taken
 
     def start_epoch(self, in_flight: Callable[[], InFlight | None]) -> None:
@@ -70,12 +73,12 @@ class BatchSizing:
             for size in (self._policy.least, self._policy.multiple):
                 self._schedule.resized(size, 0, None)
 
-    def took(self, rows: int, waited_ns: int) -> None:
+    def took(self, rows: int, total_wait_ns: int) -> None:
         """A step was taken.
 
         Args:
             rows: of all ranks.
-            waited_ns: the data wait for it.
+            total_wait_ns: all data wait so far.
         """
         if self._policy is None:
             return
@@ -86,9 +89,9 @@ class BatchSizing:
             self._rows = rows
         elif self._last is not None:
             self._seconds += now - self._last
-            self._waited_ns += waited_ns
+            self._waited_ns += total_wait_ns - self._wait_before_ns
             self._counted += 1
-        self._last = now
+        self._last, self._wait_before_ns = now, total_wait_ns
 
     def decide(self, resize: Callable[[int, Mapping[str, Any]], int]) -> None:
         """Before a batch is waited for: ask the policy, if this step is a decision step.
@@ -154,14 +157,21 @@ class BatchSizing:
         """Its part of a state; nothing without a policy."""
         if self._policy is None:
             return {}
-        return {STATE: {"steps": self._steps, "decided": self._decided, "memory": self._memory}}
+        measured = [self._rows, self._counted, self._waited_ns, self._seconds]
+        return {
+            STATE: {"steps": self._steps, "decided": self._decided, "memory": self._memory},
+            STEP_TIMES: {str(self._schedule.topology.rank): measured},
+        }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue after a state, or begin anew where it has no such part.
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue after the states of some ranks, or begin anew where they have no such part.
+
+        A rank whose own state isn't there continues with what another one has measured.
 
         Raises:
-            StateMismatch: it is damaged.
+            StateMismatch: they are damaged.
         """
+        state = merged_sizing(states)
         part = state.get(STATE, {"steps": 0, "decided": 0, "memory": None})
         try:
             steps, decided, memory = part["steps"], part["decided"], part["memory"]
@@ -171,3 +181,30 @@ class BatchSizing:
             raise StateMismatch(f"not a valid state of a loader: steps {steps!r:.50} as {STATE}")
         self._steps, self._decided, self._memory = steps, decided, memory
         self._forget()
+        by_rank = state.get(STEP_TIMES, {})
+        measured = by_rank.get(str(self._schedule.topology.rank), next(iter(by_rank.values()), None))
+        if measured is not None:
+            self._rows, self._counted, self._waited_ns, self._seconds = _measured(measured)
+
+
+def merged_sizing(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parts of the ranks' states that belong to batch_policy=, as one."""
+    merged = {STATE: states[0][STATE]} if STATE in states[0] else {}
+    by_rank = {rank: measured for state in states for rank, measured in state.get(STEP_TIMES, {}).items()}
+    return merged | ({STEP_TIMES: by_rank} if by_rank else {})
+
+
+def _measured(values: Any) -> tuple[int, int, int, float]:
+    """What a rank has measured: rows of all ranks, steps, nanoseconds of data wait, and seconds.
+
+    Raises:
+        StateMismatch: these aren't such values.
+    """
+    try:
+        rows, steps, waited_ns, seconds = values
+        found = int(rows), int(steps), int(waited_ns), float(seconds)
+    except (TypeError, ValueError) as exc:
+        raise StateMismatch(f"not a valid state of a loader: {exc!r:.100} as {STEP_TIMES}") from None
+    if min(found) < 0 or not math.isfinite(found[3]):
+        raise StateMismatch(f"not a valid state of a loader: {values!r:.50} as {STEP_TIMES}")
+    return found

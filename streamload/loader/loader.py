@@ -18,7 +18,7 @@ from streamload import limits
 from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
-from streamload.loader.batch_sizing import STATE, BatchSizing
+from streamload.loader.batch_sizing import BatchSizing, merged_sizing
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
 from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
 from streamload.loader.destination import Destination
@@ -241,7 +241,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
         self._steering.load(steering_in(state))
-        self._sizing.load(state if isinstance(state, Mapping) else state[0])
+        self._sizing.load([state] if isinstance(state, Mapping) else state)
         counts = counts_in(state)
         self._checks.restore(counts[BAD_SAMPLES])
         self._shard_checks.restore(counts[BAD_SHARDS])
@@ -325,7 +325,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         if batch.blocked:
             self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
         steered = self._steering.advance(batch)
-        self._sizing.took(batch.stop - batch.position, waited_ns)
+        self._sizing.took(batch.stop - batch.position, self._counts.value("data_wait_ns"))
         self._schedule.tracker.advance(batch.stop, batch.groups)
         self._step += 1
         if self._trace is not None and self._trace.took():
@@ -494,5 +494,5 @@ def gather_state(loader: Loader) -> dict[str, Any]:
         )
     steering = steering_in(states)
     collapsed = {} if steering is None else steering.collapsed().to_json()
-    collapsed |= {name: states[0][name] for name in (STATE,) if name in states[0]}
+    collapsed |= merged_sizing(states)
     return to_state(*from_state(states), counts_in(states), collapsed)

@@ -13,7 +13,7 @@ from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest
 from streamload.loader.position import MeanWeight, Position, Sizes
-from streamload.loader.steering_state import REPORTS, SteeringState
+from streamload.loader.steering_state import REPORTS, STEP_TIMES, SteeringState
 from streamload.order.group import most_skipped
 from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
@@ -237,17 +237,17 @@ def _check_intact(state: Any) -> None:
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of several ranks."""
     merged = {**states[0], "at": {}}
-    if REPORTS in merged:
-        merged[REPORTS] = {}
+    by_rank = [name for name in (REPORTS, STEP_TIMES) if name in merged]
+    merged |= {name: {} for name in by_rank}
     for one in states:
-        compared = merged.keys() - {"at", "checksum", REPORTS, *_COUNTS}
+        compared = merged.keys() - {"at", "checksum", *by_rank, *_COUNTS}
         if other := sorted(name for name in compared if one.get(name) != merged[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
             )
         merged["at"] = {**one["at"], **merged["at"]}
-        if REPORTS in merged:
-            merged[REPORTS] |= one[REPORTS]
+        for name in by_rank:
+            merged[name] |= one[name]
     return merged
 
 

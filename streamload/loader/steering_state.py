@@ -13,6 +13,8 @@ from streamload.order.mixing import UNIT
 from streamload.steering.decisions import LogPlace
 
 STEERING, REPORTS = "steering", "reports"
+STEP_TIMES = "step_times"
+"""What each rank has measured for `batch_policy=` since the last decision, by rank."""
 """The keys of a state: what all ranks have alike, and what each of them was reported."""
 
 

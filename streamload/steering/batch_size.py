@@ -26,8 +26,8 @@ _DEVIATIONS, _LEAST_NOISE = 2.5, 0.01
 _FACTOR = 1.5
 _HIGH, _LOW = 0.10, 0.02
 """Shares of waiting above which the loader is the limit, and below which the device is."""
-_GAIN, _LOSS = 0.03, 0.03
-"""A larger size has to be faster by the first share, a smaller one may be slower by the second."""
+_GAIN = 0.03
+"""A larger size has to be faster by this share."""
 _FIRST_REST, _LONGEST_REST = 8, 128
 """Intervals without a change after a size that was taken back; doubled each time."""
 
@@ -121,14 +121,14 @@ def as_batch_policy(given: BatchPolicy | PlainFunction) -> BatchPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputBalanced:
-    """Larger steps while waiting for data slows the training and they help; else the smallest ones.
+    """Larger steps as long as samples a second grow by them.
 
-    Ranks wait for each other, and for late batches, once in a step: larger steps even that out. Where the
-    device is the limit, smaller steps make more updates of the same samples. So it tries the next size when
-    three decisions in a row say that more than 10 % of the time is waiting (a larger one) or less than 2 % (a
-    smaller one), and takes it back where a larger one isn't at least 3 % faster in samples a second, or a
-    smaller one is more than 3 % slower; then it rests, each time for longer. A loader that is evenly too slow
-    isn't helped by any size: then it stays as it is.
+    Ranks wait for each other, and for late batches, once in a step: larger steps even that out. Where data is
+    never late, they share what a step costs whatever its size. So it tries the next larger size when three
+    decisions in a row say that more than 10 % of the time is waiting, or less than 2 %, and takes it back
+    where it isn't at least 3 % faster in samples a second; then it rests, each time for longer. A loader that
+    is evenly too slow isn't helped by any size: then it stays as it is. It never goes below a size that it
+    kept, nor below the one that the run began with.
 
     Args:
         least, most: samples of a rank in a step; the batch size that the run begins with may be any.
@@ -161,29 +161,25 @@ class ThroughputBalanced:
             return SizeDecided(None, now._replace(rates=rates, rest=now.rest - 1)._asdict(), "rests")
         waits = now.waits + 1 if measured.wait_share > _HIGH else 0
         calm = now.calm + 1 if measured.wait_share < _LOW else 0
-        size = measured.size
-        if waits >= _PATIENCE:
-            size = min(self.most, max(self._rounded(measured.size * _FACTOR), measured.size + self.multiple))
-        elif calm >= _PATIENCE:
-            size = max(self.least, min(self._rounded(measured.size / _FACTOR), measured.size - self.multiple))
+        larger = max(self.least, self._rounded(measured.size * _FACTOR), measured.size + self.multiple)
+        size = min(self.most, larger)
         kept = now._replace(rates=rates, waits=min(waits, _PATIENCE), calm=min(calm, _PATIENCE))
         if waits < _PATIENCE and calm < _PATIENCE:
             return SizeDecided(None, kept._asdict(), "no change")
-        if size == measured.size or (size > measured.size) != (waits > 0):
+        if size <= measured.size:
             return SizeDecided(None, kept._asdict(), "no size beyond this one is allowed")
         kept = kept._replace(rates=[], before=rates, waits=0, calm=0, tried_from=measured.size)
-        what = "waiting for data" if size > measured.size else "the device"
+        what = "waiting for data" if waits else "the device"
         share = f"{measured.wait_share:.0%} of the time is waiting"
         return SizeDecided(size, kept._asdict(), f"{what} is the limit: {share}")
 
     def _judged(self, measured: Measured, now: _Memory) -> SizeDecided:
         """Keep the size that is tried, or take it back."""
         gain, error = _gain(now.before, now.rates)
-        least = _GAIN if measured.size > now.tried_from else -_LOSS
-        is_sure = len(now.rates) >= _SHORTEST_TRIAL and abs(gain - least) >= _DEVIATIONS * error
+        is_sure = len(now.rates) >= _SHORTEST_TRIAL and abs(gain - _GAIN) >= _DEVIATIONS * error
         if not is_sure and len(now.rates) < _LONGEST_TRIAL:
             return SizeDecided(None, now._asdict(), "tries this size")
-        if gain >= least:
+        if gain >= _GAIN:
             kept = now._replace(before=[], tried_from=0, next_rest=_FIRST_REST)
             return SizeDecided(None, kept._asdict(), f"keeps this size: {gain:+.1%} samples a second")
         rest = now.next_rest

@@ -178,6 +178,7 @@ def _comparable(case: Case, values: Values) -> Values:
     states = [json.loads(json.dumps(state)) for state in values["states"]]
     for state in states:
         del state["checksum"]
+        state.pop("step_times", None)
         if case.is_local:
             del state["data"]
         for group in state["at"].values():
