@@ -125,3 +125,16 @@ def test_predict_and_fabric_take_a_loader(paths: list[str], tmp_path: Path) -> N
         assert trainer(tmp_path).predict(noting_model(), loader) == held_out
         fabric = lightning.Fabric(accelerator="cpu")
         assert [batch["__key__"] for batch in fabric.setup_dataloaders(loader)] == held_out
+
+
+def test_lightning_does_not_doubt_the_length_of_a_loader(paths: list[str], tmp_path: Path) -> None:
+    from lightning.fabric.utilities.data import has_len
+
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "num_samples": 32, "cache_dir": tmp_path}
+    with (
+        streamload.make_loader(paths, **options) as loader,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        assert has_len(loader)
+    assert not [warning for warning in caught if "__len__" in str(warning.message)]

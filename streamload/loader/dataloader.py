@@ -7,6 +7,8 @@ refuses to have its dataset wrapped.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +147,16 @@ class AccelerateEpoch:
     def end(self) -> None:
         """The epoch is over."""
         self._state._remove_dataloader(self._loader)
+
+
+def silence_doubts_of_length() -> None:
+    """Leave out Lightning's warning that a loader with workers may have another length than it says.
+
+    Lightning warns right after it has called `len()`, of any loader whose dataset isn't one of samples: which
+    this one's must not be, as it would get another sampler. A loader's length counts all of its workers.
+    """
+    if not sys.modules.keys().isdisjoint(("lightning", "pytorch_lightning")):
+        warnings.filterwarnings("ignore", r"Your `IterableDataset` has `__len__` defined")
 
 
 def accelerate_device() -> torch.device:

@@ -20,7 +20,12 @@ from streamload.errors import OptionError, OrderDiverged
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_sizing import BatchSizing, merged_sizing
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
-from streamload.loader.dataloader import AccelerateEpoch, DataLoaderInterface, accelerate_device
+from streamload.loader.dataloader import (
+    AccelerateEpoch,
+    DataLoaderInterface,
+    accelerate_device,
+    silence_doubts_of_length,
+)
 from streamload.loader.destination import Destination
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
@@ -186,6 +191,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
                 "({shard name: samples}) beside the shards; one pass over the data is counted once all its "
                 "shards are in the cache (after one epoch, or `streamload warm`)"
             )
+        silence_doubts_of_length()
         return batches
 
     def set_epoch(self, epoch: int) -> None:
