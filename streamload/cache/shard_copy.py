@@ -162,6 +162,8 @@ class ShardCopy:
         self._data: Descriptor | None = None
         self.identity: tuple[int, ...] = ()
         """What identifies the file of the data."""
+        self.was_reopened = False
+        """Whether the data was opened again; cleared by whoever counts open files."""
         if self.is_index_only:
             return
         try:
@@ -236,7 +238,7 @@ class ShardCopy:
             if data is not None:
                 data.close()
             return -1
-        self._data = data
+        self._data, self.was_reopened = data, True
         return data.number
 
     def refuse_other(self, other: ShardCopy, shard: Shard) -> None:

@@ -184,7 +184,6 @@ class ShardView:
         copy, entry = found
         if copy.is_index_only:
             return entry, self.fetched(copy, [entry])[0]
-        open_files = copy.open_files
         try:
             sample = copy.sample(entry, needed, memory)
         except OSError as exc:
@@ -192,7 +191,8 @@ class ShardView:
                 raise
             self._note_trouble(exc)
             return None
-        if copy.open_files > open_files:
+        if copy.was_reopened:
+            copy.was_reopened = False
             self._note_opened()
         if sample is None:
             if copy.is_in_place:
